@@ -1,0 +1,56 @@
+# Every target does its own set-up; the second run of each starts at once.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help setup demo test check lint format wheel example-vllm bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup:  ## make .venv with everything that is needed
+	@bash scripts/setup.sh
+
+demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json" and others are passed on
+	@$(BIN)/python examples/prefill_decode.py $(ARGS)
+
+test: setup  ## the tests; ARGS="-k pool -x" is passed to pytest
+	@$(BIN)/python -m pytest -q tests $(ARGS)
+
+lint: setup  ## formatting, ruff, mypy, clang-format; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy kvstore
+	@files=$$(find kernels -name '*.cu' -o -name '*.cuh'); \
+	    if [ -n "$$files" ]; then $(BIN)/clang-format --dry-run -Werror $$files; fi
+
+check: lint test  ## lint, then the tests: what CI runs
+
+format: setup  ## write ruff's and clang-format's formatting and safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	@files=$$(find kernels -name '*.cu' -o -name '*.cuh'); \
+	    if [ -n "$$files" ]; then $(BIN)/clang-format -i $$files; fi
+
+wheel: setup  ## sdist and wheel into dist/, checked
+	@rm -rf build dist
+	@$(BIN)/python -m build --outdir dist .
+	@bash scripts/check_wheel.sh
+
+example-vllm:  ## real vLLM on the CPU (in .venv-vllm): cold, then warm from the store
+	@bash scripts/setup_vllm.sh
+	@.venv-vllm/bin/python examples/vllm_cold_warm.py $(ARGS)
+
+bench: setup  ## measure transfers and control calls into benchmarks/results/
+	@mkdir -p benchmarks/results
+	@for what in transfer control; do \
+	    echo "kvstore bench $$what"; \
+	    $(BIN)/kvstore bench $$what --json >benchmarks/results/$$what.json.new; \
+	    mv benchmarks/results/$$what.json.new benchmarks/results/$$what.json; \
+	done
+
+clean:  ## remove build products and caches; environments stay (rm -rf .venv*)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find kvstore actors kernels tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

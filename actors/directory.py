@@ -1,0 +1,31 @@
+"""The directory as a Ray actor; Ray restarts it, and the stores fill it again."""
+
+from __future__ import annotations
+
+import ray
+
+from kvstore.directory import DirectoryServer
+from kvstore.peers import PeerAddress
+
+
+class Directory:
+    """Facade of kvstore.directory.DirectoryServer."""
+
+    def __init__(self) -> None:
+        self._server = DirectoryServer(ray.util.get_node_ip_address())
+
+    def address(self) -> PeerAddress:
+        """Return where stores reach the directory."""
+        return self._server.address()
+
+    def locate(self, hashes: list[bytes]) -> list[tuple[str, int]]:
+        """Return (node id, usable prefix length) for routers, longest first."""
+        return self._server.index.locate(hashes)
+
+    def nodes(self) -> list[str]:
+        """Return the nodes that publish here."""
+        return self._server.index.nodes()
+
+    def num_hashes(self) -> int:
+        """Return how many different blocks are known."""
+        return len(self._server.index)

@@ -1,0 +1,39 @@
+"""The mover as a Ray actor: a child of its node store, so that it dies with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from kvstore.arena import attach_arena
+from kvstore.config import PROTOCOL_VERSION, StoreConfig, set_ucx_lane
+from kvstore.control_client import connect_local
+from kvstore.mover import Mover as MoverLoop
+
+
+class Mover:
+    """Maps the arena of one node store, registers it with NIXL and runs its READs.
+
+    Args:
+        control_path: the node store's control socket on this node.
+        name: agent name, unique for each life of a mover.
+    """
+
+    def __init__(self, control_path: str, name: str, config_json: str) -> None:
+        config = StoreConfig.from_json(config_json)
+        set_ucx_lane(config.lane)
+        from kvstore.nixl_transport import NixlTransport
+
+        hello = {"role": "mover", "protocol": PROTOCOL_VERSION}
+        client, fd = connect_local(control_path, hello, timeout_s=config.call_timeout_s)
+        self._arena = attach_arena(fd, int(client.hello["arena_bytes"]))
+        self._transport = NixlTransport(name, self._arena.address, self._arena.num_bytes)
+        self._loop = MoverLoop(client.detach(), self._transport)
+        self._thread = threading.Thread(
+            target=self._loop.run, args=(self._arena.address,), name="raykv-mover", daemon=True
+        )
+        self._thread.start()
+
+    def pid(self) -> int:
+        """Return the process id; also says that the mover has started."""
+        return os.getpid()

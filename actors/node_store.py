@@ -1,0 +1,197 @@
+"""The node store as a Ray actor: named, detached, pinned to its node, never restarted by Ray.
+
+Its state is a cache, so a new one starts empty, with a new epoch, made by the supervisor. All logic is
+in kvstore.node.NodeCore; this facade adds the child mover and the names by which peers find each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import sys
+import time
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
+from kvstore.actors.mover import Mover
+from kvstore.chain import Chain
+from kvstore.config import StoreConfig
+from kvstore.errors import NamespaceMismatch
+from kvstore.hashing import BlockHashes
+from kvstore.node import NodeCore
+from kvstore.peers import PeerAddress
+from kvstore.pool import Grant, StoreTicket
+
+logger = logging.getLogger(__name__)
+
+_REPLACE_PAUSE_S = 0.5
+
+
+class NodeStore:
+    """One node's store, as serving code sees it through its Ray handle.
+
+    Callers over Ray name an `owner` for what they pin; nobody watches them, so their leases end with
+    their deadline. Worker processes of the node use kvstore.Client instead: faster, and watched.
+
+    Args:
+        node_id: Ray's id of the node this actor is pinned to.
+    """
+
+    def __init__(self, node_id: str, config_json: str) -> None:
+        # The control thread shares the interpreter with Ray's threads; short slices keep its latency low.
+        sys.setswitchinterval(1e-4)
+        self._node_id, self._config = node_id, StoreConfig.from_json(config_json)
+        self._config_json = config_json
+        self._stopping = False
+        self._mover: Any = None
+        self._mover_numbers = itertools.count(1)
+        self._core = NodeCore(
+            node_id,
+            self._config,
+            ray.util.get_node_ip_address(),
+            self._resolve_peer,
+            self._resolve_directory,
+            self._replace_mover,
+        )
+        self._start_mover()
+
+    # Finding each other.
+
+    def _resolve_peer(self, node_id: str) -> PeerAddress:
+        handle = find_actor(actor_name(self._config.name, "node", node_id))
+        address: PeerAddress = call(
+            f"store of node {node_id}", handle.peer_address.remote(), self._config.call_timeout_s
+        )
+        return address
+
+    def _resolve_directory(self) -> PeerAddress:
+        handle = find_actor(actor_name(self._config.name, "directory"))
+        address: PeerAddress = call("directory", handle.address.remote(), self._config.call_timeout_s)
+        return address
+
+    def _start_mover(self) -> None:
+        name = f"raykv-{self._node_id[:12]}-{self._core.epoch.hex()}-{next(self._mover_numbers)}-{secrets.token_hex(3)}"
+        self._mover = (
+            ray.remote(Mover)
+            .options(
+                num_cpus=0,
+                max_restarts=0,
+                namespace=RAY_NAMESPACE,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
+            )
+            .remote(self._core.control_path, name, self._config_json)
+        )
+
+    def _replace_mover(self) -> None:
+        if self._stopping:
+            return
+        logger.warning("node %s: the mover died; starting another", self._node_id)
+        time.sleep(_REPLACE_PAUSE_S)
+        if not self._stopping:
+            self._start_mover()
+
+    # For the supervisor and the public Store object.
+
+    def ping(self) -> bool:
+        """Say that this actor lives."""
+        return True
+
+    def ready(self, timeout_s: float) -> bool:
+        """Wait until the mover has registered the arena."""
+        return self._core.wait_ready(timeout_s)
+
+    def control_path(self) -> str:
+        """Return the socket on which this node's workers reach the store."""
+        return self._core.control_path
+
+    def peer_address(self) -> PeerAddress:
+        """Return where other stores reach this one."""
+        return self._core.peer_address()
+
+    def epoch(self) -> str:
+        """Return the id of this life of the store."""
+        return self._core.epoch.hex()
+
+    def pids(self) -> dict[str, int]:
+        """Return the process ids of the store and its mover."""
+        return {"store": os.getpid(), "mover": self._core.mover_pid()}
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts of the pool, the engine and the calls served."""
+        return self._core.stats()
+
+    def stop(self) -> None:
+        """Close everything; the caller kills the actor afterwards."""
+        self._stopping = True
+        self._core.stop()
+        if self._mover is not None:
+            ray.kill(self._mover)
+
+    # The verbs, for remote and occasional callers.
+
+    def attach(self, namespace: bytes, block_bytes: int) -> dict[str, int]:
+        """Make room for a namespace's blocks."""
+        return self._core.attach(namespace, block_bytes)
+
+    def lookup(self, hashes: BlockHashes) -> int:
+        """Return how many leading blocks are readable on this node. No side effect."""
+        return self._core.lookup(_chain(hashes))
+
+    def lease(self, hashes: BlockHashes, owner: str, ttl_s: float = 30.0) -> Grant:
+        """Pin the readable prefix of a chain for `ttl_s` seconds."""
+        return self._core.lease(_chain(hashes), f"ray:{owner}", ttl_s)
+
+    def renew(self, lease_id: int, owner: str, ttl_s: float = 30.0) -> bool:
+        """Extend a lease; whether it was still held."""
+        return self._core.renew(lease_id, f"ray:{owner}", ttl_s)
+
+    def release(self, lease_id: int, owner: str) -> bool:
+        """Drop a lease; whether it was still held by this owner."""
+        return self._core.release(lease_id, f"ray:{owner}")
+
+    def prepare_store(self, hashes: BlockHashes, owner: str) -> StoreTicket:
+        """Claim slots for blocks that are not here."""
+        return self._core.prepare_store(_chain(hashes), f"ray:{owner}")
+
+    def complete_store(self, write_id: int, owner: str) -> int:
+        """Publish a write; returns how many blocks became findable."""
+        return self._core.complete_store(write_id, f"ray:{owner}")
+
+    def abort_store(self, write_id: int, owner: str) -> int:
+        """Give a write up; returns how many slots came back."""
+        return self._core.abort_store(write_id, f"ray:{owner}")
+
+    def clear(self, namespace: bytes, version: int) -> int:
+        """Make a namespace a miss here; returns how many blocks that concerned."""
+        return self._core.clear(namespace, version)
+
+    def begin_drain(self, max_bytes: int) -> list[bytes]:
+        """Grant nothing to workers any more; returns hot chains for a peer to adopt."""
+        return self._core.begin_drain(max_bytes)
+
+    def adopt(self, chains: list[bytes], timeout_s: float) -> int:
+        """Fetch chains from other nodes; returns how many blocks are here now."""
+        return self._core.adopt(chains, timeout_s)
+
+    def drain(self, timeout_s: float) -> dict[str, int]:
+        """Grant nothing any more and wait for leases and writes to end; returns what is left."""
+        return self._core.drain(timeout_s)
+
+    def undrain(self) -> None:
+        """Serve again after a drain."""
+        self._core.undrain()
+
+    def check_integrity(self) -> None:
+        """Assert the pool's invariants; for tests and debugging."""
+        self._core.pool.check_integrity()
+
+
+def _chain(hashes: BlockHashes) -> Chain:
+    if not isinstance(hashes, BlockHashes):
+        raise NamespaceMismatch(f"hashes: wanted BlockHashes of a Namespace, got {type(hashes).__name__}")
+    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)

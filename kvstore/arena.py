@@ -1,0 +1,137 @@
+"""The arena: one shared-memory slab per node, an anonymous memory file that every worker maps.
+
+The node store creates the file and owns it; workers get its descriptor over the control socket.
+All pages are allocated when it is made, so that no process dies of SIGBUS later, and the size is
+sealed, so that nobody can shrink it under a reader. Mappings are kept out of forked children:
+a child that outlives its parent must not go on reading slots whose lease died with the parent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.errors import ConfigError
+
+_HEADROOM_BYTES = 256 << 20
+
+
+def available_bytes() -> tuple[int, str]:
+    """Return how much memory this process may still take, and which limit says so."""
+    meminfo = Path("/proc/meminfo").read_text()
+    fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if ":" in line}
+    best, source = fields.get("MemAvailable", fields["MemFree"]), "free memory of this machine"
+    for limit, used, name in _cgroup_limits():
+        if limit - used < best:
+            best, source = limit - used, name
+    return max(best, 0), source
+
+
+def _cgroup_limits() -> list[tuple[int, int, str]]:
+    found = []
+    for folder in _cgroup_folders():
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                limit = (folder / limit_name).read_text().strip()
+                used = int((folder / used_name).read_text())
+            except (OSError, ValueError):
+                continue
+            if limit.isdigit() and int(limit) < 1 << 60:
+                found.append((int(limit), used, f"cgroup limit {folder / limit_name}"))
+    return found
+
+
+def _cgroup_folders() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    folders = [root, root / "memory"]
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            base = root / "memory" if "memory" in controllers.split(",") else root
+            own = base / path.lstrip("/")
+            folders += [own, *[p for p in own.parents if p.is_relative_to(root)]]
+    except (OSError, ValueError):
+        pass
+    return list(dict.fromkeys(folders))
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """A mapping of the slab in this process.
+
+    `memory` is owned by this object: whoever takes views of it must drop them before `close`.
+    """
+
+    fd: int
+    num_bytes: int
+    memory: mmap.mmap
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+        return int(np.frombuffer(self.memory, dtype=np.uint8).ctypes.data)
+
+    def bytes_view(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Return the whole slab, `[num_bytes]` uint8, writable, backed by the shared pages."""
+        return np.frombuffer(self.memory, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Unmap and close the descriptor; the pages live on while any process maps them."""
+        try:
+            self.memory.close()
+        except BufferError:
+            # A view is still alive somewhere in this process: its owner unmaps by letting go of it.
+            pass
+        os.close(self.fd)
+
+
+def create_arena(num_bytes: int) -> Arena:
+    """Allocate a slab of exactly `num_bytes`, all pages at once, and map it.
+
+    Raises:
+        ConfigError: this machine or container has not that much memory left; nothing is allocated.
+    """
+    room, source = available_bytes()
+    if num_bytes + _HEADROOM_BYTES > room:
+        raise ConfigError(
+            f"wanted a capacity of {num_bytes} bytes plus {_HEADROOM_BYTES} of headroom, got {room} bytes "
+            f"({source}); lower capacity= or free memory"
+        )
+    fd = os.memfd_create("raykv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return _map(fd, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"could not allocate {num_bytes} bytes of shared memory: {error}; lower capacity="
+        ) from error
+
+
+def attach_arena(fd: int, num_bytes: int) -> Arena:
+    """Map a slab whose descriptor came from its node store; takes ownership of `fd`.
+
+    Raises:
+        ConfigError: the file has another size than the store says; `fd` is closed.
+    """
+    got = os.fstat(fd).st_size
+    if got != num_bytes:
+        os.close(fd)
+        raise ConfigError(f"arena: wanted {num_bytes} bytes, got a file of {got}; reconnect to the store")
+    return _map(fd, num_bytes)
+
+
+def _map(fd: int, num_bytes: int) -> Arena:
+    memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return Arena(fd, num_bytes, memory)

@@ -1,0 +1,83 @@
+"""How a run of block hashes looks on the wire and inside the pool: one bytes object per field."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from kvstore.errors import ChainBroken
+
+HASH_BYTES = 32
+_HEAD = struct.Struct("<32s32sI")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A contiguous run of block hashes of one namespace.
+
+    Args:
+        namespace: 32-byte digest of the namespace.
+        parent: 32-byte hash of the block before the first one; the namespace digest at the root.
+        start: index of the first block in its chain; 0 is the root.
+        data: the hashes, 32 bytes each, back to back.
+    """
+
+    namespace: bytes
+    parent: bytes
+    start: int
+    data: bytes
+
+    def __len__(self) -> int:
+        return len(self.data) // HASH_BYTES
+
+    def hash_at(self, index: int) -> bytes:
+        """Return the hash of block `index` of this run."""
+        return self.data[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+
+    def hashes(self) -> list[bytes]:
+        """Return all hashes of the run in order."""
+        data = self.data
+        return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
+
+    def tail(self, first: int) -> Chain:
+        """Return the run that begins at block `first` of this one."""
+        if first == 0:
+            return self
+        return Chain(
+            self.namespace, self.hash_at(first - 1), self.start + first, self.data[first * HASH_BYTES :]
+        )
+
+    def head(self, count: int) -> Chain:
+        """Return the first `count` blocks of the run."""
+        return Chain(self.namespace, self.parent, self.start, self.data[: count * HASH_BYTES])
+
+    def check_unique(self) -> None:
+        """Refuse a run that names a block twice.
+
+        Raises:
+            ChainBroken: it does; nothing changed.
+        """
+        hashes = self.hashes()
+        if len(set(hashes)) != len(hashes):
+            raise ChainBroken(
+                f"wanted {len(hashes)} different block hashes, got {len(set(hashes))} different ones; "
+                "pass one contiguous run of one chain"
+            )
+
+    def encode(self) -> bytes:
+        """Return the run as bytes; `decode` reads them."""
+        return _HEAD.pack(self.namespace, self.parent, self.start) + self.data
+
+
+def decode_chain(payload: bytes | memoryview) -> Chain:
+    """Return the run that `Chain.encode` wrote.
+
+    Raises:
+        ChainBroken: the bytes are not a whole number of hashes.
+    """
+    if len(payload) < _HEAD.size or (len(payload) - _HEAD.size) % HASH_BYTES:
+        raise ChainBroken(
+            f"wanted {_HEAD.size} bytes and whole hashes of {HASH_BYTES}, got {len(payload)} bytes"
+        )
+    namespace, parent, start = _HEAD.unpack_from(payload)
+    return Chain(namespace, parent, start, bytes(payload[_HEAD.size :]))

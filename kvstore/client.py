@@ -1,0 +1,398 @@
+"""The client: what a worker process uses to save and load the blocks of its engine.
+
+It talks to the store of its own node only. One control call a request in the common case; bytes go
+through the arena that both map. Jobs run on threads of the client, each with a connection of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kvstore.arena import attach_arena
+from kvstore.chain import Chain
+from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.control_client import ControlClient, connect_local
+from kvstore.copier import Copier, Ids
+from kvstore.errors import (
+    InvalidRequest,
+    KVStoreError,
+    LayoutMismatch,
+    NamespaceMismatch,
+    StoreUnavailable,
+    TransferError,
+)
+from kvstore.hashing import BlockHashes, Namespace
+from kvstore.layout import EngineLayout, Part
+from kvstore.lease import Lease
+from kvstore.messages import (
+    U64,
+    U64_F64,
+    U64_U16,
+    pack_lease,
+    pack_load,
+    pack_prepare,
+    unpack_grant,
+    unpack_progress,
+    unpack_ticket,
+)
+from kvstore.results import BlockFailure, Job, LoadResult, Match, MissReason, SaveResult
+from kvstore.wire import Op, pack_json, unpack_json
+
+logger = logging.getLogger(__name__)
+
+_NUM_JOB_THREADS = 4
+
+
+class Client:
+    """One engine's door to the store of its node.
+
+    Args:
+        control_path: the node store's socket; `Store.client` knows it.
+        space: what the blocks mean. Hashes of another namespace are refused.
+        part: which part of each block this process holds; None for all of it.
+
+    Raises:
+        StoreNotRunning: nobody answers at `control_path`.
+        IncompatibleStore: the store runs another protocol version.
+        ConfigError: the store's slots are too small for this namespace's blocks.
+        LayoutMismatch: `part` is not the whole block; this version cannot split blocks.
+    """
+
+    def __init__(self, control_path: str, space: Namespace, part: Part | None = None) -> None:
+        if part is not None and (part.tp_size, part.pp_size) != (1, 1):
+            raise LayoutMismatch(
+                f"wanted whole blocks, got part {part.tp_rank} of {part.tp_size} (tensor) and {part.pp_rank} of "
+                f"{part.pp_size} (pipeline); this version stores blocks of one rank only"
+            )
+        self.space = space
+        self._path, self._part = control_path, part
+        self._closed = False
+        self._local = threading.local()
+        self._connections: list[ControlClient] = []
+        self._connections_lock = threading.Lock()
+        self._call_timeout_s = 5.0
+        self._control, fd = self._connect()
+        hello = self._control.hello
+        self.node_id, self.epoch = str(hello["node"]), str(hello["epoch"])
+        self.config = StoreConfig.from_json(str(hello["config"]))
+        self._call_timeout_s = self.config.call_timeout_s
+        self._arena = attach_arena(fd, int(hello["arena_bytes"]))
+        try:
+            request = {"namespace": space.digest.hex(), "block_bytes": space.shape.block_bytes}
+            answer = unpack_json(self._call(Op.ATTACH, pack_json(request)))
+        except KVStoreError:
+            self._control.close()
+            self._arena.close()
+            raise
+        self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
+        self._copier: Copier | None = None
+        self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
+
+    def _connect(self) -> tuple[ControlClient, int]:
+        hello = {"role": "client", "protocol": PROTOCOL_VERSION}
+        client, fd = connect_local(self._path, hello, timeout_s=self._call_timeout_s)
+        with self._connections_lock:
+            self._connections.append(client)
+        return client, fd
+
+    def register_kv_caches(self, caches: Any, axes: str | None = None) -> EngineLayout:
+        """Say where this engine's cache is; its layout is found from shape and strides.
+
+        Args:
+            caches: list or dict of per-layer tensors, of per-layer (K, V) pairs, or one cross-layer tensor.
+            axes: names the dimensions where shapes alone are ambiguous, see kvstore.layout.
+
+        Returns:
+            The layout that was found. The client keeps references to the tensors until `close`.
+
+        Raises:
+            LayoutMismatch: the tensors do not fit the namespace's shape; nothing is registered.
+        """
+        copier = Copier(
+            caches, self.space.shape, self._arena, self.slot_bytes, self.num_slots, axes, self._part
+        )
+        self._copier = copier
+        return copier.layout
+
+    # Questions.
+
+    def lookup(self, hashes: BlockHashes, *, remote: bool = True) -> Match:
+        """Return how much of a chain is stored where. No side effect.
+
+        Args:
+            remote: also ask the directory when this node does not have everything.
+
+        Raises:
+            NamespaceMismatch: the hashes are of another namespace.
+            PeerLost: the node store is gone.
+        """
+        chain = self._chain(hashes)
+        num_local = U64.unpack(self._call(Op.LOOKUP, chain.encode()))[0]
+        if num_local == len(chain) or not remote:
+            return Match(num_local=num_local)
+        nodes = unpack_json(self._call(Op.LOOKUP_ALL, chain.encode()))["nodes"]
+        return Match(
+            num_local=int(nodes[0][1]), nodes=tuple((str(node), int(count)) for node, count in nodes[1:])
+        )
+
+    def lease(self, hashes: BlockHashes, ttl_s: float = 30.0) -> Lease:
+        """Pin the prefix of a chain that is in this node's memory.
+
+        Returns:
+            A lease that may be shorter than asked for, even empty. Release it, or let its time run out.
+
+        Raises:
+            NamespaceMismatch: the hashes are of another namespace.
+            StoreDraining: the node grants nothing any more.
+        """
+        if not ttl_s > 0:
+            raise InvalidRequest(f"ttl_s: wanted more than 0 seconds, got {ttl_s}")
+        chain = self._chain(hashes)
+        asked_s = time.monotonic()
+        grant = unpack_grant(self._call(Op.LEASE, pack_lease(chain, ttl_s)))
+        return Lease(
+            grant.lease_id,
+            hashes[: len(grant.slots)],
+            grant.slots,
+            asked_s + ttl_s - self.config.lease_margin_s,
+            lambda lease_id: bool(U64.unpack(self._call(Op.RELEASE, U64.pack(lease_id)))[0]),
+            lambda lease_id, ttl: bool(U64.unpack(self._call(Op.RENEW, U64_F64.pack(lease_id, ttl)))[0]),
+            self._slot_view,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return the node store's counts."""
+        return unpack_json(self._call(Op.STATS, b""))
+
+    # Jobs.
+
+    def save(self, hashes: BlockHashes, block_ids: object) -> Job[SaveResult]:
+        """Store engine blocks; those that the store has already are skipped.
+
+        The engine must not overwrite the blocks before the job is done. A block becomes findable only when
+        all its bytes are in place, and when the job is done other nodes can find it too.
+
+        Args:
+            hashes: a chain from its root, or from a block that is stored.
+            block_ids: the engine's block of each hash.
+
+        Raises:
+            NamespaceMismatch, ChainBroken, InvalidRequest: an argument is wrong; nothing changed. ChainBroken
+                comes from the job when the parent turns out not to be stored.
+        """
+        copier, ids = self._registered(), None
+        chain = self._chain(hashes)
+        chain.check_unique()
+        ids = copier.check_ids(block_ids, len(chain))
+        copier.check_unchanged()
+        return self._submit(lambda: self._save(copier, chain, ids), f"save of {len(chain)} blocks")
+
+    def load(
+        self,
+        hashes: BlockHashes,
+        block_ids: object,
+        skip_prefix_tokens: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> Job[LoadResult]:
+        """Bring stored blocks into the engine's cache, from this node's memory or from other nodes.
+
+        Args:
+            hashes: the blocks wanted, a run of a chain.
+            block_ids: the engine's block for each.
+            skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is
+                written, whether or not they end at a block.
+            timeout_s: give up fetching after this long; the configured transfer timeout when None.
+
+        Returns:
+            A job; its result names the usable prefix and each block that is not. Blocks after the usable
+            prefix may hold anything.
+
+        Raises:
+            NamespaceMismatch, InvalidRequest: an argument is wrong; nothing changed.
+        """
+        copier = self._registered()
+        chain = self._chain(hashes)
+        ids = copier.check_ids(block_ids, len(chain))
+        copier.check_unchanged()
+        if not isinstance(skip_prefix_tokens, int) or skip_prefix_tokens < 0:
+            raise InvalidRequest(
+                f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_prefix_tokens!r}"
+            )
+        chain.check_unique()
+        timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
+        return self._submit(
+            lambda: self._load(copier, chain, ids, skip_prefix_tokens, timeout),
+            f"load of {len(chain)} blocks",
+        )
+
+    def prefetch(self, hashes: BlockHashes, *, timeout_s: float | None = None) -> Job[LoadResult]:
+        """Bring blocks from other nodes into this node's memory, without an engine."""
+        chain = self._chain(hashes)
+        timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
+        return self._submit(
+            lambda: self._load(None, chain, None, 0, timeout), f"prefetch of {len(chain)} blocks"
+        )
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Wait for running jobs, give everything back and unmap the arena; may be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        ended = threading.Event()
+        threading.Thread(target=lambda: (self._jobs.shutdown(), ended.set()), daemon=True).start()
+        ended.wait(timeout_s)
+        with self._connections_lock:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            if not connection.closed:
+                try:
+                    connection.send(Op.GOODBYE)
+                except KVStoreError:
+                    logger.debug("the node store was gone before this client")
+                connection.close()
+        self._copier = None
+        self._arena.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # On job threads.
+
+    def _save(self, copier: Copier, chain: Chain, ids: Ids) -> SaveResult:
+        connection = self._job_connection()
+        call = self._call_timeout_s
+        ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, pack_prepare(chain, 1), timeout_s=call))
+        if ticket.write_id:
+            try:
+                indexes = np.asarray(ticket.indexes, dtype=np.int64)
+                copier.into_slots(ids[indexes], np.asarray(ticket.slots, dtype=np.int64))
+            except BaseException:
+                connection.call(Op.ABORT_STORE, U64.pack(ticket.write_id), timeout_s=call)
+                raise
+            connection.call(Op.COMPLETE_STORE, U64_U16.pack(ticket.write_id, 0), timeout_s=2 * call)
+        return SaveResult(
+            num_blocks=len(chain) - ticket.num_refused,
+            num_written=len(ticket.indexes),
+            num_refused=ticket.num_refused,
+        )
+
+    def _load(
+        self, copier: Copier | None, chain: Chain, ids: Ids | None, skip_tokens: int, timeout_s: float
+    ) -> LoadResult:
+        first, first_token = divmod(skip_tokens, self.space.shape.block_size)
+        if first >= len(chain):
+            return LoadResult(num_blocks=len(chain))
+        wanted, ttl_s = chain.tail(first), self.config.lease_ttl_s
+        asked_s, ready, lease_id = time.monotonic(), 0, 0
+        report: dict[str, Any] = {"reason": "StoreUnavailable: the node store ended the load early"}
+        try:
+            connection = self._job_connection()
+            for _, payload in connection.call_stream(
+                Op.LOAD, pack_load(wanted, ttl_s, timeout_s), timeout_s=timeout_s + self._call_timeout_s
+            ):
+                progress = unpack_progress(payload)
+                lease_id = progress.lease_id
+                if len(progress.slots):
+                    count = len(progress.slots)
+                    if copier is not None and ids is not None:
+                        at = first + progress.first
+                        copier.out_of_slots(
+                            progress.slots.astype(np.int64),
+                            ids[at : at + count],
+                            first_token if progress.first == 0 else 0,
+                        )
+                    ready = progress.first + count
+                if progress.report:
+                    report = json.loads(progress.report)
+            connection.send(Op.RELEASE, U64.pack(lease_id))
+        except (StoreUnavailable, TransferError) as error:
+            # Fail closed: what was copied so far may be incomplete, so none of it counts.
+            ready, report = 0, {"reason": f"store_lost: {error}"}
+        if time.monotonic() > asked_s + ttl_s - self.config.lease_margin_s:
+            # The store may have reused slots while they were copied out: nothing of it counts.
+            ready, report = 0, {**report, "reason": "lease_expired"}
+        usable = first + ready
+        return LoadResult(
+            num_blocks=usable,
+            failed=_failures(usable, ids, len(chain), str(report.get("reason") or "")),
+            num_local=int(report.get("num_local", 0)),
+            num_peer=int(report.get("num_peer", 0)),
+            peers=tuple(report.get("peers", ())),
+            num_bytes=int(report.get("num_bytes", 0)),
+            num_descriptors=int(report.get("num_descriptors", 0)),
+            read_s=float(report.get("read_s", 0.0)),
+            num_locate_calls=int(report.get("num_locate_calls", 0)),
+            num_lease_calls=int(report.get("num_lease_calls", 0)),
+        )
+
+    # Helpers.
+
+    def _job_connection(self) -> ControlClient:
+        connection = getattr(self._local, "connection", None)
+        if connection is None or connection.closed:
+            connection, fd = self._connect()
+            os.close(fd)
+            if connection.hello["epoch"] != self.epoch:
+                connection.close()
+                raise StoreUnavailable(
+                    "the node store was restarted: its memory is another one; close this client and make a new one"
+                )
+            self._local.connection = connection
+        return connection
+
+    def _submit(self, run: Callable[[], Any], what: str) -> Job[Any]:
+        if self._closed:
+            raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
+        return Job(self._jobs.submit(run), what)
+
+    def _call(self, op: Op, payload: bytes) -> bytes:
+        return self._control.call(op, payload, timeout_s=self._call_timeout_s)
+
+    def _chain(self, hashes: BlockHashes) -> Chain:
+        if not isinstance(hashes, BlockHashes):
+            raise InvalidRequest(
+                f"hashes: wanted BlockHashes from space.block_hashes(...) or space.wrap(...), got {type(hashes).__name__}"
+            )
+        if hashes.namespace_digest != self.space.digest:
+            raise NamespaceMismatch(
+                f"wanted hashes of namespace {self.space.digest.hex()[:12]} ({self.space.model!r}), got some of "
+                f"{hashes.namespace_digest.hex()[:12]}; make them with this client's space"
+            )
+        return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+
+    def _registered(self) -> Copier:
+        if self._copier is None:
+            raise InvalidRequest("no cache is registered; call register_kv_caches(...) first")
+        return self._copier
+
+    def _slot_view(self, slot: int) -> memoryview:
+        start = slot * self.slot_bytes
+        return memoryview(self._arena.memory)[start : start + self.space.shape.block_bytes].toreadonly()
+
+
+def _failures(usable: int, ids: Ids | None, total: int, reason: str) -> tuple[BlockFailure, ...]:
+    if usable >= total:
+        return ()
+    names = {kind.value for kind in MissReason}
+    word = reason.split(":", 1)[0]
+    kind = MissReason(word) if word in names else MissReason.OTHER if reason else MissReason.NOT_FOUND
+    return tuple(
+        BlockFailure(index=i, block_id=-1 if ids is None else int(ids[i]), reason=kind, detail=reason)
+        for i in range(usable, total)
+    )

@@ -1,0 +1,201 @@
+"""One side of a control connection that asks and waits: workers to their node store, stores to peers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from kvstore.errors import PeerLost, StoreNotRunning, TransferTimeout
+from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_json, unpack_error, unpack_json
+
+_RECEIVE_BYTES = 256 << 10
+_SOCKET_BUFFER_BYTES = 1 << 20
+
+
+class ControlClient:
+    """A connection that carries one question at a time, safe to share between threads.
+
+    A call that times out or meets a dead server closes the connection: a late answer can then never be
+    taken for the answer to another question.
+    """
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self.name = name
+        self.hello: dict[str, Any] = {}
+        self.num_calls = 0
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._decoder = Decoder()
+        self._backlog: list[Message] = []
+        self._request = 0
+        self._timeout_s = 0.0
+        self._stream = sock.family != socket.AF_UNIX
+        self.closed = False
+
+    def call(self, op: Op, payload: bytes = b"", *, timeout_s: float) -> bytes:
+        """Ask and return the payload of the answer.
+
+        Raises:
+            KVStoreError: what the other side raised, of the same class.
+            PeerLost: the connection broke; it is closed.
+            TransferTimeout: no answer in time; the connection is closed.
+        """
+        with self._lock:
+            self.num_calls += 1
+            request = self._send(op, Flag.REQUEST, payload)
+            message = self._receive(request, time.monotonic() + timeout_s)
+        if message.flag is Flag.ERROR:
+            raise unpack_error(message.payload)
+        return message.payload
+
+    def call_stream(self, op: Op, payload: bytes, *, timeout_s: float) -> Iterator[tuple[bool, bytes]]:
+        """Ask once and yield (is last, payload) for each piece of the answer, in order.
+
+        The connection is taken for as long as the iteration lasts. `timeout_s` bounds each wait.
+        """
+        with self._lock:
+            self.num_calls += 1
+            request = self._send(op, Flag.REQUEST, payload)
+            finished = False
+            try:
+                while not finished:
+                    message = self._receive(request, time.monotonic() + timeout_s)
+                    if message.flag is Flag.ERROR:
+                        finished = True
+                        raise unpack_error(message.payload)
+                    finished = message.flag is Flag.REPLY
+                    yield finished, message.payload
+            finally:
+                if not finished:
+                    self.close()
+
+    def send(self, op: Op, payload: bytes = b"") -> None:
+        """Say something that has no answer."""
+        with self._lock:
+            self._send(op, Flag.ONE_WAY, payload)
+
+    def detach(self) -> socket.socket:
+        """Hand the socket to the caller, without timeouts; this object must not be used afterwards."""
+        self.closed = True
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+        return self._sock
+
+    def close(self) -> None:
+        """Close the connection; may be called again."""
+        self.closed = True
+        self._sock.close()
+
+    def _send(self, op: Op, flag: Flag, payload: bytes) -> int:
+        self._request += 1
+        try:
+            for packet in encode(Message(op, flag, self._request, payload)):
+                self._sock.sendall(packet)
+        except OSError as error:
+            self.close()
+            raise PeerLost(f"{self.name}: connection lost while sending {op.name}: {error}") from error
+        return self._request
+
+    def _receive(self, request: int, deadline_s: float) -> Message:
+        while True:
+            for i, message in enumerate(self._backlog):
+                if message.request == request:
+                    return self._backlog.pop(i)
+            try:
+                self._set_timeout(deadline_s)
+                data = self._sock.recv(_RECEIVE_BYTES)
+            except (BlockingIOError, TimeoutError) as error:
+                self.close()
+                raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed") from error
+            except OSError as error:
+                self.close()
+                raise PeerLost(f"{self.name}: connection lost: {error}") from error
+            if not data:
+                self.close()
+                raise PeerLost(f"{self.name}: closed the connection; is the node store still running?")
+            if self._stream:
+                self._backlog.extend(self._decoder.stream(data))
+            else:
+                message_or_none = self._decoder.packet(data)
+                if message_or_none is not None:
+                    self._backlog.append(message_or_none)
+
+    def _set_timeout(self, deadline_s: float) -> None:
+        # A kernel-side receive timeout saves a poll() per call against settimeout(); it is only touched
+        # when the wanted value moved by more than a tenth.
+        wanted = max(deadline_s - time.monotonic(), 1e-3)
+        if not 0.9 * self._timeout_s <= wanted <= self._timeout_s:
+            self._timeout_s = wanted
+            value = struct.pack("ll", int(wanted), int(wanted % 1 * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+
+def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tuple[ControlClient, int]:
+    """Connect to a node store on this machine.
+
+    Returns:
+        (the connection with its `hello` answer, the arena's descriptor, which the caller owns).
+
+    Raises:
+        StoreNotRunning: nobody listens there.
+        IncompatibleStore: the store has another protocol version or configuration.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        _prepare(sock, timeout_s)
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise StoreNotRunning(
+            f"no node store answers at {path} ({error}); start one with kvstore.start()"
+        ) from error
+    client = ControlClient(sock, f"node store at {path}")
+    for packet in encode(Message(Op.HELLO, Flag.REQUEST, 0, pack_json(hello))):
+        sock.sendall(packet)
+    fds: list[int] = []
+    try:
+        data, fds, _, _ = socket.recv_fds(sock, _RECEIVE_BYTES, 1)
+    except OSError as error:
+        client.close()
+        raise StoreNotRunning(f"the node store at {path} does not answer ({error})") from error
+    message = Decoder().packet(data) if data else None
+    if message is None or message.flag is Flag.ERROR or not fds:
+        for fd in fds:
+            os.close(fd)
+        client.close()
+        if message is not None and message.flag is Flag.ERROR:
+            raise unpack_error(message.payload)
+        raise StoreNotRunning(f"the node store at {path} closed the connection")
+    client.hello = unpack_json(message.payload)
+    return client, fds[0]
+
+
+def connect_remote(host: str, port: int, hello: dict[str, Any], *, timeout_s: float) -> ControlClient:
+    """Connect to a store or directory on another node.
+
+    Raises:
+        PeerLost: nobody answers there.
+        IncompatibleStore: it has another protocol version or configuration.
+    """
+    try:
+        sock = socket.create_connection((host, port), timeout=timeout_s)
+    except OSError as error:
+        raise PeerLost(f"{host}:{port} does not answer: {error}") from error
+    sock.settimeout(None)
+    _prepare(sock, timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    client = ControlClient(sock, f"peer at {host}:{port}")
+    client.hello = unpack_json(client.call(Op.HELLO, pack_json(hello), timeout_s=timeout_s))
+    return client
+
+
+def _prepare(sock: socket.socket, timeout_s: float) -> None:
+    value = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)

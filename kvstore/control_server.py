@@ -1,0 +1,274 @@
+"""The serving side of control connections: one thread, one epoll, for workers, movers and peers alike.
+
+A local connection is its owner's identity: the kernel names the process behind it (peer credentials and
+peer pidfd), so that what a dead worker held comes back, and what a live one holds never does. A closed
+connection only stops grants; the owner counts as gone when its process is gone, or when it said goodbye.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_error
+
+logger = logging.getLogger(__name__)
+
+_RECEIVE_BYTES = 256 << 10
+_SOCKET_BUFFER_BYTES = 1 << 20
+_SO_PEERPIDFD = 77
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One client of the server. `owner` is unique per connection; `role` is set by its HELLO."""
+
+    sock: socket.socket
+    owner: str
+    local: bool
+    pid: int = 0
+    pidfd: int = -1
+    role: str = ""
+    closed: bool = False
+    decoder: Decoder = field(default_factory=Decoder)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
+        """Send a message from any thread; False when the client is gone or does not read."""
+        try:
+            with self.lock:
+                for packet in encode(Message(op, flag, request, payload)):
+                    if fds:
+                        socket.send_fds(self.sock, [packet], list(fds))
+                        fds = ()
+                    else:
+                        self.sock.sendall(packet)
+        except OSError as error:
+            logger.debug("%s: could not send %s: %s", self.owner, op.name, error)
+            return False
+        return True
+
+
+#: Serves one message; returns the answer's payload, or None when it answers later or there is no answer.
+Handler = Callable[[Connection, Message], bytes | None]
+
+
+class ControlServer:
+    """Listens and dispatches.
+
+    Args:
+        handler: called on the server's thread for each message; must not block.
+        on_gone: called with a connection whose owner is gone for good.
+        on_tick: called about every `tick_s` seconds while `wants_ticks()` is true.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        on_gone: Callable[[Connection], None],
+        on_tick: Callable[[], None] = lambda: None,
+        wants_ticks: Callable[[], bool] = lambda: False,
+        tick_s: float = 0.25,
+    ) -> None:
+        self._handler, self._on_gone = handler, on_gone
+        self._on_tick, self._wants_ticks, self._tick_s = on_tick, wants_ticks, tick_s
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
+        self._stopping = False
+        self._num_connections = 0
+        self._path = ""
+        self._listeners: list[socket.socket] = []
+        self._connections: set[Connection] = set()
+        self.port = 0
+
+    def listen_local(self, path: str) -> None:
+        """Listen on a Unix SEQPACKET socket; replaces a stale file of that name."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        sock.bind(path)
+        os.chmod(path, 0o600)
+        self._path = path
+        self._listen(sock)
+
+    def listen_remote(self, host: str, port: int = 0) -> None:
+        """Listen on TCP; port 0 lets the system choose, see `port`."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        self.port = sock.getsockname()[1]
+        self._listen(sock)
+
+    def _listen(self, sock: socket.socket) -> None:
+        sock.listen(128)
+        self._listeners.append(sock)
+        self._selector.register(sock, selectors.EVENT_READ, sock)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Make the thread look at its timers."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"x")
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Close all connections and end the thread; may be called again."""
+        self._stopping = True
+        self.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        next_tick_s = 0.0
+        while not self._stopping:
+            wanted = self._wants_ticks()
+            for key, _ in self._selector.select(self._tick_s if wanted else 5.0):
+                try:
+                    self._ready(key)
+                except Exception:
+                    logger.exception("control: unexpected error; the connection is closed")
+                    if isinstance(key.data, Connection):
+                        self._close(key.data)
+            now_s = time.monotonic()
+            if wanted and now_s >= next_tick_s:
+                next_tick_s = now_s + self._tick_s
+                self._on_tick()
+        self._shut_down()
+
+    def _ready(self, key: selectors.SelectorKey) -> None:
+        if isinstance(key.data, socket.socket):
+            self._accept(key.data)
+        elif isinstance(key.data, Connection):
+            if key.fileobj == key.data.pidfd:
+                self._owner_died(key.data)
+            else:
+                self._read(key.data)
+        else:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+
+    def _accept(self, listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        local = listener.family == socket.AF_UNIX
+        self._num_connections += 1
+        connection = Connection(sock, f"{'local' if local else 'peer'}-{self._num_connections}", local)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        if local:
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            connection.pid = struct.unpack("3i", credentials)[0]
+            connection.pidfd = _peer_pidfd(sock, connection.pid)
+            if connection.pidfd >= 0:
+                self._selector.register(connection.pidfd, selectors.EVENT_READ, connection)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            data = connection.sock.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            if not data:
+                self._close(connection)
+                return
+            if connection.local:
+                message = connection.decoder.packet(data)
+                messages = [] if message is None else [message]
+            else:
+                messages = connection.decoder.stream(data)
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError) as error:
+            logger.debug("%s: %s", connection.owner, error)
+            self._close(connection)
+            return
+        for message in messages:
+            self._serve(connection, message)
+
+    def _serve(self, connection: Connection, message: Message) -> None:
+        if message.op is Op.GOODBYE:
+            self._owner_died(connection)
+            return
+        try:
+            answer = self._handler(connection, message)
+        except KVStoreError as error:
+            answer, flag = pack_error(error), Flag.ERROR
+        except Exception as error:
+            logger.exception("control: %s failed", message.op.name)
+            answer, flag = pack_error(error), Flag.ERROR
+        else:
+            flag = Flag.REPLY
+        if (
+            answer is not None
+            and message.flag is Flag.REQUEST
+            and not connection.send(message.op, flag, message.request, answer)
+        ):
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        if connection.closed:
+            return
+        connection.closed = True
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.sock)
+        connection.sock.close()
+        if connection.pidfd < 0:
+            # A remote owner, or a kernel that cannot name the process: its leases end with their deadline.
+            self._connections.discard(connection)
+            self._on_gone(connection)
+
+    def _owner_died(self, connection: Connection) -> None:
+        pidfd, connection.pidfd = connection.pidfd, -1
+        if pidfd >= 0:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(pidfd)
+            os.close(pidfd)
+        if connection.closed:
+            self._connections.discard(connection)
+            self._on_gone(connection)
+        else:
+            self._close(connection)
+
+    def _shut_down(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.sock.close()
+            if connection.pidfd >= 0:
+                os.close(connection.pidfd)
+        self._connections.clear()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+def _peer_pidfd(sock: socket.socket, pid: int) -> int:
+    try:
+        return int(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    except OSError:
+        pass
+    # Older kernels: open by pid, which may race with a process that is already gone. Then the owner
+    # counts as gone, which is right; a pid of another namespace reads as 0 and is not opened.
+    if pid <= 0:
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1

@@ -1,0 +1,124 @@
+"""All errors of raykv, in one tree.
+
+KVStoreError
+├── ConfigError              settings that cannot work
+│   └── IncompatibleStore    a running store has another protocol version or configuration
+├── InvalidRequest           an argument of one call is wrong; nothing was changed
+│   ├── NamespaceMismatch    hashes of one namespace used with a client of another
+│   └── ChainBroken          hashes are not one contiguous run of a chain
+├── LayoutMismatch           tensors or peers hold KV in another layout than agreed
+├── PoolExhausted            no slot can be had now
+├── BlockNotFound            a block that was named is not resident
+├── LeaseError
+│   ├── LeaseExpired         the deadline passed
+│   └── LeaseReleased        released before
+├── StoreUnavailable         the node store cannot be asked
+│   ├── StoreNotRunning      nothing runs under that name or address
+│   └── StoreDraining        it runs but grants nothing any more
+├── TransferError            bytes did not arrive
+│   ├── TransferTimeout      not terminal in time; the destination is quarantined
+│   ├── PeerLost             the other side is gone
+│   └── RegistrationFailed   memory could not be registered for transfer
+├── ProtocolError            bytes on a control connection that are not ours
+└── KernelError              a copy kernel could not be built or launched
+
+Errors cross process boundaries, so every class takes positional arguments only and
+survives pickling. A message says what was wanted, what was got and what to do.
+"""
+
+from __future__ import annotations
+
+
+class KVStoreError(Exception):
+    """Base of every error that raykv raises on purpose."""
+
+
+class ConfigError(KVStoreError):
+    """A setting cannot work; nothing was started or changed."""
+
+
+class IncompatibleStore(ConfigError):
+    """A running store has another protocol version or configuration than asked for."""
+
+
+class InvalidRequest(KVStoreError):
+    """An argument of one call is wrong; the call changed nothing."""
+
+
+class NamespaceMismatch(InvalidRequest):
+    """Block hashes belong to another namespace than the client they were given to."""
+
+
+class ChainBroken(InvalidRequest):
+    """Block hashes are not one contiguous run of a chain that the store can attach."""
+
+
+class LayoutMismatch(KVStoreError):
+    """Tensors, or a peer, hold KV in a layout that cannot be copied as asked."""
+
+
+class PoolExhausted(KVStoreError):
+    """Every slot is pinned, being written or quarantined; release leases or add capacity."""
+
+
+class BlockNotFound(KVStoreError):
+    """A block that the call requires is not resident."""
+
+
+class LeaseError(KVStoreError):
+    """A lease cannot be used."""
+
+
+class LeaseExpired(LeaseError):
+    """The deadline of the lease has passed; its blocks may be gone."""
+
+
+class LeaseReleased(LeaseError):
+    """The lease was released before."""
+
+
+class StoreUnavailable(KVStoreError):
+    """A node store cannot be asked right now."""
+
+
+class StoreNotRunning(StoreUnavailable):
+    """No store runs under that name or address; start one with `kvstore.start()`."""
+
+
+class StoreDraining(StoreUnavailable):
+    """The node store is being drained and grants nothing any more."""
+
+
+class TransferError(KVStoreError):
+    """Bytes did not arrive; no byte of the destination may be used."""
+
+
+class TransferTimeout(TransferError):
+    """A transfer was not terminal in time; its destination is quarantined until it is."""
+
+
+class PeerLost(TransferError):
+    """The process on the other side of a transfer or a call is gone."""
+
+
+class RegistrationFailed(TransferError):
+    """Memory could not be registered with the transfer engine."""
+
+
+class ProtocolError(KVStoreError):
+    """Bytes on a control connection are not of this protocol; the connection is closed."""
+
+
+class KernelError(KVStoreError):
+    """A copy kernel could not be built or launched."""
+
+
+def all_error_types() -> dict[str, type[KVStoreError]]:
+    """Return every error class of the tree by name, so that errors can cross a wire safely."""
+    found: dict[str, type[KVStoreError]] = {}
+    pending: list[type[KVStoreError]] = [KVStoreError]
+    while pending:
+        cls = pending.pop()
+        found[cls.__name__] = cls
+        pending.extend(cls.__subclasses__())
+    return found

@@ -1,0 +1,147 @@
+"""A store's link to the directory: publishes what it holds in batches, asks where blocks are."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.chain import Chain
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.control_client import ControlClient, connect_remote
+from kvstore.directory import pack_publish
+from kvstore.errors import KVStoreError
+from kvstore.peers import PeerAddress
+from kvstore.pool import Pool
+from kvstore.wire import Op, unpack_json
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_HEARTBEAT_S = 5.0
+
+
+class Hints:
+    """Two connections to the directory, one to publish and one to ask, so that neither waits for the other.
+
+    Args:
+        resolve: finds the directory through the cluster; called on first contact and after failures only.
+    """
+
+    def __init__(self, node_id: str, resolve: Callable[[], PeerAddress], timeout_s: float) -> None:
+        self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
+        self._pool: Pool | None = None
+        self._condition = threading.Condition()
+        self._waiting: list[Callable[[], None]] = []
+        self._pending = self._stopping = False
+        self._publisher: ControlClient | None = None
+        self._asker: ControlClient | None = None
+        self._ask_lock = threading.Lock()
+        self._ask_after_s = 0.0
+        self._sequence = 0
+        self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
+
+    def start(self, pool: Pool) -> None:
+        """Begin to publish what `pool` holds."""
+        self._pool = pool
+        self._thread.start()
+        self.publish_soon()
+
+    def publish_soon(self, then: Callable[[], None] | None = None) -> None:
+        """Publish what changed; `then` is called afterwards, also when it could not be published."""
+        with self._condition:
+            if self._stopping:
+                waiting = then
+            else:
+                waiting = None
+                self._pending = True
+                if then is not None:
+                    self._waiting.append(then)
+                self._condition.notify()
+        if waiting is not None:
+            waiting()
+
+    def locate(self, chain: Chain) -> list[tuple[str, int]]:
+        """Return (node, prefix length) of the nodes that may hold a run; empty when the directory is away.
+
+        One blocking call.
+        """
+        with self._ask_lock:
+            if time.monotonic() < self._ask_after_s:
+                return []
+            try:
+                if self._asker is None or self._asker.closed:
+                    self._asker = self._connect()
+                answer = self._asker.call(Op.LOCATE, chain.encode(), timeout_s=self._timeout_s)
+            except KVStoreError as error:
+                self._ask_after_s = time.monotonic() + _RETRY_S
+                logger.warning(
+                    "the directory cannot be asked: %s; blocks of peers are misses until it can", error
+                )
+                return []
+        return [(str(node), int(count)) for node, count in unpack_json(answer)["nodes"]]
+
+    def stop(self) -> None:
+        """End the thread and close the connections."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        for client in (self._publisher, self._asker):
+            if client is not None:
+                client.close()
+
+    def _connect(self) -> ControlClient:
+        address = self._resolve()
+        hello = {"role": "store", "protocol": PROTOCOL_VERSION, "token": address.token}
+        return connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                if not self._pending and not self._stopping:
+                    self._condition.wait(_HEARTBEAT_S)
+                if self._stopping:
+                    waiting, self._waiting = self._waiting, []
+                    break
+                self._pending = False
+                waiting, self._waiting = self._waiting, []
+            retry = not self._publish()
+            for then in waiting:
+                then()
+            if retry:
+                time.sleep(_RETRY_S)
+                with self._condition:
+                    self._pending = True
+        for then in waiting:
+            then()
+
+    def _publish(self) -> bool:
+        assert self._pool is not None
+        try:
+            reset = self._publisher is None or self._publisher.closed
+            if reset:
+                self._publisher = self._connect()
+                added, removed = self._pool.resident_hashes(), []
+            else:
+                final: dict[bytes, bool] = {}
+                for present, block_hash in self._pool.drain_events():
+                    final[block_hash] = present
+                added = [h for h, present in final.items() if present]
+                removed = [h for h, present in final.items() if not present]
+            self._sequence += 1
+            batch = pack_publish(
+                self._node_id, reset=reset, sequence=self._sequence, added=added, removed=removed
+            )
+            assert self._publisher is not None
+            # Sent even when empty: that is how a directory that was restarted is noticed.
+            self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s)
+        except KVStoreError as error:
+            # Events already drained are lost with the connection: the next one begins with a snapshot.
+            if self._publisher is not None:
+                self._publisher.close()
+            logger.info("could not publish hints: %s; will send a snapshot", error)
+            return False
+        return True

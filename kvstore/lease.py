@@ -1,0 +1,87 @@
+"""A lease as its holder sees it: pinned blocks, released once, by hand or at the end of a with block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from kvstore.errors import LeaseExpired, LeaseReleased
+from kvstore.hashing import BlockHashes
+
+
+class Lease:
+    """Blocks that cannot be evicted or overwritten until the lease ends.
+
+    Args:
+        hashes: the pinned blocks, a prefix of what was asked for.
+        slots: slot of each in the node's arena.
+        deadline_s: on this process's monotonic clock, taken before the lease was asked for, so that it is
+            never later than the store's.
+    """
+
+    def __init__(
+        self,
+        lease_id: int,
+        hashes: BlockHashes,
+        slots: tuple[int, ...],
+        deadline_s: float,
+        release: Callable[[int], bool],
+        renew: Callable[[int, float], bool],
+        read: Callable[[int], memoryview],
+    ) -> None:
+        self.lease_id, self.hashes, self.slots = lease_id, hashes, slots
+        self._deadline_s = deadline_s
+        self._release, self._renew, self._read = release, renew, read
+        self._released = lease_id == 0
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __repr__(self) -> str:
+        return f"Lease({len(self)} blocks, {'held' if self.held() else 'ended'})"
+
+    def held(self) -> bool:
+        """Whether it is neither released nor past its deadline, as far as this process knows."""
+        return not self._released and time.monotonic() < self._deadline_s
+
+    def block(self, index: int) -> memoryview:
+        """Return the bytes of block `index`, read-only, in the stored order; valid while the lease is held.
+
+        Raises:
+            LeaseReleased: it was released.
+            LeaseExpired: its deadline passed.
+        """
+        if self._released:
+            raise LeaseReleased("wanted a held lease, got a released one; take a new one")
+        if not self.held():
+            raise LeaseExpired("wanted a held lease, got one past its deadline; renew leases in time")
+        return self._read(self.slots[index])
+
+    def renew(self, ttl_s: float = 30.0) -> bool:
+        """Extend to `ttl_s` from now, never shortening; whether it was still held."""
+        if self._released:
+            return False
+        asked_s = time.monotonic()
+        held = self._renew(self.lease_id, ttl_s)
+        if held:
+            self._deadline_s = max(self._deadline_s, asked_s + ttl_s)
+        return held
+
+    def release(self) -> bool:
+        """Let go; whether the store still held it. May be called again, and says False then."""
+        if self._released:
+            return False
+        self._released = True
+        return self._release(self.lease_id)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -1,0 +1,268 @@
+"""Payloads of the hot control messages: fixed structs, slot and index lists as little-endian int32 arrays."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.chain import Chain, decode_chain
+from kvstore.errors import ProtocolError
+from kvstore.pool import Grant, StoreTicket
+from kvstore.transport import IndexArray, ReadRequest
+
+_LEASE = struct.Struct("<d")
+_LOAD = struct.Struct("<dd")
+_GRANT = struct.Struct("<QI")
+_PREPARE = struct.Struct("<H")
+_TICKET = struct.Struct("<QIII")
+_PROGRESS = struct.Struct("<QII")
+_PEER_LEASE = struct.Struct("<IIQd")
+_PEER_GRANT = struct.Struct("<Q8sQII")
+_READ = struct.Struct("<QIIIdHH")
+_DONE = struct.Struct("<QIBBdI")
+U64 = struct.Struct("<Q")
+U64_F64 = struct.Struct("<Qd")
+U64_U16 = struct.Struct("<QH")
+#: Lease id and epoch: what a finished READ notifies.
+NOTIFICATION = struct.Struct("<Q8s")
+
+
+def pack_ints(values: Sequence[int] | IndexArray) -> bytes:
+    """Return small integers as int32 bytes."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def unpack_ints(payload: bytes | memoryview) -> IndexArray:
+    """Return what `pack_ints` packed."""
+    if len(payload) % 4:
+        raise ProtocolError(f"wanted whole int32 values, got {len(payload)} bytes")
+    return np.frombuffer(payload, dtype="<i4").astype(np.int32)
+
+
+def pack_lease(chain: Chain, ttl_s: float) -> bytes:
+    """Ask for a pin of a run's readable prefix."""
+    return _LEASE.pack(ttl_s) + chain.encode()
+
+
+def unpack_lease(payload: bytes) -> tuple[Chain, float]:
+    """Return what `pack_lease` packed."""
+    return decode_chain(payload[_LEASE.size :]), _LEASE.unpack_from(payload)[0]
+
+
+def pack_load(chain: Chain, ttl_s: float, timeout_s: float) -> bytes:
+    """Ask for a pin of a run, fetching from peers what is missing."""
+    return _LOAD.pack(ttl_s, timeout_s) + chain.encode()
+
+
+def unpack_load(payload: bytes) -> tuple[Chain, float, float]:
+    """Return what `pack_load` packed."""
+    ttl_s, timeout_s = _LOAD.unpack_from(payload)
+    return decode_chain(payload[_LOAD.size :]), ttl_s, timeout_s
+
+
+def pack_grant(grant: Grant) -> bytes:
+    """Answer a lease."""
+    return _GRANT.pack(grant.lease_id, len(grant.slots)) + pack_ints(grant.slots)
+
+
+def unpack_grant(payload: bytes) -> Grant:
+    """Return what `pack_grant` packed."""
+    lease_id, _ = _GRANT.unpack_from(payload)
+    return Grant(lease_id, tuple(unpack_ints(payload[_GRANT.size :]).tolist()))
+
+
+def pack_prepare(chain: Chain, num_parts: int) -> bytes:
+    """Ask for slots to write a run into."""
+    return _PREPARE.pack(num_parts) + chain.encode()
+
+
+def unpack_prepare(payload: bytes) -> tuple[Chain, int]:
+    """Return what `pack_prepare` packed."""
+    return decode_chain(payload[_PREPARE.size :]), _PREPARE.unpack_from(payload)[0]
+
+
+def pack_ticket(ticket: StoreTicket) -> bytes:
+    """Answer a prepare."""
+    head = _TICKET.pack(ticket.write_id, ticket.num_resident, ticket.num_refused, len(ticket.slots))
+    return head + pack_ints(ticket.indexes) + pack_ints(ticket.slots)
+
+
+def unpack_ticket(payload: bytes) -> StoreTicket:
+    """Return what `pack_ticket` packed."""
+    write_id, num_resident, num_refused, count = _TICKET.unpack_from(payload)
+    values = unpack_ints(payload[_TICKET.size :]).tolist()
+    return StoreTicket(
+        write_id=write_id,
+        indexes=tuple(values[:count]),
+        slots=tuple(values[count:]),
+        num_resident=num_resident,
+        num_refused=num_refused,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One piece of the answer to a load: `slots` of the blocks that became readable from `first` on.
+
+    The last piece carries a JSON text in `report`.
+    """
+
+    lease_id: int
+    first: int
+    slots: IndexArray
+    report: bytes = b""
+
+
+def pack_progress(progress: Progress) -> bytes:
+    """Pack one piece of the answer to a load."""
+    head = _PROGRESS.pack(progress.lease_id, progress.first, len(progress.slots))
+    return head + pack_ints(progress.slots) + progress.report
+
+
+def unpack_progress(payload: bytes) -> Progress:
+    """Return what `pack_progress` packed."""
+    lease_id, first, count = _PROGRESS.unpack_from(payload)
+    end = _PROGRESS.size + 4 * count
+    return Progress(lease_id, first, unpack_ints(payload[_PROGRESS.size : end]), payload[end:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLease:
+    """What a store asks of a peer: a lease of a run, under the terms in which it understands the blocks."""
+
+    chain: Chain
+    block_bytes: int
+    slot_format: int
+    namespace_version: int
+    ttl_s: float
+
+
+def pack_peer_lease(lease: PeerLease) -> bytes:
+    """Pack a lease asked of a peer."""
+    head = _PEER_LEASE.pack(lease.block_bytes, lease.slot_format, lease.namespace_version, lease.ttl_s)
+    return head + lease.chain.encode()
+
+
+def unpack_peer_lease(payload: bytes) -> PeerLease:
+    """Return what `pack_peer_lease` packed."""
+    block_bytes, slot_format, version, ttl_s = _PEER_LEASE.unpack_from(payload)
+    return PeerLease(
+        chain=decode_chain(payload[_PEER_LEASE.size :]),
+        block_bytes=block_bytes,
+        slot_format=slot_format,
+        namespace_version=version,
+        ttl_s=ttl_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerGrant:
+    """A peer's answer: pinned slots there, valid for its `epoch` and for one life of its mover."""
+
+    lease_id: int
+    epoch: bytes
+    namespace_version: int
+    mover_generation: int
+    slots: IndexArray
+
+
+def pack_peer_grant(grant: PeerGrant) -> bytes:
+    """Pack a peer's answer."""
+    head = _PEER_GRANT.pack(
+        grant.lease_id, grant.epoch, grant.namespace_version, grant.mover_generation, len(grant.slots)
+    )
+    return head + pack_ints(grant.slots)
+
+
+def unpack_peer_grant(payload: bytes) -> PeerGrant:
+    """Return what `pack_peer_grant` packed."""
+    lease_id, epoch, version, generation, _ = _PEER_GRANT.unpack_from(payload)
+    return PeerGrant(
+        lease_id=lease_id,
+        epoch=epoch,
+        namespace_version=version,
+        mover_generation=generation,
+        slots=unpack_ints(payload[_PEER_GRANT.size :]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoverRead:
+    """One READ asked of the mover, split there into chunks of up to `chunk_blocks`."""
+
+    read_id: int
+    request: ReadRequest
+    chunk_blocks: int
+    timeout_s: float
+
+
+def pack_mover_read(read: MoverRead) -> bytes:
+    """Pack a READ for the mover."""
+    request = read.request
+    peer = request.peer.encode()
+    head = _READ.pack(
+        read.read_id, request.block_bytes, len(request.local_slots), read.chunk_blocks, read.timeout_s,
+        len(peer), len(request.notification),
+    )  # fmt: skip
+    return b"".join(
+        (head, peer, request.notification, pack_ints(request.local_slots), pack_ints(request.remote_slots))
+    )
+
+
+def unpack_mover_read(payload: bytes) -> MoverRead:
+    """Return what `pack_mover_read` packed."""
+    read_id, block_bytes, count, chunk_blocks, timeout_s, peer_len, note_len = _READ.unpack_from(payload)
+    at = _READ.size
+    peer = payload[at : at + peer_len].decode()
+    note = payload[at + peer_len : at + peer_len + note_len]
+    slots = unpack_ints(payload[at + peer_len + note_len :])
+    request = ReadRequest(
+        peer=peer,
+        block_bytes=block_bytes,
+        local_slots=slots[:count],
+        remote_slots=slots[count:],
+        notification=note,
+    )
+    return MoverRead(read_id=read_id, request=request, chunk_blocks=chunk_blocks, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoverDone:
+    """The mover's word on a READ: its first `num_blocks` blocks are in place.
+
+    `last` says that nothing more comes. With an `error`, `terminal` says whether the engine is through
+    with the destination; if not, a MOVER_TERMINAL follows some day.
+    """
+
+    read_id: int
+    num_blocks: int
+    last: bool
+    terminal: bool
+    seconds: float
+    num_descriptors: int
+    error: bytes = b""
+
+
+def pack_mover_done(done: MoverDone) -> bytes:
+    """Pack the mover's word."""
+    head = _DONE.pack(
+        done.read_id, done.num_blocks, done.last, done.terminal, done.seconds, done.num_descriptors
+    )
+    return head + done.error
+
+
+def unpack_mover_done(payload: bytes) -> MoverDone:
+    """Return what `pack_mover_done` packed."""
+    read_id, num_blocks, last, terminal, seconds, descriptors = _DONE.unpack_from(payload)
+    return MoverDone(
+        read_id=read_id,
+        num_blocks=num_blocks,
+        last=bool(last),
+        terminal=bool(terminal),
+        seconds=seconds,
+        num_descriptors=descriptors,
+        error=payload[_DONE.size :],
+    )

@@ -1,0 +1,252 @@
+"""The mover: the process of a node that owns the transfer agent and moves bytes into the arena.
+
+It holds no pool state. A transfer engine can abort the process it lives in, and killing that process is
+the only fence that was seen to stop an abandoned READ; so it is a process of its own, told what to do
+over the node store's control socket. One thread drives the engine; when nothing is in flight and no
+remote lease is open it sleeps in the kernel.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import select
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvstore.errors import KVStoreError, TransferError, TransferTimeout
+from kvstore.messages import (
+    NOTIFICATION,
+    U64,
+    MoverDone,
+    MoverRead,
+    pack_mover_done,
+    unpack_mover_read,
+)
+from kvstore.transport import PeerDescription, ReadRequest, ReadState, Transport
+from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json
+
+logger = logging.getLogger(__name__)
+
+_RECEIVE_BYTES = 256 << 10
+_WINDOW = 3
+_POLL_S = 0.0001
+_ABANDONED_POLL_S = 0.02
+_NOTIFICATION_POLL_S = 0.002
+
+
+def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
+    """Return the end of each chunk of a READ: short ones first and last, full ones between.
+
+    What is copied out overlaps with reading the next chunk, so the first chunk decides when copying
+    begins and the last one how much of it is left at the end.
+    """
+    ends: list[int] = []
+    at, size = 0, max(1, chunk_blocks // 4)
+    while at < num_blocks:
+        left = num_blocks - at
+        step = min(size, max(1, left // 2) if left > max(1, chunk_blocks // 4) else left)
+        at += step
+        ends.append(at)
+        size = min(2 * size, chunk_blocks)
+    return ends
+
+
+@dataclass(slots=True)
+class _Job:
+    read: MoverRead
+    ends: list[int]
+    started_s: float
+    next_chunk: int = 0
+    done_blocks: int = 0
+    descriptors_before: int = 0
+    running: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+class Mover:
+    """Runs READs for one node store.
+
+    Args:
+        sock: the SEQPACKET connection to the node store, owned by this object.
+        transport: owned by this object; driven by `run`'s thread only.
+    """
+
+    def __init__(self, sock: socket.socket, transport: Transport) -> None:
+        self._sock, self._transport = sock, transport
+        self._decoder = Decoder()
+        self._jobs: deque[_Job] = deque()
+        self._abandoned: dict[int, list[int]] = {}
+        self._num_remote_leases = 0
+        self._stopping = False
+
+    def run(self, address: int) -> None:
+        """Announce this mover to its store and serve until the store closes the connection."""
+        ready = {"agent": base64.b64encode(self._transport.describe()).decode(), "address": address}
+        self._send(Op.MOVER_READY, pack_json(ready))
+        try:
+            while not self._stopping:
+                self._receive(self._pause_s())
+                self._advance()
+        except (OSError, EOFError) as error:
+            logger.info("mover: the node store closed the connection (%s)", error)
+        finally:
+            self._sock.close()
+
+    def stop(self) -> None:
+        """Make `run` return after its current step."""
+        self._stopping = True
+
+    def _pause_s(self) -> float:
+        if self._jobs:
+            return _POLL_S if self._jobs[0].running else 0.0
+        if self._num_remote_leases:
+            return _NOTIFICATION_POLL_S
+        return _ABANDONED_POLL_S if self._abandoned else 5.0
+
+    def _receive(self, timeout_s: float) -> None:
+        ready, _, _ = select.select([self._sock], [], [], timeout_s)
+        if not ready:
+            return
+        data = self._sock.recv(_RECEIVE_BYTES)
+        if not data:
+            raise EOFError("closed")
+        message = self._decoder.packet(data)
+        if message is not None:
+            self._serve(message)
+
+    def _serve(self, message: Message) -> None:
+        if message.op is Op.MOVER_READ:
+            read = unpack_mover_read(message.payload)
+            ends = plan_chunks(len(read.request.local_slots), read.chunk_blocks)
+            self._jobs.append(_Job(read, ends, time.monotonic()))
+        elif message.op is Op.MOVER_EXPECT:
+            self._num_remote_leases = U64.unpack(message.payload)[0]
+        elif message.op is Op.ATTACH:
+            value = unpack_json(message.payload)
+            self._transport.set_slots(int(value["slot_bytes"]), int(value["num_slots"]))
+        elif message.op is Op.MOVER_ADD_PEER:
+            self._add_peer(message)
+        elif message.op is Op.MOVER_STATS:
+            totals = self._transport.totals
+            answer = {
+                "num_reads": totals.num_reads,
+                "num_descriptors": totals.num_descriptors,
+                "num_bytes": totals.num_bytes,
+            }
+            self._send(Op.MOVER_STATS, pack_json(answer), Flag.REPLY, message.request)
+
+    def _add_peer(self, message: Message) -> None:
+        value = unpack_json(message.payload)
+        try:
+            description = PeerDescription(
+                agent=base64.b64decode(value["agent"]),
+                address=int(value["address"]),
+                slot_bytes=int(value["slot_bytes"]),
+                num_slots=int(value["num_slots"]),
+            )
+            self._transport.add_peer(str(value["peer"]), description)
+        except KVStoreError as error:
+            # The READ that follows will fail with the same cause and tell its fetch.
+            logger.warning("mover: could not add peer %s: %s", value.get("peer"), error)
+
+    def _advance(self) -> None:
+        if self._jobs:
+            job = self._jobs[0]
+            try:
+                self._advance_job(job)
+            except TransferError as error:
+                self._fail(job, error)
+        if self._abandoned:
+            self._poll_abandoned()
+        if self._num_remote_leases:
+            notes = [n for n in self._transport.notifications() if len(n) == NOTIFICATION.size]
+            if notes:
+                self._send(Op.MOVER_NOTIFICATIONS, b"".join(notes))
+
+    def _advance_job(self, job: _Job) -> None:
+        read = job.read
+        if job.next_chunk == 0 and not job.running:
+            job.started_s = time.monotonic()
+            job.descriptors_before = self._transport.totals.num_descriptors
+        while job.next_chunk < len(job.ends) and len(job.running) < _WINDOW:
+            last = job.next_chunk == len(job.ends) - 1
+            if last and job.running:
+                break  # The notification must not overtake an earlier chunk.
+            start = job.ends[job.next_chunk - 1] if job.next_chunk else 0
+            end = job.ends[job.next_chunk]
+            part = ReadRequest(
+                peer=read.request.peer,
+                block_bytes=read.request.block_bytes,
+                local_slots=read.request.local_slots[start:end],
+                remote_slots=read.request.remote_slots[start:end],
+                notification=read.request.notification if last else b"",
+            )
+            handle = self._transport.post(part)
+            job.next_chunk += 1
+            job.running.append((handle, end))
+            # On a same-host lane the chunk is already there: tell at once, so that it is copied out meanwhile.
+            self._collect(job)
+        self._collect(job)
+        if not job.running and job.next_chunk == len(job.ends):
+            self._jobs.popleft()
+        elif time.monotonic() - job.started_s > read.timeout_s:
+            raise TransferTimeout(
+                f"READ of {len(read.request.local_slots)} blocks from {read.request.peer}: not finished after "
+                f"{read.timeout_s} s, {job.done_blocks} arrived"
+            )
+
+    def _collect(self, job: _Job) -> None:
+        before = job.done_blocks
+        while job.running:
+            handle, end = job.running[0]
+            if self._transport.poll(handle) is ReadState.RUNNING:
+                break
+            self._transport.release(handle)
+            job.running.popleft()
+            job.done_blocks = end
+        if job.done_blocks > before:
+            last = not job.running and job.next_chunk == len(job.ends)
+            self._tell(job, last=last, terminal=last)
+
+    def _tell(self, job: _Job, *, last: bool, terminal: bool, error: bytes = b"") -> None:
+        done = MoverDone(
+            read_id=job.read.read_id,
+            num_blocks=job.done_blocks,
+            last=last,
+            terminal=terminal,
+            seconds=time.monotonic() - job.started_s,
+            num_descriptors=self._transport.totals.num_descriptors - job.descriptors_before,
+            error=error,
+        )
+        self._send(Op.MOVER_DONE, pack_mover_done(done))
+
+    def _fail(self, job: _Job, error: TransferError) -> None:
+        self._jobs.remove(job)
+        left = [handle for handle, _ in job.running if not self._is_terminal(handle)]
+        self._tell(job, last=True, terminal=not left, error=pack_error(error))
+        if left:
+            self._abandoned[job.read.read_id] = left
+
+    def _poll_abandoned(self) -> None:
+        for read_id, handles in list(self._abandoned.items()):
+            left = [handle for handle in handles if not self._is_terminal(handle)]
+            self._abandoned[read_id] = left
+            if not left:
+                del self._abandoned[read_id]
+                self._send(Op.MOVER_TERMINAL, U64.pack(read_id))
+
+    def _is_terminal(self, handle: int) -> bool:
+        """Whether the engine is through with a READ; if so its handle is released."""
+        try:
+            if self._transport.poll(handle) is ReadState.RUNNING:
+                return False
+        except TransferError as error:
+            logger.debug("mover: abandoned READ ended: %s", error)
+        self._transport.release(handle)
+        return True
+
+    def _send(self, op: Op, payload: bytes, flag: Flag = Flag.ONE_WAY, request: int = 0) -> None:
+        for packet in encode(Message(op, flag, request, payload)):
+            self._sock.sendall(packet)

@@ -1,0 +1,261 @@
+"""NIXL behind the Transport protocol: the one file that imports it.
+
+Three things differ from NIXL's own Python wrapper, each measured (docs/adr/0004):
+- the progress thread is event-driven. The wrapper sets its delay to 0, which burns a core per agent;
+  with a long delay it sleeps, still wakes on events, and transfers get faster and steadier;
+- one strided row describes a whole slab, and requests are made from index arrays, so that neighbouring
+  slots merge into one descriptor and nothing is built per block in Python;
+- errors come as exceptions; every one of them maps to one of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kvstore.config import set_ucx_defaults
+from kvstore.errors import PeerLost, RegistrationFailed, TransferError, TransferTimeout
+from kvstore.transport import PeerDescription, ReadRequest, ReadState, ReadTotals
+
+#: The progress thread wakes on events and at least this often.
+PROGRESS_DELAY_US = 100_000
+
+#: Every error class of the bindings and what it means here.
+ERROR_OF_NIXL: dict[str, type[TransferError]] = {
+    "nixlRemoteDisconnectError": PeerLost,
+    "nixlNotFoundError": PeerLost,
+    "nixlBackendError": TransferError,
+    "nixlInvalidParamError": TransferError,
+    "nixlMismatchError": TransferError,
+    "nixlNotAllowedError": TransferError,
+    "nixlNotPostedError": TransferError,
+    "nixlNotSupportedError": TransferError,
+    "nixlRepostActiveError": TransferError,
+    "nixlUnknownError": TransferError,
+    "nixlCancelledError": TransferError,
+    "nixlNoTelemetryError": TransferError,
+}
+
+
+def load_bindings() -> ModuleType:
+    """Import NIXL's bindings, built for the CUDA major version that torch uses here if it is loaded.
+
+    Raises:
+        RegistrationFailed: no NIXL wheel is installed, or none loads.
+    """
+    set_ucx_defaults()
+    cuda = str(getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or "12")
+    names = ["nixl_cu13", "nixl_cu12"] if cuda.startswith("13") else ["nixl_cu12", "nixl_cu13"]
+    problems = []
+    for name in names:
+        try:
+            return importlib.import_module(f"{name}._bindings")
+        except ImportError as error:
+            problems.append(f"{name}: {error}")
+    raise RegistrationFailed(
+        f"wanted NIXL, got none ({'; '.join(problems)}); install it with pip install nixl-cu12 (or nixl-cu13)"
+    )
+
+
+def plugin_memory_types() -> dict[str, list[str]]:
+    """Return the memory types of each NIXL plugin that really loads here; the others map to nothing."""
+    nixl = load_bindings()
+    agent = nixl.nixlAgent(f"raykv-probe-{secrets.token_hex(4)}", _agent_config(nixl, telemetry=False))
+    found: dict[str, list[str]] = {}
+    for plugin in sorted(agent.getAvailPlugins()):
+        try:
+            found[plugin] = sorted(str(kind).rsplit(".", 1)[-1] for kind in agent.getPluginParams(plugin)[1])
+        except Exception:
+            found[plugin] = []
+    return found
+
+
+def _agent_config(nixl: ModuleType, *, telemetry: bool, progress_delay_us: int = PROGRESS_DELAY_US) -> Any:
+    config = nixl.nixlAgentConfig()
+    config.useProgThread = True
+    config.useListenThread = False
+    config.syncMode = nixl.NIXL_THREAD_SYNC_RW
+    config.pthrDelay = progress_delay_us
+    config.captureTelemetry = telemetry
+    return config
+
+
+class NixlTransport:
+    """One agent over UCX with one registered DRAM slab.
+
+    Args:
+        name: unique for each life of the process that owns it: NIXL and peers cache by this name.
+        address: first byte of the slab in this process; its owner keeps it mapped until `close`.
+        num_bytes: size of the slab.
+        progress_delay_us: 0 makes the progress thread spin, as NIXL's wrapper does (for comparison only).
+
+    Raises:
+        RegistrationFailed: the backend could not be made or the slab not be registered.
+    """
+
+    def __init__(
+        self, name: str, address: int, num_bytes: int, *, progress_delay_us: int = PROGRESS_DELAY_US
+    ) -> None:
+        self.totals = ReadTotals()
+        self._nixl = load_bindings()
+        self._address = address
+        self._local_lists: dict[int, int] = {}
+        self._peers: dict[str, tuple[str, PeerDescription, dict[int, int]]] = {}
+        self._handles: dict[int, str] = {}
+        self._slot_bytes = self._num_slots = 0
+        try:
+            config = _agent_config(self._nixl, telemetry=True, progress_delay_us=progress_delay_us)
+            self._agent = self._nixl.nixlAgent(name, config)
+            self._backend = self._agent.createBackend("UCX", {})
+            self._registration = self._nixl.nixlRegDList(
+                self._nixl.DRAM_SEG, np.array([[address, num_bytes, 0]], dtype=np.uint64)
+            )
+            self._agent.registerMem(self._registration, [self._backend])
+        except Exception as error:
+            raise RegistrationFailed(
+                f"could not register {num_bytes} bytes with NIXL over UCX: {error}; "
+                "see `kvstore doctor` (on InfiniBand memlock must be unlimited)"
+            ) from error
+
+    def describe(self) -> bytes:
+        """Return the agent's metadata, taken after registration so that it covers the slab."""
+        metadata = self._agent.getLocalMD()
+        return metadata if isinstance(metadata, bytes) else str(metadata).encode("latin-1")
+
+    def set_slots(self, slot_bytes: int, num_slots: int) -> None:
+        """Remember how the slab is divided."""
+        self._slot_bytes, self._num_slots = slot_bytes, num_slots
+
+    def add_peer(self, peer: str, description: PeerDescription) -> None:
+        """Load a peer's metadata. Not connected yet: the first READ does that and is slower."""
+        self.forget_peer(peer)
+        try:
+            remote = self._agent.loadRemoteMD(description.agent)
+        except Exception as error:
+            raise self._translate(error, f"metadata of {peer}") from error
+        name = remote.decode() if isinstance(remote, bytes) else str(remote)
+        self._peers[peer] = (name, description, {})
+
+    def forget_peer(self, peer: str) -> None:
+        """Release the peer's lists, then invalidate its metadata."""
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        for handle in known[2].values():
+            self._agent.releasedDlistH(handle)
+        try:
+            self._agent.invalidateRemoteMD(known[0])
+        except Exception as error:
+            raise self._translate(error, f"forgetting {peer}") from error
+
+    def post(self, request: ReadRequest) -> int:
+        """Make a request from the prepared lists and post it.
+
+        On a same-host lane the copy runs inside this call.
+        """
+        known = self._peers.get(request.peer)
+        if known is None:
+            raise PeerLost(f"wanted a peer that was added, got {request.peer!r}")
+        name, description, lists = known
+        handle = 0
+        try:
+            size = request.block_bytes
+            if size not in self._local_lists:
+                self._local_lists[size] = self._prepare(
+                    self._nixl.NIXL_INIT_AGENT, self._address, size, self._slot_bytes, self._num_slots
+                )
+            if size not in lists:
+                lists[size] = self._prepare(
+                    name, description.address, size, description.slot_bytes, description.num_slots
+                )
+            handle = self._agent.makeXferReq(
+                self._nixl.NIXL_READ, self._local_lists[size], request.local_slots, lists[size],
+                request.remote_slots, request.notification, [self._backend], False,
+            )  # fmt: skip
+            self._agent.postXferReq(handle, request.notification)
+        except Exception as error:
+            if handle:
+                self._agent.releaseXferReq(handle)
+            raise self._translate(error, f"READ from {request.peer}") from error
+        self._handles[handle] = request.peer
+        return int(handle)
+
+    def _prepare(self, agent: str, address: int, size: int, stride: int, count: int) -> int:
+        row = np.array([[address, size, 0, stride, count]], dtype=np.uint64)
+        return int(self._agent.prepXferDlist(agent, self._nixl.DRAM_SEG, row, [self._backend]))
+
+    def poll(self, handle: int) -> ReadState:
+        """Ask the engine; its exceptions are terminal failures."""
+        try:
+            status = self._agent.getXferStatus(handle)
+        except Exception as error:
+            raise self._translate(error, f"READ from {self._handles.get(handle)}") from error
+        if status == self._nixl.NIXL_IN_PROG:
+            return ReadState.RUNNING
+        if status == self._nixl.NIXL_SUCCESS:
+            return ReadState.DONE
+        raise TransferError(f"READ from {self._handles.get(handle)}: wanted success, got {status}")
+
+    def release(self, handle: int) -> None:
+        """Take the engine's own counts, then drop the handle."""
+        del self._handles[handle]
+        try:
+            telemetry = self._agent.getXferTelemetry(handle)
+        except Exception:
+            telemetry = None  # A failed READ has none, and is not counted.
+        if telemetry is not None:
+            self.totals.num_reads += 1
+            self.totals.num_descriptors += int(telemetry.descCount)
+            self.totals.num_bytes += int(telemetry.totalBytes)
+        self._agent.releaseXferReq(handle)
+
+    def notifications(self) -> list[bytes]:
+        """Drain what peers notified."""
+        try:
+            found = self._agent.getNotifs({}, [self._backend])
+        except Exception as error:
+            raise self._translate(error, "notifications") from error
+        return [bytes(message) for messages in found.values() for message in messages]
+
+    def read_and_wait(self, request: ReadRequest, timeout_s: float) -> None:
+        """Post one READ and wait for it by polling; for benchmarks and probes.
+
+        Raises:
+            TransferTimeout: not terminal in time; its destination must not be reused.
+            TransferError: it failed.
+        """
+        handle = self.post(request)
+        deadline_s = time.monotonic() + timeout_s
+        while self.poll(handle) is ReadState.RUNNING:
+            if time.monotonic() > deadline_s:
+                raise TransferTimeout(f"READ from {request.peer}: not terminal after {timeout_s} s")
+            time.sleep(0)
+        self.release(handle)
+
+    def close(self) -> None:
+        """Release handles first: a live one keeps the agent, and so its transfers, alive."""
+        for handle in list(self._handles):
+            self._agent.releaseXferReq(handle)
+        self._handles.clear()
+        for peer in list(self._peers):
+            self.forget_peer(peer)
+        for listed in self._local_lists.values():
+            self._agent.releasedDlistH(listed)
+        self._local_lists.clear()
+        self._agent.deregisterMem(self._registration, [self._backend])
+        del self._registration, self._agent
+
+    def _translate(self, error: Exception, what: str) -> TransferError:
+        return translate_error(error, what)
+
+
+def translate_error(error: Exception, what: str) -> TransferError:
+    """Return the error of ours that an exception of the bindings stands for."""
+    cls = ERROR_OF_NIXL.get(type(error).__name__, TransferError)
+    return cls(f"{what}: {type(error).__name__}: {error}")

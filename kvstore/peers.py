@@ -1,0 +1,140 @@
+"""Connections to other nodes' stores: found once through the cluster, then direct.
+
+A peer that failed is left alone for a while, longer each time: a node that vanished only times out.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.control_client import ControlClient, connect_remote
+from kvstore.errors import KVStoreError, PeerLost
+from kvstore.messages import U64, PeerGrant, PeerLease, pack_peer_lease, unpack_peer_grant
+from kvstore.transport import PeerDescription
+from kvstore.wire import Op, unpack_json
+
+_BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """Where a store or directory listens, and the secret that it wants to hear."""
+
+    host: str
+    port: int
+    token: str
+
+
+#: Finds the address of a node's store through the cluster; raises StoreUnavailable or PeerLost.
+Resolver = Callable[[str], PeerAddress]
+
+
+@dataclass(slots=True)
+class Peer:
+    """An open connection to the store of another node."""
+
+    node_id: str
+    client: ControlClient
+    epoch: bytes
+    _transport: tuple[int, PeerDescription] | None = field(default=None)
+
+    def lease(self, lease: PeerLease, timeout_s: float) -> PeerGrant:
+        """Ask for a lease: one blocking call."""
+        return unpack_peer_grant(self.client.call(Op.PEER_LEASE, pack_peer_lease(lease), timeout_s=timeout_s))
+
+    def release(self, lease_id: int) -> None:
+        """Give a lease back without waiting."""
+        self.client.send(Op.PEER_RELEASE, U64.pack(lease_id))
+
+    def transport(self, generation: int, timeout_s: float) -> tuple[str, PeerDescription]:
+        """Return (name, description) of the peer's slab as of one life of its mover; asked for once."""
+        if self._transport is None or self._transport[0] != generation:
+            value = unpack_json(self.client.call(Op.PEER_TRANSPORT, timeout_s=timeout_s))
+            if int(value["generation"]) != generation:
+                raise PeerLost(f"the mover of node {self.node_id} was replaced meanwhile; try again")
+            description = PeerDescription(
+                agent=base64.b64decode(value["agent"]),
+                address=int(value["address"]),
+                slot_bytes=int(value["slot_bytes"]),
+                num_slots=int(value["num_slots"]),
+            )
+            self._transport = (generation, description)
+        return f"{self.node_id}/{self.epoch.hex()}/{generation}", self._transport[1]
+
+
+class PeerBook:
+    """All peers of one store.
+
+    Args:
+        resolve: finds a node's address through the cluster; called on first contact and after failures only.
+    """
+
+    def __init__(self, own_node_id: str, resolve: Resolver, timeout_s: float) -> None:
+        self.own_node_id, self._resolve, self._timeout_s = own_node_id, resolve, timeout_s
+        self._lock = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+        self._failures: dict[str, tuple[int, float]] = {}
+
+    def is_usable(self, node_id: str) -> bool:
+        """Whether a node may be asked now: not this one, not backed off."""
+        if node_id == self.own_node_id:
+            return False
+        return time.monotonic() >= self._failures.get(node_id, (0, 0.0))[1]
+
+    def get(self, node_id: str) -> Peer:
+        """Return an open connection to a node's store.
+
+        Raises:
+            PeerLost: it cannot be reached; it is backed off.
+        """
+        with self._lock:
+            peer = self._peers.get(node_id)
+        if peer is not None and not peer.client.closed:
+            return peer
+        try:
+            address = self._resolve(node_id)
+            hello = {
+                "role": "peer",
+                "protocol": PROTOCOL_VERSION,
+                "token": address.token,
+                "node": self.own_node_id,
+            }
+            client = connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
+        except KVStoreError as error:
+            self.failed(node_id)
+            raise PeerLost(f"the store of node {node_id} cannot be reached: {error}") from error
+        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]))
+        with self._lock:
+            old = self._peers.get(node_id)
+            if old is not None and not old.client.closed:
+                client.close()
+                return old
+            self._peers[node_id] = peer
+        return peer
+
+    def failed(self, node_id: str) -> None:
+        """Note a failure: the connection is dropped and the node left alone for a while."""
+        with self._lock:
+            peer = self._peers.pop(node_id, None)
+            count = self._failures.get(node_id, (0, 0.0))[0]
+            pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
+            self._failures[node_id] = (count + 1, time.monotonic() + pause_s)
+        if peer is not None:
+            peer.client.close()
+
+    def succeeded(self, node_id: str) -> None:
+        """Note a success: earlier failures are forgotten."""
+        if node_id in self._failures:
+            self._failures.pop(node_id, None)
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.client.close()

@@ -1,0 +1,146 @@
+"""What the client's calls return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from kvstore.errors import TransferTimeout
+
+T = TypeVar("T")
+
+
+class MissReason(Enum):
+    """Why a block of a load is not usable."""
+
+    NOT_FOUND = "not_found"
+    PEER_LOST = "peer_lost"
+    TIMEOUT = "timeout"
+    LEASE_EXPIRED = "lease_expired"
+    POOL_FULL = "pool_full"
+    CLEARED = "cleared"
+    BUSY = "busy"
+    STORE_LOST = "store_lost"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFailure:
+    """One block that a load did not deliver; the engine's block may hold anything and must be recomputed.
+
+    Args:
+        index: position in the hashes given to `load`.
+        block_id: the engine's block.
+        reason: why.
+        detail: one sentence for a log.
+    """
+
+    index: int
+    block_id: int
+    reason: MissReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """How a load ended.
+
+    Args:
+        num_blocks: usable prefix: blocks [0, num_blocks) of the hashes hold the right bytes, those that were
+            skipped included.
+        failed: all the others, one by one.
+        num_local: blocks that were in this node's memory.
+        num_peer: blocks that were fetched from other nodes.
+        peers: the nodes they came from.
+        num_bytes: bytes that crossed between nodes for this load.
+        num_descriptors: descriptors that the transfer engine needed for them, after merging neighbours.
+        read_s: seconds between the first READ's start and the last one's end.
+        num_locate_calls: how often the store asked the directory.
+        num_lease_calls: how often it asked a peer.
+    """
+
+    num_blocks: int
+    failed: tuple[BlockFailure, ...] = ()
+    num_local: int = 0
+    num_peer: int = 0
+    peers: tuple[str, ...] = ()
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    read_s: float = 0.0
+    num_locate_calls: int = 0
+    num_lease_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """How a save ended.
+
+    Args:
+        num_blocks: blocks [0, num_blocks) are in the store now, or just being written by somebody else.
+        num_written: how many of them this save wrote.
+        num_refused: blocks at the end for which no slot could be had; nothing of them is kept.
+    """
+
+    num_blocks: int
+    num_written: int
+    num_refused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What a lookup found. A hint for other nodes, exact for this one at that moment.
+
+    Args:
+        num_local: usable prefix length, in blocks, in this node's memory.
+        nodes: (node id, prefix length) of other nodes, longest first.
+    """
+
+    num_local: int
+    nodes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Longest usable prefix anywhere, in blocks."""
+        return max([self.num_local, *(count for _, count in self.nodes)])
+
+
+class Job(Generic[T]):
+    """A save or load that runs in the background. May be awaited."""
+
+    def __init__(self, future: Future[T], what: str) -> None:
+        self._future, self._what = future, what
+
+    def __repr__(self) -> str:
+        return f"Job({self._what}, {'done' if self.done() else 'running'})"
+
+    def done(self) -> bool:
+        """Whether it ended, well or badly."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = 60.0) -> T:
+        """Wait for the end and return what came of it.
+
+        Args:
+            timeout: seconds; None waits for as long as the job takes, which its own timeouts bound.
+
+        Raises:
+            TransferTimeout: it is still running; it goes on.
+            KVStoreError: it failed.
+        """
+        try:
+            return self._future.result(timeout)
+        except TimeoutError as error:
+            if self._future.done():
+                raise
+            raise TransferTimeout(f"{self._what}: still running after {timeout} s; wait again") from error
+
+    def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
+        """Call `callback(self)` at the end, on a thread of the client."""
+        self._future.add_done_callback(lambda _: callback(self))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self._future).__await__()

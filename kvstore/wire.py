@@ -1,0 +1,178 @@
+"""Control messages: small, binary, the same over a Unix SEQPACKET socket (own node) and TCP (peers).
+
+A message is a header and a payload. Hot payloads are packed structs and hashes back to back; rare ones
+are JSON. A message longer than one packet travels in fragments, each with its own header and MORE set
+on all but the last. Errors travel as the name of a class of kvstore.errors and a text, never as pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from kvstore.errors import KVStoreError, ProtocolError, all_error_types
+
+HEADER = struct.Struct("<4sHBBIQ")
+_MAGIC = b"RKV1"
+FRAGMENT_BYTES = 96 << 10
+#: No message is longer; a peer that announces more is cut off.
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Op(IntEnum):
+    """What a message asks for; answers carry the op of their question."""
+
+    HELLO = 1
+    GOODBYE = 2
+    ATTACH = 3
+    LOOKUP = 4
+    LEASE = 5
+    RELEASE = 6
+    RENEW = 7
+    PREPARE_STORE = 8
+    COMPLETE_STORE = 9
+    ABORT_STORE = 10
+    LOAD = 11
+    LOOKUP_ALL = 12
+    STATS = 13
+    PEER_LEASE = 20
+    PEER_RELEASE = 21
+    PEER_TRANSPORT = 22
+    MOVER_READY = 30
+    MOVER_ADD_PEER = 31
+    MOVER_READ = 32
+    MOVER_DONE = 33
+    MOVER_TERMINAL = 34
+    MOVER_NOTIFICATIONS = 35
+    MOVER_EXPECT = 36
+    MOVER_STATS = 37
+    LOCATE = 40
+    PUBLISH = 41
+
+
+class Flag(IntEnum):
+    """How a message is meant."""
+
+    REQUEST = 0
+    ONE_WAY = 1
+    REPLY = 2
+    PROGRESS = 3
+    ERROR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One whole message; `request` pairs answers with questions."""
+
+    op: Op
+    flag: Flag
+    request: int
+    payload: bytes
+
+
+def encode(message: Message, fragment_bytes: int = FRAGMENT_BYTES) -> list[bytes]:
+    """Return the packets of a message, in order."""
+    payload = message.payload
+    last = max(0, (len(payload) - 1) // fragment_bytes)
+    packets = []
+    for i in range(last + 1):
+        part = payload[i * fragment_bytes : (i + 1) * fragment_bytes]
+        more = int(i < last)
+        packets.append(HEADER.pack(_MAGIC, message.op, message.flag, more, len(part), message.request) + part)
+    return packets
+
+
+class Decoder:
+    """Turns packets, or pieces of a TCP stream, into messages."""
+
+    def __init__(self) -> None:
+        self._stream = bytearray()
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+
+    def packet(self, packet: bytes) -> Message | None:
+        """Take one packet; return the message that it completes, if it does.
+
+        Raises:
+            ProtocolError: the packet is not of this protocol.
+        """
+        if len(packet) < HEADER.size:
+            raise ProtocolError(f"wanted at least {HEADER.size} bytes of header, got {len(packet)}")
+        magic, op, flag, more, length, request = HEADER.unpack_from(packet)
+        if magic != _MAGIC or len(packet) != HEADER.size + length:
+            raise ProtocolError(
+                f"wanted a {_MAGIC!r} packet of {HEADER.size + length} bytes, got {len(packet)}"
+            )
+        self._num_bytes += length
+        if self._num_bytes > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"wanted at most {MAX_MESSAGE_BYTES} bytes in a message, got more")
+        if more:
+            self._parts.append(packet[HEADER.size :])
+            return None
+        payload = packet[HEADER.size :]
+        if self._parts:
+            payload = b"".join((*self._parts, payload))
+            self._parts.clear()
+        self._num_bytes = 0
+        try:
+            return Message(Op(op), Flag(flag), request, payload)
+        except ValueError as error:
+            raise ProtocolError(f"unknown op {op} or flag {flag}: {error}") from error
+
+    def stream(self, data: bytes) -> list[Message]:
+        """Take bytes of a stream in whatever pieces they come; return the messages completed by them.
+
+        Raises:
+            ProtocolError: the bytes are not of this protocol.
+        """
+        self._stream += data
+        messages = []
+        while len(self._stream) >= HEADER.size:
+            magic, _, _, _, length, _ = HEADER.unpack_from(self._stream)
+            if magic != _MAGIC or length > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"wanted a packet that begins with {_MAGIC!r}, got {bytes(magic)!r}")
+            if len(self._stream) < HEADER.size + length:
+                break
+            packet = bytes(self._stream[: HEADER.size + length])
+            del self._stream[: HEADER.size + length]
+            message = self.packet(packet)
+            if message is not None:
+                messages.append(message)
+        return messages
+
+
+def pack_json(value: dict[str, Any]) -> bytes:
+    """Return a rare payload as compact JSON."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def unpack_json(payload: bytes) -> dict[str, Any]:
+    """Return what `pack_json` packed.
+
+    Raises:
+        ProtocolError: it is not a JSON object.
+    """
+    try:
+        value = json.loads(payload)
+    except ValueError as error:
+        raise ProtocolError(f"wanted JSON, got {payload[:40]!r}") from error
+    if not isinstance(value, dict):
+        raise ProtocolError(f"wanted a JSON object, got {type(value).__name__}")
+    return value
+
+
+def pack_error(error: BaseException) -> bytes:
+    """Return an error as a payload; classes outside our tree become KVStoreError."""
+    if isinstance(error, KVStoreError) and type(error).__name__ in all_error_types():
+        return pack_json({"error": type(error).__name__, "text": str(error)})
+    return pack_json({"error": "KVStoreError", "text": f"{type(error).__name__}: {error}"})
+
+
+def unpack_error(payload: bytes) -> KVStoreError:
+    """Return the error that `pack_error` packed."""
+    value = unpack_json(payload)
+    cls = all_error_types().get(str(value.get("error")), KVStoreError)
+    return cls(str(value.get("text")))

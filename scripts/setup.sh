@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Make .venv with raykv (editable) and everything that its tests, checks and examples need.
+# Safe to run again at any time; when nothing changed it returns at once.
+#
+#   PYTHON              interpreter to use (default: the newest of python3.13, 3.12, 3.11, python3)
+#   RAYKV_TORCH_INDEX   URL of a package index to take torch from, e.g. one with CPU builds
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/lib.sh
+
+venv=.venv
+python=$(pick_python)
+version=$(python_version "$python")
+lock "$venv.lock"
+
+wanted=$(stamp_of "$version" pyproject.toml constraints.txt scripts/setup.sh scripts/lib.sh)
+if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+    say "environment $venv is up to date (Python $version)"
+    exit 0
+fi
+
+say "setting up $venv with Python $version"
+rm -f "$venv/.raykv-stamp"
+if ! usable_venv "$venv" "$version"; then
+    step "virtual environment" make_venv "$python" "$venv"
+fi
+install_torch "$venv"
+step "raykv (editable) and its dependencies" \
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+step "check: ray, torch and nixl import" "$venv/bin/python" -c 'import ray, torch, nixl_cu12'
+printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
+say "done in ${SECONDS} s"

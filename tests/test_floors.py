@@ -1,0 +1,201 @@
+"""The floors of the code: examples -> actors -> kvstore -> kernels, and who may import what.
+
+Imports inside functions count like those at the top.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FACE = {"kvstore/api.py", "kvstore/cli.py"}  # the only ones that look up, to kvstore.actors
+NIXL_FILE = "kvstore/nixl_transport.py"
+NIXL_PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
+STOP = " ".join(("ray", "stop"))  # in two words here, so that this file passes its own test
+
+
+def python_files(*folders: str) -> list[str]:
+    """Paths below the root; symlinked folders are not entered, so every file comes once."""
+    return sorted(
+        os.path.relpath(os.path.join(where, name), ROOT)
+        for folder in folders
+        for where, _, names in os.walk(ROOT / folder)
+        for name in names
+        if name.endswith(".py")
+    )
+
+
+def module_of(path: str) -> list[str]:
+    """The import name that a file has inside the package, as parts."""
+    parts = list(Path(path).with_suffix("").parts)
+    return parts if parts[0] == "kvstore" else ["kvstore", *parts]
+
+
+def imports_in(source: str, path: str) -> Iterator[str]:
+    """Every module that a file imports, absolute; `from a import b` gives both a and a.b."""
+    for node in ast.walk(ast.parse(source, filename=path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module_of(path)[: -node.level]
+                base = ".".join([*above, base] if base else above)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def imports_of(path: str) -> set[str]:
+    return set(imports_in((ROOT / path).read_text(encoding="utf-8"), path))
+
+
+def below(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def offences(paths: list[str], *banned: str) -> list[str]:
+    return [f"{path}: {name}" for path in paths for name in sorted(imports_of(path)) if below(name, *banned)]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import ray.util", "ray.util"),
+        ("from kvstore import actors", "kvstore.actors"),
+        ("from . import actors", "kvstore.actors"),
+        ("from .actors.node import X", "kvstore.actors.node"),
+        ("def f():\n    if x:\n        import cupy as cp", "cupy"),
+        ("import importlib\nimportlib.import_module('nixl_cu12._api')", "nixl_cu12._api"),
+        ("m = __import__('ray')", "ray"),
+    ],
+)
+def test_the_walker_sees_every_kind_of_import(source, found):
+    assert found in set(imports_in(source, "kvstore/api.py"))
+
+
+def test_the_walker_resolves_relative_imports_of_the_linked_folders():
+    assert "kvstore.kernels.module" in set(imports_in("from .module import load", "kernels/pack.py"))
+
+
+def test_kernels_import_only_arrays_and_the_standard_library():
+    allowed = {"cupy", "cupyx", "numpy", "torch", *sys.stdlib_module_names}
+    wrong = [
+        f"{path}: {name}"
+        for path in python_files("kernels")
+        for name in sorted(imports_of(path))
+        if name.split(".")[0] not in allowed and not below(name, "kvstore.kernels") and name != "kvstore"
+    ]
+    assert wrong == []
+
+
+def test_kvstore_imports_neither_ray_nor_cupy():
+    assert offences(python_files("kvstore"), "ray", "cupy", "cupyx") == []
+
+
+def test_only_the_public_face_looks_up_to_the_actors():
+    inside = [path for path in python_files("kvstore") if path not in FACE]
+    assert offences(inside, "kvstore.actors") == []
+
+
+def test_nothing_imports_examples_tests_or_benchmarks():
+    product = python_files("kvstore", "actors", "kernels")
+    assert offences(product, "examples", "tests", "benchmarks") == []
+
+
+def test_one_file_imports_nixl():
+    paths = python_files("kvstore", "actors", "kernels", "examples", "benchmarks", "scripts")
+    users = {path for path in paths if any(below(name, *NIXL_PACKAGES) for name in imports_of(path))}
+    assert users == {NIXL_FILE}
+
+
+def test_nobody_uses_the_bare_names_of_the_top_folders():
+    paths = python_files("kvstore", "actors", "kernels", "examples", "benchmarks", "tests")
+    assert offences(paths, "actors", "kernels") == []
+
+
+def test_the_links_are_links_and_kernels_is_no_regular_package():
+    for name in ("actors", "kernels"):
+        assert os.readlink(ROOT / "kvstore" / name) == f"../{name}"
+        assert not (ROOT / name).is_symlink()
+    assert (ROOT / "actors" / "__init__.py").is_file()
+    # A kernels/__init__.py at the root of a checkout would hide Hugging Face's package of that name.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def test_import_kvstore_is_light():
+    loaded = {name.split(".")[0] for name in modules_after("import kvstore")}
+    assert loaded.isdisjoint({"torch", "ray", "cupy", *NIXL_PACKAGES})
+
+
+def test_no_module_is_loaded_twice_under_a_bare_name():
+    loaded = modules_after("import kvstore, kvstore.actors, kvstore.errors")
+    assert loaded.isdisjoint({"actors", "kernels"})
+
+
+def docstrings_of(tree: ast.AST) -> set[int]:
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, holders) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+
+
+def stop_calls(source: str) -> list[int]:
+    """Lines with a string, or neighbouring strings of a list or call, that spell the forbidden command."""
+    tree = ast.parse(source)
+    docstrings = docstrings_of(tree)
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            words = node.value
+        elif isinstance(node, ast.List | ast.Tuple | ast.Call):
+            items = node.args if isinstance(node, ast.Call) else node.elts
+            words = " ".join(item.value for item in items if is_text(item))
+        else:
+            continue
+        if STOP in " ".join(words.split()):
+            lines.append(node.lineno)
+    return lines
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_the_stop_finder_finds():
+    assert stop_calls(f"run('{STOP} --force')") == [1, 1]
+    assert stop_calls(f"run({STOP.split()!r})") == [1]
+    assert stop_calls(f"def f():\n    '''Never {STOP}.'''") == []
+
+
+def test_nothing_runs_the_command_that_ends_every_ray_on_the_machine():
+    python = python_files("kvstore", "actors", "kernels", "examples", "benchmarks", "scripts")
+    python += [path for path in python_files("tests") if path != "tests/test_floors.py"]
+    found = [path for path in python if stop_calls((ROOT / path).read_text(encoding="utf-8"))]
+    others = [ROOT / "Makefile", ROOT / "cluster.yaml", ROOT / ".ci/run", *ROOT.glob("*/*.sh")]
+    for path in others:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if any(STOP in line and not line.lstrip().startswith("#") for line in lines):
+            found.append(str(path.relative_to(ROOT)))
+    assert found == []
