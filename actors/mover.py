@@ -27,6 +27,7 @@ class Mover:
         hello = {"role": "mover", "protocol": PROTOCOL_VERSION}
         client, fd = connect_local(control_path, hello, timeout_s=config.call_timeout_s)
         self._arena = attach_arena(fd, int(client.hello["arena_bytes"]))
+        self._arena.populate()
         self._transport = NixlTransport(name, self._arena.address, self._arena.num_bytes)
         self._loop = MoverLoop(client.detach(), self._transport)
         self._thread = threading.Thread(

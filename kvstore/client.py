@@ -96,6 +96,7 @@ class Client:
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
         self._copier: Copier | None = None
+        threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
 
     def _connect(self) -> tuple[ControlClient, int]:

@@ -1,0 +1,54 @@
+"""A private two-node Ray cluster on this machine, for benchmarks; ended with everything in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+
+@contextlib.contextmanager
+def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
+    """Run two Ray nodes and yield their ids, the driver's first.
+
+    Args:
+        object_store_bytes: Ray's own object store of each node.
+    """
+    folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
+    before = dict(os.environ)
+    os.environ.update(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.pop("RAY_ADDRESS", None)
+    cluster: Any = None
+    try:
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 2,
+                "object_store_memory": object_store_bytes,
+                "include_dashboard": False,
+            },
+        )
+        other = cluster.add_node(num_cpus=2, object_store_memory=object_store_bytes)
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        here = ray.get_runtime_context().get_node_id()
+        yield [here, other.node_id if other.node_id != here else cluster.head_node.node_id]
+    finally:
+        ray.shutdown()
+        if cluster is not None:
+            cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def on_node(cls: type, node_id: str) -> Any:
+    """Return the class as a Ray actor class pinned to a node."""
+    pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(cls).options(num_cpus=0, scheduling_strategy=pinned)

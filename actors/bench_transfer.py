@@ -1,0 +1,246 @@
+"""Benchmark: bytes from one node to another, by memcpy, raw NIXL, our load, and Ray's object store.
+
+Everything is measured in one run, round by round in turn, so that noise hits all ways alike. Data is drawn
+fresh for each round, destinations are poisoned before and compared after. The figure is the median.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from kvstore.actors.bench_cluster import on_node, two_nodes
+from kvstore.actors.calls import call
+from kvstore.actors.cluster import Store, start
+from kvstore.arena import Arena, create_arena
+from kvstore.config import UCX_DEFAULTS, StoreConfig, set_ucx_lane
+from kvstore.hashing import Namespace
+from kvstore.shape import KVShape
+from kvstore.transport import PeerDescription, ReadRequest
+
+_TIMEOUT_S = 120.0
+_POISON = 0xA5
+#: Shapes whose blocks have a round size: bytes -> (layers, KV heads, head dim), 16 tokens, bfloat16.
+SHAPES = {
+    64 << 10: (16, 1, 64),
+    512 << 10: (32, 4, 64),
+    2 << 20: (32, 8, 128),
+}
+
+
+def shape_of(block_bytes: int) -> KVShape:
+    """Return a shape whose block has exactly `block_bytes`."""
+    layers, heads, dim = SHAPES[block_bytes]
+    shape = KVShape(num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype="bfloat16", block_size=16)
+    assert shape.block_bytes == block_bytes
+    return shape
+
+
+def _random_bytes(num_bytes: int, seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 2**63, num_bytes // 8, dtype=np.int64).view(np.uint8)
+
+
+class RawEnd:
+    """One end of a raw NIXL transfer, in a process of its own: a slab, an agent, prepared lists.
+
+    Args:
+        tuned: False builds the agent as NIXL's Python wrapper does, and leaves UCX's TCP segments alone.
+    """
+
+    def __init__(self, lane: str, name: str, num_bytes: int, block_bytes: int, tuned: bool) -> None:
+        set_ucx_lane(lane)
+        if not tuned:
+            # What the user set stays; only our own defaults are kept away.
+            os.environ.update({key: "8256" for key in UCX_DEFAULTS if key not in os.environ})
+        from kvstore.nixl_transport import PROGRESS_DELAY_US, NixlTransport
+
+        self._arena: Arena = create_arena(num_bytes)
+        self._slab = self._arena.bytes_view()
+        self._block_bytes = block_bytes
+        self._transport = NixlTransport(
+            name,
+            self._arena.address,
+            num_bytes,
+            progress_delay_us=PROGRESS_DELAY_US if tuned else 0,
+        )
+        self._transport.set_slots(block_bytes, num_bytes // block_bytes)
+
+    def describe(self) -> PeerDescription:
+        """Return what the other end needs."""
+        return PeerDescription(
+            agent=self._transport.describe(),
+            address=self._arena.address,
+            slot_bytes=self._block_bytes,
+            num_slots=self._arena.num_bytes // self._block_bytes,
+        )
+
+    def add_peer(self, description: PeerDescription) -> None:
+        """Make the other end readable."""
+        self._transport.add_peer("source", description)
+
+    def fill(self, start: int, num_bytes: int, seed: int) -> None:
+        """Write fresh data."""
+        self._slab[start : start + num_bytes] = _random_bytes(num_bytes, seed)
+
+    def read(self, start: int, num_bytes: int, seed: int) -> float:
+        """Read a region, compare it, and return the seconds that the READ took."""
+        self._slab[start : start + num_bytes] = _POISON
+        ids = np.arange(start // self._block_bytes, (start + num_bytes) // self._block_bytes, dtype=np.int32)
+        request = ReadRequest(
+            peer="source", block_bytes=self._block_bytes, local_slots=ids, remote_slots=ids, notification=b"x"
+        )
+        started_s = time.perf_counter()
+        self._transport.read_and_wait(request, _TIMEOUT_S)
+        seconds = time.perf_counter() - started_s
+        if not np.array_equal(self._slab[start : start + num_bytes], _random_bytes(num_bytes, seed)):
+            raise AssertionError("raw NIXL delivered other bytes than were written")
+        return seconds
+
+    def memcpy(self, num_bytes: int) -> float:
+        """Copy one region of the slab to another by one thread; return the seconds."""
+        half = self._arena.num_bytes // 2
+        num_bytes = min(num_bytes, half)
+        self._slab[half : half + num_bytes] = _POISON
+        started_s = time.perf_counter()
+        self._slab[half : half + num_bytes] = self._slab[:num_bytes]
+        return time.perf_counter() - started_s
+
+
+class Worker:
+    """A worker with an engine cache whose blocks are contiguous, on one node."""
+
+    def __init__(self, store: Store, space: Namespace, num_blocks: int) -> None:
+        shape = space.shape
+        self._space = space
+        self._client = store.client(space)
+        groups, heads, layers, planes, tokens, dim = shape.block_dims
+        self._cache = torch.zeros(num_blocks, heads, groups * layers, planes, tokens, dim, dtype=torch.bfloat16)
+        self._client.register_kv_caches(self._cache, axes="BHLPTD")
+        self._bytes = self._cache.view(torch.uint8).reshape(-1).numpy()
+
+    def save(self, round_number: int, num_blocks: int) -> None:
+        """Draw fresh data and save it under hashes of this round."""
+        num_bytes = num_blocks * self._space.shape.block_bytes
+        self._bytes[:num_bytes] = _random_bytes(num_bytes, round_number)
+        result = self._client.save(self._hashes(round_number, num_blocks), range(num_blocks)).result(_TIMEOUT_S)
+        assert result.num_written == num_blocks, result
+
+    def load(self, round_number: int, num_blocks: int) -> tuple[float, int]:
+        """Load what the other node saved; returns (seconds, descriptors), after comparing every byte."""
+        num_bytes = num_blocks * self._space.shape.block_bytes
+        self._bytes[:num_bytes] = _POISON
+        hashes = self._hashes(round_number, num_blocks)
+        started_s = time.perf_counter()
+        result = self._client.load(hashes, range(num_blocks)).result(_TIMEOUT_S)
+        seconds = time.perf_counter() - started_s
+        assert result.num_peer == num_blocks, result
+        if not np.array_equal(self._bytes[:num_bytes], _random_bytes(num_bytes, round_number)):
+            raise AssertionError("our load delivered other bytes than were saved")
+        return seconds, result.num_descriptors
+
+    def put(self, seed: int, num_bytes: int) -> list[Any]:
+        """Put fresh data into Ray's object store on this node."""
+        return [ray.put(_random_bytes(num_bytes, seed))]
+
+    def get(self, refs: list[Any]) -> float:
+        """Get it on this node; returns the seconds."""
+        started_s = time.perf_counter()
+        call("ray object", refs[0], _TIMEOUT_S)
+        return time.perf_counter() - started_s
+
+    def _hashes(self, round_number: int, num_blocks: int) -> Any:
+        tokens = np.arange(num_blocks * 16, dtype=np.int64) + round_number * 10_000_000
+        return self._space.block_hashes(tokens)
+
+
+def run_transfer(
+    lanes: list[str],
+    block_bytes: list[int],
+    load_bytes: int,
+    rounds: int,
+    progress: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Measure every way for every lane and block size.
+
+    Args:
+        lanes: "default" and "tcp".
+        block_bytes: sizes out of `SHAPES`.
+        load_bytes: bytes moved at a time by every way.
+        rounds: how often; the median counts. One more is done first and thrown away.
+
+    Returns:
+        Rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}.
+    """
+    rows: list[dict[str, Any]] = []
+    with two_nodes(object_store_bytes=4 * load_bytes + (64 << 20)) as nodes:
+        for lane in lanes:
+            for size in block_bytes:
+                progress(f"lane {lane}, blocks of {size >> 10} KiB")
+                for way, seconds in _measure(nodes, lane, size, load_bytes, rounds).items():
+                    rows.append(
+                        {
+                            "lane": lane,
+                            "block_bytes": size,
+                            "way": way,
+                            "gb_per_s": round(load_bytes / statistics.median(seconds) / 1e9, 3),
+                            "load_bytes": load_bytes,
+                        }
+                    )
+    return rows
+
+
+def _measure(
+    nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rounds: int
+) -> dict[str, list[float]]:
+    num_blocks = load_bytes // block_bytes
+    config = StoreConfig(
+        name=f"bench-{lane}-{block_bytes >> 10}",
+        capacity_bytes=(rounds + 2) * load_bytes,
+        lane=lane,
+    )
+    store = start(config, None, _TIMEOUT_S)
+    space = Namespace(model="bench", shape=shape_of(block_bytes))
+    made: list[Any] = []
+
+    def actor(cls: type, node: str, *args: Any) -> Any:
+        made.append(on_node(cls, node).remote(*args))
+        return made[-1]
+
+    try:
+        writer, reader = (actor(Worker, node, store, space, num_blocks) for node in nodes)
+        slab = 2 * load_bytes
+        raw = {
+            way: [actor(RawEnd, node, lane, f"{config.name}-{way}-{i}", slab, block_bytes, way == "nixl")
+                  for i, node in enumerate(nodes)]
+            for way in ("nixl", "nixl_untuned")
+        }  # fmt: skip
+        for source, target in raw.values():
+            description = call("raw", source.describe.remote(), _TIMEOUT_S)
+            call("raw", target.add_peer.remote(description), _TIMEOUT_S)
+        times: dict[str, list[float]] = {}
+        for number in range(rounds + 1):
+            seen = {"memcpy": call("memcpy", raw["nixl"][1].memcpy.remote(load_bytes), _TIMEOUT_S)}
+            for way, (source, target) in raw.items():
+                start_at = (number % 2) * load_bytes
+                call(way, source.fill.remote(start_at, load_bytes, number), _TIMEOUT_S)
+                seen[way] = call(way, target.read.remote(start_at, load_bytes, number), _TIMEOUT_S)
+            call("save", writer.save.remote(number, num_blocks), _TIMEOUT_S)
+            seen["load"] = call("load", reader.load.remote(number, num_blocks), _TIMEOUT_S)[0]
+            refs = call("put", writer.put.remote(number, load_bytes), _TIMEOUT_S)
+            seen["ray"] = call("get", reader.get.remote(refs), _TIMEOUT_S)
+            del refs
+            if number:  # The first round connects and warms up.
+                for way, seconds in seen.items():
+                    times.setdefault(way, []).append(seconds)
+        return times
+    finally:
+        for handle in made:
+            ray.kill(handle)
+        store.stop()
