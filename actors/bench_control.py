@@ -69,9 +69,7 @@ class Caller:
         return ask
 
 
-def run_control(
-    num_hashes: list[int], rounds: int, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def run_control(num_hashes: list[int], rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """Measure lookup, and lease with release, of resident chains.
 
     Returns:

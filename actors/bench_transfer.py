@@ -174,6 +174,7 @@ def run_transfer(
         block_bytes: sizes out of `SHAPES`.
         load_bytes: bytes moved at a time by every way.
         rounds: how often; the median counts. One more is done first and thrown away.
+        progress: is told what is being measured.
 
     Returns:
         Rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}.
@@ -196,9 +197,7 @@ def run_transfer(
     return rows
 
 
-def _measure(
-    nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rounds: int
-) -> dict[str, list[float]]:
+def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rounds: int) -> dict[str, list[float]]:
     num_blocks = load_bytes // block_bytes
     config = StoreConfig(
         name=f"bench-{lane}-{block_bytes >> 10}",

@@ -18,6 +18,11 @@ def actor_name(store: str, kind: str, node_id: str = "") -> str:
     return f"raykv/{store}/{kind}/{node_id}" if node_id else f"raykv/{store}/{kind}"
 
 
+def node_address() -> str:
+    """Return the address of this actor's node, as other nodes reach it."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
 def find_actor(name: str) -> Any:
     """Return the handle of a named actor.
 
@@ -27,9 +32,7 @@ def find_actor(name: str) -> Any:
     try:
         return ray.get_actor(name, namespace=RAY_NAMESPACE)
     except ValueError as error:
-        raise StoreNotRunning(
-            f"no actor {name!r} in this Ray cluster; start the store with kvstore.start()"
-        ) from error
+        raise StoreNotRunning(f"no actor {name!r} in this Ray cluster; start the store with kvstore.start()") from error
     except ray_errors.RaySystemError as error:
         raise StoreNotRunning(f"Ray is not running: {error}") from error
 

@@ -85,9 +85,7 @@ class Store:
         reached now hears of it from the first peer it exchanges blocks with.
         """
         version = time.time_ns()
-        refs = [
-            (node, handle.clear.remote(space.digest, version)) for node, handle in self._handles().items()
-        ]
+        refs = [(node, handle.clear.remote(space.digest, version)) for node, handle in self._handles().items()]
         cleared = 0
         for node, ref in refs:
             try:
@@ -96,9 +94,7 @@ class Store:
                 logger.warning("clear: node %s did not answer: %s", node, error)
         return cleared
 
-    def drain(
-        self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30
-    ) -> dict[str, int]:
+    def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, int]:
         """Take a node out of service for a rolling restart.
 
         It grants nothing to its workers any more, hands its most recently used chains to another node, then

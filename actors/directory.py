@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ray
-
+from kvstore.actors.calls import node_address
 from kvstore.directory import DirectoryServer
 from kvstore.peers import PeerAddress
 
@@ -12,7 +11,7 @@ class Directory:
     """Facade of kvstore.directory.DirectoryServer."""
 
     def __init__(self) -> None:
-        self._server = DirectoryServer(ray.util.get_node_ip_address())
+        self._server = DirectoryServer(node_address())
 
     def address(self) -> PeerAddress:
         """Return where stores reach the directory."""

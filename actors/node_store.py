@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
+from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address
 from kvstore.actors.mover import Mover
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
@@ -53,7 +53,7 @@ class NodeStore:
         self._core = NodeCore(
             node_id,
             self._config,
-            ray.util.get_node_ip_address(),
+            node_address(),
             self._resolve_peer,
             self._resolve_directory,
             self._replace_mover,

@@ -29,7 +29,8 @@ _CALL_S = 5.0
 
 def alive_nodes() -> dict[str, dict[str, float]]:
     """Return the resources of each living node by its Ray id."""
-    return {node["NodeID"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: dict(node["Resources"]) for node in nodes if node["Alive"]}
 
 
 class Supervisor:
@@ -121,7 +122,7 @@ def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) ->
     last: KVStoreError = StoreNotRunning(f"{name} could not be made")
     for _ in range(4):
         try:
-            handle = (
+            handle: Any = (
                 ray.remote(cls)
                 .options(
                     name=name,

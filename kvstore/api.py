@@ -63,6 +63,7 @@ def node_store(node_id: str | None = None, *, name: str = "default") -> Any:
 
     Args:
         node_id: Ray's id of the node; the caller's own when None.
+        name: of the store.
 
     Raises:
         StoreNotRunning: there is none.

@@ -8,6 +8,7 @@ a child that outlives its parent must not go on reading slots whose lease died w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -107,11 +108,9 @@ class Arena:
 
     def close(self) -> None:
         """Unmap and close the descriptor; the pages live on while any process maps them."""
-        try:
+        # While a view is alive somewhere in this process, its owner unmaps by letting go of it.
+        with contextlib.suppress(BufferError):
             self.memory.close()
-        except BufferError:
-            # A view is still alive somewhere in this process: its owner unmaps by letting go of it.
-            pass
         os.close(self.fd)
 
 
@@ -135,9 +134,7 @@ def create_arena(num_bytes: int) -> Arena:
         return _map(fd, num_bytes)
     except OSError as error:
         os.close(fd)
-        raise ConfigError(
-            f"could not allocate {num_bytes} bytes of shared memory: {error}; lower capacity="
-        ) from error
+        raise ConfigError(f"could not allocate {num_bytes} bytes of shared memory: {error}; lower capacity=") from error
 
 
 def attach_arena(fd: int, num_bytes: int) -> Arena:

@@ -36,16 +36,13 @@ class Chain:
 
     def hashes(self) -> list[bytes]:
         """Return all hashes of the run in order."""
-        data = self.data
-        return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
+        return list(struct.unpack(f"{len(self) * '32s'}", self.data))
 
     def tail(self, first: int) -> Chain:
         """Return the run that begins at block `first` of this one."""
         if first == 0:
             return self
-        return Chain(
-            self.namespace, self.hash_at(first - 1), self.start + first, self.data[first * HASH_BYTES :]
-        )
+        return Chain(self.namespace, self.hash_at(first - 1), self.start + first, self.data[first * HASH_BYTES :])
 
     def head(self, count: int) -> Chain:
         """Return the first `count` blocks of the run."""
@@ -76,8 +73,6 @@ def decode_chain(payload: bytes | memoryview) -> Chain:
         ChainBroken: the bytes are not a whole number of hashes.
     """
     if len(payload) < _HEAD.size or (len(payload) - _HEAD.size) % HASH_BYTES:
-        raise ChainBroken(
-            f"wanted {_HEAD.size} bytes and whole hashes of {HASH_BYTES}, got {len(payload)} bytes"
-        )
+        raise ChainBroken(f"wanted {_HEAD.size} bytes and whole hashes of {HASH_BYTES}, got {len(payload)} bytes")
     namespace, parent, start = _HEAD.unpack_from(payload)
     return Chain(namespace, parent, start, bytes(payload[_HEAD.size :]))

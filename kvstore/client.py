@@ -119,9 +119,7 @@ class Client:
         Raises:
             LayoutMismatch: the tensors do not fit the namespace's shape; nothing is registered.
         """
-        copier = Copier(
-            caches, self.space.shape, self._arena, self.slot_bytes, self.num_slots, axes, self._part
-        )
+        copier = Copier(caches, self.space.shape, self._arena, self.slot_bytes, self.num_slots, axes, self._part)
         self._copier = copier
         return copier.layout
 
@@ -131,6 +129,7 @@ class Client:
         """Return how much of a chain is stored where. No side effect.
 
         Args:
+            hashes: a run of a chain.
             remote: also ask the directory when this node does not have everything.
 
         Raises:
@@ -142,9 +141,7 @@ class Client:
         if num_local == len(chain) or not remote:
             return Match(num_local=num_local)
         nodes = unpack_json(self._call(Op.LOOKUP_ALL, chain.encode()))["nodes"]
-        return Match(
-            num_local=int(nodes[0][1]), nodes=tuple((str(node), int(count)) for node, count in nodes[1:])
-        )
+        return Match(num_local=int(nodes[0][1]), nodes=tuple((str(node), int(count)) for node, count in nodes[1:]))
 
     def lease(self, hashes: BlockHashes, ttl_s: float = 30.0) -> Lease:
         """Pin the prefix of a chain that is in this node's memory.
@@ -227,9 +224,7 @@ class Client:
         ids = copier.check_ids(block_ids, len(chain))
         copier.check_unchanged()
         if not isinstance(skip_prefix_tokens, int) or skip_prefix_tokens < 0:
-            raise InvalidRequest(
-                f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_prefix_tokens!r}"
-            )
+            raise InvalidRequest(f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_prefix_tokens!r}")
         chain.check_unique()
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
         return self._submit(
@@ -241,9 +236,7 @@ class Client:
         """Bring blocks from other nodes into this node's memory, without an engine."""
         chain = self._chain(hashes)
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
-        return self._submit(
-            lambda: self._load(None, chain, None, 0, timeout), f"prefetch of {len(chain)} blocks"
-        )
+        return self._submit(lambda: self._load(None, chain, None, 0, timeout), f"prefetch of {len(chain)} blocks")
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for running jobs, give everything back and unmap the arena; may be called again."""
@@ -251,7 +244,7 @@ class Client:
             return
         self._closed = True
         ended = threading.Event()
-        threading.Thread(target=lambda: (self._jobs.shutdown(), ended.set()), daemon=True).start()
+        threading.Thread(target=self._end_jobs, args=(ended,), daemon=True).start()
         ended.wait(timeout_s)
         with self._connections_lock:
             connections, self._connections = self._connections, []
@@ -264,6 +257,10 @@ class Client:
                 connection.close()
         self._copier = None
         self._arena.close()
+
+    def _end_jobs(self, ended: threading.Event) -> None:
+        self._jobs.shutdown()
+        ended.set()
 
     def __enter__(self) -> Client:
         return self
@@ -368,7 +365,7 @@ class Client:
     def _chain(self, hashes: BlockHashes) -> Chain:
         if not isinstance(hashes, BlockHashes):
             raise InvalidRequest(
-                f"hashes: wanted BlockHashes from space.block_hashes(...) or space.wrap(...), got {type(hashes).__name__}"
+                f"hashes: wanted BlockHashes of space.block_hashes() or space.wrap(), got {type(hashes).__name__}"
             )
         if hashes.namespace_digest != self.space.digest:
             raise NamespaceMismatch(

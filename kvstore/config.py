@@ -106,9 +106,7 @@ class StoreConfig:
         values = json.loads(text)
         unknown = sorted(set(values) - set(StoreConfig.__dataclass_fields__))
         if unknown:
-            raise ConfigError(
-                f"unknown settings {unknown}; known: {sorted(StoreConfig.__dataclass_fields__)}"
-            )
+            raise ConfigError(f"unknown settings {unknown}; known: {sorted(StoreConfig.__dataclass_fields__)}")
         return StoreConfig(**values)
 
     @property

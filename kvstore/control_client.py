@@ -151,9 +151,7 @@ def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tupl
         sock.connect(path)
     except OSError as error:
         sock.close()
-        raise StoreNotRunning(
-            f"no node store answers at {path} ({error}); start one with kvstore.start()"
-        ) from error
+        raise StoreNotRunning(f"no node store answers at {path} ({error}); start one with kvstore.start()") from error
     client = ControlClient(sock, f"node store at {path}")
     for packet in encode(Message(Op.HELLO, Flag.REQUEST, 0, pack_json(hello))):
         sock.sendall(packet)

@@ -77,13 +77,11 @@ class Copier:
         """
         ids = np.asarray(block_ids)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise InvalidRequest(
-                f"block_ids: wanted a flat list of integers, got {ids.dtype} of shape {ids.shape}"
-            )
+            raise InvalidRequest(f"block_ids: wanted a flat list of integers, got {ids.dtype} of shape {ids.shape}")
         if len(ids) != wanted:
             raise InvalidRequest(f"block_ids: wanted {wanted}, one for each hash, got {len(ids)}")
         ids = ids.astype(np.int64)
-        if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < self.num_blocks):
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks):
             raise InvalidRequest(
                 f"block_ids: wanted ids in [0, {self.num_blocks}), got {int(ids.min())} to {int(ids.max())}"
             )
@@ -111,9 +109,7 @@ class Copier:
         if self._blocks is not None and first_token == 0:
             self._reference.copy_runs(self._blocks, block_ids, self._slot_rows, slots)
         else:
-            self._reference.unpack_blocks(
-                self._slots, self._ids(slots), self._views, self._ids(block_ids), first_token
-            )
+            self._reference.unpack_blocks(self._slots, self._ids(slots), self._views, self._ids(block_ids), first_token)
 
     def _ids(self, ids: Ids) -> torch.Tensor:
         return self._torch.from_numpy(np.ascontiguousarray(ids))

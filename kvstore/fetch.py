@@ -121,9 +121,7 @@ class Fetcher:
         finally:
             load.report.num_peer = load.num_ready - load.report.num_local
             load.send(
-                pack_progress(
-                    Progress(load.lease_id, load.num_ready, np.empty(0, np.int32), load.report.to_json())
-                ),
+                pack_progress(Progress(load.lease_id, load.num_ready, np.empty(0, np.int32), load.report.to_json())),
                 True,
             )
 
@@ -279,9 +277,7 @@ class _PeerRead:
     def _read(self, name: str, description: PeerDescription, slots: tuple[int, ...]) -> str:
         fetcher, config, load = self._fetcher, self._fetcher._config, self._load
         started_s = time.monotonic()
-        timeout_s = min(
-            config.transfer_timeout_s, self._valid_until_s - started_s, load.deadline_s - started_s
-        )
+        timeout_s = min(config.transfer_timeout_s, self._valid_until_s - started_s, load.deadline_s - started_s)
         request = ReadRequest(
             peer=name,
             block_bytes=load.block_bytes,

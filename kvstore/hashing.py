@@ -55,8 +55,7 @@ class BlockHashes:
         for name, value in (("namespace_digest", self.namespace_digest), ("parent", self.parent)):
             if not isinstance(value, bytes) or len(value) != HASH_BYTES:
                 raise InvalidRequest(
-                    f"BlockHashes: wanted {name} as {HASH_BYTES} bytes, got {_brief(value)}; "
-                    "use Namespace.block_hashes"
+                    f"BlockHashes: wanted {name} as {HASH_BYTES} bytes, got {_brief(value)}; use Namespace.block_hashes"
                 )
         if not isinstance(self.data, bytes) or len(self.data) % HASH_BYTES:
             raise InvalidRequest(
@@ -64,9 +63,7 @@ class BlockHashes:
                 "pass whole hashes, or use Namespace.wrap for hashes of an engine"
             )
         if type(self.start) is not int or self.start < 0:
-            raise InvalidRequest(
-                f"BlockHashes: wanted start as an int >= 0, got {self.start!r}; count blocks from 0"
-            )
+            raise InvalidRequest(f"BlockHashes: wanted start as an int >= 0, got {self.start!r}; count blocks from 0")
         if (self.start == 0) != (self.parent == self.namespace_digest):
             raise ChainBroken(
                 f"BlockHashes: wanted the namespace digest as parent exactly at start 0, "
@@ -188,9 +185,7 @@ class Namespace:
         if not isinstance(self.salt, bytes):
             raise ConfigError(f"Namespace: wanted salt as bytes, got {_brief(self.salt)}; encode it first")
         if not isinstance(self.shape, KVShape):
-            raise ConfigError(
-                f"Namespace: wanted shape as a KVShape, got {_brief(self.shape)}; build one first"
-            )
+            raise ConfigError(f"Namespace: wanted shape as a KVShape, got {_brief(self.shape)}; build one first")
         fields = {
             "lora": self.lora,
             "model": self.model,
@@ -260,18 +255,13 @@ class Namespace:
         """
         if isinstance(engine_hashes, (str, bytes, bytearray, memoryview)):
             raise InvalidRequest(
-                f"wrap: wanted a sequence of hashes, got {_brief(engine_hashes)}; "
-                "pass a list with one item per block"
+                f"wrap: wanted a sequence of hashes, got {_brief(engine_hashes)}; pass a list with one item per block"
             )
         start, root = self._root(parent)
         prefix = _WRAP_TAG + self.digest
         found = []
         for engine_hash in engine_hashes:
-            if (
-                not isinstance(engine_hash, (bytes, int))
-                or isinstance(engine_hash, bool)
-                or engine_hash == b""
-            ):
+            if not isinstance(engine_hash, (bytes, int)) or isinstance(engine_hash, bool) or engine_hash == b"":
                 raise InvalidRequest(
                     f"wrap: wanted each engine hash as non-empty bytes or an int, got {_brief(engine_hash)}; "
                     "pass the engine's block hashes unchanged"
@@ -293,8 +283,7 @@ def _token_bytes(token_ids: Sequence[int] | npt.ArrayLike) -> bytes:
         tokens = np.asarray(token_ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as cause:
         raise InvalidRequest(
-            f"block_hashes: wanted one-dimensional integers, got {_brief(token_ids)} ({cause}); "
-            "pass a flat list"
+            f"block_hashes: wanted one-dimensional integers, got {_brief(token_ids)} ({cause}); pass a flat list"
         ) from cause
     if tokens.ndim == 1 and tokens.size == 0:
         return b""
@@ -315,16 +304,12 @@ def _token_bytes(token_ids: Sequence[int] | npt.ArrayLike) -> bytes:
 def _encode_keys(keys: Sequence[ExtraKey] | None) -> bytes:
     """Encode the extra keys of one block; empty when there are none."""
     if keys is not None and (isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence)):
-        raise InvalidRequest(
-            f"block_hashes: wanted a sequence of extra keys, got {_brief(keys)}; put it in a list"
-        )
+        raise InvalidRequest(f"block_hashes: wanted a sequence of extra keys, got {_brief(keys)}; put it in a list")
     if not keys:
         return b""
     for key in keys:
         if not isinstance(key, (str, bytes, int)) or isinstance(key, bool):
-            raise InvalidRequest(
-                f"block_hashes: wanted extra keys as str, bytes or int, got {_brief(key)}; convert it"
-            )
+            raise InvalidRequest(f"block_hashes: wanted extra keys as str, bytes or int, got {_brief(key)}; convert it")
     encoded = b"".join(_encode_key(key) for key in keys)
     return b"x" + sha256(len(keys).to_bytes(8, "little") + encoded).digest()
 

@@ -76,9 +76,7 @@ class Hints:
                 answer = self._asker.call(Op.LOCATE, chain.encode(), timeout_s=self._timeout_s)
             except KVStoreError as error:
                 self._ask_after_s = time.monotonic() + _RETRY_S
-                logger.warning(
-                    "the directory cannot be asked: %s; blocks of peers are misses until it can", error
-                )
+                logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
                 return []
         return [(str(node), int(count)) for node, count in unpack_json(answer)["nodes"]]
 
@@ -132,9 +130,7 @@ class Hints:
                 added = [h for h, present in final.items() if present]
                 removed = [h for h, present in final.items() if not present]
             self._sequence += 1
-            batch = pack_publish(
-                self._node_id, reset=reset, sequence=self._sequence, added=added, removed=removed
-            )
+            batch = pack_publish(self._node_id, reset=reset, sequence=self._sequence, added=added, removed=removed)
             assert self._publisher is not None
             # Sent even when empty: that is how a directory that was restarted is noticed.
             self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s)

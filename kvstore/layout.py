@@ -68,8 +68,7 @@ class Part:
         for name, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
             if type(rank) is not int or type(size) is not int or not 0 <= rank < size:
                 raise ConfigError(
-                    f"Part: wanted 0 <= {name}_rank < {name}_size as ints, got {rank!r} of {size!r}; "
-                    "count ranks from 0"
+                    f"Part: wanted 0 <= {name}_rank < {name}_size as ints, got {rank!r} of {size!r}; count ranks from 0"
                 )
 
 
@@ -133,9 +132,7 @@ class EngineLayout:
         return sha256(b"raykv/layout/1" + encoded).hexdigest()[:16]
 
 
-def detect_layout(
-    caches: Caches, shape: KVShape, axes: str | None = None, part: Part | None = None
-) -> EngineLayout:
+def detect_layout(caches: Caches, shape: KVShape, axes: str | None = None, part: Part | None = None) -> EngineLayout:
     """Find the one way in which the tensors can hold the KV of `shape`.
 
     Args:
@@ -204,8 +201,7 @@ def same_layout(caches: Caches, layout: EngineLayout) -> None:
     count = _num_tensors(form, layout.num_layers)
     if len(tensors) != count:
         raise LayoutMismatch(
-            f"same_layout: wanted {count} tensors as registered, got {len(tensors)}; "
-            "register the caches again"
+            f"same_layout: wanted {count} tensors as registered, got {len(tensors)}; register the caches again"
         )
 
 
@@ -231,11 +227,7 @@ def canonical_views(caches: Caches, layout: EngineLayout, shape: KVShape) -> lis
     views = [tensor[(None,) * len(missing)].permute(order) for tensor in tensors]
     planes = 1 if form is CacheForm.KV_PAIR else shape.num_planes
     wanted = (layout.num_blocks, shape.num_kv_heads, planes, shape.block_size, shape.row_dim)
-    if (
-        tuple(views[0].shape) != wanted
-        or layout.num_layers != shape.num_layers
-        or layout.dtype != shape.dtype
-    ):
+    if tuple(views[0].shape) != wanted or layout.num_layers != shape.num_layers or layout.dtype != shape.dtype:
         raise LayoutMismatch(
             f"canonical_views: wanted {shape.num_layers} layers of {list(wanted)} {shape.dtype}, "
             f"got {layout.num_layers} of {list(views[0].shape)} {layout.dtype}; "
@@ -289,12 +281,7 @@ def _flatten(caches: Caches) -> tuple[CacheForm, list[Tensor]]:
         return CacheForm.PER_LAYER, [item for item in items if isinstance(item, Tensor)]
     pairs = [tuple(item) for item in items if isinstance(item, (tuple, list))]
     tensors = [tensor for pair in pairs for tensor in pair if isinstance(tensor, Tensor)]
-    if (
-        items
-        and len(pairs) == len(items)
-        and len(tensors) == 2 * len(items)
-        and {len(p) for p in pairs} == {2}
-    ):
+    if items and len(pairs) == len(items) and len(tensors) == 2 * len(items) and {len(p) for p in pairs} == {2}:
         return CacheForm.KV_PAIR, tensors
     raise LayoutMismatch(
         f"caches: wanted one tensor, or per layer a tensor or a (k, v) pair, got {type(caches).__name__} of "
@@ -303,9 +290,7 @@ def _flatten(caches: Caches) -> tuple[CacheForm, list[Tensor]]:
 
 
 def _num_tensors(form: CacheForm, num_layers: int) -> int:
-    return {CacheForm.CROSS_LAYER: 1, CacheForm.PER_LAYER: num_layers, CacheForm.KV_PAIR: 2 * num_layers}[
-        form
-    ]
+    return {CacheForm.CROSS_LAYER: 1, CacheForm.PER_LAYER: num_layers, CacheForm.KV_PAIR: 2 * num_layers}[form]
 
 
 def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> None:
@@ -374,9 +359,7 @@ def _fits(axes: str, form: CacheForm, shape: KVShape, dims: tuple[int, ...]) -> 
         len(set(axes)) == len(axes) == len(dims)
         and axes.endswith("D")
         and required <= set(axes) <= required | set(optional)
-        and all(
-            size >= 1 if axis == "B" else size == sizes[axis] for axis, size in zip(axes, dims, strict=True)
-        )
+        and all(size >= 1 if axis == "B" else size == sizes[axis] for axis, size in zip(axes, dims, strict=True))
     )
 
 
@@ -433,11 +416,7 @@ def _no_match(axes: str | None, form: CacheForm, shape: KVShape, dims: tuple[int
             )
     sizes, optional = _sizes(form, shape)
     wanted = ", ".join(f"{axis}={size}" for axis, size in sorted(sizes.items()))
-    hint = (
-        "; the last dim is 2 * head_dim, use KVShape(planes='packed')"
-        if dims[-1:] == (2 * shape.row_dim,)
-        else ""
-    )
+    hint = "; the last dim is 2 * head_dim, use KVShape(planes='packed')" if dims[-1:] == (2 * shape.row_dim,) else ""
     return LayoutMismatch(
         f"detect_layout: wanted {form.value} tensors with B free, {wanted}, D last"
         f"{' and ' + '/'.join(optional) + ' optional' if optional else ''}, got {list(dims)}"

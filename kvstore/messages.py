@@ -207,9 +207,7 @@ def pack_mover_read(read: MoverRead) -> bytes:
         read.read_id, request.block_bytes, len(request.local_slots), read.chunk_blocks, read.timeout_s,
         len(peer), len(request.notification),
     )  # fmt: skip
-    return b"".join(
-        (head, peer, request.notification, pack_ints(request.local_slots), pack_ints(request.remote_slots))
-    )
+    return b"".join((head, peer, request.notification, pack_ints(request.local_slots), pack_ints(request.remote_slots)))
 
 
 def unpack_mover_read(payload: bytes) -> MoverRead:
@@ -248,9 +246,7 @@ class MoverDone:
 
 def pack_mover_done(done: MoverDone) -> bytes:
     """Pack the mover's word."""
-    head = _DONE.pack(
-        done.read_id, done.num_blocks, done.last, done.terminal, done.seconds, done.num_descriptors
-    )
+    head = _DONE.pack(done.read_id, done.num_blocks, done.last, done.terminal, done.seconds, done.num_descriptors)
     return head + done.error
 
 

@@ -90,9 +90,7 @@ class MoverLink:
                 self._generation += 1
                 self._connection, self._known_peers = connection, set()
                 self._tell_slots(connection)
-                self._own = OwnTransport(
-                    self._generation, base64.b64decode(value["agent"]), int(value["address"])
-                )
+                self._own = OwnTransport(self._generation, base64.b64decode(value["agent"]), int(value["address"]))
             self._ready.set()
         elif message.op is Op.MOVER_DONE:
             self._done(unpack_mover_done(message.payload))

@@ -71,7 +71,7 @@ def plugin_memory_types() -> dict[str, list[str]]:
     for plugin in sorted(agent.getAvailPlugins()):
         try:
             found[plugin] = sorted(str(kind).rsplit(".", 1)[-1] for kind in agent.getPluginParams(plugin)[1])
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever a plugin that cannot load raises, it does not load.
             found[plugin] = []
     return found
 
@@ -99,9 +99,7 @@ class NixlTransport:
         RegistrationFailed: the backend could not be made or the slab not be registered.
     """
 
-    def __init__(
-        self, name: str, address: int, num_bytes: int, *, progress_delay_us: int = PROGRESS_DELAY_US
-    ) -> None:
+    def __init__(self, name: str, address: int, num_bytes: int, *, progress_delay_us: int = PROGRESS_DELAY_US) -> None:
         self.totals = ReadTotals()
         self._nixl = load_bindings()
         self._address = address
@@ -207,8 +205,8 @@ class NixlTransport:
         del self._handles[handle]
         try:
             telemetry = self._agent.getXferTelemetry(handle)
-        except Exception:
-            telemetry = None  # A failed READ has none, and is not counted.
+        except Exception:  # noqa: BLE001 - a failed READ has no telemetry, and is not counted.
+            telemetry = None
         if telemetry is not None:
             self.totals.num_reads += 1
             self.totals.num_descriptors += int(telemetry.descCount)

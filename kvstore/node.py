@@ -10,7 +10,6 @@ import base64
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -109,9 +108,7 @@ class NodeCore:
         self._server.listen_local(self.control_path)
         self._server.listen_remote(host)
         self._server.start()
-        logger.info(
-            "node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, self.epoch.hex()
-        )
+        logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, self.epoch.hex())
 
     # Verbs that Ray callers use too.
 
@@ -433,9 +430,7 @@ class NodeCore:
         chain, ttl_s, timeout_s = unpack_load(message.payload)
         self._check_serving()
         if self._fetcher is None or chain.namespace not in self._block_bytes:
-            raise InvalidRequest(
-                "wanted a namespace that has attached to this store, got another; make a client first"
-            )
+            raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
         grant = self.pool.pin_prefix(chain, connection.owner, time.monotonic() + ttl_s)
         self._server.wake()
         load = Load(
@@ -452,7 +447,8 @@ class NodeCore:
         if len(grant.slots) == len(chain):
             load.send(pack_progress(Progress(grant.lease_id, 0, slots, load.report.to_json())), True)
             return
-        load.send(pack_progress(Progress(grant.lease_id, 0, slots)), False)
+        if grant.slots:
+            load.send(pack_progress(Progress(grant.lease_id, 0, slots)), False)
         self._fetcher.submit(load)
 
     @staticmethod
@@ -578,13 +574,3 @@ class NodeCore:
             self._pool.expire(now_s)
         for lease_id in [i for i, deadline_s in self._remote_leases.items() if deadline_s < now_s]:
             self._remote_lease_ended(lease_id)
-
-
-def local_address() -> str:
-    """Return this machine's address as other nodes see it, without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvstore.chain import Chain
 from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased
@@ -92,6 +93,8 @@ class Pool:
         self._table = SlotTable(num_slots)
         self._max_pinned = num_slots if max_pinned is None else max_pinned
         self._index: dict[bytes, int] = {}
+        # The readable part of the index, kept beside it so that a lookup is one pass in C.
+        self._ready: dict[bytes, int] = {}
         self._leases: dict[int, _Lease] = {}
         self._writes: dict[int, _Write] = {}
         self._quarantine: dict[str, list[int]] = {}
@@ -104,13 +107,9 @@ class Pool:
     def lookup(self, chain: Chain) -> int:
         """Return how many leading blocks of the run are readable here. Changes nothing."""
         self._yield("lookup")
-        index, slots = self._index, self._table.slots
+        hashes = chain.hashes()
         with self._lock:
-            for count, block_hash in enumerate(chain.hashes()):
-                slot = index.get(block_hash)
-                if slot is None or slots[slot].state is not SlotState.READY:
-                    return count
-        return len(chain)
+            return len(list(takewhile(self._ready.__contains__, hashes)))
 
     def pin_prefix(self, chain: Chain, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
@@ -125,25 +124,12 @@ class Pool:
             LeaseReleased: `lease_id` is not held by `owner`; nothing changed.
         """
         self._yield("pin_prefix")
-        table = self._table
+        table, hashes = self._table, chain.hashes()
         with self._lock:
             lease = self._held(lease_id, owner) if lease_id else None
-            slots: list[int] = []
-            room = self._max_pinned - table.num_pinned
-            for block_hash in chain.hashes():
-                found = self._index.get(block_hash)
-                if found is None or table.slots[found].state is not SlotState.READY:
-                    break
-                if table.slots[found].ref_count == 0:
-                    if room <= 0:
-                        break
-                    room -= 1
-                slots.append(found)
-            for slot in slots:
-                table.pin(slot)
-            # Leaf first, root last: a root is always newer than what hangs on it.
-            for slot in reversed(slots):
-                table.touch(slot)
+            slots = [self._ready[h] for h in takewhile(self._ready.__contains__, hashes)]
+            slots = slots[: table.num_pinnable(slots, self._max_pinned)]
+            table.pin_all(slots)
             if lease is not None:
                 lease.slots.extend(slots)
                 lease.deadline_s = max(lease.deadline_s, deadline_s)
@@ -179,9 +165,7 @@ class Pool:
 
     # Writing.
 
-    def prepare_store(
-        self, chain: Chain, owner: str, *, num_parts: int = 1, needs_parent: bool = True
-    ) -> StoreTicket:
+    def prepare_store(self, chain: Chain, owner: str, *, num_parts: int = 1, needs_parent: bool = True) -> StoreTicket:
         """Claim a slot for each block of the run that is not here yet.
 
         Blocks that are here are pinned until the write ends, so that making room cannot evict them.
@@ -269,6 +253,7 @@ class Pool:
                     continue
                 published += 1
                 table.publish(slot)
+                self._ready[record.block_hash] = slot
                 self._events.append((True, record.block_hash))
                 self._num_published += 1
             if finished or count is not None:
@@ -358,7 +343,7 @@ class Pool:
         """Return all findable hashes and forget pending events: a consistent snapshot."""
         with self._lock:
             self._events = []
-            return [h for h, slot in self._index.items() if self._is_ready(slot)]
+            return list(self._ready)
 
     def hot_chains(self, max_blocks: int) -> list[Chain]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
@@ -420,18 +405,12 @@ class Pool:
                 assert not writing & set(pending), "a slot is written by two"
                 writing.update(pending)
             aside = {slot for slots in self._quarantine.values() for slot in slots}
-            for index, slot in enumerate(table.slots):
-                assert refs[index] == slot.ref_count, (
-                    f"slot {index}: {refs[index]} holders, count {slot.ref_count}"
-                )
-                assert (slot.state is SlotState.WRITING) == (index in writing), (
-                    f"slot {index}: writer unknown"
-                )
-                assert (slot.state is SlotState.QUARANTINED) == (index in aside), f"slot {index}: quarantine"
-                assert slot.indexed == (self._index.get(slot.block_hash) == index), f"slot {index}: index"
-            assert all(table.slots[i].block_hash == h for h, i in self._index.items()), (
-                "index names another block"
-            )
+            for index, record in enumerate(table.slots):
+                assert refs[index] == record.ref_count, f"slot {index}: {refs[index]} holders, count {record.ref_count}"
+                assert (record.state is SlotState.WRITING) == (index in writing), f"slot {index}: writer unknown"
+                assert (record.state is SlotState.QUARANTINED) == (index in aside), f"slot {index}: quarantine"
+                assert record.indexed == (self._index.get(record.block_hash) == index), f"slot {index}: index"
+            assert all(table.slots[i].block_hash == h for h, i in self._index.items()), "index names another block"
 
     # Below here the lock is held.
 
@@ -442,9 +421,7 @@ class Pool:
     def _held(self, lease_id: int, owner: str) -> _Lease:
         lease = self._leases.get(lease_id)
         if lease is None or lease.owner != owner:
-            raise LeaseReleased(
-                f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold"
-            )
+            raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
         return lease
 
     def _is_ready(self, slot: int) -> bool:
@@ -454,7 +431,7 @@ class Pool:
         record = self._table.slots[slot]
         if self._index.get(record.block_hash) == slot:
             del self._index[record.block_hash]
-            if record.state is not SlotState.WRITING or record.parts_left == 0:
+            if self._ready.pop(record.block_hash, None) is not None:
                 self._events.append((False, record.block_hash))
 
     def _drop_lease(self, lease_id: int) -> None:

@@ -73,9 +73,7 @@ class KVShape:
             value = getattr(self, name)
             # type() and not isinstance(): True is an int, and numpy integers do not encode as JSON.
             if type(value) is not int or value < 1:
-                raise ConfigError(
-                    f"KVShape: wanted {name} as an int >= 1, got {value!r}; pass a plain positive int"
-                )
+                raise ConfigError(f"KVShape: wanted {name} as an int >= 1, got {value!r}; pass a plain positive int")
         if not isinstance(self.dtype, str) or self.dtype not in ELEMENT_BYTES:
             raise ConfigError(
                 f"KVShape: wanted dtype as one of {', '.join(ELEMENT_BYTES)}, got {self.dtype!r}; "

@@ -97,12 +97,7 @@ class SlotTable:
     def _is_victim(self, entry: tuple[int, int]) -> bool:
         touched, index = entry
         slot = self.slots[index]
-        return (
-            slot.state is SlotState.READY
-            and slot.ref_count == 0
-            and not slot.children
-            and slot.touched == touched
-        )
+        return slot.state is SlotState.READY and slot.ref_count == 0 and not slot.children and slot.touched == touched
 
     def claim(self, wanted: int) -> tuple[list[int], list[int]]:
         """Take up to `wanted` slots, free ones first, then by eviction.
@@ -179,6 +174,30 @@ class SlotTable:
         self.num_writing -= 1
         self.offer_for_eviction(index)
 
+    def num_pinnable(self, indexes: list[int], max_pinned: int) -> int:
+        """Return how many leading slots may be pinned before more than `max_pinned` are."""
+        room = max_pinned - self.num_pinned
+        if room >= len(indexes):
+            return len(indexes)
+        for count, index in enumerate(indexes):
+            if self.slots[index].ref_count == 0:
+                room -= 1
+                if room < 0:
+                    return count
+        return len(indexes)
+
+    def pin_all(self, indexes: list[int]) -> None:
+        """Add a reader to each slot of a chain, and touch them leaf first: a root is newer than its leaves."""
+        slots, clock = self.slots, self._clock
+        for index in reversed(indexes):
+            slot = slots[index]
+            clock += 1
+            slot.touched = clock
+            slot.ref_count += 1
+            if slot.ref_count == 1:
+                self.num_pinned += 1
+        self._clock = clock
+
     def pin(self, index: int) -> None:
         """Add a reader."""
         slot = self.slots[index]
@@ -204,18 +223,14 @@ class SlotTable:
         for index, slot in enumerate(self.slots):
             counts[slot.state] += 1
             assert slot.ref_count >= 0, f"slot {index}: ref count {slot.ref_count}"
-            assert slot.ref_count == 0 or slot.state is SlotState.READY, (
-                f"slot {index}: pinned but {slot.state}"
-            )
+            assert slot.ref_count == 0 or slot.state is SlotState.READY, f"slot {index}: pinned but {slot.state}"
             assert slot.parent < 0 or index in self.slots[slot.parent].children, f"slot {index}: half a link"
             for child in slot.children:
                 assert self.slots[child].parent == index, f"slot {index}: child {child} hangs elsewhere"
             if slot.state is SlotState.READY and slot.ref_count == 0:
                 assert slot.indexed, f"slot {index}: ready, idle and not findable"
                 if not slot.children:
-                    assert (slot.touched, index) in evictable, (
-                        f"slot {index}: idle leaf that cannot be evicted"
-                    )
+                    assert (slot.touched, index) in evictable, f"slot {index}: idle leaf that cannot be evicted"
         assert counts[SlotState.FREE] == len(self._free) == len(set(self._free)), "free list"
         assert all(self.slots[i].state is SlotState.FREE for i in self._free), "free list holds a used slot"
         assert counts[SlotState.WRITING] == self.num_writing, "writing count"

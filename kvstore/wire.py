@@ -103,9 +103,7 @@ class Decoder:
             raise ProtocolError(f"wanted at least {HEADER.size} bytes of header, got {len(packet)}")
         magic, op, flag, more, length, request = HEADER.unpack_from(packet)
         if magic != _MAGIC or len(packet) != HEADER.size + length:
-            raise ProtocolError(
-                f"wanted a {_MAGIC!r} packet of {HEADER.size + length} bytes, got {len(packet)}"
-            )
+            raise ProtocolError(f"wanted a {_MAGIC!r} packet of {HEADER.size + length} bytes, got {len(packet)}")
         self._num_bytes += length
         if self._num_bytes > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"wanted at most {MAX_MESSAGE_BYTES} bytes in a message, got more")

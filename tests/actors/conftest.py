@@ -1,12 +1,129 @@
+"""Real clusters, real stores and engines whose KV bytes can be told apart.
+
+Every block is stamped from its hash alone, so any process can say whether an engine holds the right bytes.
+"""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
+NODE_MEMORY_BYTES = 1 << 40  # only a number to Ray: more than any machine here really has
 NAMESPACE = "raykv-tests"
+POISON = 0x5A5A
+
+
+class Engine:
+    """What an inference engine is to the store: per-layer caches [2, blocks, tokens, heads, dim] and a client."""
+
+    def __init__(self, store: Any, space: Any, num_blocks: int = 256, node_id: str | None = None) -> None:
+        import torch
+
+        self.space, shape = space, space.shape
+        self.client = store.client(space, node_id=node_id)
+        self.layers = [
+            torch.zeros(
+                2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim,
+                dtype=getattr(torch, shape.dtype),
+            )
+            for _ in range(shape.num_layers)
+        ]  # fmt: skip
+        self._bits = [layer.view(torch.int16).numpy() for layer in self.layers]
+        self.client.register_kv_caches(self.layers)
+
+    def stamp(self, block_hash: bytes) -> np.ndarray:
+        """Return the bits that the block of this hash has: [layer, plane, token, head, dim] int16."""
+        shape = self.space.shape
+        size = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        return np.random.default_rng(list(block_hash[:8])).integers(-(2**15), 2**15, size, np.int16)
+
+    def write(self, hashes: Any, ids: list[int]) -> None:
+        for block_hash, block in zip(hashes, ids, strict=True):
+            for bits, stamped in zip(self._bits, self.stamp(block_hash), strict=True):
+                bits[:, block] = stamped
+
+    def poison(self, ids: list[int]) -> None:
+        for bits in self._bits:
+            bits[:, ids] = POISON
+
+    def bits(self, block: int) -> np.ndarray:
+        return np.stack([bits[:, block] for bits in self._bits])
+
+    def num_right(self, hashes: Any, ids: list[int]) -> int:
+        """Count the leading blocks that hold the bytes of their hashes."""
+        for count, (block_hash, block) in enumerate(zip(hashes, ids, strict=True)):
+            if not np.array_equal(self.bits(block), self.stamp(block_hash)):
+                return count
+        return len(ids)
+
+    def save(self, hashes: Any, ids: list[int] | None = None) -> Any:
+        """Stamp blocks and save them."""
+        ids = list(range(len(hashes))) if ids is None else ids
+        self.write(hashes, ids)
+        return self.client.save(hashes, ids).result(30)
+
+    def load(
+        self, hashes: Any, ids: list[int] | None = None, skip: int = 0, timeout_s: float | None = None
+    ) -> Any:
+        """Load over poisoned blocks; what the result calls usable must be right, byte for byte."""
+        ids = list(range(len(hashes))) if ids is None else ids
+        self.poison(ids)
+        result = self.client.load(hashes, ids, skip, timeout_s=timeout_s).result(60)
+        skipped = -(-skip // self.space.shape.block_size)
+        usable = slice(skipped, result.num_blocks)
+        assert self.num_right(hashes[usable], ids[usable]) == max(0, result.num_blocks - skipped)
+        assert [failure.index for failure in result.failed] == list(range(result.num_blocks, len(hashes)))
+        assert [failure.block_id for failure in result.failed] == ids[result.num_blocks :]
+        return result
+
+    def prefetch(self, hashes: Any) -> Any:
+        return self.client.prefetch(hashes).result(60)
+
+    def num_calls(self) -> int:
+        """Count the blocking calls that this client made so far, on all its connections."""
+        return sum(connection.num_calls for connection in self.client._connections)
+
+    def slots(self, hashes: Any) -> list[int]:
+        """Return where this node keeps the readable prefix of a chain."""
+        with self.client.lease(hashes) as lease:
+            return list(lease.slots)
+
+
+class Worker:
+    """A worker process with engines in it, by name."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, Engine] = {}
+
+    def open(self, key: str, store: Any, space: Any, num_blocks: int = 256) -> str:
+        self._engines[key] = Engine(store, space, num_blocks)
+        return self._engines[key].client.node_id
+
+    def close(self, key: str) -> None:
+        self._engines.pop(key).client.close()
+
+    def do(self, key: str, verb: str, *args: Any, **options: Any) -> Any:
+        """Call a method of an engine."""
+        return getattr(self._engines[key], verb)(*args, **options)
+
+    def ask(self, key: str, verb: str, *args: Any, **options: Any) -> Any:
+        """Call a method of an engine's client."""
+        return getattr(self._engines[key].client, verb)(*args, **options)
+
+    def run(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call `function(engine, ...)` here."""
+        return function(self._engines[key], *args)
+
+    def pid(self) -> int:
+        return os.getpid()
 
 
 @pytest.fixture(scope="module")
@@ -16,16 +133,179 @@ def ray_cluster() -> Iterator[Any]:
     Yields the `ray.cluster_utils.Cluster`; a test may add nodes to it, and removes only those.
     """
     import ray
+    from ray import cloudpickle
     from ray.cluster_utils import Cluster
 
+    # Workers cannot import this file, so its classes travel whole.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     cluster = Cluster()
     try:
         for is_head in (True, False):
             head_only = {"include_dashboard": False} if is_head else {}
-            cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, **head_only)
+            cluster.add_node(
+                num_cpus=2, memory=NODE_MEMORY_BYTES, object_store_memory=OBJECT_STORE_BYTES, **head_only
+            )
         ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
         cluster.wait_for_nodes(timeout=30)
         yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def node_ids(ray_cluster: Any) -> list[str]:
+    """The ids of the first two nodes, the driver's first."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    return [own, *sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own)]
+
+
+@pytest.fixture(scope="module")
+def get() -> Callable[..., Any]:
+    """`ray.get` that always has a timeout; errors of the project come as themselves."""
+    import ray
+
+    from kvstore.errors import KVStoreError
+
+    def wait(ref: Any, timeout_s: float = 60.0) -> Any:
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, KVStoreError):
+                raise error.cause from error
+            raise
+
+    return wait
+
+
+@pytest.fixture(scope="module")
+def start_worker(ray_cluster: Any) -> Iterator[Callable[[str], Any]]:
+    """Makes worker actors on a node of one's choice."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    started = []
+
+    def make(node_id: str) -> Any:
+        where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        worker = ray.remote(Worker).options(num_cpus=0.1, scheduling_strategy=where).remote()
+        started.append(worker)
+        return worker
+
+    yield make
+    for worker in started:
+        ray.kill(worker)
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Callable[..., Engine]]:
+    """Opens engines in this process, each on the store of a node of one's choice."""
+    opened: list[Engine] = []
+
+    def make(store: Any, space: Any, node_id: str, num_blocks: int = 256) -> Engine:
+        opened.append(Engine(store, space, num_blocks, node_id))
+        return opened[-1]
+
+    yield make
+    for engine in opened:
+        engine.client.close()
+
+
+@pytest.fixture(scope="session")
+def make_space() -> Callable[..., Any]:
+    """Makes namespaces; a block has 8 KiB unless told otherwise."""
+    import kvstore
+
+    def make(model: str = "m", **changes: Any) -> Any:
+        shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16", "block_size": 16}
+        shape |= {key: changes.pop(key) for key in list(changes) if key in shape}
+        return kvstore.Namespace(model=model, shape=kvstore.KVShape(**shape), **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def chain_of() -> Callable[..., Any]:
+    """Makes the hashes of blocks of tokens that no other seed has."""
+
+    def make(space: Any, num_blocks: int, seed: int = 0, **options: Any) -> Any:
+        size = space.shape.block_size
+        tokens = np.arange(num_blocks * size) + 100_000 * (seed + 1)
+        return space.block_hashes(tokens, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., Any]:
+    """Waits until a function says something true, and returns that; an error of ours counts as not yet."""
+    from kvstore.errors import KVStoreError
+
+    def wait(question: Callable[[], Any], timeout_s: float, pause_s: float = 0.05) -> Any:
+        deadline_s, last = time.monotonic() + timeout_s, None
+        while time.monotonic() < deadline_s:
+            try:
+                last = question()
+                if last:
+                    return last
+            except KVStoreError as error:
+                last = error
+            time.sleep(pause_s)
+        pytest.fail(f"not within {timeout_s} s; last answer: {last!r}")
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def process_lives() -> Callable[[int], bool]:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+
+    def lives(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+        except OSError:
+            return False
+
+    return lives
+
+
+@pytest.fixture(scope="session")
+def arena_inode() -> Callable[[int], int]:
+    """The inode of the arena that a node store's process holds."""
+
+    def find(pid: int) -> int:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            if "memfd:raykv-arena" in os.readlink(entry):
+                return entry.stat().st_ino
+        raise AssertionError(f"process {pid} has no arena")
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def arena_holders() -> Callable[[int], list[int]]:
+    """The processes that have an arena open or mapped."""
+
+    def holds(process: Path, inode: int) -> bool:
+        try:
+            lines = [line for line in (process / "maps").read_text().splitlines() if "raykv-arena" in line]
+            if any(int(line.split()[4]) == inode for line in lines):
+                return True
+            entries = list((process / "fd").iterdir())
+        except OSError:
+            return False
+        for entry in entries:
+            try:
+                if "raykv-arena" in os.readlink(entry) and entry.stat().st_ino == inode:
+                    return True
+            except OSError:
+                continue
+        return False
+
+    def find(inode: int) -> list[int]:
+        return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and holds(p, inode)]
+
+    return find

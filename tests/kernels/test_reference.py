@@ -129,9 +129,7 @@ def test_first_token_is_exact(dtype, name, first_token, count):
 @pytest.mark.parametrize("slot_padding", [0, 4, 8])
 def test_odd_rows(dtype, dim, slot_padding):
     width = reference.torch_dtype(dtype).itemsize
-    engine = [
-        random_bytes(4, 2, 3, 3, dim * width, seed=i).view(reference.torch_dtype(dtype)) for i in range(4)
-    ]
+    engine = [random_bytes(4, 2, 3, 3, dim * width, seed=i).view(reference.torch_dtype(dtype)) for i in range(4)]
     views = [tensor.permute(0, 3, 1, 2, 4) for tensor in engine]
     slot_bytes = 4 * 3 * 2 * 3 * dim * width + slot_padding
     buffer = random_bytes(3 * slot_bytes + 4, seed=9)[4:]
@@ -251,9 +249,7 @@ def test_slot_tensor_shares_the_buffer(dtype):
         assert slots.dtype == reference.torch_dtype(dtype)
         view[64 + width : 64 + 2 * width] = b"\x11" * width
         assert raw(slots[1]).flatten().tolist() == [0] * width + [0x11] * width + [0] * 4 * width
-        raw_view = (
-            slots.view(torch.uint8) if width == 1 else slots.view({2: torch.int16, 4: torch.int32}[width])
-        )
+        raw_view = slots.view(torch.uint8) if width == 1 else slots.view({2: torch.int16, 4: torch.int32}[width])
         raw_view[2, 0, 0, 0, 0, 2, 1] = 1
         assert view[128 + 5 * width] == 1
         del slots, raw_view

@@ -105,9 +105,7 @@ def test_per_layer(axes, memory, as_dict):
 
 @pytest.mark.parametrize("axes", ["BTHD", "BHTD"])
 def test_pairs(axes):
-    pairs = [
-        (numbered(axes, base=1000 * layer), numbered(axes, base=7000 * layer + 9)) for layer in range(LAYERS)
-    ]
+    pairs = [(numbered(axes, base=1000 * layer), numbered(axes, base=7000 * layer + 9)) for layer in range(LAYERS)]
     for caches in (pairs, dict(enumerate(pairs)), [list(pair) for pair in pairs]):
         found = detect_layout(caches, shape())
         assert (found.axes, found.form) == (axes, CacheForm.KV_PAIR)
@@ -371,9 +369,7 @@ def stored_bytes(caches, found, stored, block):
     held = len(views) // stored.num_layers
     whole = [torch.cat(views[at : at + held], dim=2) for at in range(0, len(views), held)]
     assert whole[0].shape[2] == planes
-    pieces = [
-        torch.stack([whole[g * per_group + i][block] for i in range(per_group)], dim=1) for g in range(groups)
-    ]
+    pieces = [torch.stack([whole[g * per_group + i][block] for i in range(per_group)], dim=1) for g in range(groups)]
     return torch.stack(pieces).contiguous().view(torch.uint8).flatten()
 
 
@@ -432,8 +428,7 @@ def test_neighbouring_allocations_are_not_one_storage():
 def test_blocks_that_run_into_each_other_have_no_byte_rows():
     flat = torch.zeros((BLOCKS + LAYERS) * TOKENS * DIM)
     caches = [
-        flat[layer * TOKENS * DIM :][: BLOCKS * TOKENS * DIM].view(BLOCKS, TOKENS, DIM)
-        for layer in range(LAYERS)
+        flat[layer * TOKENS * DIM :][: BLOCKS * TOKENS * DIM].view(BLOCKS, TOKENS, DIM) for layer in range(LAYERS)
     ]
     assert contiguous_block_view(caches, detect_layout(caches, mla()), mla()) is None
 

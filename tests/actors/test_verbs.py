@@ -1,0 +1,237 @@
+"""The node store's Ray handle, and what the Store object does on all nodes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import ray
+
+import kvstore
+from kvstore.errors import (
+    ChainBroken,
+    ConfigError,
+    LayoutMismatch,
+    NamespaceMismatch,
+    StoreDraining,
+    StoreNotRunning,
+)
+from kvstore.results import MissReason
+
+pytestmark = [pytest.mark.ray]
+
+_seeds = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def store(ray_cluster):
+    store = kvstore.start("16MiB")
+    yield store
+    store.stop()
+
+
+@pytest.fixture
+def space(make_space):
+    """A namespace of its own for each test, so that clearing it touches nothing else."""
+    return make_space(f"model-{next(_seeds)}")
+
+
+@pytest.fixture
+def engines(store, space, node_ids, open_engine):
+    """An engine on each of the two nodes."""
+    return [open_engine(store, space, node_id) for node_id in node_ids]
+
+
+@pytest.fixture
+def handle(node_ids):
+    return kvstore.node_store(node_ids[0])
+
+
+@pytest.fixture
+def chain(space, chain_of):
+    return chain_of(space, 32)
+
+
+def counts(get, handle):
+    pool = get(handle.stats.remote())["pool"]
+    return {key: pool[key] for key in ("num_leases", "num_pinned", "num_writes", "num_writing")}
+
+
+_NOTHING_HELD = {"num_leases": 0, "num_pinned": 0, "num_writes": 0, "num_writing": 0}
+
+
+def test_attach_is_the_same_twice_and_refuses_another_size(store, handle, get, space):
+    size = space.shape.block_bytes
+    answer = get(handle.attach.remote(space.digest, size))
+    assert answer == {"slot_bytes": size, "num_slots": (16 << 20) // size}
+    assert get(handle.attach.remote(space.digest, size)) == answer
+    with pytest.raises(LayoutMismatch, match=rf"{size}.*{size // 2}"):
+        get(handle.attach.remote(space.digest, size // 2))
+    with pytest.raises(ConfigError, match=f"block_bytes={4 * size}"):
+        get(handle.attach.remote(bytes(32), 4 * size))
+
+
+def test_lookup_through_the_handle(engines, handle, get, chain):
+    engines[0].save(chain[:20])
+    assert get(handle.lookup.remote(chain)) == 20
+    assert counts(get, handle) == _NOTHING_HELD
+    with pytest.raises(NamespaceMismatch, match="wanted BlockHashes"):
+        get(handle.lookup.remote(list(chain)))
+
+
+def test_a_lease_is_released_by_its_owner_only(engines, handle, get, chain):
+    engines[0].save(chain[:20])
+    grant = get(handle.lease.remote(chain, "router", 30.0))
+    assert len(grant.slots) == 20
+    assert counts(get, handle)["num_pinned"] == 20
+    assert not get(handle.release.remote(grant.lease_id, "stranger"))
+    assert not get(handle.renew.remote(grant.lease_id, "stranger", 60.0))
+    assert counts(get, handle)["num_pinned"] == 20
+    assert get(handle.renew.remote(grant.lease_id, "router", 60.0))
+    assert get(handle.release.remote(grant.lease_id, "router"))
+    assert not get(handle.release.remote(grant.lease_id, "router"))
+    assert not get(handle.renew.remote(grant.lease_id, "router", 60.0))
+    assert counts(get, handle) == _NOTHING_HELD
+
+
+def test_a_lease_of_nothing_is_no_lease(engines, handle, get, chain):
+    grant = get(handle.lease.remote(chain, "router", 30.0))
+    assert (grant.lease_id, grant.slots) == (0, ())
+    assert not get(handle.release.remote(grant.lease_id, "router"))
+
+
+def test_a_lease_ends_with_its_deadline_unless_renewed(engines, handle, get, chain, eventually):
+    engines[0].save(chain)
+    short = get(handle.lease.remote(chain[:8], "router", 0.4))
+    longer = get(handle.lease.remote(chain[8:], "router", 0.4))
+    assert get(handle.renew.remote(longer.lease_id, "router", 30.0))
+    eventually(lambda: counts(get, handle)["num_leases"] == 1, 3.0)
+    assert not get(handle.release.remote(short.lease_id, "router"))
+    assert get(handle.release.remote(longer.lease_id, "router"))
+
+
+def test_a_write_through_the_handle_is_seen_only_when_complete(engines, handle, get, chain):
+    ticket = get(handle.prepare_store.remote(chain, "writer"))
+    assert ticket.indexes == tuple(range(32))
+    assert get(handle.lookup.remote(chain)) == 0
+    assert get(handle.complete_store.remote(ticket.write_id, "stranger")) == 0
+    assert get(handle.abort_store.remote(ticket.write_id, "writer")) == 32
+    assert get(handle.complete_store.remote(ticket.write_id, "writer")) == 0
+    ticket = get(handle.prepare_store.remote(chain, "writer"))
+    assert get(handle.complete_store.remote(ticket.write_id, "writer")) == 32
+    assert get(handle.lookup.remote(chain)) == 32
+    assert counts(get, handle) == _NOTHING_HELD
+
+
+def test_a_run_that_hangs_nowhere_is_refused(engines, handle, get, chain):
+    with pytest.raises(ChainBroken, match="pass the chain from its root"):
+        get(handle.prepare_store.remote(chain[4:], "writer"))
+    assert counts(get, handle) == _NOTHING_HELD
+
+
+def test_stats_name_every_node(store, engines, node_ids, chain):
+    engines[0].save(chain)
+    engines[1].load(chain)
+    stats = store.stats()
+    assert (stats["name"], stats["problems"], sorted(stats["nodes"])) == ("default", {}, sorted(node_ids))
+    reader = stats["nodes"][node_ids[1]]
+    assert reader["capacity_bytes"] == 16 << 20
+    assert reader["nixl"]["num_bytes"] >= 32 * chain_bytes(engines)
+    assert len({node["epoch"] for node in stats["nodes"].values()}) == 2
+    assert len({node[pid] for node in stats["nodes"].values() for pid in ("pid", "mover_pid")}) == 4
+
+
+def chain_bytes(engines):
+    return engines[0].space.shape.block_bytes
+
+
+def test_a_node_without_a_store_is_named(store, node_ids):
+    with pytest.raises(StoreNotRunning, match=node_ids[1]):
+        kvstore.node_store("f" * 56)
+    with pytest.raises(StoreNotRunning, match="other"):
+        kvstore.node_store(node_ids[0], name="other")
+
+
+def test_locate_orders_nodes_by_what_they_hold(store, engines, node_ids, chain):
+    assert store.locate(chain) == []
+    engines[0].save(chain[:8])
+    engines[1].save(chain)
+    assert store.locate(chain) == [(node_ids[1], 32), (node_ids[0], 8)]
+    assert store.locate(chain[8:]) == [(node_ids[1], 24)]
+
+
+def test_clear_makes_a_namespace_a_miss_everywhere(store, engines, chain, make_space, chain_of, open_engine):
+    other_space = make_space("untouched")
+    other = open_engine(store, other_space, engines[0].client.node_id)
+    kept = chain_of(other_space, 4)
+    other.save(kept)
+    engines[0].save(chain)
+    engines[1].load(chain)
+    with engines[0].client.lease(chain) as lease:
+        assert store.clear(engines[0].space) == 64
+        for engine in engines:
+            assert engine.client.lookup(chain).num_blocks == 0
+            assert engine.load(chain).num_blocks == 0
+        assert lease.held()
+        assert bytes(lease.block(31)) == stored_bytes(engines[0], chain[31])
+    assert other.client.lookup(kept).num_local == 4
+    assert engines[0].save(chain).num_written == 32
+    assert engines[1].load(chain).num_peer == 32
+
+
+def stored_bytes(engine, block_hash):
+    """A block as its slot holds it: [head, layer, plane, token, dim]."""
+    return engine.stamp(block_hash).transpose(3, 0, 1, 2, 4).tobytes()
+
+
+def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids, chain, get):
+    engines[0].save(chain)
+    with engines[0].client.lease(chain[:4]):
+        left = store.drain(node_ids[0], timeout_s=2.0)
+        assert left["num_handed_over"] >= 32
+        assert left["num_leases"] == 1
+    try:
+        assert engines[1].client.lookup(chain, remote=False).num_local == 32
+        assert engines[1].load(chain).num_local == 32
+        with pytest.raises(StoreDraining):
+            engines[0].client.lease(chain)
+        with pytest.raises(StoreDraining):
+            engines[0].save(chain)
+        assert engines[0].load(chain).num_blocks == 0
+        assert store.drain(node_ids[0], timeout_s=5.0) == {
+            "num_handed_over": left["num_handed_over"], "num_leases": 0, "num_writes": 0,
+        }  # fmt: skip
+    finally:
+        get(kvstore.node_store(node_ids[0]).undrain.remote())
+    assert engines[0].load(chain).num_local == 32
+
+
+def test_a_drained_peer_is_a_miss(store, engines, node_ids, chain, get):
+    engines[0].save(chain)
+    handle = kvstore.node_store(node_ids[0])
+    assert get(handle.drain.remote(1.0)) == {"num_leases": 0, "num_writes": 0}
+    try:
+        result = engines[1].load(chain)
+        assert result.num_blocks == 0
+        assert result.failed[0].reason is not MissReason.NOT_FOUND or result.failed[0].detail
+    finally:
+        get(handle.undrain.remote())
+
+
+def test_the_handle_and_the_store_travel_to_tasks(store, engines, node_ids, chain):
+    engines[0].save(chain)
+    handle = kvstore.node_store(node_ids[0])
+
+    @ray.remote(num_cpus=0.1)
+    def ask(store, handle, chain):
+        return store.locate(chain), ray.get(handle.lookup.remote(chain), timeout=10), repr(store)
+
+    located, found, name = ray.get(ask.remote(store, handle, chain), timeout=30)
+    assert (located, found, name) == ([(node_ids[0], 32)], 32, repr(store))
+
+
+def test_pools_are_whole_after_all_that(store, node_ids, get):
+    for node_id in node_ids:
+        handle = kvstore.node_store(node_id)
+        get(handle.check_integrity.remote())
+        assert counts(get, handle) == _NOTHING_HELD
