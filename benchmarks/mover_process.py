@@ -69,12 +69,13 @@ def reader(pipe: Connection, lane: str, fd_pid: tuple[int, int], peer: PeerDescr
     """Serve READs asked for over a pipe of SEQPACKET messages: b'r' one small, b's' post all and wait, b'd' drop."""
     pid, fd = fd_pid
     own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-    _, transport = _transport(lane, own)
+    arena, transport = _transport(lane, own)  # The mapping must outlive the READs.
     transport.add_peer("source", peer)
     every = np.arange(NUM_BLOCKS, dtype=np.int32)
     small = ReadRequest(peer="source", block_bytes=4096, local_slots=every[:1], remote_slots=every[:1])
     transport.read_and_wait(small, 30.0)
     handle = 0
+    assert arena.num_bytes == BLOCK_BYTES * NUM_BLOCKS
     pipe.send_bytes(b"ready")
     while True:
         command = pipe.recv_bytes()

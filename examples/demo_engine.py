@@ -1,7 +1,7 @@
 """A very small serving engine for examples/prefill_decode.py: a Llama with a paged KV cache on the CPU.
 
 Why outputs can be identical to the last bit. Floating-point sums depend on their order, and a matrix product
-over 800 rows adds in another order than one over 16: prefill the same prompt in one step or in many, and KV
+over 800 rows adds in another order than one over 32: prefill the same prompt in one step or in many, and KV
 differs by about 1e-6. So prefill always runs in steps of exactly one block, counted from the first token, with
 one thread. Then the KV of a block depends on nothing but the tokens up to its end: not on who computed it, nor
 on what came after it in that prompt, nor on how much was found in a store. Whatever is left after the last full
@@ -16,6 +16,7 @@ import hashlib
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from demo_prompts import BLOCK_SIZE
@@ -24,7 +25,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvstore
 
 SHAPE = kvstore.KVShape(num_layers=8, num_kv_heads=4, head_dim=64, dtype="float32", block_size=BLOCK_SIZE)
-NUM_BLOCKS = 256
+NUM_BLOCKS = 128
 JOB_TIMEOUT_S = 30.0
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -59,9 +60,7 @@ def digest_of(model: LlamaForCausalLM) -> str:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two float32 tensors hold the same bits: unlike ==, tells -0.0 from 0.0."""
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
-    )
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
 def cache_of(layers: Layers) -> DynamicCache:
@@ -131,7 +130,7 @@ class Answer:
 class Engine:
     """Model, paged cache and the client of this node's store; the two workers below are made of it."""
 
-    def __init__(self, store: object) -> None:
+    def __init__(self, store: Any) -> None:
         torch.set_num_threads(1)  # Sums of several threads may be added in another order.
         torch.set_grad_enabled(False)
         self.model = build_model()

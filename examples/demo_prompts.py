@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 32
+"""Tokens of a block."""
 
 SYSTEM = """\
 You are the night guide of a small observatory in the hills. Visitors write to you from the queue at the
@@ -26,7 +27,7 @@ to four, but its windfalls are everybody's. A key was found and hangs behind the
 """
 
 ON_BOUNDARY = "List three things to pack for a walk over wet fields in October."
-"""Exactly four blocks; with one more token the prompt goes one past the boundary."""
+"""Exactly two blocks; with one more token the prompt goes one past the boundary."""
 
 WARM_UP = "Before the doors open, read one page aloud, so that nobody's voice is cold. " * 5
 
@@ -53,15 +54,15 @@ REQUESTS = (
     Request(title="shorter than a block", text="Hello there!"),
     Request(title="ends on a block boundary", text=ON_BOUNDARY),
     Request(title="one token past the boundary", text=ON_BOUNDARY + "\n"),
-    Request(title="long system prompt, turn 1", text=SYSTEM + "Visitor: What is that bright light over the chapel?\n"),
+    Request(title="a conversation, turn 1", text=SYSTEM + "Visitor: What is that bright light over the chapel?\n"),
     Request(
-        title="the same conversation, turn 2",
+        title="the same one, turn 2",
         text="\nVisitor: And will it still be there when the late bus leaves at eleven?\n",
-        after="long system prompt, turn 1",
+        after="a conversation, turn 1",
     ),
     Request(title="turn 1 from somebody else", text=SYSTEM + "Visitor: What is that bright light over the chapel?\n"),
     Request(
-        title="same system prompt, other question",
+        title="same guide, other question",
         text=SYSTEM + "Visitor: My daughter is four. Is there a step at the telescope?\n",
         prefilled="none",
     ),

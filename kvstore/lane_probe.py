@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.config import UCX_DEFAULTS, set_ucx_lane
 from kvstore.errors import KVStoreError, TransferError, TransferTimeout
 
 _NUM_BYTES = 64 << 20
 _BLOCK_BYTES = 512 << 10
 _ROUNDS = 7
 _CHILD_S = 30.0
+_OWN_SETTINGS = {"UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO", *UCX_DEFAULTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +38,13 @@ class LaneReport:
         transports: as UCX names them, such as "cma/memory" or "tcp/lo", those that carried the bytes only.
         gb_per_s: median over several READs of 64 MiB in blocks of 512 KiB, after one that connects.
         ucx: version of UCX.
+        settings: what the user set for UCX in the environment, as UCX saw it.
     """
 
     transports: tuple[str, ...]
     gb_per_s: float
     ucx: str
+    settings: dict[str, str]
 
 
 def probe_lane(lane: str = "default") -> LaneReport:
@@ -55,7 +59,7 @@ def probe_lane(lane: str = "default") -> LaneReport:
     """
     with tempfile.TemporaryDirectory(prefix="raykv-lane-") as folder:
         log = Path(folder, "ucx.log")
-        watched = {"UCX_PROTO_INFO": "used", "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": str(log)}
+        watched = {"UCX_LOG_FILE": str(log), "UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "used"}
         with _child("source", lane) as source:
             try:
                 description = _line(source, "source")
@@ -72,6 +76,7 @@ def probe_lane(lane: str = "default") -> LaneReport:
         transports=read_transports(text),
         gb_per_s=round(_NUM_BYTES / seconds / 1e9, 2),
         ucx=ucx_version(text),
+        settings={key: value for key, value in ucx_settings(text).items() if key not in _OWN_SETTINGS},
     )
 
 
@@ -118,6 +123,13 @@ def ucx_version(log: str) -> str:
     """Return the version that UCX logs when it starts, empty when it did not."""
     match = re.search(r"UCX +INFO +Version ([0-9.]+)", log)
     return match.group(1) if match else ""
+
+
+def ucx_settings(log: str) -> dict[str, str]:
+    """Return the UCX variables of the environment that UCX logs when it starts."""
+    match = re.search(r"UCX_\* env variables?: (.*)", log)
+    words = match.group(1).split() if match else []
+    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def _child(mode: str, lane: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -167,8 +179,6 @@ def _checked(line: str) -> str:
 
 
 def _main(mode: str, lane: str) -> dict[str, Any]:
-    from kvstore.config import set_ucx_lane
-
     set_ucx_lane(lane)
     from kvstore.nixl_transport import NixlTransport, plugin_memory_types
 

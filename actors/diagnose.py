@@ -1,0 +1,233 @@
+"""What `kvstore doctor` finds out about Ray, and what an idle store costs. In processes of their own.
+
+A process can be connected to one Ray only, and an address that does not answer can block for long: so each
+question is asked by a child (`python -m kvstore.actors.diagnose`) that answers with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kvstore
+from kvstore.doctor import Check, Status
+from kvstore.errors import KVStoreError, StoreUnavailable, TransferTimeout
+from kvstore.provenance import package_version
+
+_CLUSTER_S = 30.0
+_IDLE_SETUP_S = 90.0
+_SETTLE_S = 2.0
+_IDLE_LIMIT_PERCENT = 3.0
+_CAPACITY_BYTES = 64 << 20
+
+
+def ray_checks(address: str | None) -> Iterator[Check]:
+    """Look at Ray: its version, a cluster to join, its authentication.
+
+    Args:
+        address: of the cluster; None takes RAY_ADDRESS, then whatever runs on this machine.
+    """
+    version = package_version("ray") or "unknown"
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    known = (2, 60) <= numbers < (3, 0)
+    fix = "" if known else "pip install 'ray[default]>=2.60,<3'"
+    yield Check(
+        name="Ray", status=Status.OK if known else Status.WARN, found=version, fix=fix, values={"version": version}
+    )
+    yield check_cluster(address)
+    yield check_auth()
+
+
+def check_cluster(address: str | None) -> Check:
+    """Try to join a cluster, and list the stores in it."""
+    name, named = "Ray cluster", address or os.environ.get("RAY_ADDRESS")
+    try:
+        seen = _ask(["cluster", named or "auto"], {}, _CLUSTER_S)
+    except KVStoreError as error:
+        if named:
+            fix = "check the address, that its head runs, and that both sides have the same RAY_AUTH_MODE"
+            return Check(name=name, status=Status.FAIL, found=f"{named}: {error}", fix=fix)
+        found = f"none to join here ({error})"
+        fix = "kvstore.start() in Python runs a local one by itself; for others: `ray start --head`"
+        return Check(name=name, status=Status.OK, found=found, fix=fix)
+    stores = ", ".join(seen["stores"]) or "none"
+    found = f"{seen['address']}: {seen['num_nodes']} node(s); stores: {stores}"
+    return Check(name=name, status=Status.OK, found=found, values=seen)
+
+
+def check_auth() -> Check:
+    """Say which authentication Ray will use, and whether a token is where Ray looks for one; never reads it."""
+    mode = os.environ.get("RAY_AUTH_MODE", "").lower()
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    in_environment = bool(os.environ.get("RAY_AUTH_TOKEN"))
+    present = in_environment or path.is_file()
+    where = "RAY_AUTH_TOKEN" if in_environment else str(path)
+    values = {"mode": mode or None, "token_present": present}
+    status, fix = Status.OK, ""
+    if mode == "disabled":
+        found = "off (RAY_AUTH_MODE=disabled)"
+    elif mode == "token":
+        found = f"token, from {where}" if present else f"token, but there is none in {where}"
+        if not present:
+            status, fix = Status.FAIL, "ray get-auth-token --generate, and the same token on every node"
+    else:
+        found = f"RAY_AUTH_MODE is not set; {f'a token is there ({where})' if present else 'no token yet'}"
+        fix = "optional: set RAY_AUTH_MODE=token or disabled, the same everywhere"
+    if status is Status.OK and mode != "disabled" and present and not in_environment and path.stat().st_mode & 0o077:
+        status, fix = Status.WARN, f"others on this machine can read the token: chmod 600 {path}"
+    return Check(name="Ray authentication", status=status, found=found, fix=fix, values=values)
+
+
+def check_idle(seconds: float) -> Check:
+    """Run a store of 64 MiB, its mover and one client in a Ray of their own, and see what they use when idle.
+
+    Args:
+        seconds: how long to measure, after two seconds of settling.
+    """
+    name, folder = "Idle cost", tempfile.mkdtemp(prefix="rk", dir="/tmp")
+    private = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    private["RAYKV_SOCKET_DIR"] = f"{folder}/raykv"
+    try:
+        seen = _ask(["idle", str(seconds)], private, _IDLE_SETUP_S + seconds)
+    except KVStoreError as error:
+        return Check(
+            name=name, status=Status.FAIL, found=f"could not run a store of 64 MiB: {error}",
+            fix="see the rows NIXL, Memory and Lane on this host",
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    total = round(sum(seen.values()), 2)
+    each = ", ".join(f"{what} {percent:.1f} %" for what, percent in seen.items())
+    found = f"{total:.1f} % of a core over {seconds:g} s ({each})"
+    values = {**seen, "total": total, "seconds": seconds}
+    if total >= _IDLE_LIMIT_PERCENT:
+        fix = f"wanted less than {_IDLE_LIMIT_PERCENT:g} %: measure again on a quiet machine; then please report it"
+        return Check(name=name, status=Status.WARN, found=found, fix=fix, values=values)
+    return Check(name=name, status=Status.OK, found=found, values=values)
+
+
+def cluster_address() -> str:
+    """Return the address at which other processes join the Ray that this one is connected to."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
+    root = str(Path(kvstore.__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.actors.diagnose", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for this process, which then ends the child and its Ray in order.
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    try:
+        output = child.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired as error:
+        raise TransferTimeout(f"no answer within {timeout_s:.0f} s") from error
+    finally:
+        _end(child)
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if not lines:
+        raise StoreUnavailable(f"the process that asked ended with status {child.returncode} and no answer")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    if "error" in answer:
+        raise StoreUnavailable(str(answer["error"]))
+    return answer
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(10)
+        child.kill()
+        child.wait(10)
+
+
+# What the children do.
+
+
+class _IdleClient:
+    """A worker that holds a client and does nothing with it."""
+
+    def __init__(self, store: Any) -> None:
+        import torch
+
+        shape = kvstore.KVShape(num_layers=2, num_kv_heads=1, head_dim=16, dtype="float16", block_size=16)
+        self._client = store.client(kvstore.Namespace(model="doctor", shape=shape))
+        self._client.register_kv_caches([torch.zeros(2, 8, 16, 1, 16, dtype=torch.float16) for _ in range(2)])
+
+    def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
+
+def _measure_idle(seconds: float) -> dict[str, float]:
+    import ray
+
+    from kvstore.actors.calls import call
+
+    os.environ.pop("RAY_ADDRESS", None)
+    store = kvstore.start(_CAPACITY_BYTES, name="doctor", timeout_s=_IDLE_SETUP_S - 10)
+    try:
+        worker = ray.remote(_IdleClient).options(num_cpus=0).remote(store)
+        client_pid = call("idle client", worker.pid.remote(), 30.0)
+        pids = call("node store", kvstore.node_store(name="doctor").pids.remote(), 10.0)
+        pids["client"] = client_pid
+        time.sleep(_SETTLE_S)
+        before, started_s = {what: _cpu_s(pid) for what, pid in pids.items()}, time.monotonic()
+        time.sleep(seconds)
+        elapsed_s = time.monotonic() - started_s
+        return {
+            what: round(100 * (_cpu_s(pid) - before[what]) / elapsed_s, 2) for what, pid in pids.items()
+        }
+    finally:
+        store.stop()
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the seconds of processor time that a process has used, all threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _look_at_cluster(address: str) -> dict[str, Any]:
+    import ray
+    from ray.util import list_named_actors
+
+    from kvstore.actors.calls import RAY_NAMESPACE
+
+    ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=RAY_NAMESPACE)
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        names = [actor.split("/") for actor in list_named_actors()]
+        stores = sorted(name[1] for name in names if name[0] == "raykv" and name[-1] == "supervisor")
+        return {"address": cluster_address(), "num_nodes": len(nodes), "stores": stores}
+    finally:
+        ray.shutdown()
+
+
+def _main(words: list[str]) -> dict[str, Any]:
+    try:
+        return _measure_idle(float(words[1])) if words[0] == "idle" else _look_at_cluster(words[1])
+    except (KVStoreError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_main(sys.argv[1:])) + "\n")

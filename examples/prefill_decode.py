@@ -1,0 +1,248 @@
+"""Disaggregated prefill and decode on two Ray nodes of this machine, with the store between them.
+
+A prefill worker on one node saves the KV of prompts; a decode worker on the other finds it, the node stores
+fetch it over NIXL, and only what is missing is computed. Every answer is compared with one computed without
+any store: KV, logits and tokens must be the same to the last bit (demo_engine.py says how that can be), or
+this program exits with 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from demo_prompts import BLOCK_SIZE, DOCUMENT, REQUESTS, WARM_UP, Request, encode
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import kvstore
+
+START_S = 120.0
+CALL_S = 60.0
+CLASSES = {
+    "peer": "num_full_peer_hits",
+    "own": "num_local_hits",
+    "own+peer": "num_mixed_hits",
+    "partial": "num_partial_hits",
+    "miss": "num_misses",
+    "too short": "num_too_short",
+}
+LEGEND = f"""\
+own, peer, computed: the prompt's blocks ({BLOCK_SIZE} tokens each) from the decode node's memory, from the other
+node, and from the model. TTFT: time to first token on the decode node, and without a store, when the prompt is
+prefilled in one step. With the store it is prefilled block by block, or bits would differ (see demo_engine.py).
+"""
+REQUIRED = ("peer", "own", "partial", "miss")
+
+
+def private_environment(folder: str) -> None:
+    """Keep this run apart from every other Ray of this machine; must run before Ray is imported."""
+    for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
+        os.environ.pop(name, None)
+    os.environ.update(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        os.environ["HOME"] = folder
+
+
+@contextmanager
+def two_nodes() -> Iterator[list[str]]:
+    """Run two Ray nodes and connect to them; all their processes are gone afterwards. Yields the node ids."""
+    # In /tmp whatever TMPDIR says: Ray's sockets lie deep below, and a socket's path ends at 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        private_environment(folder)
+        import ray
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster()
+        try:
+            nodes = [
+                cluster.add_node(num_cpus=1, object_store_memory=80 << 20, **head_only).node_id
+                for head_only in ({"include_dashboard": False}, {})
+            ]
+            ray.init(cluster.address, namespace="raykv-demo", log_to_driver=False, configure_logging=False)
+            cluster.wait_for_nodes(timeout=START_S)
+            yield nodes
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+class Demo:
+    """The two workers, and the answers that later requests build on."""
+
+    def __init__(self, store: Any, nodes: list[str]) -> None:
+        import ray
+        from demo_engine import DecodeWorker, PrefillWorker
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._get = ray.get
+        self.prefill, self.decode = (
+            ray.remote(worker)
+            .options(num_cpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            .remote(store)
+            for worker, node in zip((PrefillWorker, DecodeWorker), nodes, strict=True)
+        )
+        self.conversations: dict[str, list[int]] = {}
+
+    def wait_ready(self) -> None:
+        """Wait for both models, which must be one."""
+        models = self._get([self.prefill.ready.remote(), self.decode.ready.remote()], timeout=START_S)
+        if models[0] != models[1]:
+            raise click.ClickException("the two workers built different weights from one seed")
+
+    def serve(self, request: Request, num_tokens: int) -> dict[str, Any]:
+        """Send one request through both workers; returns its row of the table."""
+        prompt = [*self.conversations.get(request.after or "", ()), *encode(request.text)]
+        prefilled = {"all": prompt, "document": encode(DOCUMENT), "none": []}[request.prefilled]
+        # Neither touches what the other measures, so both may run at once: two cores, a thread each.
+        reference = self.decode.answer_without_store.remote(prompt, num_tokens)
+        prefill = self.prefill.prefill.remote(prefilled)
+        _, saved = self._get([reference, prefill], timeout=CALL_S)
+        row = self._get(self.decode.answer.remote(prompt, num_tokens), timeout=CALL_S)
+        self.conversations[request.title] = prompt + row.pop("answer")
+        same = row["kv_identical"] and row["logits_identical"] and row["tokens_identical"]
+        return {
+            "request": request.title,
+            "hit": hit_class(row),
+            **row,
+            "prefill_node": saved,
+            "identical": same,
+        }
+
+    def close(self) -> None:
+        """Let the workers give back what they hold."""
+        self._get([self.prefill.close.remote(), self.decode.close.remote()], timeout=CALL_S)
+
+
+def hit_class(row: dict[str, Any]) -> str:
+    """Return which key of CLASSES a request belongs to."""
+    wanted, own, peer = row["num_blocks"], row["num_blocks_own"], row["num_blocks_peer"]
+    if wanted == 0:
+        return "too short"
+    if own + peer < wanted:
+        return "partial" if own + peer else "miss"
+    return "own+peer" if own and peer else "own" if own else "peer"
+
+
+def nixl_bytes(store: Any) -> int:
+    """Return how many bytes NIXL says that it has read, on all nodes."""
+    return sum((node.get("nixl") or {}).get("num_bytes", 0) for node in store.stats()["nodes"].values())
+
+
+def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int) -> dict[str, Any]:
+    """Return the counts of a run, and what is wrong with it."""
+    hits = [row["hit"] for row in rows]
+    problems = [
+        f"{row['request']}: {name.removesuffix('_identical')} differs from the run without a store"
+        for row in rows
+        for name in ("kv_identical", "logits_identical", "tokens_identical")
+        if not row[name]
+    ]
+    problems += [f"no request was of the class {name!r}" for name in REQUIRED if name not in hits]
+    counted = sum(row["nixl_bytes"] for row in rows)
+    if num_nixl_bytes == 0:
+        problems.append("NIXL moved no bytes")
+    elif num_nixl_bytes != counted:
+        problems.append(f"NIXL counts {num_nixl_bytes} bytes, the loads report {counted}")
+    return {
+        "num_requests": len(rows),
+        "num_identical": sum(row["identical"] for row in rows),
+        **{key: hits.count(name) for name, key in CLASSES.items()},
+        "nixl_bytes": num_nixl_bytes,
+        "problems": problems,
+    }
+
+
+def as_table(rows: list[dict[str, Any]]) -> Table:
+    """Return the rows for a human."""
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("request", "hit"):
+        table.add_column(title)
+    for title in ("tokens", "own", "peer", "computed", "NIXL", "GB/s", "TTFT", "without", "identical"):
+        table.add_column(title, justify="right", no_wrap=True)
+    counts = ("num_prompt_tokens", "num_blocks_own", "num_blocks_peer", "num_blocks_recomputed")
+    for row in rows:
+        moved = row["nixl_bytes"]
+        table.add_row(
+            row["request"],
+            row["hit"],
+            *(str(row[count]) for count in counts),
+            f"{moved / 1e6:.1f} MB" if moved else "-",
+            f"{row['nixl_gb_per_s']:.2f}" if moved else "-",
+            f"{row['ttft_cached_s'] * 1e3:.0f} ms",
+            f"{row['ttft_uncached_s'] * 1e3:.0f} ms",
+            "yes" if row["identical"] else "NO",
+        )
+    return table
+
+
+def run(lane: str, num_tokens: int, capacity: str) -> dict[str, Any]:
+    """Do everything; returns what --json prints."""
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    with progress:
+        bar = progress.add_task("starting two Ray nodes", total=len(REQUESTS) + 4)
+        with two_nodes() as nodes:
+            progress.update(bar, advance=1, description="starting the store")
+            store = kvstore.start(capacity, lane=lane, timeout_s=START_S)
+            progress.update(bar, advance=1, description="building the models")
+            demo = Demo(store, nodes)
+            demo.wait_ready()
+            # The first steps of a process and the first READ of a connection are slower than all others.
+            progress.update(bar, advance=1, description="warming up")
+            demo.serve(Request(title="warm-up", text=WARM_UP), 4)
+            before, rows = nixl_bytes(store), []
+            for request in REQUESTS:
+                progress.update(bar, advance=1, description=request.title)
+                rows.append(demo.serve(request, num_tokens))
+            summary = summarize(rows, nixl_bytes(store) - before)
+            progress.update(bar, advance=1, description="stopping")
+            demo.close()
+            store.stop()
+    return {"lane": lane, "num_new_tokens": num_tokens, "rows": rows, "summary": summary}
+
+
+@click.command(help=__doc__)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--lane", type=click.Choice(["default", "tcp"]), default="default", show_default=True)
+@click.option("--new-tokens", type=click.IntRange(1, 256), default=16, show_default=True)
+@click.option("--capacity", default="128MiB", show_default=True, help="Memory for blocks on each node.")
+def main(as_json: bool, lane: str, new_tokens: int, capacity: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the clean-up runs
+    try:
+        result = run(lane, new_tokens, capacity)
+    except kvstore.KVStoreError as error:
+        raise click.ClickException(str(error)) from error
+    summary = result["summary"]
+    if as_json:
+        print(json.dumps(result))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+        console.print(as_table(result["rows"]))
+        console.print(LEGEND)
+        console.print(
+            f"{summary['num_identical']} of {summary['num_requests']} requests identical: "
+            f"{summary['num_full_peer_hits']} full peer hits, {summary['num_local_hits']} local, "
+            f"{summary['num_mixed_hits']} mixed, {summary['num_partial_hits']} partial, "
+            f"{summary['num_misses']} misses; {summary['nixl_bytes'] / 1e6:.1f} MB over NIXL ({lane} lane)"
+        )
+    for problem in summary["problems"]:
+        print(f"problem: {problem}", file=sys.stderr)
+    sys.exit(1 if summary["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()

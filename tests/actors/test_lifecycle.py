@@ -1,0 +1,212 @@
+"""Starting, joining, finding and stopping: what runs afterwards, and what does not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+import kvstore
+from kvstore.errors import ConfigError, IncompatibleStore, StoreNotRunning
+
+pytestmark = [pytest.mark.ray]
+
+
+@pytest.fixture(scope="module")
+def store(ray_cluster):
+    store = kvstore.start("16MiB")
+    yield store
+    store.stop()
+
+
+def named_actors(name):
+    """The actors of a store that Ray knows."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in found if actor["name"].startswith(f"raykv/{name}/"))
+
+
+def epochs(store):
+    return {node: counts["epoch"] for node, counts in store.stats()["nodes"].items()}
+
+
+def in_another_process(script, timeout_s=60):
+    """Run a script in a process of its own; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_start_runs_one_store_on_every_node(store, node_ids):
+    wanted = ["directory", *(f"node/{node_id}" for node_id in sorted(node_ids)), "supervisor"]
+    assert named_actors("default") == [f"raykv/default/{kind}" for kind in wanted]
+    assert store.node_ids() == sorted(node_ids)
+
+
+def test_a_second_start_with_equal_settings_joins(store):
+    before, began_s = epochs(store), time.monotonic()
+    again = kvstore.start("16MiB")
+    assert epochs(again) == before
+    assert time.monotonic() - began_s < 5
+
+
+def test_a_second_start_with_other_settings_is_refused_with_both_values(store):
+    before = epochs(store)
+    with pytest.raises(IncompatibleStore, match=rf"capacity_bytes: wanted {32 << 20}, runs with {16 << 20}"):
+        kvstore.start("32MiB")
+    with pytest.raises(IncompatibleStore, match=r"lane: wanted 'tcp', runs with 'default'"):
+        kvstore.start("16MiB", lane="tcp")
+    assert epochs(store) == before
+
+
+def test_connect_finds_the_running_store(store):
+    found = kvstore.connect()
+    assert found.config == store.config
+    assert epochs(found) == epochs(store)
+
+
+def test_connect_to_a_store_that_does_not_run(ray_cluster):
+    with pytest.raises(StoreNotRunning, match=r"raykv/nobody/supervisor.*kvstore\.start"):
+        kvstore.connect("nobody")
+    with pytest.raises(StoreNotRunning, match="nobody"):
+        kvstore.node_store(name="nobody")
+
+
+def test_a_store_survives_pickling_and_serves_an_actor(store, make_space, chain_of, start_worker, node_ids, get):
+    copy = pickle.loads(pickle.dumps(store))
+    assert (copy.config, repr(copy)) == (store.config, repr(store))
+    space = make_space()
+    worker, chain = start_worker(node_ids[1]), chain_of(space, 4)
+    assert get(worker.open.remote("engine", store, space)) == node_ids[1]
+    assert get(worker.do.remote("engine", "save", chain)).num_written == 4
+    assert copy.locate(chain) == [(node_ids[1], 4)]
+
+
+def test_more_than_a_node_offers_is_refused_and_leaves_nothing(ray_cluster, node_ids):
+    with pytest.raises(ConfigError, match=r"lower capacity= or start Ray with more --memory") as caught:
+        kvstore.start("2TiB", name="huge")
+    assert all(node_id in str(caught.value) for node_id in node_ids)
+    assert named_actors("huge") == []
+
+
+def test_more_than_the_machine_has_is_refused_and_leaves_nothing(ray_cluster, eventually):
+    # Ray was told of a terabyte, so only the node store itself can see that it is not there.
+    with pytest.raises(ConfigError, match=r"lower capacity= or free memory"):
+        kvstore.start("900GiB", name="unreal", timeout_s=40)
+    assert eventually(lambda: named_actors("unreal") == [], 5)
+    assert eventually(lambda: held_memory() == 2 * NODE_STORE_BYTES, 5)
+
+
+NODE_STORE_BYTES = 16 << 20
+
+
+def held_memory():
+    """Bytes of Ray memory that actors hold now, in the whole cluster."""
+    return ray.cluster_resources()["memory"] - ray.available_resources()["memory"]
+
+
+def test_stop_leaves_nothing(
+    ray_cluster, store, node_ids, get, make_space, chain_of, open_engine, eventually, process_lives,
+    arena_inode, arena_holders,
+):  # fmt: skip
+    before = epochs(store)
+    short = kvstore.start("8MiB", name="short")
+    handles = [kvstore.node_store(node_id, name="short") for node_id in node_ids]
+    paths = get([handle.control_path.remote() for handle in handles])
+    pids = [pid for found in get([handle.pids.remote() for handle in handles]) for pid in found.values()]
+    directory = ray.get_actor("raykv/short/directory", namespace="raykv")
+    pids.append(get(directory.__ray_call__.remote(lambda self: os.getpid())))
+    inodes = [arena_inode(pid) for pid in pids[0:4:2]]
+    engine = open_engine(short, make_space(), node_ids[1])
+    engine.save(chain_of(engine.space, 4))
+    assert all(len(arena_holders(inode)) >= 2 for inode in inodes)
+    assert all(Path(path).is_socket() for path in paths)
+    assert len({*pids, os.getpid()}) == 6
+
+    short.stop()
+
+    assert eventually(lambda: not any(process_lives(pid) for pid in pids), 10)
+    assert named_actors("short") == []
+    assert not any(Path(path).exists() for path in paths)
+    engine.client.close()
+    assert eventually(lambda: not any(arena_holders(inode) for inode in inodes), 5)
+    with pytest.raises(StoreNotRunning):
+        kvstore.connect("short")
+    assert epochs(store) == before  # the other store did not notice
+
+
+def test_stop_may_be_called_again(ray_cluster):
+    brief = kvstore.start("1MiB", name="brief")
+    brief.stop()
+    brief.stop()
+    assert named_actors("brief") == []
+
+
+def test_another_process_joins_by_address(ray_cluster, store):
+    script = f"""
+        import kvstore
+        store = kvstore.start("16MiB", address={ray_cluster.address!r})
+        print(sorted(node["epoch"] for node in store.stats()["nodes"].values()))
+    """
+    assert in_another_process(script).strip() == str(sorted(epochs(store).values()))
+
+
+def test_an_address_that_does_not_answer_is_a_typed_error_in_bounded_time():
+    script = """
+        import time, kvstore
+        for call in (kvstore.connect, kvstore.start):
+            began_s = time.monotonic()
+            try:
+                call(address="127.0.0.1:1")
+            except kvstore.KVStoreError as error:
+                print(type(error).__name__, "127.0.0.1:1" in str(error), time.monotonic() - began_s)
+    """
+    for line in in_another_process(script, 100).splitlines():
+        kind, named, seconds = line.split()
+        assert (kind, named) == ("StoreNotRunning", "True")
+        assert float(seconds) < 40
+
+
+def test_no_cluster_at_all_is_a_typed_error_for_connect():
+    script = """
+        import kvstore
+        try:
+            kvstore.connect()
+        except kvstore.KVStoreError as error:
+            print(type(error).__name__)
+    """
+    assert in_another_process(script).strip() == "StoreNotRunning"
+
+
+def test_with_no_ray_a_start_brings_its_own_and_stop_ends_it(process_lives, eventually):
+    script = """
+        import os, ray, torch, kvstore
+        store = kvstore.start("16MiB")
+        shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32")
+        space = kvstore.Namespace(model="m", shape=shape)
+        caches = [torch.rand(2, 8, 16, 2, 32) for _ in range(2)]
+        hashes = space.block_hashes(range(64))
+        with store.client(space) as client:
+            client.register_kv_caches(caches)
+            client.save(hashes, [0, 1, 2, 3]).result(30)
+            result = client.load(hashes, [4, 5, 6, 7]).result(30)
+        same = all(torch.equal(layer[:, :4], layer[:, 4:]) for layer in caches)
+        pids = ray.get(kvstore.node_store().pids.remote(), timeout=10)
+        node = ray.get_runtime_context().get_node_id()
+        print(result.num_local, same, *pids.values(), store.node_ids() == [node])
+        store.stop()
+        print(ray.is_initialized())
+    """
+    first, last = in_another_process(script, 90).splitlines()[-2:]
+    num_local, same, store_pid, mover_pid, alone = first.split()
+    assert (num_local, same, alone, last) == ("4", "True", "True", "False")
+    assert eventually(lambda: not process_lives(int(store_pid)) and not process_lives(int(mover_pid)), 10)

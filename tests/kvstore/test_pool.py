@@ -1,0 +1,827 @@
+"""The pool's rules, each with a direct test, and all together against a plain model."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from kvstore.chain import Chain
+from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased
+from kvstore.pool import Pool
+
+NAMESPACES = (b"a" * 32, b"b" * 32)
+LATER_S = 1e9
+
+
+def chain_of(tokens: str, namespace: bytes = NAMESPACES[0], start: int = 0) -> Chain:
+    """A chain with one block per letter; chains with equal beginnings share blocks."""
+    hashes, last = [], namespace
+    for token in tokens:
+        last = sha256(last + token.encode()).digest()
+        hashes.append(last)
+    return Chain(namespace, namespace, 0, b"".join(hashes)).tail(start)
+
+
+def store(pool: Pool, tokens: str, owner: str = "w", start: int = 0) -> tuple[int, ...]:
+    ticket = pool.prepare_store(chain_of(tokens, start=start), owner)
+    pool.check_integrity()
+    if ticket.write_id:
+        assert pool.complete_store(ticket.write_id, owner) == len(ticket.slots)
+        pool.check_integrity()
+    return ticket.slots
+
+
+def resident(pool: Pool, tokens: str) -> int:
+    return pool.lookup(chain_of(tokens))
+
+
+def add_up(pool: Pool) -> bool:
+    s = pool.stats()
+    return s.num_free + s.num_writing + s.num_idle + s.num_pinned + s.num_quarantined == s.num_slots
+
+
+def test_a_pool_without_slots_is_refused():
+    with pytest.raises(InvalidRequest, match="num_slots"):
+        Pool(0)
+
+
+def test_stored_blocks_are_found_up_to_the_first_hole():
+    pool = Pool(8)
+    store(pool, "abcd")
+    assert resident(pool, "abcd") == 4
+    assert resident(pool, "abcdef") == 4
+    assert resident(pool, "abxd") == 2
+    assert resident(pool, "x") == 0
+    # A run whose first block is missing has no usable prefix, whatever lies behind it.
+    assert pool.lookup(chain_of("abcd", NAMESPACES[1])) == 0
+
+
+def test_lookup_changes_nothing():
+    pool = Pool(4)
+    store(pool, "ab")
+    before = pool.stats()
+    pool.drain_events()
+    for tokens in ("ab", "abc", "x"):
+        resident(pool, tokens)
+    assert pool.stats() == before
+    assert pool.drain_events() == []
+    # Nor the order of eviction: `a.` was stored first and goes first although it was looked up last.
+    pool = Pool(2)
+    store(pool, "a")
+    store(pool, "b")
+    resident(pool, "a")
+    store(pool, "c")
+    assert (resident(pool, "a"), resident(pool, "b")) == (0, 1)
+
+
+def test_a_block_is_not_found_while_it_is_written():
+    pool = Pool(4)
+    ticket = pool.prepare_store(chain_of("ab"), "w")
+    assert resident(pool, "ab") == 0
+    assert pool.pin_prefix(chain_of("ab"), "r", LATER_S).slots == ()
+    assert pool.stats().num_writing == 2
+    assert pool.complete_store(ticket.write_id, "w") == 2
+    assert resident(pool, "ab") == 2
+    pool.check_integrity()
+
+
+def test_a_second_writer_of_the_same_blocks_writes_nothing():
+    pool = Pool(4)
+    first = pool.prepare_store(chain_of("ab"), "w1")
+    second = pool.prepare_store(chain_of("ab"), "w2")
+    assert (second.write_id, second.slots, second.num_resident, second.num_refused) == (0, (), 2, 0)
+    third = pool.prepare_store(chain_of("abc"), "w3")
+    assert third.indexes == (2,)
+    pool.check_integrity()
+    pool.complete_store(first.write_id, "w1")
+    pool.complete_store(third.write_id, "w3")
+    pool.check_integrity()
+    assert resident(pool, "abc") == 3
+
+
+def test_publication_waits_for_all_parts():
+    pool = Pool(4)
+    ticket = pool.prepare_store(chain_of("ab"), "w", num_parts=3)
+    assert pool.complete_store(ticket.write_id, "w", part=0) == 0
+    assert pool.complete_store(ticket.write_id, "w", part=2) == 0
+    assert pool.complete_store(ticket.write_id, "w", part=2) == 0, "a part counts once"
+    assert resident(pool, "ab") == 0
+    pool.check_integrity()
+    assert pool.complete_store(ticket.write_id, "w", part=1) == 2
+    assert resident(pool, "ab") == 2
+    pool.check_integrity()
+
+
+def test_a_write_front_to_back_publishes_as_it_goes():
+    pool = Pool(8)
+    ticket = pool.prepare_store(chain_of("abcd"), "w")
+    assert pool.complete_store(ticket.write_id, "w", count=1) == 1
+    assert pool.complete_store(ticket.write_id, "w", count=1) == 0
+    assert resident(pool, "abcd") == 1
+    assert pool.complete_store(ticket.write_id, "w", count=3) == 2
+    assert pool.abort_store(ticket.write_id, "w") == 1
+    pool.check_integrity()
+    assert resident(pool, "abcd") == 3
+    assert pool.stats().num_writes == 0
+
+
+def test_an_aborted_write_was_never_visible():
+    pool = Pool(4)
+    ticket = pool.prepare_store(chain_of("abc"), "w")
+    assert pool.abort_store(ticket.write_id, "someone else") == 0
+    assert pool.stats().num_writing == 3
+    assert pool.abort_store(ticket.write_id, "w") == 3
+    assert pool.abort_store(ticket.write_id, "w") == 0
+    pool.check_integrity()
+    assert pool.stats().num_free == 4
+    assert resident(pool, "abc") == 0
+    assert pool.drain_events() == []
+    assert pool.complete_store(ticket.write_id, "w") == 0
+    assert resident(pool, "abc") == 0
+
+
+def test_only_its_owner_completes_a_write():
+    pool = Pool(2)
+    ticket = pool.prepare_store(chain_of("a"), "w")
+    assert pool.complete_store(ticket.write_id, "x") == 0
+    assert resident(pool, "a") == 0
+    assert pool.complete_store(ticket.write_id, "w") == 1
+
+
+def test_quarantined_slots_come_back_only_when_told():
+    pool = Pool(4)
+    ticket = pool.prepare_store(chain_of("abc"), "w")
+    assert pool.complete_store(ticket.write_id, "w", count=1) == 1
+    assert pool.abort_store(ticket.write_id, "w", quarantine="read-1") == 2
+    pool.check_integrity()
+    assert (pool.stats().num_quarantined, pool.stats().num_free, resident(pool, "abc")) == (2, 1, 1)
+    # They are nobody's: not even a full pool hands them out.
+    full = pool.prepare_store(chain_of("xyz"), "w")
+    assert set(full.slots).isdisjoint(ticket.slots[1:])
+    assert (len(full.slots), full.num_refused) == (2, 1)
+    assert pool.end_quarantine("read-2") == 0
+    assert pool.end_quarantine("read-1") == 2
+    assert pool.end_quarantine("read-1") == 0
+    pool.check_integrity()
+    assert pool.stats().num_quarantined == 0
+
+
+def test_leaf_goes_before_root():
+    pool = Pool(4)
+    store(pool, "abcd")
+    order = []
+    for number in range(4):
+        before = resident(pool, "abcd")
+        store(pool, f"{number}")
+        order.append((before, resident(pool, "abcd")))
+    assert order == [(4, 3), (3, 2), (2, 1), (1, 0)]
+
+
+def test_least_recently_used_goes_first():
+    pool = Pool(4)
+    store(pool, "ab")
+    store(pool, "cd")
+    grant = pool.pin_prefix(chain_of("ab"), "r", LATER_S)
+    assert pool.release(grant.lease_id, "r")
+    store(pool, "x")
+    assert (resident(pool, "ab"), resident(pool, "cd")) == (2, 1)
+    store(pool, "y")
+    assert (resident(pool, "ab"), resident(pool, "cd")) == (2, 0)
+    store(pool, "z")
+    assert resident(pool, "ab") == 1
+
+
+def test_a_save_that_finds_its_blocks_makes_them_recent():
+    pool = Pool(4)
+    store(pool, "ab")
+    store(pool, "cd")
+    assert store(pool, "ab") == ()
+    store(pool, "x")
+    assert (resident(pool, "ab"), resident(pool, "cd")) == (2, 1)
+
+
+def test_a_root_put_back_under_its_children_goes_after_them():
+    pool = Pool(4)
+    root = pool.prepare_store(chain_of("ab"), "w1")
+    rest = pool.prepare_store(chain_of("abcd"), "w2")
+    pool.complete_store(rest.write_id, "w2")
+    pool.abort_store(root.write_id, "w1")
+    pool.check_integrity()
+    assert resident(pool, "abcd") == 0
+    store(pool, "abcd")
+    assert resident(pool, "abcd") == 4
+    for left in (3, 2, 1):
+        store(pool, f"{left}")
+        assert resident(pool, "abcd") == left
+
+
+def test_pinned_is_never_evicted_and_does_not_protect_the_rest():
+    pool = Pool(4)
+    first = store(pool, "ab")
+    store(pool, "c")
+    store(pool, "d")
+    grant = pool.pin_prefix(chain_of("ab"), "r", LATER_S)
+    assert grant.slots == first
+    generations = pool.generations(grant.slots)
+    ticket = pool.prepare_store(chain_of("wxyz"), "w")
+    assert set(ticket.slots).isdisjoint(grant.slots)
+    assert (len(ticket.slots), ticket.num_refused) == (2, 2)
+    pool.check_integrity()
+    assert pool.generations(grant.slots) == generations
+    assert resident(pool, "ab") == 2
+
+
+def test_a_pinned_leaf_keeps_its_roots():
+    pool = Pool(4)
+    store(pool, "abc")
+    grant = pool.pin_prefix(chain_of("abc", start=2), "r", LATER_S)
+    assert len(grant.slots) == 1
+    ticket = pool.prepare_store(chain_of("xyz"), "w")
+    assert (len(ticket.slots), ticket.num_refused) == (1, 2)
+    assert resident(pool, "abc") == 3
+    pool.check_integrity()
+
+
+def test_a_full_pool_gives_a_partial_ticket():
+    pool = Pool(3)
+    ticket = pool.prepare_store(chain_of("abcde"), "w")
+    assert (ticket.indexes, ticket.num_resident, ticket.num_refused) == ((0, 1, 2), 0, 2)
+    pool.complete_store(ticket.write_id, "w")
+    grant = pool.pin_prefix(chain_of("abc"), "r", LATER_S)
+    nothing = pool.prepare_store(chain_of("abcde"), "w")
+    assert (nothing.write_id, nothing.num_resident, nothing.num_refused) == (0, 3, 2)
+    assert pool.stats().num_pinned == 3
+    pool.release(grant.lease_id, "r")
+    # A chain never evicts its own beginning to make room for its end.
+    again = pool.prepare_store(chain_of("abcde"), "w")
+    assert (again.write_id, again.num_refused) == (0, 2)
+    assert resident(pool, "abc") == 3
+    pool.check_integrity()
+
+
+def test_claimed_slots_are_neighbours_in_chain_order():
+    pool = Pool(16)
+    assert store(pool, "abcdefgh") == tuple(range(8))
+    ticket = pool.prepare_store(chain_of("abXYZ"), "w")
+    assert (ticket.indexes, ticket.slots) == ((2, 3, 4), (8, 9, 10))
+
+
+def test_generations_grow_at_each_claim():
+    pool = Pool(1)
+    seen = [pool.generations((0,))]
+    for tokens in "abc":
+        store(pool, tokens)
+        seen.append(pool.generations((0,)))
+    aborted = pool.prepare_store(chain_of("d"), "w")
+    seen.append(pool.generations((0,)))
+    pool.abort_store(aborted.write_id, "w")
+    assert seen == [(0,), (1,), (2,), (3,), (4,)]
+
+
+def test_release_checks_the_owner_and_may_be_repeated():
+    pool = Pool(2)
+    store(pool, "a")
+    grant = pool.pin_prefix(chain_of("a"), "r", LATER_S)
+    assert not pool.release(grant.lease_id, "thief")
+    assert not pool.release(grant.lease_id + 1, "r")
+    assert pool.stats().num_pinned == 1
+    assert pool.release(grant.lease_id, "r")
+    assert not pool.release(grant.lease_id, "r")
+    assert pool.stats().num_pinned == 0
+    pool.check_integrity()
+
+
+def test_two_leases_count_twice():
+    pool = Pool(2)
+    store(pool, "a")
+    one = pool.pin_prefix(chain_of("a"), "r1", LATER_S)
+    two = pool.pin_prefix(chain_of("a"), "r2", LATER_S)
+    assert one.lease_id != two.lease_id
+    pool.release(one.lease_id, "r1")
+    pool.check_integrity()
+    assert pool.stats().num_pinned == 1
+    assert pool.prepare_store(chain_of("xy"), "w").num_refused == 1
+    pool.release(two.lease_id, "r2")
+    assert pool.stats().num_pinned == 0
+
+
+def test_a_lease_grows():
+    pool = Pool(4)
+    store(pool, "ab")
+    lease = pool.pin_prefix(chain_of("ab"), "r", 5.0)
+    store(pool, "abcd")
+    more = pool.pin_prefix(chain_of("abcd", start=2), "r", 9.0, lease.lease_id)
+    assert (more.lease_id, len(more.slots)) == (lease.lease_id, 2)
+    assert pool.stats().num_pinned == 4
+    with pytest.raises(LeaseReleased):
+        pool.pin_prefix(chain_of("ab"), "thief", 9.0, lease.lease_id)
+    pool.check_integrity()
+    assert pool.expire(8.9) == 0, "growing renewed it"
+    assert pool.release(lease.lease_id, "r")
+    assert pool.stats().num_pinned == 0
+    with pytest.raises(LeaseReleased):
+        pool.pin_prefix(chain_of("ab"), "r", 9.0, lease.lease_id)
+
+
+def test_expiry_takes_each_lease_by_its_own_deadline():
+    pool = Pool(4)
+    store(pool, "abc")
+    renewed = pool.pin_prefix(chain_of("abc"), "r", 1.0)
+    expired = pool.pin_prefix(chain_of("ab"), "r", 2.0)
+    later = pool.pin_prefix(chain_of("a"), "r", 3.0)
+    assert pool.renew(renewed.lease_id, "r", 10.0)
+    assert pool.renew(renewed.lease_id, "r", 4.0), "still held"
+    assert not pool.renew(renewed.lease_id, "thief", 99.0)
+    assert pool.expire(2.0) == 0, "never before its deadline"
+    # An expired lease behind a renewed one is found, and one before its deadline is left.
+    assert pool.expire(2.5) == 1
+    pool.check_integrity()
+    assert not pool.release(expired.lease_id, "r")
+    assert not pool.renew(expired.lease_id, "r", 99.0)
+    assert pool.expire(9.0) == 1
+    assert not pool.release(later.lease_id, "r")
+    assert pool.release(renewed.lease_id, "r"), "renewing never shortens"
+
+
+def test_pins_have_a_budget():
+    pool = Pool(4, max_pinned=3)
+    store(pool, "abcd")
+    grant = pool.pin_prefix(chain_of("abcd"), "r1", LATER_S)
+    assert len(grant.slots) == 3
+    # Blocks that are pinned already cost nothing more.
+    assert len(pool.pin_prefix(chain_of("abcd"), "r2", LATER_S).slots) == 3
+    assert len(pool.pin_prefix(chain_of("abcd", start=3), "r3", LATER_S).slots) == 0
+    pool.check_integrity()
+
+
+def test_an_owner_that_is_gone_leaves_nothing():
+    pool = Pool(8)
+    store(pool, "ab", "dead")
+    pool.pin_prefix(chain_of("ab"), "dead", LATER_S)
+    other = pool.pin_prefix(chain_of("a"), "alive", LATER_S)
+    write = pool.prepare_store(chain_of("xyz"), "dead")
+    alive = pool.prepare_store(chain_of("q"), "alive")
+    assert pool.release_owner("dead") == 2
+    pool.check_integrity()
+    assert (pool.stats().num_leases, pool.stats().num_writes, pool.stats().num_writing) == (1, 1, 1)
+    assert pool.complete_store(write.write_id, "dead") == 0
+    assert pool.complete_store(alive.write_id, "alive") == 1
+    assert pool.release(other.lease_id, "alive")
+    assert pool.release_owner("dead") == 0
+    assert resident(pool, "ab") == 2, "what it stored stays"
+
+
+def test_clear_dooms_writes_and_lets_pinned_readers_finish():
+    pool = Pool(8)
+    slots = store(pool, "abc")
+    other = pool.prepare_store(chain_of("abc", NAMESPACES[1]), "w")
+    pool.complete_store(other.write_id, "w")
+    reader = pool.pin_prefix(chain_of("ab"), "r", LATER_S)
+    write = pool.prepare_store(chain_of("xy"), "w")
+    generations = pool.generations(slots[:2])
+    assert pool.clear(NAMESPACES[0]) == 5
+    pool.check_integrity()
+    assert resident(pool, "abc") == resident(pool, "xy") == 0
+    assert pool.lookup(chain_of("abc", NAMESPACES[1])) == 3, "another namespace is not touched"
+    # The reader's slots keep their life, and the same blocks go elsewhere when they are stored again.
+    again = store(pool, "abc")
+    assert set(again).isdisjoint(slots[:2])
+    assert set(again).isdisjoint(write.slots)
+    assert pool.generations(slots[:2]) == generations
+    assert pool.complete_store(write.write_id, "w") == 0
+    pool.check_integrity()
+    assert resident(pool, "xy") == 0
+    assert pool.release(reader.lease_id, "r")
+    pool.check_integrity()
+    assert (pool.stats().num_pinned, resident(pool, "abc")) == (0, 3)
+    assert pool.stats().num_free == 8 - 6
+    assert pool.clear(b"c" * 32) == 0
+
+
+def test_a_run_that_cannot_be_attached_is_refused_with_nothing_changed():
+    pool = Pool(8)
+    store(pool, "ab")
+    before = pool.stats()
+    with pytest.raises(ChainBroken, match="parent is not resident"):
+        pool.prepare_store(chain_of("xyz", start=1), "w")
+    twice = chain_of("ab")
+    with pytest.raises(ChainBroken, match="different"):
+        pool.prepare_store(Chain(twice.namespace, twice.parent, 0, twice.data * 2), "w")
+    assert pool.stats() == before
+    pool.check_integrity()
+    assert len(store(pool, "abcd", start=2)) == 2
+    # What a fetch brings hangs on blocks that are pinned elsewhere or on nothing.
+    ticket = pool.prepare_store(chain_of("xyz", start=1), "w", needs_parent=False)
+    assert len(ticket.slots) == 2
+
+
+def test_the_parent_of_a_write_is_not_evicted_to_make_room_for_it():
+    pool = Pool(2)
+    store(pool, "a")
+    ticket = pool.prepare_store(chain_of("abc", start=1), "w")
+    assert (len(ticket.slots), ticket.num_refused) == (1, 1)
+    assert resident(pool, "a") == 1
+    assert pool.stats().num_pinned == 1
+    pool.complete_store(ticket.write_id, "w")
+    assert pool.stats().num_pinned == 0
+    assert resident(pool, "ab") == 2
+
+
+def test_events_replayed_are_the_resident_set():
+    pool, rng, seen, found = Pool(6), random.Random(7), [], set()
+    for step in range(300):
+        tokens = "".join(rng.choice("ab") for _ in range(rng.randint(1, 4)))
+        ticket = pool.prepare_store(chain_of(tokens), "w")
+        if ticket.write_id:
+            if rng.random() < 0.2:
+                pool.abort_store(ticket.write_id, "w")
+            else:
+                pool.complete_store(ticket.write_id, "w")
+        if step % 40 == 39:
+            pool.clear(NAMESPACES[0])
+        pool.check_integrity()
+        seen += pool.drain_events()
+        if step % 40 == 30:
+            for present, block_hash in seen:
+                (found.add if present else found.remove)(block_hash)
+            seen = []
+            assert found == set(pool.resident_hashes())
+    assert pool.stats().num_evicted > 10
+
+
+def test_a_snapshot_forgets_pending_events():
+    pool = Pool(2)
+    store(pool, "ab")
+    assert len(pool.resident_hashes()) == 2
+    assert pool.drain_events() == []
+
+
+def test_hot_chains_come_from_the_root_most_recent_first():
+    pool = Pool(8)
+    store(pool, "abc")
+    store(pool, "xy")
+    store(pool, "abd")
+    assert pool.hot_chains(8) == [chain_of("abd"), chain_of("xy"), chain_of("abc")]
+    assert pool.hot_chains(4) == [chain_of("abd"), chain_of("abc")]
+    assert pool.hot_chains(2) == [chain_of("xy")]
+    assert pool.hot_chains(0) == []
+
+
+def test_hot_chains_leave_out_what_has_lost_its_root():
+    pool = Pool(8)
+    root = pool.prepare_store(chain_of("ab"), "w1")
+    rest = pool.prepare_store(chain_of("abcd"), "w2")
+    pool.complete_store(rest.write_id, "w2")
+    pool.abort_store(root.write_id, "w1")
+    assert resident(pool, "abcd") == 0
+    assert all(pool.lookup(chain) == len(chain) and chain == chain_of("abcd") for chain in pool.hot_chains(8))
+
+
+def test_many_touches_keep_the_order_of_eviction_small():
+    pool = Pool(4)
+    store(pool, "ab")
+    for _ in range(500):
+        grant = pool.pin_prefix(chain_of("ab"), "r", LATER_S)
+        pool.release(grant.lease_id, "r")
+    pool.check_integrity()
+    assert len(pool._table._evictable) <= 4 * 4 + 64 + 1
+
+
+def test_threads_leave_the_pool_whole():
+    pool = Pool(12, max_pinned=8, yield_point=lambda step: None)
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng, owner = random.Random(seed), f"t{seed}"
+        try:
+            for _ in range(200):
+                tokens = "".join(rng.choice("abc") for _ in range(rng.randint(1, 5)))
+                if rng.random() < 0.5:
+                    ticket = pool.prepare_store(chain_of(tokens), owner)
+                    if ticket.write_id:
+                        verb = pool.abort_store if rng.random() < 0.3 else pool.complete_store
+                        verb(ticket.write_id, owner)
+                else:
+                    grant = pool.pin_prefix(chain_of(tokens), owner, LATER_S)
+                    before = pool.generations(grant.slots)
+                    assert pool.generations(grant.slots) == before
+                    assert pool.release(grant.lease_id, owner)
+                assert add_up(pool)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert errors == []
+    pool.check_integrity()
+    stats = pool.stats()
+    assert (stats.num_pinned, stats.num_writing, stats.num_leases, stats.num_writes) == (0, 0, 0, 0)
+
+
+# All rules together, against a model that knows slots and holders but no order of eviction.
+
+NUM_SLOTS, MAX_PINNED = 6, 4
+OWNERS = ("p", "q")
+
+
+@dataclass
+class ModelWrite:
+    owner: str
+    new: list[int]
+    kept: list[int]
+    parts_left: int
+    num_done: int = 0
+    parts: set[int] = field(default_factory=set)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+    writes = Bundle("writes")
+    chains = st.builds(
+        lambda tokens, namespace, start: chain_of(tokens, NAMESPACES[namespace], start % len(tokens)),
+        st.text("ab", min_size=1, max_size=5),
+        st.sampled_from((0, 0, 0, 1)),
+        st.sampled_from((0, 0, 0, 1, 2)),
+    )
+    owners = st.sampled_from(OWNERS)
+
+    def __init__(self):
+        super().__init__()
+        self.pool = Pool(NUM_SLOTS, MAX_PINNED)
+        self.now_s = 0.0
+        self.state = dict.fromkeys(range(NUM_SLOTS), "free")
+        self.index: dict[bytes, int] = {}
+        self.hash_of: dict[int, bytes] = {}
+        self.parent_of: dict[bytes, bytes] = {}
+        self.namespace_of: dict[bytes, bytes] = {}
+        self.refs: Counter[int] = Counter()
+        self.held: dict[int, tuple[str, float, list[int]]] = {}
+        self.open: dict[int, ModelWrite] = {}
+        self.aside: dict[str, list[int]] = {}
+        self.generation = dict.fromkeys(range(NUM_SLOTS), 0)
+        self.replayed: set[bytes] = set()
+
+    # The model's own steps.
+
+    def ready(self, block_hash: bytes) -> bool:
+        return block_hash in self.index and self.state[self.index[block_hash]] == "ready"
+
+    def prefix(self, chain: Chain) -> list[int]:
+        slots = []
+        for block_hash in chain.hashes():
+            if not self.ready(block_hash):
+                break
+            slots.append(self.index[block_hash])
+        return slots
+
+    def free(self, slot: int) -> None:
+        self.state[slot] = "free"
+        self.hash_of.pop(slot, None)
+
+    def unpin(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.refs[slot] -= 1
+            if self.refs[slot] == 0 and self.index.get(self.hash_of[slot]) != slot:
+                self.free(slot)
+
+    def evictable(self) -> set[bytes]:
+        """Blocks that nothing reads and on which nothing hangs that cannot go first."""
+        found: set[bytes] = set()
+        children: dict[bytes, list[bytes]] = {}
+        for block_hash in self.index:
+            children.setdefault(self.parent_of[block_hash], []).append(block_hash)
+        while True:
+            more = {
+                h
+                for h, slot in self.index.items()
+                if h not in found and self.ready(h) and not self.refs[slot] and found.issuperset(children.get(h, ()))
+            }
+            if not more:
+                return found
+            found |= more
+
+    def end_write(self, write_id: int) -> None:
+        self.unpin(self.open.pop(write_id).kept)
+
+    def model_abort(self, write_id: int, quarantine: str) -> int:
+        write = self.open[write_id]
+        pending = write.new[write.num_done :]
+        for slot in pending:
+            block_hash = self.hash_of[slot]
+            if self.index.get(block_hash) == slot:
+                del self.index[block_hash]
+            self.free(slot)
+            if quarantine:
+                self.state[slot] = "aside"
+                self.aside.setdefault(quarantine, []).append(slot)
+        self.end_write(write_id)
+        return len(pending)
+
+    def model_release(self, lease_id: int) -> None:
+        self.unpin(self.held.pop(lease_id)[2])
+
+    # Rules.
+
+    @rule(chain=chains)
+    def lookup(self, chain):
+        assert self.pool.lookup(chain) == len(self.prefix(chain))
+
+    def expected_pins(self, chain: Chain) -> list[int]:
+        room = MAX_PINNED - sum(count > 0 for count in self.refs.values())
+        slots = []
+        for slot in self.prefix(chain):
+            room -= self.refs[slot] == 0
+            if room < 0:
+                break
+            slots.append(slot)
+        return slots
+
+    @rule(target=leases, chain=chains, owner=owners, ttl_s=st.integers(1, 5))
+    def pin(self, chain, owner, ttl_s):
+        wanted = self.expected_pins(chain)
+        before = [self.generation[slot] for slot in wanted]
+        grant = self.pool.pin_prefix(chain, owner, self.now_s + ttl_s)
+        assert list(grant.slots) == wanted
+        assert list(self.pool.generations(grant.slots)) == before
+        self.refs.update(wanted)
+        self.held[grant.lease_id] = (owner, self.now_s + ttl_s, wanted)
+        return grant.lease_id
+
+    @rule(lease_id=leases, chain=chains, owner=owners, ttl_s=st.integers(1, 5))
+    def grow(self, lease_id, chain, owner, ttl_s):
+        if lease_id not in self.held or self.held[lease_id][0] != owner:
+            with pytest.raises(LeaseReleased):
+                self.pool.pin_prefix(chain, owner, self.now_s + ttl_s, lease_id)
+            return
+        wanted = self.expected_pins(chain)
+        grant = self.pool.pin_prefix(chain, owner, self.now_s + ttl_s, lease_id)
+        assert (grant.lease_id, list(grant.slots)) == (lease_id, wanted)
+        self.refs.update(wanted)
+        _, deadline_s, slots = self.held[lease_id]
+        self.held[lease_id] = (owner, max(deadline_s, self.now_s + ttl_s), slots + wanted)
+
+    @rule(lease_id=leases, owner=owners)
+    def release(self, lease_id, owner):
+        held = lease_id in self.held and self.held[lease_id][0] == owner
+        assert self.pool.release(lease_id, owner) == held
+        if held:
+            self.model_release(lease_id)
+
+    @rule(lease_id=leases, owner=owners, ttl_s=st.integers(0, 5))
+    def renew(self, lease_id, owner, ttl_s):
+        held = lease_id in self.held and self.held[lease_id][0] == owner
+        assert self.pool.renew(lease_id, owner, self.now_s + ttl_s) == held
+        if held:
+            _, deadline_s, slots = self.held[lease_id]
+            self.held[lease_id] = (owner, max(deadline_s, self.now_s + ttl_s), slots)
+
+    @rule(seconds=st.sampled_from((0.5, 1.0, 3.0)))
+    def expire(self, seconds):
+        self.now_s += seconds
+        expired = [i for i, (_, deadline_s, _) in self.held.items() if deadline_s < self.now_s]
+        assert self.pool.expire(self.now_s) == len(expired)
+        for lease_id in expired:
+            self.model_release(lease_id)
+
+    @rule(target=writes, chain=chains, owner=owners, num_parts=st.sampled_from((1, 1, 2)), needs_parent=st.booleans())
+    def prepare(self, chain, owner, num_parts, needs_parent):
+        has_parent = chain.start > 0 and chain.parent in self.index
+        if chain.start and not has_parent and needs_parent:
+            with pytest.raises(ChainBroken):
+                self.pool.prepare_store(chain, owner, num_parts=num_parts)
+            return multiple()
+        hashes = chain.hashes()
+        kept = [self.index[h] for h in ([chain.parent] if has_parent else []) + hashes if self.ready(h)]
+        self.refs.update(kept)
+        missing = [i for i, h in enumerate(hashes) if h not in self.index]
+        evictable, num_free = self.evictable(), sum(state == "free" for state in self.state.values())
+        before = set(self.index)
+        ticket = self.pool.prepare_store(chain, owner, num_parts=num_parts, needs_parent=needs_parent)
+        count = min(len(missing), num_free + len(evictable))
+        assert ticket.indexes == tuple(missing[:count])
+        assert len(set(ticket.slots)) == len(ticket.slots) == count
+        refused_at = missing[count] if count < len(missing) else len(hashes)
+        assert (ticket.num_resident, ticket.num_refused) == (refused_at - count, len(hashes) - refused_at)
+        evicted = {self.hash_of[slot] for slot in ticket.slots if slot in self.hash_of}
+        assert evicted <= evictable
+        assert len(evicted) == max(0, count - num_free)
+        for block_hash in evicted:
+            self.free(self.index.pop(block_hash))
+        assert not evicted & {self.parent_of[h] for h in before - evicted}, "evicted before what hangs on it"
+        for i, slot in zip(ticket.indexes, ticket.slots, strict=True):
+            assert self.state[slot] == "free"
+            self.state[slot], self.hash_of[slot], self.index[hashes[i]] = "writing", hashes[i], slot
+            self.parent_of[hashes[i]] = hashes[i - 1] if i else chain.parent
+            self.namespace_of[hashes[i]] = chain.namespace
+            self.generation[slot] += 1
+        assert bool(ticket.write_id) == bool(count)
+        if not count:
+            self.unpin(kept)
+            return multiple()
+        self.open[ticket.write_id] = ModelWrite(owner, list(ticket.slots), kept, num_parts)
+        return ticket.write_id
+
+    @rule(write_id=writes, owner=owners, part=st.integers(0, 1), count=st.sampled_from((None, None, 1, 2)))
+    def complete(self, write_id, owner, part, count):
+        write = self.open.get(write_id)
+        if write is None or write.owner != owner or part in write.parts:
+            assert self.pool.complete_store(write_id, owner, part=part, count=count) == 0
+            return
+        if write.parts_left > 1:
+            assert self.pool.complete_store(write_id, owner, part=part) == 0
+            write.parts_left -= 1
+            write.parts.add(part)
+            return
+        if write.parts:
+            count = None  # Only a write of one part may be published front to back.
+        end = len(write.new) if count is None else min(count, len(write.new))
+        published = 0
+        for slot in write.new[write.num_done : end]:
+            if self.index.get(self.hash_of[slot]) == slot:
+                self.state[slot] = "ready"
+                published += 1
+            else:
+                self.free(slot)
+        write.num_done = max(end, write.num_done)
+        assert self.pool.complete_store(write_id, owner, part=part, count=count) == published
+        if write.num_done == len(write.new):
+            self.end_write(write_id)
+
+    @rule(write_id=consumes(writes), owner=owners, quarantine=st.sampled_from(("", "", "read-1", "read-2")))
+    def abort(self, write_id, owner, quarantine):
+        mine = write_id in self.open and self.open[write_id].owner == owner
+        expected = self.model_abort(write_id, quarantine) if mine else 0
+        assert self.pool.abort_store(write_id, owner, quarantine=quarantine) == expected
+
+    @rule(name=st.sampled_from(("read-1", "read-2")))
+    def end_quarantine(self, name):
+        slots = self.aside.pop(name, [])
+        for slot in slots:
+            self.free(slot)
+        assert self.pool.end_quarantine(name) == len(slots)
+
+    @precondition(lambda self: self.index)
+    @rule(namespace=st.sampled_from(NAMESPACES))
+    def clear(self, namespace):
+        mine = [h for h in self.index if self.namespace_of[h] == namespace]
+        for block_hash in mine:
+            slot = self.index.pop(block_hash)
+            if self.state[slot] == "ready" and not self.refs[slot]:
+                self.free(slot)
+        assert self.pool.clear(namespace) == len(mine)
+
+    @rule(owner=owners)
+    def release_owner(self, owner):
+        leases = [i for i, (holder, _, _) in self.held.items() if holder == owner]
+        writes = [i for i, write in self.open.items() if write.owner == owner]
+        for lease_id in leases:
+            self.model_release(lease_id)
+        for write_id in writes:
+            self.model_abort(write_id, "")
+        assert self.pool.release_owner(owner) == len(leases) + len(writes)
+
+    @invariant()
+    def agrees(self):
+        self.pool.check_integrity()
+        stats, states = self.pool.stats(), Counter(self.state.values())
+        num_pinned = sum(count > 0 for count in self.refs.values())
+        assert (stats.num_free, stats.num_writing, stats.num_quarantined) == (
+            states["free"],
+            states["writing"],
+            states["aside"],
+        )
+        assert (stats.num_pinned, stats.num_idle) == (num_pinned, states["ready"] - num_pinned)
+        assert (stats.num_leases, stats.num_writes) == (len(self.held), len(self.open))
+        assert self.pool.generations(tuple(range(NUM_SLOTS))) == tuple(self.generation.values())
+        for present, block_hash in self.pool.drain_events():
+            (self.replayed.add if present else self.replayed.remove)(block_hash)
+        assert self.replayed == {h for h in self.index if self.ready(h)}
+
+    def teardown(self):
+        assert set(self.pool.resident_hashes()) == {h for h in self.index if self.ready(h)}
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
