@@ -1,4 +1,5 @@
-# Every target does its own set-up; the second run of each starts at once.
+# Every target does its own set-up; the second run of each starts at once. What set-up says goes to
+# stderr, so that `make -s demo ARGS=--json` gives JSON alone.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -11,7 +12,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup:  ## make .venv with everything that is needed
-	@bash scripts/setup.sh
+	@bash scripts/setup.sh >&2
 
 demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json" and others are passed on
 	@$(BIN)/python examples/prefill_decode.py $(ARGS)
@@ -40,7 +41,7 @@ wheel: setup  ## sdist and wheel into dist/, checked
 	@bash scripts/check_wheel.sh
 
 example-vllm:  ## real vLLM on the CPU (in .venv-vllm): cold, then warm from the store
-	@bash scripts/setup_vllm.sh
+	@bash scripts/setup_vllm.sh >&2
 	@.venv-vllm/bin/python examples/vllm_cold_warm.py $(ARGS)
 
 bench: setup  ## measure transfers and control calls into benchmarks/results/

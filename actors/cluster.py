@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from typing import Any
 
 import ray
+from ray import exceptions as ray_errors
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
 from kvstore.actors.supervisor import Supervisor, alive_nodes
@@ -145,9 +147,11 @@ class Store:
             supervisor = find_actor(actor_name(name, "supervisor"))
             call("supervisor", supervisor.stop.remote(), _CALL_S)
             ray.kill(supervisor)
-        for node, handle in self._handles().items():
+        deadline_s = time.monotonic() + _CALL_S
+        stopping = [(node, handle, handle.stop.remote()) for node, handle in self._handles().items()]
+        for node, handle, stopped in stopping:
             with contextlib.suppress(KVStoreError):
-                call(f"store of node {node}", handle.stop.remote(), _CALL_S)
+                call(f"store of node {node}", stopped, max(0.1, deadline_s - time.monotonic()))
             ray.kill(handle)
         with contextlib.suppress(KVStoreError):
             ray.kill(find_actor(actor_name(name, "directory")))
@@ -282,9 +286,10 @@ def _init_ray(address: str | None, *, may_start: bool) -> bool:
     wanted = address or os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": RAY_NAMESPACE}
     if wanted:
+        _check_answers(wanted)
         try:
             ray.init(address=wanted, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray_errors.RayError) as error:
             raise StoreNotRunning(f"no Ray cluster answers at {wanted!r}: {error}") from error
         return False
     if not may_start:
@@ -298,3 +303,16 @@ def _init_ray(address: str | None, *, may_start: bool) -> bool:
     # "local" never joins somebody's leftover head, as ray.init() without an address would.
     ray.init(address="local", include_dashboard=False, **quiet)
     return True
+
+
+def _check_answers(address: str) -> None:
+    """Refuse a host:port where nobody listens at once: ray.init would go on trying for a minute and more."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CALL_S).close()
+    except OSError as error:
+        raise StoreNotRunning(
+            f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"
+        ) from error

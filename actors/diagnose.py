@@ -14,12 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kvstore
-from kvstore.doctor import Check, Status
+from kvstore.doctor import Check, Look, Status
 from kvstore.errors import KVStoreError, StoreUnavailable, TransferTimeout
 from kvstore.provenance import package_version
 
@@ -30,21 +29,28 @@ _IDLE_LIMIT_PERCENT = 3.0
 _CAPACITY_BYTES = 64 << 20
 
 
-def ray_checks(address: str | None) -> Iterator[Check]:
-    """Look at Ray: its version, a cluster to join, its authentication.
+def ray_checks(address: str | None) -> list[Look]:
+    """Return what can be looked at of Ray.
 
     Args:
         address: of the cluster; None takes RAY_ADDRESS, then whatever runs on this machine.
     """
-    version = package_version("ray") or "unknown"
+    return [
+        ("Ray", check_version),
+        ("a Ray cluster to join", lambda: check_cluster(address)),
+        ("Ray's authentication", check_auth),
+    ]
+
+
+def check_version() -> Check:
+    """Compare Ray with the versions this package is made for."""
+    version = package_version("ray") or "none"
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     known = (2, 60) <= numbers < (3, 0)
-    fix = "" if known else "pip install 'ray[default]>=2.60,<3'"
-    yield Check(
-        name="Ray", status=Status.OK if known else Status.WARN, found=version, fix=fix, values={"version": version}
-    )
-    yield check_cluster(address)
-    yield check_auth()
+    return Check(
+        name="Ray", status=Status.OK if known else Status.WARN, found=version, values={"version": version},
+        fix="" if known else "pip install 'ray[default]>=2.60,<3'",
+    )  # fmt: skip
 
 
 def check_cluster(address: str | None) -> Check:
@@ -56,7 +62,7 @@ def check_cluster(address: str | None) -> Check:
         if named:
             fix = "check the address, that its head runs, and that both sides have the same RAY_AUTH_MODE"
             return Check(name=name, status=Status.FAIL, found=f"{named}: {error}", fix=fix)
-        found = f"none to join here ({error})"
+        found = "none runs on this machine" if "Could not find any" in str(error) else f"none to join: {error}"
         fix = "kvstore.start() in Python runs a local one by itself; for others: `ray start --head`"
         return Check(name=name, status=Status.OK, found=found, fix=fix)
     stores = ", ".join(seen["stores"]) or "none"
@@ -185,7 +191,8 @@ def _measure_idle(seconds: float) -> dict[str, float]:
     os.environ.pop("RAY_ADDRESS", None)
     store = kvstore.start(_CAPACITY_BYTES, name="doctor", timeout_s=_IDLE_SETUP_S - 10)
     try:
-        worker = ray.remote(_IdleClient).options(num_cpus=0).remote(store)
+        idle_client: Any = ray.remote(_IdleClient)
+        worker = idle_client.options(num_cpus=0).remote(store)
         client_pid = call("idle client", worker.pid.remote(), 30.0)
         pids = call("node store", kvstore.node_store(name="doctor").pids.remote(), 10.0)
         pids["client"] = client_pid
@@ -193,9 +200,7 @@ def _measure_idle(seconds: float) -> dict[str, float]:
         before, started_s = {what: _cpu_s(pid) for what, pid in pids.items()}, time.monotonic()
         time.sleep(seconds)
         elapsed_s = time.monotonic() - started_s
-        return {
-            what: round(100 * (_cpu_s(pid) - before[what]) / elapsed_s, 2) for what, pid in pids.items()
-        }
+        return {what: round(100 * (_cpu_s(pid) - before[what]) / elapsed_s, 2) for what, pid in pids.items()}
     finally:
         store.stop()
 
@@ -211,21 +216,25 @@ def _look_at_cluster(address: str) -> dict[str, Any]:
     from ray.util import list_named_actors
 
     from kvstore.actors.calls import RAY_NAMESPACE
+    from kvstore.actors.cluster import _check_answers
+    from kvstore.actors.supervisor import alive_nodes
 
+    _check_answers(address)
     ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=RAY_NAMESPACE)
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
         names = [actor.split("/") for actor in list_named_actors()]
         stores = sorted(name[1] for name in names if name[0] == "raykv" and name[-1] == "supervisor")
-        return {"address": cluster_address(), "num_nodes": len(nodes), "stores": stores}
+        return {"address": cluster_address(), "num_nodes": len(alive_nodes()), "stores": stores}
     finally:
         ray.shutdown()
 
 
 def _main(words: list[str]) -> dict[str, Any]:
+    from ray.exceptions import RayError
+
     try:
         return _measure_idle(float(words[1])) if words[0] == "idle" else _look_at_cluster(words[1])
-    except (KVStoreError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (KVStoreError, RayError, RuntimeError, ValueError, OSError) as error:
         return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
 
 

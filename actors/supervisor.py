@@ -139,6 +139,8 @@ def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) ->
             return handle
         except KVStoreError as error:
             last = error
+            if "creation task" in str(error):
+                break  # Ray's words for a constructor that raised: it would again.
             time.sleep(0.2)
         except (ray_errors.RayError, ValueError) as error:
             last = StoreNotRunning(f"{name}: {error}")

@@ -37,9 +37,10 @@ CLASSES = {
     "too short": "num_too_short",
 }
 LEGEND = f"""\
-own, peer, computed: the prompt's blocks ({BLOCK_SIZE} tokens each) from the decode node's memory, from the other
-node, and from the model. TTFT: time to first token on the decode node, and without a store, when the prompt is
-prefilled in one step. With the store it is prefilled block by block, or bits would differ (see demo_engine.py).
+own, peer, computed: the prompt's blocks ({BLOCK_SIZE} tokens each) that came from the decode node's memory,
+from the other node, and out of the model. TTFT: time to first token on the decode node; beside it the
+same without a store, where the prompt is prefilled in one step. (With the store it is prefilled block
+by block, which is slower where much is computed, but makes bits comparable: see demo_engine.py.)
 """
 REQUIRED = ("peer", "own", "partial", "miss")
 
@@ -166,7 +167,7 @@ def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int) -> dict[str, Any]
 
 def as_table(rows: list[dict[str, Any]]) -> Table:
     """Return the rows for a human."""
-    table = Table(box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("request", "hit"):
         table.add_column(title)
     for title in ("tokens", "own", "peer", "computed", "NIXL", "GB/s", "TTFT", "without", "identical"):
@@ -230,14 +231,14 @@ def main(as_json: bool, lane: str, new_tokens: int, capacity: str) -> None:
     if as_json:
         print(json.dumps(result))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
         console.print(as_table(result["rows"]))
-        console.print(LEGEND)
-        console.print(
+        print(LEGEND)
+        print(
             f"{summary['num_identical']} of {summary['num_requests']} requests identical: "
             f"{summary['num_full_peer_hits']} full peer hits, {summary['num_local_hits']} local, "
             f"{summary['num_mixed_hits']} mixed, {summary['num_partial_hits']} partial, "
-            f"{summary['num_misses']} misses; {summary['nixl_bytes'] / 1e6:.1f} MB over NIXL ({lane} lane)"
+            f"{summary['num_misses']} missed; {summary['nixl_bytes'] / 1e6:.1f} MB over NIXL ({lane} lane)"
         )
     for problem in summary["problems"]:
         print(f"problem: {problem}", file=sys.stderr)

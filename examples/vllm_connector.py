@@ -63,6 +63,8 @@ class RaykvConnector(KVConnectorBase_V1):
         model, extra = vllm_config.model_config, self._kv_transfer_config.kv_connector_extra_config
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError("RaykvConnector: wanted one KV cache group, got several; hybrid models do not work yet")
+        if vllm_config.parallel_config.world_size != 1:
+            raise ValueError("RaykvConnector: wanted one rank, got several; their parts of a block would share a hash")
         group = kv_cache_config.kv_cache_groups[0]
         spec = group.kv_cache_spec
         shape = kvstore.KVShape(
@@ -73,7 +75,12 @@ class RaykvConnector(KVConnectorBase_V1):
             block_size=spec.block_size,
             planes="packed",  # the scheduler's half must know, and never sees a tensor
         )
-        self._space = kvstore.Namespace(model=model.model, revision=model.revision or "", shape=shape)
+        self._space = kvstore.Namespace(
+            model=model.model,
+            revision=model.revision or "",
+            quantization=vllm_config.cache_config.cache_dtype,
+            shape=shape,
+        )
         store = kvstore.connect(extra.get("store", "default"), address=extra.get("ray_address"))
         self._client = store.client(self._space)
         self._tracked: dict[str, Tracked] = {}

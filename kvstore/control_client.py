@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from kvstore.errors import PeerLost, StoreNotRunning, TransferTimeout
+from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
 from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_json, unpack_error, unpack_json
 
 _RECEIVE_BYTES = 256 << 10
@@ -153,10 +153,10 @@ def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tupl
         sock.close()
         raise StoreNotRunning(f"no node store answers at {path} ({error}); start one with kvstore.start()") from error
     client = ControlClient(sock, f"node store at {path}")
-    for packet in encode(Message(Op.HELLO, Flag.REQUEST, 0, pack_json(hello))):
-        sock.sendall(packet)
     fds: list[int] = []
     try:
+        for packet in encode(Message(Op.HELLO, Flag.REQUEST, 0, pack_json(hello))):
+            sock.sendall(packet)
         data, fds, _, _ = socket.recv_fds(sock, _RECEIVE_BYTES, 1)
     except OSError as error:
         client.close()
@@ -188,7 +188,11 @@ def connect_remote(host: str, port: int, hello: dict[str, Any], *, timeout_s: fl
     _prepare(sock, timeout_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     client = ControlClient(sock, f"peer at {host}:{port}")
-    client.hello = unpack_json(client.call(Op.HELLO, pack_json(hello), timeout_s=timeout_s))
+    try:
+        client.hello = unpack_json(client.call(Op.HELLO, pack_json(hello), timeout_s=timeout_s))
+    except KVStoreError:
+        client.close()
+        raise
     return client
 
 

@@ -120,7 +120,9 @@ class ControlServer:
         self._thread.start()
 
     def wake(self) -> None:
-        """Make the thread look at its timers."""
+        """Make the thread look at its timers; it does so by itself after each message that it serves."""
+        if threading.current_thread() is self._thread:
+            return
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"x")
 

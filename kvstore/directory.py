@@ -60,17 +60,17 @@ class DirectoryIndex:
 
     def locate(self, hashes: Sequence[bytes]) -> list[tuple[str, int]]:
         """Return (node, length of the prefix it holds), longest first, nodes with none left out."""
+        masks = self._masks
+        alive = masks.get(hashes[0], 0) if hashes else 0
         lengths: list[tuple[str, int]] = []
-        alive = -1
         for count, block_hash in enumerate(hashes):
-            mask = alive & self._masks.get(block_hash, 0)
-            if count:
-                lengths += [(node, count) for node in self._nodes_in(alive & ~mask)]
-            alive = mask
-            if not alive:
-                break
-        if alive > 0:
-            lengths += [(node, len(hashes)) for node in self._nodes_in(alive)]
+            still = alive & masks.get(block_hash, 0)
+            if still != alive:
+                lengths += [(node, count) for node in self._nodes_in(alive & ~still)]
+                alive = still
+                if not alive:
+                    break
+        lengths += [(node, len(hashes)) for node in self._nodes_in(alive)]
         return sorted(lengths, key=lambda item: (-item[1], item[0]))
 
     def _nodes_in(self, mask: int) -> list[str]:

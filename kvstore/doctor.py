@@ -10,7 +10,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -59,20 +59,26 @@ class Check:
         return {**asdict(self), "status": self.status.value}
 
 
-def machine_checks() -> Iterator[Check]:
-    """Look at everything that needs no Ray; each finding comes when it is there. Takes about six seconds."""
-    yield check_python()
-    yield check_nixl()
-    yield check_lane("default")
-    yield check_lane("tcp")
-    yield check_cuda()
-    yield check_memory()
-    yield check_shm()
-    yield check_huge_pages()
-    yield check_ptrace()
-    yield check_rdma()
-    yield check_memlock()
-    yield check_files()
+#: What is looked at, in words, and the call that does it.
+Look = tuple[str, Callable[[], Check]]
+
+
+def machine_checks() -> list[Look]:
+    """Return everything that can be looked at without Ray. All of it takes about six seconds."""
+    return [
+        ("the interpreter", check_python),
+        ("NIXL and its plugins", check_nixl),
+        ("a READ between two processes", lambda: check_lane("default")),
+        ("a READ between two processes over TCP", lambda: check_lane("tcp")),
+        ("the GPU path", check_cuda),
+        ("memory", check_memory),
+        ("/dev/shm", check_shm),
+        ("huge pages", check_huge_pages),
+        ("reading another process's memory", check_ptrace),
+        ("RDMA devices", check_rdma),
+        ("locked memory", check_memlock),
+        ("open files", check_files),
+    ]
 
 
 def check_python() -> Check:
@@ -95,13 +101,10 @@ def check_nixl() -> Check:
     try:
         plugins = probe_plugins()
     except KVStoreError as error:
-        return Check(
-            name=name, status=Status.FAIL, found=f"{', '.join(wheels)}: {error}", fix="reinstall the wheel"
-        )
+        return Check(name=name, status=Status.FAIL, found=f"{', '.join(wheels)}: {error}", fix="reinstall the wheel")
     loaded = {plugin: kinds for plugin, kinds in plugins.items() if kinds}
     listed = ", ".join(
-        f"{plugin} ({'+'.join(kind.removesuffix('_SEG') for kind in kinds)})"
-        for plugin, kinds in loaded.items()
+        f"{plugin} ({'+'.join(kind.removesuffix('_SEG') for kind in kinds)})" for plugin, kinds in loaded.items()
     )
     rest = ", ".join(plugin for plugin, kinds in plugins.items() if not kinds)
     found = f"{', '.join(wheels)}; loads {listed or 'no plugin'}" + (f"; not: {rest}" if rest else "")
@@ -131,8 +134,9 @@ def judge_lane(name: str, lane: str, report: LaneReport) -> Check:
     values = {**asdict(report), "lane": lane}
     used = " + ".join(report.transports) or "unknown transports"
     found = f"{used}, {report.gb_per_s:.1f} GB/s (UCX {report.ucx or 'of unknown version'})"
-    if report.settings:
-        found += " with " + " ".join(f"{key}={value}" for key, value in sorted(report.settings.items()))
+    chosen = {key: value for key, value in report.settings.items() if lane == "default" or key != "UCX_TLS"}
+    if chosen:
+        found += " with " + " ".join(f"{key}={value}" for key, value in sorted(chosen.items()))
     only_tcp = all(used.startswith("tcp/") for used in report.transports)
     if lane == "default" and only_tcp:
         fix = "two stores on one host talk over TCP; for shared memory see the row Attaching (CMA)"
@@ -151,7 +155,9 @@ def check_cuda() -> Check:
     import torch
 
     cupy = next((f"{p} {v}" for p in ("cupy-cuda12x", "cupy-cuda13x") if (v := package_version(p))), "")
-    built = f"torch {torch.__version__}, built {f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}"
+    built = (
+        f"torch {torch.__version__}, built {f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}"
+    )
     values = {"driver": driver, "torch_cuda": torch.version.cuda, "cupy": cupy}
     if not driver:
         found = f"no NVIDIA driver; {built}; {cupy or 'no CuPy'}: CPU tensors only"
@@ -173,7 +179,7 @@ def check_cuda() -> Check:
 def check_memory() -> Check:
     """Ask how large an arena may be, and which limit says so."""
     room, source = available_bytes()
-    found = f"{human_bytes(room)} may be taken, by the {source}"
+    found = f"{human_bytes(room)} for stores and engines, limited by the {source}"
     values = {"room_bytes": room, "source": source}
     if room < 320 * _MIB:
         fix = "free memory or raise the limit: a store needs its capacity and 256 MiB of headroom"
@@ -189,9 +195,7 @@ def check_shm() -> Check:
     try:
         info = os.statvfs("/dev/shm")
     except OSError as error:
-        return Check(
-            name="/dev/shm", status=Status.WARN, found=str(error), fix="mount a tmpfs there; Ray wants one"
-        )
+        return Check(name="/dev/shm", status=Status.WARN, found=str(error), fix="mount a tmpfs there; Ray wants one")
     total, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
     found = f"{human_bytes(free)} free of {human_bytes(total)} (for Ray's object store; the arena needs none)"
     values = {"total_bytes": total, "free_bytes": free}

@@ -172,7 +172,7 @@ class Mover:
             job.descriptors_before = self._transport.totals.num_descriptors
         while job.next_chunk < len(job.ends) and len(job.running) < _WINDOW:
             last = job.next_chunk == len(job.ends) - 1
-            if last and job.running:
+            if last and job.running and read.request.notification:
                 break  # The notification must not overtake an earlier chunk.
             start = job.ends[job.next_chunk - 1] if job.next_chunk else 0
             end = job.ends[job.next_chunk]

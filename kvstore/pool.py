@@ -194,15 +194,20 @@ class Pool:
             for slot in evicted:
                 self._unindex(slot)
             refused_at = missing[len(claimed)] if len(claimed) < len(missing) else len(hashes)
+            namespace, index, slots = chain.namespace, self._index, table.slots
             for i, slot in zip(missing, claimed, strict=False):
-                record = table.slots[slot]
-                record.block_hash, record.namespace = hashes[i], chain.namespace
+                record = slots[slot]
+                record.block_hash, record.namespace, record.position = hashes[i], namespace, chain.start + i
                 record.parts_left, record.indexed = num_parts, True
-                self._index[hashes[i]] = slot
-                found[i] = slot
-                table.link(slot, found[i - 1] if i else parent)
-            for slot in reversed([s for s in found[:refused_at] if s >= 0]):
-                table.touch(slot)
+                index[hashes[i]] = found[i] = slot
+            before = parent
+            for slot in found[:refused_at]:
+                # Also for a block that was here: its parent may have been away and be back now.
+                if before >= 0 and slots[slot].parent < 0:
+                    slots[slot].parent = before
+                    slots[before].children.add(slot)
+                before = slot
+            table.touch_all(found[:refused_at])
             indexes = tuple(missing[: len(claimed)])
             num_resident = refused_at - len(indexes)
             if not indexes:
@@ -358,7 +363,8 @@ class Pool:
                 while at >= 0 and self._is_ready(at):
                     path.append(at)
                     at = slots[at].parent
-                if at >= 0 or len(seen | set(path)) > max_blocks:
+                has_root = at < 0 and slots[path[-1]].position == 0
+                if not has_root or len(seen | set(path)) > max_blocks:
                     continue
                 seen.update(path)
                 data = b"".join(slots[i].block_hash for i in reversed(path))

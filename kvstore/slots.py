@@ -25,8 +25,9 @@ class Slot:
 
     `generation` counts lives: it grows each time the slot is claimed. `parent` is the slot of the
     block before this one in its chain, -1 when that is not resident; `children` the reverse, so that
-    a prefix is never evicted before what hangs on it. `indexed` is False for a block that was cleared
-    while readers still hold it: it can be read on but not be found.
+    a prefix is never evicted before what hangs on it. `position` counts blocks from the chain's root.
+    `indexed` is False for a block that was cleared while readers still hold it: it can be read on but
+    not be found.
     """
 
     state: SlotState = SlotState.FREE
@@ -35,6 +36,7 @@ class Slot:
     generation: int = 0
     ref_count: int = 0
     parent: int = -1
+    position: int = 0
     children: set[int] = field(default_factory=set)
     touched: int = 0
     parts_left: int = 0
@@ -68,7 +70,9 @@ class SlotTable:
 
     def __init__(self, num_slots: int) -> None:
         self.slots = [Slot() for _ in range(num_slots)]
-        self._free = list(range(num_slots))
+        # Highest index first, so that taking from the end hands out the lowest; sorted again when needed.
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._free_is_sorted = True
         self._evictable: list[tuple[int, int]] = []
         self._clock = 0
         self.num_pinned = 0
@@ -81,18 +85,13 @@ class SlotTable:
         """Number of free slots."""
         return len(self._free)
 
-    def touch(self, index: int) -> None:
-        """Make `index` the most recently used slot."""
-        self._clock += 1
-        self.slots[index].touched = self._clock
-
     def offer_for_eviction(self, index: int) -> None:
         """Put a slot into the order of eviction if nothing reads it and nothing hangs on it."""
         slot = self.slots[index]
         if slot.state is SlotState.READY and slot.ref_count == 0 and not slot.children:
             heapq.heappush(self._evictable, (slot.touched, index))
             if len(self._evictable) > 4 * len(self.slots) + 64:
-                self._evictable = sorted({entry for entry in self._evictable if self._is_victim(entry)})
+                self._evictable[:] = sorted({entry for entry in self._evictable if self._is_victim(entry)})
 
     def _is_victim(self, entry: tuple[int, int]) -> bool:
         touched, index = entry
@@ -106,24 +105,36 @@ class SlotTable:
             (claimed slots in ascending order, now WRITING with a new generation; the evicted ones among
             them whose `block_hash` is still the old one, for the caller to unindex).
         """
-        claimed: list[int] = []
-        while len(claimed) < wanted and self._free:
-            claimed.append(heapq.heappop(self._free))
+        slots, evictable = self.slots, self._evictable
+        num_taken = min(wanted, len(self._free))
+        if num_taken and not self._free_is_sorted:
+            self._free.sort(reverse=True)
+            self._free_is_sorted = True
+        claimed = self._free[len(self._free) - num_taken :]
+        del self._free[len(self._free) - num_taken :]
         evicted: list[int] = []
-        while len(claimed) < wanted and self._evictable:
-            entry = heapq.heappop(self._evictable)
-            if self._is_victim(entry):
-                self.unlink(entry[1])
-                self.num_evicted += 1
-                evicted.append(entry[1])
-                claimed.append(entry[1])
+        while len(claimed) < wanted and evictable:
+            touched, index = heapq.heappop(evictable)
+            slot = slots[index]
+            if slot.touched != touched or slot.ref_count or slot.children or slot.state is not SlotState.READY:
+                continue
+            # At once: the heap may hold this very entry twice, and the slot must not be taken twice.
+            slot.state = SlotState.WRITING
+            parent = slot.parent
+            if parent >= 0:
+                slot.parent = -1
+                siblings = slots[parent].children
+                siblings.discard(index)
+                if not siblings:
+                    self.offer_for_eviction(parent)
+            evicted.append(index)
+            claimed.append(index)
         for index in claimed:
-            slot = self.slots[index]
+            slot = slots[index]
             slot.state = SlotState.WRITING
             slot.generation += 1
-            slot.ref_count = 0
-            self.num_writing += 1
-            self.touch(index)
+        self.num_evicted += len(evicted)
+        self.num_writing += len(claimed)
         claimed.sort()
         return claimed, evicted
 
@@ -138,12 +149,6 @@ class SlotTable:
             self.slots[child].parent = -1
         slot.children.clear()
 
-    def link(self, index: int, parent: int) -> None:
-        """Hang a slot on its parent; -1 is no parent."""
-        self.slots[index].parent = parent
-        if parent >= 0:
-            self.slots[parent].children.add(index)
-
     def free(self, index: int) -> None:
         """Return a slot that nothing reads or writes any more to the free list."""
         slot = self.slots[index]
@@ -155,7 +160,8 @@ class SlotTable:
         slot.state = SlotState.FREE
         slot.block_hash = slot.namespace = b""
         slot.doomed = slot.indexed = False
-        heapq.heappush(self._free, index)
+        self._free.append(index)
+        self._free_is_sorted = False
 
     def quarantine(self, index: int) -> None:
         """Set a slot that was being written aside: a transfer may still write to it."""
@@ -185,6 +191,14 @@ class SlotTable:
                 if room < 0:
                     return count
         return len(indexes)
+
+    def touch_all(self, indexes: list[int]) -> None:
+        """Make the slots of a chain the most recently used, leaf first: a root is newer than its leaves."""
+        slots, clock = self.slots, self._clock
+        for index in reversed(indexes):
+            clock += 1
+            slots[index].touched = clock
+        self._clock = clock
 
     def pin_all(self, indexes: list[int]) -> None:
         """Add a reader to each slot of a chain, and touch them leaf first: a root is newer than its leaves."""

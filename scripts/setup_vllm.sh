@@ -16,7 +16,7 @@ if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/pytho
     exit 0
 fi
 
-say "setting up $venv with Python $version"
+say "setting up $venv with Python $version (about 4 GB, some minutes)"
 rm -f "$venv/.raykv-stamp"
 if ! usable_venv "$venv" "$version"; then
     step "virtual environment" make_venv "$python" "$venv"

@@ -56,9 +56,7 @@ def pair(request, workers, node_ids, get, make_space):
     store = kvstore.start("16MiB", name=f"lane-{lane}", lane=lane)
     try:
         assert get([w.open.remote(lane, store, space, 768) for w in workers]) == node_ids
-        there, here = (
-            Side(w, lane, node_id, get) for w, node_id in zip(workers, node_ids, strict=True)
-        )
+        there, here = (Side(w, lane, node_id, get) for w, node_id in zip(workers, node_ids, strict=True))
         yield Pair(store, space, here, there)
         get([w.close.remote(lane) for w in workers])
     finally:

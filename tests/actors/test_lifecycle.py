@@ -141,14 +141,8 @@ def test_stop_leaves_nothing(
     assert eventually(lambda: not any(arena_holders(inode) for inode in inodes), 5)
     with pytest.raises(StoreNotRunning):
         kvstore.connect("short")
+    short.stop()  # may be called again
     assert epochs(store) == before  # the other store did not notice
-
-
-def test_stop_may_be_called_again(ray_cluster):
-    brief = kvstore.start("1MiB", name="brief")
-    brief.stop()
-    brief.stop()
-    assert named_actors("brief") == []
 
 
 def test_another_process_joins_by_address(ray_cluster, store):
@@ -170,21 +164,10 @@ def test_an_address_that_does_not_answer_is_a_typed_error_in_bounded_time():
             except kvstore.KVStoreError as error:
                 print(type(error).__name__, "127.0.0.1:1" in str(error), time.monotonic() - began_s)
     """
-    for line in in_another_process(script, 100).splitlines():
+    for line in in_another_process(script).splitlines():
         kind, named, seconds = line.split()
         assert (kind, named) == ("StoreNotRunning", "True")
-        assert float(seconds) < 40
-
-
-def test_no_cluster_at_all_is_a_typed_error_for_connect():
-    script = """
-        import kvstore
-        try:
-            kvstore.connect()
-        except kvstore.KVStoreError as error:
-            print(type(error).__name__)
-    """
-    assert in_another_process(script).strip() == "StoreNotRunning"
+        assert float(seconds) < 15
 
 
 def test_with_no_ray_a_start_brings_its_own_and_stop_ends_it(process_lives, eventually):

@@ -206,16 +206,16 @@ def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids
     assert engines[0].load(chain).num_local == 32
 
 
-def test_a_drained_peer_is_a_miss(store, engines, node_ids, chain, get):
+def test_a_drained_peer_is_a_miss_until_it_serves_again(store, engines, node_ids, chain, get, eventually):
     engines[0].save(chain)
     handle = kvstore.node_store(node_ids[0])
     assert get(handle.drain.remote(1.0)) == {"num_leases": 0, "num_writes": 0}
     try:
         result = engines[1].load(chain)
-        assert result.num_blocks == 0
-        assert result.failed[0].reason is not MissReason.NOT_FOUND or result.failed[0].detail
+        assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.PEER_LOST)
     finally:
         get(handle.undrain.remote())
+    eventually(lambda: engines[1].load(chain).num_peer == 32, 5)
 
 
 def test_the_handle_and_the_store_travel_to_tasks(store, engines, node_ids, chain):

@@ -1,0 +1,254 @@
+"""The command line: `kvstore start|status|stop|doctor|bench`. Thin: what it shows is found out elsewhere.
+
+One of the two modules of the core that may look up to kvstore.actors, and only when a command needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvstore import __version__
+from kvstore.config import parse_bytes
+from kvstore.doctor import Status, human_bytes, machine_checks
+from kvstore.errors import KVStoreError, StoreNotRunning
+from kvstore.provenance import provenance
+from kvstore.terminal import progress, show_check, show_rows, show_status, show_summary
+
+_MAX_ERROR_CHARS = 600
+_name = click.option("--name", default="default", show_default=True, help="Which store of the cluster.")
+_address = click.option(
+    "--address",
+    metavar="HOST:PORT",
+    help="The Ray cluster. Without it RAY_ADDRESS, then the one that runs on this machine.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
+_output = click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the rows with hardware, versions and commit to this file.",
+)
+
+
+class _Command(click.Command):
+    """A command whose errors of ours are one line, or one JSON object, and exit status 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KVStoreError as error:
+            kind, text = type(error).__name__, " ".join(str(error).split())
+            if ctx.params.get("as_json"):
+                click.echo(json.dumps({"error": kind, "text": text}))
+            else:
+                short = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."
+                click.echo(f"{click.style(kind, fg='red', bold=True)}: {short}", err=True)
+            ctx.exit(2)
+
+
+class _Group(click.Group):
+    command_class = _Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # As defined below, not by name.
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, package_name="raykv", prog_name="kvstore")
+def main() -> None:
+    """A distributed KV-cache store for LLM serving on Ray.
+
+    A store is a set of Ray actors, one per node of a Ray cluster. These commands start, watch and stop one;
+    engines use it from Python with kvstore.connect() and Store.client().
+    """
+
+
+@main.command()
+@click.option("--capacity", default="1GiB", show_default=True, help="Memory for blocks on each node, like 8GiB.")
+@_name
+@_address
+@click.option(
+    "--lane",
+    type=click.Choice(["default", "tcp"]),
+    default="default",
+    show_default=True,
+    help="'default' lets UCX choose: RDMA, shared memory on one host, then TCP.",
+)
+@click.option("--block-bytes", default="0", help="Size of a slot; 0 takes it from the first client.")
+@click.option("--local", is_flag=True, help="Start a local Ray too and stay until Ctrl-C or SIGTERM.")
+def start(capacity: str, name: str, address: str | None, lane: str, block_bytes: str, local: bool) -> None:
+    """Run a store on every node of a Ray cluster.
+
+    The store outlives this command and serves until `kvstore stop`; nodes that join later get one too. Run
+    again with the same settings it changes nothing.
+    """
+    from kvstore.api import start as start_store
+
+    if local and address:
+        raise click.UsageError("--local starts a Ray of its own; leave --address out")
+    settings: dict[str, Any] = {"name": name, "lane": lane, "block_bytes": parse_bytes(block_bytes)}
+    if local:
+        _serve_until_signal(lambda: start_store(capacity, **settings))
+        return
+    named = address or os.environ.get("RAY_ADDRESS")
+    try:
+        with progress() as say:
+            say(f"starting store {name!r}")
+            store = start_store(capacity, address=named or "auto", **settings)
+    except StoreNotRunning as error:
+        if named:
+            raise
+        raise StoreNotRunning(
+            "no Ray cluster to join on this machine, and a store needs a Ray that outlives this command: run "
+            "`ray start --head` first, pass --address, or use `kvstore start --local`, which starts a Ray of its "
+            "own and stays in the foreground"
+        ) from error
+    _say_started(store)
+
+
+def _serve_until_signal(start_store: Callable[[], Any]) -> None:
+    """Start a store with a local Ray, wait for Ctrl-C or SIGTERM, and stop both in order."""
+    os.environ.pop("RAY_ADDRESS", None)  # Otherwise that cluster would be joined.
+    stop = threading.Event()
+    with progress() as say:
+        say("starting a local Ray with a store")
+        store = start_store()
+    try:
+        from kvstore.actors.diagnose import cluster_address
+
+        # After the start: Ray sets a handler of its own, which would end this process at once.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        _say_started(store)
+        click.echo(f"Ray listens at {cluster_address()}; Ctrl-C stops the store and this Ray.")
+        while not stop.wait(1.0):
+            pass
+    finally:
+        click.echo("stopping", err=True)
+        store.stop()
+
+
+def _say_started(store: Any) -> None:
+    capacity = human_bytes(store.config.capacity_bytes)
+    click.echo(f"store {store.config.name!r} runs on {len(store.node_ids())} node(s), {capacity} each")
+
+
+@main.command(short_help="Show every node's store.")
+@_name
+@_address
+@_json
+@click.pass_context
+def status(ctx: click.Context, name: str, address: str | None, as_json: bool) -> None:
+    """Show every node's store: slots, leases, evictions, bytes over NIXL.
+
+    Exit status 1 when a node of the cluster has no store that answers, 2 when there is none at all.
+    """
+    from kvstore.api import connect
+
+    store = connect(name, address=address)
+    stats = store.stats()
+    nodes = stats["nodes"]
+    stats["without_store"] = [node for node in store.node_ids() if "error" in nodes.get(node, {"error": ""})]
+    if as_json:
+        click.echo(json.dumps(stats))
+    else:
+        show_status(stats, store.config.capacity_bytes)
+    ctx.exit(1 if stats["without_store"] else 0)
+
+
+@main.command()
+@_name
+@_address
+def stop(name: str, address: str | None) -> None:
+    """Stop one store on every node. Its blocks are gone; Ray and other stores stay as they are."""
+    from kvstore.api import connect
+
+    connect(name, address=address).stop()
+    click.echo(f"store {name!r} stopped")
+
+
+@main.command(short_help="Say what this machine can do, and what to fix.")
+@_address
+@_json
+@click.option("--idle-seconds", default=10.0, show_default=True, help="How long to measure an idle store.")
+@click.option("--no-idle", is_flag=True, help="Do not measure it.")
+@click.pass_context
+def doctor(ctx: click.Context, address: str | None, as_json: bool, idle_seconds: float, no_idle: bool) -> None:
+    """Say what this machine can do for a store, what it will use, and how to fix what is missing.
+
+    Bytes are really moved between two processes, and unless --no-idle is given a small store with a Ray of its
+    own is run for a moment. Nothing is changed. Exit status 1 when a row says fail.
+    """
+    from kvstore.actors.diagnose import check_idle, ray_checks
+
+    looks = [*machine_checks(), *ray_checks(address)]
+    if not no_idle:
+        looks.append((f"what an idle store costs, over {idle_seconds:g} s", lambda: check_idle(idle_seconds)))
+    rows = []
+    for title, look in looks:
+        with progress() as say:
+            say(title)
+            rows.append(look())
+        if not as_json:
+            show_check(rows[-1])
+    if as_json:
+        click.echo(json.dumps([row.as_row() for row in rows]))
+    else:
+        show_summary(rows)
+    ctx.exit(1 if any(row.status is Status.FAIL for row in rows) else 0)
+
+
+@main.group(cls=_Group)
+def bench() -> None:
+    """Measure on this machine, with two Ray nodes of its own. Compare rows of one run only."""
+
+
+@bench.command(short_help="GB/s of blocks between two nodes.")
+@click.option("--lane", "lanes", multiple=True, type=click.Choice(["default", "tcp"]), help="Default: both.")
+@click.option("--block-bytes", "sizes", multiple=True, help="May be repeated. Default: 64KiB 512KiB 2MiB.")
+@click.option("--load-bytes", default="64MiB", show_default=True, help="Moved at a time.")
+@click.option("--rounds", default=7, show_default=True, help="The median counts.")
+@_json
+@_output
+def transfer(
+    lanes: tuple[str, ...], sizes: tuple[str, ...], load_bytes: str, rounds: int, as_json: bool, output: Path | None
+) -> None:
+    """GB/s of blocks between two nodes: memcpy, raw NIXL, our load, Ray's object store."""
+    from kvstore.actors.bench_transfer import run_transfer
+
+    blocks = [parse_bytes(size) for size in sizes or ("64KiB", "512KiB", "2MiB")]
+    with progress() as say:
+        rows = run_transfer(list(lanes or ("default", "tcp")), blocks, parse_bytes(load_bytes), rounds, say)
+    _write(rows, as_json, output)
+    if not as_json:
+        show_rows(rows, ("lane", "block_bytes"), lambda row: f"{row['gb_per_s']:.2f}", "GB/s")
+
+
+@bench.command(short_help="Microseconds of lookup and lease.")
+@click.option("--num-hashes", "counts", multiple=True, type=int, help="May be repeated. Default: 128 2048.")
+@click.option("--rounds", default=2000, show_default=True, help="Calls over the socket; a tenth over Ray.")
+@_json
+@_output
+def control(counts: tuple[int, ...], rounds: int, as_json: bool, output: Path | None) -> None:
+    """Microseconds of lookup and lease, over the local socket and over the Ray handle."""
+    from kvstore.actors.bench_control import run_control
+
+    with progress() as say:
+        rows = run_control(list(counts or (128, 2048)), rounds, say)
+    _write(rows, as_json, output)
+    if not as_json:
+        show_rows(rows, ("op", "num_hashes"), lambda row: f"{row['p50_us']:,} / {row['p99_us']:,}", "us, p50 / p99")
+
+
+def _write(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:
+    if output is not None:
+        output.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+    if as_json:
+        click.echo(json.dumps(rows))

@@ -1,0 +1,207 @@
+"""Reading what one peer granted: claim slots, READ, check that the lease covered it, publish, pin, tell."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.chain import Chain
+from kvstore.errors import KVStoreError, LeaseError, PeerLost, TransferError, TransferTimeout
+from kvstore.messages import NOTIFICATION, MoverDone, PeerGrant
+from kvstore.peers import Peer
+from kvstore.transport import PeerDescription, ReadRequest
+
+if TYPE_CHECKING:
+    from kvstore.fetch import Fetcher, Load
+
+logger = logging.getLogger(__name__)
+
+_FIRST_SEGMENT_BLOCKS = 64
+_MOVER_GRACE_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """Part of a peer's grant that is prepared and read as one: blocks [first, first + len(chain)) of it."""
+
+    first: int
+    chain: Chain
+    write_id: int
+    indexes: tuple[int, ...]
+    slots: tuple[int, ...]
+    read_id: int = 0
+    ended: bool = False
+
+
+class PeerRead:
+    """One lease at one peer, and the READs under it.
+
+    The grant is read in segments, each about twice as long as the one before: while the mover reads one,
+    the next one's slots are claimed, so that the time to claim thousands of slots is not waited for.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        load: Load,
+        peer: Peer,
+        grant: PeerGrant,
+        chain: Chain,
+        valid_until_s: float,
+        version: int,
+        owner: str,
+    ) -> None:
+        self._fetcher, self._load, self._peer, self._grant = fetcher, load, peer, grant
+        self._pool, self._config, self._owner = fetcher.pool, fetcher.config, owner
+        self._chain, self._valid_until_s, self._version = chain, valid_until_s, version
+        self._first = load.num_ready
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._segments: list[_Segment] = []
+        self._posted_all = False
+        self._error: KVStoreError | None = None
+        self._num_wanted = self._num_published = 0
+
+    def run(self) -> str:
+        """Read everything; returns why it fell short, or nothing.
+
+        Raises:
+            TransferError: the peer or the mover failed; what may still be written is quarantined.
+        """
+        event = threading.Event()
+        entered: list[bytes] = []
+        started_s = time.monotonic()
+        notified = False
+        try:
+            self._check_quarantine()
+            generation = self._grant.mover_generation
+            name, description = self._peer.transport(generation, self._config.call_timeout_s)
+            refused = False
+            for first, count in self._plan():
+                piece = self._chain.tail(first).head(count)
+                ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
+                refused = ticket.num_refused > 0
+                if ticket.indexes:
+                    hashes = [piece.hash_at(i) for i in ticket.indexes]
+                    entered += self._fetcher.enter(hashes, event)
+                    segment = _Segment(first, piece, ticket.write_id, ticket.indexes, ticket.slots)
+                    is_last = first + count == len(self._chain)
+                    self._post(segment, name, description, with_notification=is_last)
+                    notified = is_last
+                if refused or self._error is not None:
+                    break
+            return self._wait(started_s) or ("pool_full" if refused else "")
+        finally:
+            self._fetcher.leave(entered, event)
+            if not (notified and self._num_published == self._num_wanted) and not self._may_still_write():
+                with contextlib.suppress(KVStoreError):
+                    self._peer.release(self._grant.lease_id)
+
+    def _check_quarantine(self) -> None:
+        stats = self._pool.stats()
+        if stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots:
+            raise TransferTimeout(
+                f"{stats.num_quarantined} of {stats.num_slots} slots are quarantined behind abandoned transfers; "
+                "nothing more is fetched until they are terminal"
+            )
+
+    def _plan(self) -> list[tuple[int, int]]:
+        """Return (first block, number of blocks) of each segment."""
+        total, segments, first = len(self._chain), [], 0
+        size = max(_FIRST_SEGMENT_BLOCKS, 2 * self._config.chunk_bytes // self._load.block_bytes)
+        while first < total:
+            count = size if total - first >= 2 * size else total - first
+            segments.append((first, count))
+            first, size = first + count, 2 * size
+        return segments
+
+    def _post(self, segment: _Segment, name: str, description: PeerDescription, *, with_notification: bool) -> None:
+        load, now_s = self._load, time.monotonic()
+        left_s = min(self._valid_until_s, load.deadline_s, now_s + self._config.transfer_timeout_s) - now_s
+        note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch) if with_notification else b""
+        request = ReadRequest(
+            peer=name,
+            block_bytes=load.block_bytes,
+            local_slots=np.asarray(segment.slots, dtype=np.int32),
+            remote_slots=self._grant.slots[[segment.first + i for i in segment.indexes]],
+            notification=note,
+        )
+        with self._lock:
+            self._segments.append(segment)
+            self._num_wanted += len(segment.indexes)
+        try:
+            segment.read_id = self._fetcher.mover.read(
+                request,
+                description,
+                lambda done, error: self._on_done(segment, done, error),
+                chunk_blocks=max(1, self._config.chunk_bytes // load.block_bytes),
+                timeout_s=max(left_s, 1e-3),
+            )
+        except PeerLost:
+            self._end(segment, "")
+            raise
+
+    def _wait(self, started_s: float) -> str:
+        load = self._load
+        with self._lock:
+            self._posted_all = True
+            if all(segment.ended for segment in self._segments):
+                self._ended.set()
+        if not self._segments:
+            # Everything arrived by other ways meanwhile, or no slot could be had.
+            return "" if self._fetcher.pin_more(load) else "busy"
+        # The mover reports by itself when time is up; this wait is for a mover that does not.
+        left_s = min(self._valid_until_s, load.deadline_s) - time.monotonic()
+        if not self._ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
+            for segment in [s for s in self._segments if not s.ended]:
+                self._fetcher.mover.abandon(segment.read_id)
+                self._end(segment, f"read-{segment.read_id}")
+            raise TransferTimeout("the mover did not report on a READ in time")
+        load.report.read_s += time.monotonic() - started_s
+        load.report.num_bytes += self._num_published * load.block_bytes
+        if self._error is not None:
+            raise self._error
+        return "" if self._num_published == self._num_wanted else "lease_expired"
+
+    def _may_still_write(self) -> bool:
+        return any(segment.read_id and not segment.ended for segment in self._segments)
+
+    def _on_done(self, segment: _Segment, done: MoverDone, error: KVStoreError | None) -> None:
+        """Runs on the control thread for every chunk: check, publish, pin for the client, tell it."""
+        if error is not None:
+            self._error = error if isinstance(error, TransferError) else TransferError(str(error))
+            self._end(segment, "" if done.terminal else f"read-{done.read_id}")
+            return
+        fetcher = self._fetcher
+        covered = (
+            time.monotonic() < self._valid_until_s and fetcher.namespace_version(self._chain.namespace) == self._version
+        )
+        if covered:
+            count = None if done.last else done.num_blocks
+            self._num_published += self._pool.complete_store(segment.write_id, self._owner, count=count)
+            reached = self._first + segment.first + segment.indexes[done.num_blocks - 1] + 1
+            if done.last:
+                reached = self._first + segment.first + len(segment.chain)
+            if reached > self._load.num_ready:
+                try:
+                    fetcher.pin_more(self._load, reached)
+                except LeaseError:
+                    logger.debug("the client of a load left before its blocks came")
+        if done.last:
+            self._load.report.num_descriptors += done.num_descriptors
+            fetcher.hints.publish_soon()
+            self._end(segment, "")
+
+    def _end(self, segment: _Segment, quarantine: str) -> None:
+        """Give up what a segment has not published; what a transfer may still touch is set aside."""
+        self._pool.abort_store(segment.write_id, self._owner, quarantine=quarantine)
+        with self._lock:
+            segment.ended = True
+            if self._posted_all and all(s.ended for s in self._segments):
+                self._ended.set()

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def demo(repo_root, monkeypatch):
+    monkeypatch.syspath_prepend(str(repo_root / "examples"))
+    return importlib.import_module("prefill_decode")
+
+
+def row(hit: str, **changes: object) -> dict[str, object]:
+    same = {"kv_identical": True, "logits_identical": True, "tokens_identical": True, "identical": True}
+    return {"request": f"a {hit}", "hit": hit, "nixl_bytes": 10 if hit == "peer" else 0, **same, **changes}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_all_requests_are_identical_to_a_run_without_a_store(run_example):
+    run = run_example(sys.executable, "examples/prefill_decode.py", "--json", "--new-tokens", "8", timeout_s=200)
+
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    rows, summary = result["rows"], result["summary"]
+    assert summary["problems"] == []
+    assert summary["num_identical"] == summary["num_requests"] == len(rows) >= 8
+    assert all(row["kv_identical"] and row["logits_identical"] and row["tokens_identical"] for row in rows)
+    classes = ("num_full_peer_hits", "num_local_hits", "num_mixed_hits", "num_partial_hits", "num_misses")
+    assert all(summary[name] >= 1 for name in classes), summary
+    # NIXL's own count, the loads' count and the blocks that came from the peer say the same.
+    block_bytes = 8 * 2 * 4 * 32 * 64 * 4
+    from_peer = sum(row["num_blocks_peer"] for row in rows) * block_bytes
+    assert summary["nixl_bytes"] == sum(row["nixl_bytes"] for row in rows) == from_peer > 0
+    for each in rows:
+        parts = ("num_blocks_own", "num_blocks_peer", "num_blocks_recomputed")
+        assert sum(each[part] for part in parts) == each["num_blocks"] == each["num_prompt_tokens"] // 32
+        assert each["nixl_gb_per_s"] > 0 or each["num_blocks_peer"] == 0
+        assert each["ttft_cached_s"] > 0 < each["ttft_uncached_s"]
+    assert {"too short", "peer", "own"} <= {each["hit"] for each in rows[:3]}
+    assert [each["num_prompt_tokens"] for each in rows[1:3]] == [64, 65]  # on a block boundary, one past it
+
+
+@pytest.mark.parametrize("name", ["kv_identical", "logits_identical", "tokens_identical"])
+def test_a_difference_is_a_problem(demo, name):
+    rows = [row(hit) for hit in demo.REQUIRED]
+    assert demo.summarize(rows, 10)["problems"] == []
+    rows[0] = row(rows[0]["hit"], **{name: False, "identical": False})
+
+    summary = demo.summarize(rows, 10)
+
+    assert summary["num_identical"] == len(rows) - 1
+    assert len(summary["problems"]) == 1
+    assert name.split("_")[0] in summary["problems"][0]
+
+
+def test_a_missing_class_of_hits_is_a_problem(demo):
+    for missing in demo.REQUIRED:
+        rows = [row(hit, nixl_bytes=1) for hit in demo.REQUIRED if hit != missing]
+        assert demo.summarize(rows, len(rows))["problems"] == [f"no request was of the class {missing!r}"]
+
+
+def test_bytes_that_nixl_did_not_move_are_a_problem(demo):
+    rows = [row(hit) for hit in demo.REQUIRED]
+    assert demo.summarize(rows, 0)["problems"] == ["NIXL moved no bytes"]
+    assert len(demo.summarize(rows, 9)["problems"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "own", "peer", "expected"),
+    [
+        (0, 0, 0, "too short"),
+        (3, 0, 0, "miss"),
+        (3, 0, 2, "partial"),
+        (3, 1, 1, "partial"),
+        (3, 3, 0, "own"),
+        (3, 0, 3, "peer"),
+        (3, 1, 2, "own+peer"),
+    ],
+)
+def test_hit_classes(demo, num_blocks, own, peer, expected):
+    counts = {"num_blocks": num_blocks, "num_blocks_own": own, "num_blocks_peer": peer}
+    assert demo.hit_class(counts) == expected
+    assert expected in demo.CLASSES
+
+
+def test_paged_cache_gives_back_the_bits_it_was_given(demo):
+    torch = pytest.importorskip("torch")
+    engine = importlib.import_module("demo_engine")
+    pages, heads, head_dim = engine.PagedCache(), engine.SHAPE.num_kv_heads, engine.SHAPE.head_dim
+    num_tokens = 3 * engine.BLOCK_SIZE
+    layers = [
+        tuple(torch.randn(1, heads, num_tokens, head_dim) for _ in range(2)) for _ in range(engine.SHAPE.num_layers)
+    ]
+    block_ids = pages.take(3)
+
+    pages.scatter(block_ids, layers)
+
+    for got, given in zip(pages.gather(block_ids), layers, strict=True):
+        assert all(map(engine.same_bits, got, given))
+    pages.give_back(block_ids)
+    assert all(torch.isnan(tensor).all() for tensor in pages.tensors)

@@ -1,0 +1,41 @@
+"""The vLLM example, as a reader would run it; only where vLLM is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+START_S = 60
+RUN_S = 280
+
+
+def python_with_vllm(repo_root: Path) -> str:
+    """This interpreter, or the one of `make example-vllm`; skips the test when neither has vLLM."""
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    other = repo_root / ".venv-vllm/bin/python"
+    if other.is_file():
+        has_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+        if subprocess.run([other, "-c", has_vllm], timeout=START_S, check=False).returncode == 0:
+            return str(other)
+    pytest.skip("vLLM is neither in this environment nor in .venv-vllm; `make example-vllm` installs it")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_S + 2 * START_S)
+def test_answers_are_the_same_cold_and_warm_and_blocks_come_from_the_store(repo_root: Path, run_example):
+    run = run_example(python_with_vllm(repo_root), "examples/vllm_cold_warm.py", "--json", timeout_s=RUN_S)
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = json.loads(run.stdout)
+    assert all(row["identical"] for row in rows)
+    assert [row["num_blocks_from_store"] for row in rows] == [0, 1, 1, 24, 11, 0]
+    assert all(row["max_logprob_diff"] < 1e-3 for row in rows)
+    # 24 blocks and 5 tokens: far from the threshold, so that a busy machine does not matter.
+    assert rows[3]["warm_first_token_s"] < rows[3]["cold_first_token_s"]

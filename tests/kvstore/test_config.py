@@ -1,0 +1,128 @@
+import os
+import stat
+
+import pytest
+
+from kvstore import config
+from kvstore.config import StoreConfig, parse_bytes
+from kvstore.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("8GiB", 8 << 30),
+        ("512 MiB", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("2 kib", 2048),
+        ("1tib", 1 << 40),
+        ("10 B", 10),
+        (" 77 ", 77),
+        (123, 123),
+    ],
+)
+def test_sizes(text, wanted):
+    assert parse_bytes(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 GiB 2", "1e9", "8 gibi", "0x10", True, None, 1.5j])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="wanted a size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": ""},
+        {"name": "a b"},
+        {"name": "x" * 41},
+        {"name": "../up"},
+        {"capacity_bytes": 65535},
+        {"block_bytes": -1},
+        {"block_bytes": (1 << 30) + 1},
+        {"lease_ttl_s": 0.0},
+        {"lease_ttl_s": float("nan")},
+        {"lease_ttl_s": 1.0},
+        {"lease_margin_s": 0.0},
+        {"lease_margin_s": 15.0},
+        {"transfer_timeout_s": -1.0},
+        {"call_timeout_s": 0.0},
+        {"max_pinned_fraction": 0.0},
+        {"max_pinned_fraction": 1.1},
+        {"max_quarantined_fraction": 0.0},
+        {"chunk_bytes": 4095},
+        {"lane": "rdma"},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes):
+    with pytest.raises(ConfigError) as caught:
+        StoreConfig(**changes)
+    assert "wanted" in str(caught.value)
+    assert "got" in str(caught.value)
+
+
+def test_json_round_trip():
+    made = StoreConfig(name="a.b-c_1", capacity_bytes=1 << 20, block_bytes=4096, lane="tcp", lease_ttl_s=2.5)
+    assert StoreConfig.from_json(made.to_json()) == made
+    assert made.to_json() == StoreConfig.from_json(made.to_json()).to_json()
+
+
+def test_unknown_settings_are_refused_by_name():
+    with pytest.raises(ConfigError, match="capacity_byte'"):
+        StoreConfig.from_json('{"capacity_byte": 1}')
+
+
+OTHERS = {
+    "name": "b",
+    "capacity_bytes": 1 << 20,
+    "block_bytes": 64,
+    "lease_ttl_s": 31.0,
+    "lease_margin_s": 0.6,
+    "transfer_timeout_s": 11.0,
+    "call_timeout_s": 6.0,
+    "max_pinned_fraction": 0.8,
+    "max_quarantined_fraction": 0.3,
+    "chunk_bytes": 1 << 20,
+    "lane": "tcp",
+}
+
+
+@pytest.mark.parametrize("field", StoreConfig.__dataclass_fields__)
+def test_every_setting_is_compared(field):
+    one, other = StoreConfig(), StoreConfig(**{field: OTHERS[field]})
+    assert one.fingerprint != other.fingerprint
+    assert one.differences(other) == {field: (getattr(one, field), OTHERS[field])}
+    assert one.differences(StoreConfig()) == {}
+
+
+def test_the_protocol_version_is_in_the_fingerprint(monkeypatch):
+    before = StoreConfig().fingerprint
+    monkeypatch.setattr(config, "PROTOCOL_VERSION", config.PROTOCOL_VERSION + 1)
+    assert StoreConfig().fingerprint != before
+
+
+def test_the_socket_folder_is_private(monkeypatch, tmp_path):
+    folder = tmp_path / "sockets"
+    monkeypatch.setenv("RAYKV_SOCKET_DIR", str(folder))
+    assert config.socket_dir() == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert config.socket_dir() == folder
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="mode 755"):
+        config.socket_dir()
+
+
+def test_ucx_settings_of_the_user_win(monkeypatch):
+    for key in (*config.UCX_DEFAULTS, "UCX_TLS", "NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("UCX_TCP_TX_SEG_SIZE", "8k")
+    config.set_ucx_defaults()
+    config.set_ucx_lane("default")
+    assert os.environ["UCX_TCP_TX_SEG_SIZE"] == "8k"
+    assert os.environ["UCX_TCP_RX_SEG_SIZE"] == "256k"
+    assert "UCX_TLS" not in os.environ
+    config.set_ucx_lane("tcp")
+    assert os.environ["UCX_TLS"] == "tcp"
+    for key in (*config.UCX_DEFAULTS, "UCX_TLS", "NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):
+        monkeypatch.delenv(key, raising=False)

@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import messages
+from kvstore.chain import Chain
+from kvstore.errors import ProtocolError
+from kvstore.pool import Grant, StoreTicket
+from kvstore.transport import ReadRequest
+
+CHAIN = Chain(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
+SLOTS = np.array([5, 0, 2**31 - 1], dtype=np.int32)
+ids = st.integers(0, 2**64 - 1)
+ints = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+
+
+@given(ints)
+def test_ints(values):
+    back = messages.unpack_ints(messages.pack_ints(values))
+    assert back.dtype == np.int32
+    assert back.tolist() == values
+    assert back.flags.writeable
+
+
+def test_part_of_an_int_is_refused():
+    with pytest.raises(ProtocolError, match="whole int32"):
+        messages.unpack_ints(b"12345")
+
+
+@pytest.mark.parametrize("ttl_s", [0.1, 30.0, 1e9])
+def test_lease(ttl_s):
+    assert messages.unpack_lease(messages.pack_lease(CHAIN, ttl_s)) == (CHAIN, ttl_s)
+
+
+def test_load():
+    assert messages.unpack_load(messages.pack_load(CHAIN, 1.5, 2.5)) == (CHAIN, 1.5, 2.5)
+
+
+@given(ids, ints)
+def test_grant(lease_id, slots):
+    grant = Grant(lease_id, tuple(slots))
+    assert messages.unpack_grant(messages.pack_grant(grant)) == grant
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 65535])
+def test_prepare(num_parts):
+    assert messages.unpack_prepare(messages.pack_prepare(CHAIN, num_parts)) == (CHAIN, num_parts)
+
+
+@given(ids, st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 9999)), max_size=9))
+def test_ticket(write_id, pairs):
+    ticket = StoreTicket(
+        write_id=write_id,
+        indexes=tuple(a for a, _ in pairs),
+        slots=tuple(b for _, b in pairs),
+        num_resident=3,
+        num_refused=4,
+    )
+    assert messages.unpack_ticket(messages.pack_ticket(ticket)) == ticket
+
+
+@pytest.mark.parametrize("slots", [SLOTS, SLOTS[:0]])
+@pytest.mark.parametrize("report", [b"", b'{"reason":""}'])
+def test_progress(slots, report):
+    back = messages.unpack_progress(messages.pack_progress(messages.Progress(9, 4, slots, report)))
+    assert (back.lease_id, back.first, back.slots.tolist(), back.report) == (9, 4, slots.tolist(), report)
+
+
+def test_peer_lease():
+    lease = messages.PeerLease(chain=CHAIN, block_bytes=2**32 - 1, slot_format=1, namespace_version=2**63, ttl_s=0.5)
+    assert messages.unpack_peer_lease(messages.pack_peer_lease(lease)) == lease
+
+
+def test_peer_grant():
+    grant = messages.PeerGrant(
+        lease_id=2**64 - 1, epoch=b"12345678", namespace_version=3, mover_generation=4, slots=SLOTS
+    )
+    back = messages.unpack_peer_grant(messages.pack_peer_grant(grant))
+    assert back.slots.tolist() == SLOTS.tolist()
+    for name in ("lease_id", "epoch", "namespace_version", "mover_generation"):
+        assert getattr(back, name) == getattr(grant, name)
+
+
+@pytest.mark.parametrize("notification", [b"", messages.NOTIFICATION.pack(1, b"epoch678")])
+@pytest.mark.parametrize("peer", ["", "node/ä/1"])
+def test_mover_read(notification, peer):
+    request = ReadRequest(
+        peer=peer, block_bytes=1 << 20, local_slots=SLOTS, remote_slots=SLOTS[::-1], notification=notification
+    )
+    read = messages.MoverRead(read_id=1, request=request, chunk_blocks=2, timeout_s=0.25)
+    back = messages.unpack_mover_read(messages.pack_mover_read(read))
+    assert (back.read_id, back.chunk_blocks, back.timeout_s) == (1, 2, 0.25)
+    assert (back.request.peer, back.request.block_bytes, back.request.notification) == (peer, 1 << 20, notification)
+    assert back.request.local_slots.tolist() == SLOTS.tolist()
+    assert back.request.remote_slots.tolist() == SLOTS[::-1].tolist()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_mover_done(last, terminal):
+    done = messages.MoverDone(
+        read_id=1, num_blocks=2, last=last, terminal=terminal, seconds=0.5, num_descriptors=3, error=b"{}"
+    )
+    assert messages.unpack_mover_done(messages.pack_mover_done(done)) == done
