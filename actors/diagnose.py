@@ -132,21 +132,22 @@ def cluster_address() -> str:
 def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
     root = str(Path(kvstore.__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "kvstore.actors.diagnose", *words],
+    command = [sys.executable, "-m", "kvstore.actors.diagnose", *words]
+    with subprocess.Popen(
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,  # Ctrl-C is for this process, which then ends the child and its Ray in order.
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    try:
-        output = child.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired as error:
-        raise TransferTimeout(f"no answer within {timeout_s:.0f} s") from error
-    finally:
-        _end(child)
+    ) as child:
+        try:
+            output = child.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired as error:
+            raise TransferTimeout(f"no answer within {timeout_s:.0f} s") from error
+        finally:
+            _end(child)
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if not lines:
         raise StoreUnavailable(f"the process that asked ended with status {child.returncode} and no answer")

@@ -72,6 +72,8 @@ def two_nodes() -> Iterator[list[str]]:
                 for head_only in ({"include_dashboard": False}, {})
             ]
             ray.init(cluster.address, namespace="raykv-demo", log_to_driver=False, configure_logging=False)
+            # Ray has handlers of its own, of which one ends this process without the clean-up below.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
             cluster.wait_for_nodes(timeout=START_S)
             yield nodes
         finally:
@@ -222,7 +224,6 @@ def run(lane: str, num_tokens: int, capacity: str) -> dict[str, Any]:
 @click.option("--new-tokens", type=click.IntRange(1, 256), default=16, show_default=True)
 @click.option("--capacity", default="128MiB", show_default=True, help="Memory for blocks on each node.")
 def main(as_json: bool, lane: str, new_tokens: int, capacity: str) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the clean-up runs
     try:
         result = run(lane, new_tokens, capacity)
     except kvstore.KVStoreError as error:

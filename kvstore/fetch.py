@@ -19,10 +19,7 @@ import numpy as np
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.errors import (
-    ChainBroken,
     KVStoreError,
-    LeaseError,
-    PeerLost,
     StoreUnavailable,
     TransferError,
     TransferTimeout,
@@ -97,7 +94,7 @@ class Fetcher:
         mover: MoverLink,
         slot_format: int,
         namespace_version: Callable[[bytes], int],
-        adopt_version: Callable[[bytes, int], None],
+        adopt_version: Callable[[bytes, int], object],
     ) -> None:
         self.config, self.pool, self.hints, self._peers, self.mover = config, pool, hints, peers, mover
         self._slot_format = slot_format
@@ -137,33 +134,46 @@ class Fetcher:
             if time.monotonic() > load.deadline_s:
                 return "timeout"
             rest = load.chain.tail(load.num_ready)
+            # Noted before anybody is asked: of several loads that miss one block, one asks and the others wait.
+            event = threading.Event()
             with self._in_flight_lock:
-                other = self._in_flight.get(rest.hash_at(0))
-            if other is not None:
+                other = self._in_flight.setdefault(rest.hash_at(0), event)
+            if other is not event:
                 if not other.wait(max(0.0, load.deadline_s - time.monotonic())):
                     return "timeout"
-                if self.pin_more(load):
-                    continue
-            if len(tried) >= _MAX_PEERS_PER_LOAD:
-                return "not_found"
-            load.report.num_locate_calls += 1
-            found = [node for node, _ in self.hints.locate(rest) if node not in tried]
-            usable = [node for node in found if self._peers.is_usable(node)]
-            if not usable:
-                # It may have arrived here while we were asking.
-                if self.pin_more(load):
-                    continue
-                return "peer_lost" if found and set(found) - {self._own_id()} else "not_found"
-            tried.add(usable[0])
+                self.pin_more(load)
+                continue
             try:
-                reason = self._fetch_from(load, rest, usable[0])
-            except (TransferError, StoreUnavailable) as error:
-                logger.warning("fetch from node %s failed: %s", usable[0], error)
-                self._peers.failed(usable[0])
-                reason = "timeout" if isinstance(error, TransferTimeout) else "peer_lost"
-            if reason and load.num_ready < len(load.chain) and len(usable) == 1:
+                reason = self._ask_a_peer(load, rest, tried)
+            finally:
+                self.leave([rest.hash_at(0)], event)
+            if reason and load.num_ready < len(load.chain):
                 return reason
         return ""
+
+    def _ask_a_peer(self, load: Load, rest: Chain, tried: set[str]) -> str:
+        """Fetch from the best peer not tried yet; returns why there is no use in going on, or nothing."""
+        # It may have arrived here since the load began.
+        if self.pin_more(load):
+            return ""
+        if len(tried) >= _MAX_PEERS_PER_LOAD:
+            return "not_found"
+        load.report.num_locate_calls += 1
+        found = [node for node, _ in self.hints.locate(rest) if node not in tried]
+        usable = [node for node in found if self._peers.is_usable(node)]
+        if not usable:
+            # Or while we were asking.
+            if self.pin_more(load):
+                return ""
+            return "peer_lost" if found and set(found) - {self._own_id()} else "not_found"
+        tried.add(usable[0])
+        try:
+            reason = self._fetch_from(load, rest, usable[0])
+        except (TransferError, StoreUnavailable) as error:
+            logger.warning("fetch from node %s failed: %s", usable[0], error)
+            self._peers.failed(usable[0])
+            reason = "timeout" if isinstance(error, TransferTimeout) else "peer_lost"
+        return reason if len(usable) == 1 else ""
 
     def _own_id(self) -> str:
         return self._peers.own_node_id

@@ -41,8 +41,10 @@ def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
     """Return the end of each chunk of a READ: short ones first and last, full ones between.
 
     What is copied out overlaps with reading the next chunk, so the first chunk decides when copying
-    begins and the last one how much of it is left at the end.
+    begins and the last one how much of it is left at the end. What fits one chunk is not divided.
     """
+    if num_blocks <= chunk_blocks:
+        return [num_blocks] if num_blocks else []
     ends: list[int] = []
     at, size = 0, max(1, chunk_blocks // 4)
     while at < num_blocks:

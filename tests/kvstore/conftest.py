@@ -147,7 +147,7 @@ class Cluster:
 
     def check(self):
         for core in self.nodes.values():
-            if core._pool is not None:
+            if core.attached_pool is not None:
                 core.pool.check_integrity()
 
     def stop(self):

@@ -287,7 +287,7 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
     assert core.clear(cluster.space.digest, 1) == 0
     assert core.lookup(chain_of(hashes)) == 3
     assert core.clear(cluster.space.digest, 3) == 3
-    assert core.namespace_versions() == {cluster.space.digest: 3}
+    assert core.versions == {cluster.space.digest: 3}
 
 
 def test_a_peer_that_has_not_heard_of_a_clearing_cannot_bring_old_blocks_back(cluster):
@@ -300,7 +300,7 @@ def test_a_peer_that_has_not_heard_of_a_clearing_cannot_bring_old_blocks_back(cl
     assert result.num_blocks == 0
     assert two.bytes() == before
     # Asking told the peer: it clears too.
-    assert cluster.nodes["a"].namespace_versions() == {cluster.space.digest: 1}
+    assert cluster.nodes["a"].versions == {cluster.space.digest: 1}
     assert one.client.lookup(hashes).num_local == 0
     one.save(hashes, range(3))
     assert two.load(hashes, range(3)).num_blocks == 3
@@ -314,7 +314,7 @@ def test_a_store_that_has_not_heard_learns_from_the_peer_it_asks(cluster):
     one.save(hashes, range(3))
     first = two.load(hashes, range(3))
     assert [f.reason for f in first.failed] == [MissReason.CLEARED] * 3
-    assert cluster.nodes["b"].namespace_versions() == {cluster.space.digest: 1}
+    assert cluster.nodes["b"].versions == {cluster.space.digest: 1}
     assert two.client.lookup(old, remote=False).num_local == 0
     assert two.load(hashes, range(3)).num_blocks == 3
 
@@ -652,13 +652,13 @@ def test_a_block_counts_only_if_the_lease_covered_its_read(cluster, monkeypatch)
     one.save(hashes, range(3))
     late_s, clock = [0.0], time.monotonic
     monkeypatch.setattr("kvstore.fetch.time.monotonic", lambda: clock() + late_s[0])
-    read = cluster.nodes["b"]._mover.read
+    read = cluster.nodes["b"].mover.read
 
     def read_late(*args, **more):
         late_s[0] = 0.8
         return read(*args, **more)
 
-    monkeypatch.setattr(cluster.nodes["b"]._mover, "read", read_late)
+    monkeypatch.setattr(cluster.nodes["b"].mover, "read", read_late)
     before = two.bytes()
     result = two.load(hashes, range(3))
     assert result.num_blocks == 0

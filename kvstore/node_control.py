@@ -1,0 +1,305 @@
+"""What a node store says on its control connections: to workers, to its mover, and to peers.
+
+Runs on the one thread of kvstore.control_server, so nothing here may block.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.chain import decode_chain
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.control_server import Connection, ControlServer
+from kvstore.errors import (
+    IncompatibleStore,
+    InvalidRequest,
+    LayoutMismatch,
+    PeerLost,
+    ProtocolError,
+)
+from kvstore.fetch import Load
+from kvstore.messages import (
+    NOTIFICATION,
+    U64,
+    U64_F64,
+    U64_U16,
+    PeerGrant,
+    Progress,
+    pack_grant,
+    pack_peer_grant,
+    pack_progress,
+    pack_ticket,
+    unpack_lease,
+    unpack_load,
+    unpack_peer_lease,
+    unpack_prepare,
+)
+from kvstore.pool import Grant
+from kvstore.shape import BLOCK_ORDER_VERSION
+from kvstore.wire import Flag, Message, Op, pack_json, unpack_json
+
+if TYPE_CHECKING:
+    from kvstore.node import NodeCore
+
+logger = logging.getLogger(__name__)
+
+
+class NodeControl:
+    """Serves one node store's connections.
+
+    Args:
+        core: the node store.
+        on_mover_gone: called, on a thread of its own, when the mover's process is gone.
+    """
+
+    def __init__(self, core: NodeCore, on_mover_gone: Callable[[], None]) -> None:
+        self._core, self._on_mover_gone = core, on_mover_gone
+        self._remote_leases: dict[int, float] = {}
+        self.num_calls: dict[str, int] = {}
+        self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks)
+
+    @property
+    def port(self) -> int:
+        """TCP port for peers."""
+        return self._server.port
+
+    def start(self, path: str, host: str) -> None:
+        """Listen for workers at `path` and for peers at `host`, on a port that the system chooses."""
+        self._server.listen_local(path)
+        self._server.listen_remote(host)
+        self._server.start()
+
+    def wake(self) -> None:
+        """Have the thread look at its timers: a lease was made by another thread."""
+        self._server.wake()
+
+    def stop(self) -> None:
+        """Close all connections and end the thread."""
+        self._server.stop()
+
+    def _serve(self, connection: Connection, message: Message) -> bytes | None:
+        op, payload, owner = message.op, message.payload, connection.owner
+        if op is Op.HELLO:
+            return self._hello(connection, message)
+        if not connection.role:
+            raise ProtocolError("wanted HELLO first")
+        self.num_calls[op.name] = self.num_calls.get(op.name, 0) + 1
+        if connection.role == "mover":
+            if op is Op.MOVER_NOTIFICATIONS:
+                self._notified(payload)
+            else:
+                self._core.mover.serve(connection, message)
+            return None
+        if connection.role == "peer":
+            return self._serve_peer(connection, message)
+        match op:
+            case Op.LOOKUP:
+                return U64.pack(self._core.lookup(decode_chain(payload)))
+            case Op.LEASE:
+                chain, ttl_s = unpack_lease(payload)
+                return pack_grant(self._core.lease(chain, owner, ttl_s))
+            case Op.RELEASE:
+                return U64.pack(self._core.release(U64.unpack(payload)[0], owner))
+            case Op.RENEW:
+                lease_id, ttl_s = U64_F64.unpack(payload)
+                return U64.pack(self._core.renew(lease_id, owner, ttl_s))
+            case Op.LOAD:
+                self._load(connection, message)
+                return None
+            case Op.PREPARE_STORE:
+                chain, num_parts = unpack_prepare(payload)
+                return pack_ticket(self._core.prepare_store(chain, owner, num_parts))
+            case Op.COMPLETE_STORE:
+                self._complete(connection, message)
+                return None
+            case Op.ABORT_STORE:
+                return U64.pack(self._core.abort_store(U64.unpack(payload)[0], owner))
+            case Op.LOOKUP_ALL:
+                threading.Thread(target=self._lookup_all, args=(connection, message), daemon=True).start()
+                return None
+            case Op.ATTACH:
+                value = unpack_json(payload)
+                return pack_json(self._core.attach(bytes.fromhex(value["namespace"]), int(value["block_bytes"])))
+            case Op.STATS:
+                threading.Thread(target=self._stats, args=(connection, message), daemon=True).start()
+                return None
+            case _:
+                raise ProtocolError(f"a node store does not serve {op.name} to a {connection.role}")
+
+    def _hello(self, connection: Connection, message: Message) -> bytes | None:
+        value = unpack_json(message.payload)
+        if value.get("protocol") != PROTOCOL_VERSION:
+            raise IncompatibleStore(
+                f"this node store speaks protocol {PROTOCOL_VERSION}, got {value.get('protocol')}; "
+                "run one version of raykv everywhere"
+            )
+        answer = pack_json(
+            {
+                "protocol": PROTOCOL_VERSION,
+                "epoch": self._core.epoch.hex(),
+                "node": self._core.node_id,
+                "config": self._core.config.to_json(),
+                "arena_bytes": self._core.arena.num_bytes,
+            }
+        )
+        role = value.get("role")
+        if connection.local and role in ("client", "mover"):
+            connection.role = role
+            connection.send(Op.HELLO, Flag.REPLY, message.request, answer, (self._core.arena.fd,))
+            return None
+        if not connection.local and role == "peer":
+            if not secrets.compare_digest(str(value.get("token")), self._core.token):
+                raise IncompatibleStore("wrong token: this address now belongs to another life of the store")
+            connection.role = "peer"
+            return answer
+        raise ProtocolError(f"wanted role client or mover locally, or peer remotely, got {role!r}")
+
+    def _load(self, connection: Connection, message: Message) -> None:
+        chain, ttl_s, timeout_s = unpack_load(message.payload)
+        self._core.check_serving()
+        if self._core.fetcher is None or chain.namespace not in self._core.block_bytes:
+            raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
+        grant = self._core.pool.pin_prefix(chain, connection.owner, time.monotonic() + ttl_s)
+        self._server.wake()
+        load = Load(
+            chain=chain,
+            block_bytes=self._core.block_bytes[chain.namespace],
+            owner=connection.owner,
+            lease_id=grant.lease_id,
+            ttl_s=ttl_s,
+            deadline_s=time.monotonic() + timeout_s,
+            send=lambda payload, last: self._answer_load(connection, message.request, payload, last),
+        )
+        load.num_ready = load.report.num_local = len(grant.slots)
+        slots = np.asarray(grant.slots, dtype=np.int32)
+        if len(grant.slots) == len(chain):
+            load.send(pack_progress(Progress(grant.lease_id, 0, slots, load.report.to_json())), True)
+            return
+        if grant.slots:
+            load.send(pack_progress(Progress(grant.lease_id, 0, slots)), False)
+        self._core.fetcher.submit(load)
+
+    @staticmethod
+    def _answer_load(connection: Connection, request: int, payload: bytes, last: bool) -> None:
+        connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, request, payload)
+
+    def _complete(self, connection: Connection, message: Message) -> None:
+        write_id, part = U64_U16.unpack(message.payload)
+        published = self._core.pool.complete_store(write_id, connection.owner, part=part)
+        # Answered after the directory has heard, so that who waits for a save can find it from any node.
+        self._core.hints.publish_soon(
+            lambda: self._reply(connection, Op.COMPLETE_STORE, message.request, U64.pack(published))
+        )
+
+    @staticmethod
+    def _reply(connection: Connection, op: Op, request: int, payload: bytes) -> None:
+        connection.send(op, Flag.REPLY, request, payload)
+
+    def _lookup_all(self, connection: Connection, message: Message) -> None:
+        answer = pack_json({"nodes": self._core.lookup_all(decode_chain(message.payload))})
+        self._reply(connection, Op.LOOKUP_ALL, message.request, answer)
+
+    def _stats(self, connection: Connection, message: Message) -> None:
+        self._reply(connection, Op.STATS, message.request, pack_json(self._core.stats()))
+
+    def _serve_peer(self, connection: Connection, message: Message) -> bytes | None:
+        match message.op:
+            case Op.PEER_LEASE:
+                return self._peer_lease(connection, message.payload)
+            case Op.PEER_RELEASE:
+                lease_id = U64.unpack(message.payload)[0]
+                self._core.pool.release(lease_id, "peers")
+                self._remote_lease_ended(lease_id)
+                return b""
+            case Op.PEER_TRANSPORT:
+                own = self._core.mover.own
+                if own is None:
+                    raise PeerLost(f"the mover of node {self._core.node_id} is being replaced; try again")
+                return pack_json(
+                    {
+                        "generation": own.generation,
+                        "agent": base64.b64encode(own.agent).decode(),
+                        "address": own.address,
+                        "slot_bytes": self._core.slot_bytes,
+                        "num_slots": self._core.pool.stats().num_slots,
+                    }
+                )
+            case _:
+                raise ProtocolError(f"a node store does not serve {message.op.name} to a peer")
+
+    def _peer_lease(self, connection: Connection, payload: bytes) -> bytes:
+        wanted = unpack_peer_lease(payload)
+        if self._core.closed_to_peers:
+            self._core.check_serving()
+        if wanted.slot_format != BLOCK_ORDER_VERSION:
+            raise LayoutMismatch(
+                f"blocks here are in byte order {BLOCK_ORDER_VERSION}, the peer wants {wanted.slot_format}; "
+                "run one version of raykv everywhere"
+            )
+        namespace = wanted.chain.namespace
+        if wanted.namespace_version > self._core.versions.get(namespace, 0):
+            self._core.clear(namespace, wanted.namespace_version)
+        version, own = self._core.versions.get(namespace, 0), self._core.mover.own
+        grant = Grant(0, ())
+        if self._core.attached_pool is not None and own is not None and version == wanted.namespace_version:
+            known = self._core.block_bytes.get(namespace, wanted.block_bytes)
+            if wanted.block_bytes != known:
+                raise LayoutMismatch(
+                    f"blocks of this namespace have {known} bytes here, the peer wants {wanted.block_bytes}; "
+                    "run one version of raykv everywhere"
+                )
+            deadline_s = time.monotonic() + wanted.ttl_s
+            grant = self._core.attached_pool.pin_prefix(wanted.chain, "peers", deadline_s)
+            if grant.slots:
+                self._remote_leases[grant.lease_id] = deadline_s
+                self._core.mover.expect_notifications(len(self._remote_leases))
+                self._server.wake()
+            else:
+                self._core.attached_pool.release(grant.lease_id, "peers")
+        return pack_peer_grant(
+            PeerGrant(
+                lease_id=grant.lease_id if grant.slots else 0,
+                epoch=self._core.epoch,
+                namespace_version=version,
+                mover_generation=own.generation if own is not None else 0,
+                slots=np.asarray(grant.slots, dtype=np.int32),
+            )
+        )
+
+    def _notified(self, payload: bytes) -> None:
+        """A peer's READ under one of our leases is through: its pins can go early."""
+        for lease_id, epoch in NOTIFICATION.iter_unpack(payload):
+            if epoch == self._core.epoch:
+                self._core.pool.release(lease_id, "peers")
+                self._remote_lease_ended(lease_id)
+
+    def _remote_lease_ended(self, lease_id: int) -> None:
+        if self._remote_leases.pop(lease_id, None) is not None:
+            self._core.mover.expect_notifications(len(self._remote_leases))
+
+    def _gone(self, connection: Connection) -> None:
+        if connection.role == "mover":
+            if self._core.mover.gone(connection):
+                threading.Thread(target=self._on_mover_gone, name="raykv-mover-gone", daemon=True).start()
+        elif self._core.attached_pool is not None and connection.role == "client":
+            dropped = self._core.attached_pool.release_owner(connection.owner)
+            if dropped:
+                logger.info("client %s is gone: %d leases and writes came back", connection.owner, dropped)
+
+    def _wants_ticks(self) -> bool:
+        return self._core.attached_pool is not None and self._core.attached_pool.num_leases() > 0
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        if self._core.attached_pool is not None:
+            self._core.attached_pool.expire(now_s)
+        for lease_id in [i for i, deadline_s in self._remote_leases.items() if deadline_s < now_s]:
+            self._remote_lease_ended(lease_id)

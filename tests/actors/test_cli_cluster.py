@@ -1,0 +1,140 @@
+"""The command line against a real Ray of one node, and with one of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from kvstore import cli
+
+pytestmark = pytest.mark.ray
+
+NAME = "from-the-cli"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def one_node() -> Iterator[Any]:
+    """One Ray node, with this process connected; the commands use that connection."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def run(*words: str) -> click.testing.Result:
+    return CliRunner().invoke(cli.main, list(words), prog_name="kvstore")
+
+
+def test_start_status_stop(one_node):
+    assert run("status", "--name", NAME).exit_code == 2
+    try:
+        started = run("start", "--name", NAME, "--capacity", "64MiB", "--address", one_node.address)
+        assert started.exit_code == 0, started.output
+        assert started.stdout == f"store '{NAME}' runs on 1 node(s), 64 MiB each\n"
+
+        result = run("status", "--name", NAME, "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        (node,) = found["nodes"].values()
+        assert found["without_store"] == []
+        assert found["name"] == NAME
+        assert node["capacity_bytes"] == 64 << 20
+        assert node["mover_pid"] > 0
+        assert node["nixl"]["num_bytes"] == 0
+
+        shown = run("status", "--name", NAME)
+        assert shown.exit_code == 0
+        assert node["epoch"] in shown.stdout
+        assert "1 of 1 nodes" in shown.stdout
+
+        other = run("start", "--name", NAME, "--capacity", "65MiB")
+        assert other.exit_code == 2
+        assert other.stderr.splitlines()[-1].startswith("IncompatibleStore: ")
+
+        doctor = run("doctor", "--json", "--no-idle", "--address", one_node.address)
+        rows = {row["name"]: row for row in json.loads(doctor.stdout)}
+        assert {"Python", "NIXL", "Lane on this host", "CUDA", "Memory", "Ray", "Ray cluster"} <= set(rows)
+        assert "Idle cost" not in rows
+        assert rows["Ray cluster"]["values"]["stores"] == [NAME]
+        assert rows["Lane on this host"]["values"]["gb_per_s"] > 0
+    finally:
+        stopped = run("stop", "--name", NAME)
+    assert stopped.exit_code == 0, stopped.output
+    again = run("stop", "--name", NAME)
+    assert again.exit_code == 2
+    assert again.stderr.startswith("StoreNotRunning: ")
+
+
+def test_an_address_that_does_not_answer_is_a_finding():
+    from kvstore.actors import diagnose
+
+    check = diagnose.check_cluster("127.0.0.1:1")
+    assert check.status.value == "fail"
+    assert "127.0.0.1:1" in check.found
+    assert check.fix
+
+
+def test_the_token_file_is_looked_for_and_not_read(monkeypatch, tmp_path):
+    from kvstore.actors import diagnose
+
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert diagnose.check_auth().status.value == "fail"
+    (tmp_path / "token").write_text("x" * 20)
+    (tmp_path / "token").chmod(0o644)
+    check = diagnose.check_auth()
+    assert check.status.value == "warn"
+    assert "chmod 600" in check.fix
+    assert "xxx" not in json.dumps(check.as_row())
+    (tmp_path / "token").chmod(0o600)
+    assert diagnose.check_auth().status.value == "ok"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "off" in diagnose.check_auth().found
+
+
+@pytest.mark.parametrize(("percent", "status"), [(0.9, "ok"), (1.0, "warn")])
+def test_three_percent_of_a_core_is_the_limit_when_idle(monkeypatch, percent, status):
+    from kvstore.actors import diagnose
+
+    seen = dict.fromkeys(("store", "mover", "client"), percent)
+    monkeypatch.setattr(diagnose, "_ask", lambda *_: seen)
+    check = diagnose.check_idle(10.0)
+    assert check.status.value == status
+    assert check.values == {**seen, "total": 3 * percent, "seconds": 10.0}
+
+
+def test_local_serves_until_it_is_told_to_stop():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "127.0.0.1:1"}
+    code = "from kvstore.cli import main; main()"
+    command = [sys.executable, "-c", code, "start", "--local", "--capacity", "64MiB"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            watchdog_s = time.monotonic() + 90
+            lines = [process.stdout.readline() for _ in range(2)]
+            assert time.monotonic() < watchdog_s
+            assert lines[0] == "store 'default' runs on 1 node(s), 64 MiB each\n"
+            assert lines[1].startswith("Ray listens at ")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()

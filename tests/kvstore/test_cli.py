@@ -1,0 +1,253 @@
+"""The command line without a cluster: helps, errors, what is printed where, exit statuses."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import kvstore
+from kvstore import api, cli, terminal
+from kvstore.doctor import Check, Status
+from kvstore.errors import KVStoreError, StoreNotRunning
+
+COMMANDS = [["start"], ["status"], ["stop"], ["doctor"], ["bench"], ["bench", "transfer"], ["bench", "control"]]
+
+
+def run(*words: str) -> click.testing.Result:
+    return CliRunner().invoke(cli.main, list(words), prog_name="kvstore")
+
+
+@pytest.mark.parametrize("words", [[], *COMMANDS], ids=" ".join)
+def test_help(words):
+    result = run(*words, "--help")
+    assert result.exit_code == 0
+    assert result.output.startswith("Usage: kvstore")
+    assert "..." not in result.output.partition("Commands:")[2]  # each command's line fits
+
+
+def test_every_option_is_explained():
+    for words in COMMANDS:
+        command = cli.main
+        for word in words:
+            command = command.commands[word]
+        assert all(parameter.help for parameter in command.params if isinstance(parameter, click.Option))
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"kvstore, version {kvstore.__version__}\n")
+
+
+def fail(*_: object, **__: object) -> None:
+    raise StoreNotRunning("no store;\n  start\n  one")
+
+
+@pytest.mark.parametrize("words", [["status"], ["stop"]])
+def test_an_error_is_one_line_on_stderr(monkeypatch, words):
+    monkeypatch.setattr(api, "connect", fail)
+    result = run(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == "StoreNotRunning: no store; start one\n"
+
+
+def test_an_error_is_one_object_with_json(monkeypatch):
+    monkeypatch.setattr(api, "connect", fail)
+    result = run("status", "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {"error": "StoreNotRunning", "text": "no store; start one"}
+    assert result.stderr == ""
+
+
+def test_a_very_long_error_is_cut(monkeypatch):
+    def long_winded(*_: object, **__: object) -> None:
+        raise KVStoreError("word " * 1000)
+
+    monkeypatch.setattr(api, "connect", long_winded)
+    assert len(run("status").stderr) < 700
+
+
+def test_a_bad_size_is_one_line(monkeypatch):
+    result = run("start", "--block-bytes", "much")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("ConfigError: wanted a size")
+    assert result.stderr.count("\n") == 1
+
+
+def test_without_a_ray_start_says_what_to_do(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(api, "start", fail)
+    result = run("start")
+    assert result.exit_code == 2
+    assert "ray start --head" in result.stderr
+    assert "--local" in result.stderr
+
+
+def test_a_named_address_that_does_not_answer_keeps_its_own_error(monkeypatch):
+    monkeypatch.setattr(api, "start", fail)
+    result = run("start", "--address", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "no store; start one" in result.stderr
+
+
+def test_start_passes_what_it_was_given(monkeypatch):
+    seen = {}
+
+    class Store:
+        config = kvstore.StoreConfig(name="a", capacity_bytes=1 << 30)
+
+        def node_ids(self):
+            return ["n1", "n2"]
+
+    def start(capacity, **settings):
+        seen.update(settings, capacity=capacity)
+        return Store()
+
+    monkeypatch.setattr(api, "start", start)
+    result = run(*"start --capacity 2GiB --name a --address h:1 --lane tcp --block-bytes 64KiB".split())
+    assert result.exit_code == 0
+    assert result.stdout == "store 'a' runs on 2 node(s), 1 GiB each\n"
+    assert seen == {"capacity": "2GiB", "name": "a", "address": "h:1", "lane": "tcp", "block_bytes": 65536}
+
+
+def test_local_and_address_exclude_each_other():
+    result = run("start", "--local", "--address", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "leave --address out" in result.stderr
+
+
+POOL = {
+    "num_slots": 1000, "num_free": 900, "num_writing": 1, "num_idle": 90, "num_pinned": 8,
+    "num_quarantined": 1, "num_leases": 2, "num_writes": 1, "num_evicted": 7, "num_published": 99,
+}  # fmt: skip
+NODE = {
+    "node_id": "n1", "epoch": "e1", "pid": 11, "mover_pid": 12, "host": "10.0.0.1", "capacity_bytes": 1 << 30,
+    "slot_bytes": 1 << 20, "draining": False, "num_abandoned_reads": 0, "calls": {}, "pool": POOL,
+    "nixl": {"num_reads": 3, "num_descriptors": 4, "num_bytes": 5 << 20},
+}  # fmt: skip
+
+
+def connected(monkeypatch, nodes: dict, problems: dict) -> None:
+    class Store:
+        config = kvstore.StoreConfig(capacity_bytes=1 << 30)
+
+        def stats(self):
+            return {"name": "default", "nodes": nodes, "problems": problems}
+
+        def node_ids(self):
+            return ["n1", "n2"]
+
+    monkeypatch.setattr(api, "connect", lambda name, address: Store())
+
+
+def test_status_shows_the_nodes(monkeypatch):
+    connected(monkeypatch, {"n1": NODE, "n2": {**NODE, "pool": None, "nixl": None, "draining": True}}, {})
+    result = run("status")
+    assert result.exit_code == 0
+    for words in ("2 of 2 nodes", "10.0.0.1", "epoch e1", "1,000 of 1 MiB", "idle 90 (9%)", "leases 2", "evicted 7",
+                  "5 MiB in 3 READs, 4 descriptors", "draining", "no client has come"):  # fmt: skip
+        assert words in result.stdout
+    bar = next(line.strip() for line in result.stdout.splitlines() if "·" in line)
+    assert len(bar) == 50
+    assert set(bar) == {"█", "▒", "x", "▓", "·"}
+
+
+def test_a_node_without_a_store_is_exit_status_1(monkeypatch):
+    connected(monkeypatch, {"n1": NODE}, {"n2": "wanted [more] memory"})
+    result = run("status")
+    assert result.exit_code == 1
+    assert "1 of 2 nodes" in result.stdout
+    assert "wanted [more] memory" in result.stdout
+    result = run("status", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["without_store"] == ["n2"]
+
+
+def test_a_store_that_does_not_answer_is_exit_status_1(monkeypatch):
+    connected(monkeypatch, {"n1": NODE, "n2": {"error": "no answer within 10 s"}}, {})
+    result = run("status")
+    assert result.exit_code == 1
+    assert "no answer within 10 s" in result.stdout
+
+
+def checks(monkeypatch, *found: Check) -> None:
+    from kvstore.actors import diagnose
+
+    idle = Check(name="Idle cost", status=Status.OK, found="1 %")
+    monkeypatch.setattr(cli, "machine_checks", lambda: [("a look", lambda check=c: check) for c in found])
+    monkeypatch.setattr(diagnose, "ray_checks", lambda address: [])
+    monkeypatch.setattr(diagnose, "check_idle", lambda seconds: idle)
+
+
+GOOD = Check(name="Good", status=Status.OK, found="as it should be", values={"n": 1})
+BAD = Check(name="Bad", status=Status.FAIL, found="[nothing]", fix="do this")
+
+
+def test_doctor_prints_rows_and_remedies(monkeypatch):
+    checks(monkeypatch, GOOD, BAD)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "ok    Good                as it should be",
+        "fail  Bad                 [nothing]",
+        "                          → do this",
+        "ok    Idle cost           1 %",
+        "",
+        "2 ok, 0 warn, 1 fail",
+    ]
+
+
+def test_doctor_prints_one_json_list(monkeypatch):
+    checks(monkeypatch, GOOD)
+    result = run("doctor", "--json", "--no-idle")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == [GOOD.as_row()]
+
+
+TRANSFER = [
+    {"lane": "tcp", "block_bytes": 65536, "way": way, "gb_per_s": speed}
+    for way, speed in (("nixl", 3.0), ("load", 2.9))
+]
+
+
+def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tmp_path):
+    from kvstore.actors import bench_transfer
+
+    def run_transfer(lanes, block_bytes, load_bytes, rounds, progress):
+        assert (lanes, block_bytes, load_bytes, rounds) == (["tcp"], [65536], 1 << 20, 2)
+        progress("half")
+        return TRANSFER
+
+    monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
+    words = "bench transfer --lane tcp --block-bytes 64KiB --load-bytes 1MiB --rounds 2".split()
+    result = run(*words, "--json", "--output", str(tmp_path / "rows.json"))
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == TRANSFER
+    assert result.stderr == "half\n"
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert set(written) == {"hardware", "versions", "commit", "rows"}
+    assert written["rows"] == TRANSFER
+    shown = run(*words).stdout
+    for words_shown in ("GB/s", "64 KiB", "nixl", "load", "3.00", "2.90"):
+        assert words_shown in shown
+
+
+def test_bench_control_shows_percentiles(monkeypatch):
+    from kvstore.actors import bench_control
+
+    row = {"op": "lookup", "way": "socket", "num_hashes": 2048, "p50_us": 1234.5, "p99_us": 2000.0}
+    monkeypatch.setattr(bench_control, "run_control", lambda counts, rounds, progress: [row])
+    shown = run("bench", "control").stdout
+    assert "2,048" in shown
+    assert "1,234.5 / 2,000.0" in shown
+
+
+def test_progress_off_a_terminal_is_a_line_each(capsys):
+    with terminal.progress() as say:
+        say("one [thing]")
+        say("two")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "one [thing]\ntwo\n")
