@@ -6,7 +6,6 @@ through the arena that both map. Jobs run on threads of the client, each with a 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -15,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
-
-import numpy as np
 
 from kvstore.arena import attach_arena
 from kvstore.chain import Chain
@@ -29,23 +26,18 @@ from kvstore.errors import (
     LayoutMismatch,
     NamespaceMismatch,
     StoreUnavailable,
-    TransferError,
 )
 from kvstore.hashing import BlockHashes, Namespace
+from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout, Part
 from kvstore.lease import Lease
 from kvstore.messages import (
     U64,
     U64_F64,
-    U64_U16,
     pack_lease,
-    pack_load,
-    pack_prepare,
     unpack_grant,
-    unpack_progress,
-    unpack_ticket,
 )
-from kvstore.results import BlockFailure, Job, LoadResult, Match, MissReason, SaveResult
+from kvstore.results import Job, LoadResult, Match, SaveResult
 from kvstore.wire import Op, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
@@ -96,6 +88,7 @@ class Client:
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
         self._copier: Copier | None = None
+        self._lookups: ControlClient | None = None
         threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
 
@@ -118,29 +111,44 @@ class Client:
 
         Raises:
             LayoutMismatch: the tensors do not fit the namespace's shape; nothing is registered.
+            StoreUnavailable: this client was closed.
         """
+        self._check_open()
         copier = Copier(caches, self.space.shape, self._arena, self.slot_bytes, self.num_slots, axes, self._part)
         self._copier = copier
         return copier.layout
 
     # Questions.
 
-    def lookup(self, hashes: BlockHashes, *, remote: bool = True) -> Match:
+    def lookup(self, hashes: BlockHashes, *, remote: bool = True, timeout_s: float | None = None) -> Match:
         """Return how much of a chain is stored where. No side effect.
 
         Args:
             hashes: a run of a chain.
             remote: also ask the directory when this node does not have everything.
+            timeout_s: for each of the one or two calls that this makes; the configured one when None. An engine's
+                scheduler passes a small one and takes TransferTimeout for "nothing".
+
+        Returns:
+            What each node has by itself. A load can do better than the longest: it puts prefixes together.
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
             PeerLost: the node store is gone.
+            TransferTimeout: no answer in time; the next lookup may be made at once.
         """
         chain = self._chain(hashes)
-        num_local = U64.unpack(self._call(Op.LOOKUP, chain.encode()))[0]
+        limit_s = self._call_timeout_s if timeout_s is None else timeout_s
+        payload = chain.encode()
+        # A connection of its own: one that timed out is closed, and leases must not go with it.
+        connection = self._lookups
+        if connection is None or connection.closed:
+            self._check_open()
+            connection = self._lookups = self._reconnect()
+        num_local = U64.unpack(connection.call(Op.LOOKUP, payload, timeout_s=limit_s))[0]
         if num_local == len(chain) or not remote:
             return Match(num_local=num_local)
-        nodes = unpack_json(self._call(Op.LOOKUP_ALL, chain.encode()))["nodes"]
+        nodes = unpack_json(connection.call(Op.LOOKUP_ALL, payload, timeout_s=limit_s))["nodes"]
         return Match(num_local=int(nodes[0][1]), nodes=tuple((str(node), int(count)) for node, count in nodes[1:]))
 
     def lease(self, hashes: BlockHashes, ttl_s: float = 30.0) -> Lease:
@@ -177,8 +185,8 @@ class Client:
     def save(self, hashes: BlockHashes, block_ids: object) -> Job[SaveResult]:
         """Store engine blocks; those that the store has already are skipped.
 
-        The engine must not overwrite the blocks before the job is done. A block becomes findable only when
-        all its bytes are in place, and when the job is done other nodes can find it too.
+        The engine must not overwrite the blocks before the job is done, or was abandoned. A block becomes
+        findable only when all its bytes are in place, and when the job is done other nodes can find it too.
 
         Args:
             hashes: a chain from its root, or from a block that is stored.
@@ -193,7 +201,12 @@ class Client:
         chain.check_unique()
         ids = copier.check_ids(block_ids, len(chain))
         copier.check_unchanged()
-        return self._submit(lambda: self._save(copier, chain, ids), f"save of {len(chain)} blocks")
+        guard, call_timeout_s = CopyGuard(), self._call_timeout_s
+        return self._submit(
+            lambda: run_save(self._job_connection(), copier, chain, ids, guard, call_timeout_s),
+            f"save of {len(chain)} blocks",
+            guard,
+        )
 
     def load(
         self,
@@ -227,16 +240,14 @@ class Client:
             raise InvalidRequest(f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_prefix_tokens!r}")
         chain.check_unique()
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
-        return self._submit(
-            lambda: self._load(copier, chain, ids, skip_prefix_tokens, timeout),
-            f"load of {len(chain)} blocks",
-        )
+        skip = divmod(skip_prefix_tokens, self.space.shape.block_size)
+        return self._load(copier, chain, ids, skip, timeout, f"load of {len(chain)} blocks")
 
     def prefetch(self, hashes: BlockHashes, *, timeout_s: float | None = None) -> Job[LoadResult]:
         """Bring blocks from other nodes into this node's memory, without an engine."""
         chain = self._chain(hashes)
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
-        return self._submit(lambda: self._load(None, chain, None, 0, timeout), f"prefetch of {len(chain)} blocks")
+        return self._load(None, chain, None, (0, 0), timeout, f"prefetch of {len(chain)} blocks")
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for running jobs, give everything back and unmap the arena; may be called again."""
@@ -270,94 +281,47 @@ class Client:
     ) -> None:
         self.close()
 
-    # On job threads.
-
-    def _save(self, copier: Copier, chain: Chain, ids: Ids) -> SaveResult:
-        connection = self._job_connection()
-        call = self._call_timeout_s
-        ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, pack_prepare(chain, 1), timeout_s=call))
-        if ticket.write_id:
-            try:
-                indexes = np.asarray(ticket.indexes, dtype=np.int64)
-                copier.into_slots(ids[indexes], np.asarray(ticket.slots, dtype=np.int64))
-            except BaseException:
-                connection.call(Op.ABORT_STORE, U64.pack(ticket.write_id), timeout_s=call)
-                raise
-            connection.call(Op.COMPLETE_STORE, U64_U16.pack(ticket.write_id, 0), timeout_s=2 * call)
-        return SaveResult(
-            num_blocks=len(chain) - ticket.num_refused,
-            num_written=len(ticket.indexes),
-            num_refused=ticket.num_refused,
-        )
-
-    def _load(
-        self, copier: Copier | None, chain: Chain, ids: Ids | None, skip_tokens: int, timeout_s: float
-    ) -> LoadResult:
-        first, first_token = divmod(skip_tokens, self.space.shape.block_size)
-        if first >= len(chain):
-            return LoadResult(num_blocks=len(chain))
-        wanted, ttl_s = chain.tail(first), self.config.lease_ttl_s
-        asked_s, ready, lease_id = time.monotonic(), 0, 0
-        report: dict[str, Any] = {"reason": "StoreUnavailable: the node store ended the load early"}
-        try:
-            connection = self._job_connection()
-            for _, payload in connection.call_stream(
-                Op.LOAD, pack_load(wanted, ttl_s, timeout_s), timeout_s=timeout_s + self._call_timeout_s
-            ):
-                progress = unpack_progress(payload)
-                lease_id = progress.lease_id
-                if len(progress.slots):
-                    count = len(progress.slots)
-                    if copier is not None and ids is not None:
-                        at = first + progress.first
-                        copier.out_of_slots(
-                            progress.slots.astype(np.int64),
-                            ids[at : at + count],
-                            first_token if progress.first == 0 else 0,
-                        )
-                    ready = progress.first + count
-                if progress.report:
-                    report = json.loads(progress.report)
-            connection.send(Op.RELEASE, U64.pack(lease_id))
-        except (StoreUnavailable, TransferError) as error:
-            # Fail closed: what was copied so far may be incomplete, so none of it counts.
-            ready, report = 0, {"reason": f"store_lost: {error}"}
-        if time.monotonic() > asked_s + ttl_s - self.config.lease_margin_s:
-            # The store may have reused slots while they were copied out: nothing of it counts.
-            ready, report = 0, {**report, "reason": "lease_expired"}
-        usable = first + ready
-        return LoadResult(
-            num_blocks=usable,
-            failed=_failures(usable, ids, len(chain), str(report.get("reason") or "")),
-            num_local=int(report.get("num_local", 0)),
-            num_peer=int(report.get("num_peer", 0)),
-            peers=tuple(report.get("peers", ())),
-            num_bytes=int(report.get("num_bytes", 0)),
-            num_descriptors=int(report.get("num_descriptors", 0)),
-            read_s=float(report.get("read_s", 0.0)),
-            num_locate_calls=int(report.get("num_locate_calls", 0)),
-            num_lease_calls=int(report.get("num_lease_calls", 0)),
-        )
-
     # Helpers.
 
     def _job_connection(self) -> ControlClient:
-        connection = getattr(self._local, "connection", None)
+        connection: ControlClient | None = getattr(self._local, "connection", None)
         if connection is None or connection.closed:
-            connection, fd = self._connect()
-            os.close(fd)
-            if connection.hello["epoch"] != self.epoch:
-                connection.close()
-                raise StoreUnavailable(
-                    "the node store was restarted: its memory is another one; close this client and make a new one"
-                )
-            self._local.connection = connection
+            connection = self._local.connection = self._reconnect()
         return connection
 
-    def _submit(self, run: Callable[[], Any], what: str) -> Job[Any]:
+    def _reconnect(self) -> ControlClient:
+        connection, fd = self._connect()
+        os.close(fd)
+        if connection.hello["epoch"] != self.epoch:
+            connection.close()
+            raise StoreUnavailable(
+                "the node store was restarted: its memory is another one; close this client and make a new one"
+            )
+        return connection
+
+    def _load(
+        self, copier: Copier | None, chain: Chain, ids: Ids | None, skip: tuple[int, int], timeout_s: float, what: str
+    ) -> Job[LoadResult]:
+        guard = CopyGuard()
+
+        def run() -> LoadResult:
+            if skip[0] >= len(chain):
+                return LoadResult(num_blocks=len(chain))
+            try:
+                connection = self._job_connection()
+            except StoreUnavailable as error:
+                return failed_load(skip[0], ids, len(chain), f"store_lost: {error}")
+            return run_load(connection, copier, chain, ids, skip, guard, self.config, timeout_s)
+
+        return self._submit(run, what, guard)
+
+    def _submit(self, run: Callable[[], Any], what: str, guard: CopyGuard) -> Job[Any]:
+        self._check_open()
+        return Job(self._jobs.submit(run), what, guard.abandon)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
-        return Job(self._jobs.submit(run), what)
 
     def _call(self, op: Op, payload: bytes) -> bytes:
         return self._control.call(op, payload, timeout_s=self._call_timeout_s)
@@ -380,17 +344,6 @@ class Client:
         return self._copier
 
     def _slot_view(self, slot: int) -> memoryview:
+        self._check_open()
         start = slot * self.slot_bytes
         return memoryview(self._arena.memory)[start : start + self.space.shape.block_bytes].toreadonly()
-
-
-def _failures(usable: int, ids: Ids | None, total: int, reason: str) -> tuple[BlockFailure, ...]:
-    if usable >= total:
-        return ()
-    names = {kind.value for kind in MissReason}
-    word = reason.split(":", 1)[0]
-    kind = MissReason(word) if word in names else MissReason.OTHER if reason else MissReason.NOT_FOUND
-    return tuple(
-        BlockFailure(index=i, block_id=-1 if ids is None else int(ids[i]), reason=kind, detail=reason)
-        for i in range(usable, total)
-    )

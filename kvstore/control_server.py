@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_error
@@ -259,6 +260,21 @@ class ControlServer:
         if self._path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
+
+
+def remove_stale_sockets(folder: Path) -> int:
+    """Unlink sockets in `folder` on which nobody listens: their stores were killed. Returns how many."""
+    removed = 0
+    for path in folder.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                removed += 1
+            except OSError:
+                continue
+    return removed
 
 
 def _peer_pidfd(sock: socket.socket, pid: int) -> int:

@@ -75,7 +75,10 @@ class Copier:
         Raises:
             InvalidRequest: not as many as hashes, out of range, or a block named twice.
         """
-        ids = np.asarray(block_ids)
+        try:
+            ids = np.asarray(block_ids)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InvalidRequest(f"block_ids: wanted a flat list of integers, got something else ({error})") from error
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise InvalidRequest(f"block_ids: wanted a flat list of integers, got {ids.dtype} of shape {ids.shape}")
         if len(ids) != wanted:

@@ -17,8 +17,10 @@ KVStoreError
 │   └── StoreDraining        it runs but grants nothing any more
 ├── TransferError            bytes did not arrive
 │   ├── TransferTimeout      not terminal in time; the destination is quarantined
+│   │   └── JobRunning       a save or load is not done yet; it goes on
 │   ├── PeerLost             the other side is gone
 │   └── RegistrationFailed   memory could not be registered for transfer
+├── JobAbandoned             the owner gave a save or load up
 ├── ProtocolError            bytes on a control connection that are not ours
 └── KernelError              a copy kernel could not be built or launched
 
@@ -97,12 +99,20 @@ class TransferTimeout(TransferError):
     """A transfer was not terminal in time; its destination is quarantined until it is."""
 
 
+class JobRunning(TransferTimeout):
+    """A save or load is not done yet; it goes on. Wait again, or abandon it."""
+
+
 class PeerLost(TransferError):
     """The process on the other side of a transfer or a call is gone."""
 
 
 class RegistrationFailed(TransferError):
     """Memory could not be registered with the transfer engine."""
+
+
+class JobAbandoned(KVStoreError):
+    """The owner of a save or load gave it up; it touches the engine's blocks no more."""
 
 
 class ProtocolError(KVStoreError):

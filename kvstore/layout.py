@@ -12,7 +12,7 @@ of layers and L a layer within its group. A slot tensor adds S, the slot, in fro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
@@ -276,7 +276,8 @@ def _flatten(caches: Caches) -> tuple[CacheForm, list[Tensor]]:
     """Return the form and all tensors: by layer, and K before V."""
     if isinstance(caches, Tensor):
         return CacheForm.CROSS_LAYER, [caches]
-    items = list(caches.values() if isinstance(caches, Mapping) else caches)
+    values = caches.values() if isinstance(caches, Mapping) else caches
+    items = list(values) if isinstance(values, Iterable) else []
     if items and all(isinstance(item, Tensor) for item in items):
         return CacheForm.PER_LAYER, [item for item in items if isinstance(item, Tensor)]
     pairs = [tuple(item) for item in items if isinstance(item, (tuple, list))]

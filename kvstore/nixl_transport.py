@@ -10,12 +10,11 @@ Three things differ from NIXL's own Python wrapper, each measured (docs/adr/0004
 
 from __future__ import annotations
 
-import importlib
 import secrets
 import sys
 import time
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -51,16 +50,27 @@ def load_bindings() -> ModuleType:
     """
     set_ucx_defaults()
     cuda = str(getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or "12")
-    names = ["nixl_cu13", "nixl_cu12"] if cuda.startswith("13") else ["nixl_cu12", "nixl_cu13"]
     problems = []
-    for name in names:
+    for load in (_load_cu13, _load_cu12) if cuda.startswith("13") else (_load_cu12, _load_cu13):
         try:
-            return importlib.import_module(f"{name}._bindings")
+            return load()
         except ImportError as error:
-            problems.append(f"{name}: {error}")
+            problems.append(str(error))
     raise RegistrationFailed(
         f"wanted NIXL, got none ({'; '.join(problems)}); install it with pip install nixl-cu12 (or nixl-cu13)"
     )
+
+
+def _load_cu12() -> ModuleType:
+    import nixl_cu12._bindings as bindings
+
+    return cast(ModuleType, bindings)
+
+
+def _load_cu13() -> ModuleType:
+    import nixl_cu13._bindings as bindings
+
+    return cast(ModuleType, bindings)
 
 
 def plugin_memory_types() -> dict[str, list[str]]:

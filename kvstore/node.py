@@ -18,6 +18,7 @@ from typing import Any
 from kvstore.arena import Arena, create_arena
 from kvstore.chain import Chain, decode_chain
 from kvstore.config import StoreConfig, socket_dir
+from kvstore.control_server import remove_stale_sockets
 from kvstore.errors import (
     ConfigError,
     InvalidRequest,
@@ -77,6 +78,7 @@ class NodeCore:
         self._peers = PeerBook(node_id, resolve_peer, config.call_timeout_s)
         self.hints = Hints(node_id, resolve_directory, config.call_timeout_s)
         self.fetcher: Fetcher | None = None
+        remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{self.epoch.hex()}.sock")
         self._control = NodeControl(self, on_mover_gone)
         self._control.start(self.control_path, host)

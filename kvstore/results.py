@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from kvstore.errors import TransferTimeout
+from kvstore.errors import JobRunning
 
 T = TypeVar("T")
 
@@ -24,6 +24,7 @@ class MissReason(Enum):
     POOL_FULL = "pool_full"
     CLEARED = "cleared"
     BUSY = "busy"
+    ABANDONED = "abandoned"
     STORE_LOST = "store_lost"
     OTHER = "other"
 
@@ -74,6 +75,11 @@ class LoadResult:
     num_locate_calls: int = 0
     num_lease_calls: int = 0
 
+    @property
+    def failed_block_ids(self) -> frozenset[int]:
+        """The engine's blocks that hold nothing usable."""
+        return frozenset(failure.block_id for failure in self.failed)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
@@ -111,8 +117,8 @@ class Match:
 class Job(Generic[T]):
     """A save or load that runs in the background. May be awaited."""
 
-    def __init__(self, future: Future[T], what: str) -> None:
-        self._future, self._what = future, what
+    def __init__(self, future: Future[T], what: str, abandon: Callable[[float], bool]) -> None:
+        self._future, self._what, self._abandon = future, what, abandon
 
     def __repr__(self) -> str:
         return f"Job({self._what}, {'done' if self.done() else 'running'})"
@@ -128,7 +134,7 @@ class Job(Generic[T]):
             timeout: seconds; None waits for as long as the job takes, which its own timeouts bound.
 
         Raises:
-            TransferTimeout: it is still running; it goes on.
+            JobRunning: it goes on, and goes on using the engine's blocks; wait again or `abandon` it.
             KVStoreError: it failed.
         """
         try:
@@ -136,7 +142,18 @@ class Job(Generic[T]):
         except TimeoutError as error:
             if self._future.done():
                 raise
-            raise TransferTimeout(f"{self._what}: still running after {timeout} s; wait again") from error
+            raise JobRunning(
+                f"{self._what}: still running after {timeout} s; wait again, or abandon it before reusing its blocks"
+            ) from error
+
+    def abandon(self, timeout: float = 5.0) -> bool:
+        """Give the job up, so that its blocks of the engine can be reused.
+
+        Returns:
+            True: from now on the job neither reads nor writes the engine's blocks, and a save of it publishes
+            nothing more. False: a copy was still running after `timeout` seconds; the blocks must not be reused yet.
+        """
+        return self._future.cancel() or self._abandon(timeout)
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
         """Call `callback(self)` at the end, on a thread of the client."""

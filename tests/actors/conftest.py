@@ -87,6 +87,24 @@ class Engine:
     def prefetch(self, hashes: Any) -> Any:
         return self.client.prefetch(hashes).result(60)
 
+    def load_twice_at_once(self, hashes: Any, first: list[int], second: list[int]) -> list[Any]:
+        """Have two loads of the same blocks under way, each into blocks of its own."""
+        self.poison([*first, *second])
+        jobs = [self.client.load(hashes, ids) for ids in (first, second)]
+        results = [job.result(60) for job in jobs]
+        assert [self.num_right(hashes, ids) for ids in (first, second)] == [len(hashes)] * 2
+        return results
+
+    def hold(self, leased: Any, written: Any) -> tuple[int, int]:
+        """Take a lease and half of a write, and keep both; returns how many blocks each has."""
+        from kvstore.messages import pack_prepare, unpack_ticket
+        from kvstore.wire import Op
+
+        self.held = self.client.lease(leased, ttl_s=600)
+        request = pack_prepare(self.client._chain(written), 1)
+        ticket = unpack_ticket(self.client._control.call(Op.PREPARE_STORE, request, timeout_s=5))
+        return len(self.held), len(ticket.slots)
+
     def num_calls(self) -> int:
         """Count the blocking calls that this client made so far, on all its connections."""
         return sum(connection.num_calls for connection in self.client._connections)
@@ -117,10 +135,6 @@ class Worker:
     def ask(self, key: str, verb: str, *args: Any, **options: Any) -> Any:
         """Call a method of an engine's client."""
         return getattr(self._engines[key].client, verb)(*args, **options)
-
-    def run(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(engine, ...)` here."""
-        return function(self._engines[key], *args)
 
     def pid(self) -> int:
         return os.getpid()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,9 +128,7 @@ def test_local_serves_until_it_is_told_to_stop():
     command = [sys.executable, "-c", code, "start", "--local", "--capacity", "64MiB"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
-            watchdog_s = time.monotonic() + 90
             lines = [process.stdout.readline() for _ in range(2)]
-            assert time.monotonic() < watchdog_s
             assert lines[0] == "store 'default' runs on 1 node(s), 64 MiB each\n"
             assert lines[1].startswith("Ray listens at ")
             process.send_signal(signal.SIGTERM)

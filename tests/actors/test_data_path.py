@@ -105,6 +105,13 @@ def test_both_directions_at_once(pair, chain, chain_of):
     assert [result.num_peer for result in pair.here.get(loads)] == [64, 64]
 
 
+def test_two_loads_of_the_same_blocks_fetch_them_once(pair, chain):
+    pair.there.do("save", chain)
+    results = pair.here.do("load_twice_at_once", chain, list(range(64)), list(range(100, 164)))
+    assert [result.num_blocks for result in results] == [64, 64]
+    assert sum(result.num_bytes for result in results) == 64 * pair.space.shape.block_bytes
+
+
 def test_a_mixed_hit_fetches_only_what_is_missing_here(pair, chain):
     pair.there.do("save", chain)
     assert pair.here.do("load", chain[:24]).num_peer == 24

@@ -16,9 +16,7 @@ import ray
 
 import kvstore
 from kvstore.errors import StoreUnavailable, TransferError
-from kvstore.messages import pack_prepare, unpack_ticket
 from kvstore.results import MissReason
-from kvstore.wire import Op
 
 pytestmark = [pytest.mark.ray]
 
@@ -121,15 +119,6 @@ def background():
         yield lambda function, *args, **options: threads.submit(function, *args, **options)
 
 
-def hold(engine, leased, written):
-    """Take a lease and half a write, and keep both."""
-    client = engine.client
-    engine.lease = client.lease(leased, ttl_s=600)
-    ticket = unpack_ticket(client._control.call(Op.PREPARE_STORE, pack_prepare(client._chain(written), 1), timeout_s=5))
-    engine.write(written[:1], [0])
-    return len(engine.lease), len(ticket.slots)
-
-
 def test_what_a_worker_holds_stays_while_it_lives_and_comes_back_when_it_is_killed(
     stores, engines, space, chain, chain_of, node_ids, start_worker, get, eventually, pool_of, check_pools,
     stopped,
@@ -139,7 +128,7 @@ def test_what_a_worker_holds_stays_while_it_lives_and_comes_back_when_it_is_kill
     worker = start_worker(node_ids[1])
     get(worker.open.remote("engine", stores["default"], space))
     free = pool_of(node_ids[1])["num_free"]
-    assert get(worker.run.remote("engine", hold, chain[:100], other)) == (100, 60)
+    assert get(worker.do.remote("engine", "hold", chain[:100], other)) == (100, 60)
     pid = get(worker.pid.remote())
     stopped(pid)
     time.sleep(1.0)

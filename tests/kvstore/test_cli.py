@@ -107,7 +107,9 @@ def test_start_passes_what_it_was_given(monkeypatch):
         return Store()
 
     monkeypatch.setattr(api, "start", start)
-    result = run(*"start --capacity 2GiB --name a --address h:1 --lane tcp --block-bytes 64KiB".split())
+    result = run(
+        *["start", "--capacity", "2GiB", "--name", "a", "--address", "h:1", "--lane", "tcp", "--block-bytes", "64KiB"]
+    )
     assert result.exit_code == 0
     assert result.stdout == "store 'a' runs on 2 node(s), 1 GiB each\n"
     assert seen == {"capacity": "2GiB", "name": "a", "address": "h:1", "lane": "tcp", "block_bytes": 65536}
@@ -222,7 +224,7 @@ def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tm
         return TRANSFER
 
     monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
-    words = "bench transfer --lane tcp --block-bytes 64KiB --load-bytes 1MiB --rounds 2".split()
+    words = ["bench", "transfer", "--lane", "tcp", "--block-bytes", "64KiB", "--load-bytes", "1MiB", "--rounds", "2"]
     result = run(*words, "--json", "--output", str(tmp_path / "rows.json"))
     assert result.exit_code == 0
     assert json.loads(result.stdout) == TRANSFER

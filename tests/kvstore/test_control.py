@@ -231,7 +231,9 @@ def test_malformed_bytes_close_only_that_connection(echo, client, name):
     assert client.call(Op.LOOKUP, b"fine", timeout_s=2.0) == b"fine"
 
 
-@pytest.mark.parametrize("op", [Op.LOOKUP, Op.LEASE, Op.RELEASE, Op.LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.ATTACH])
+@pytest.mark.parametrize(
+    "op", [Op.LOOKUP, Op.LEASE, Op.RELEASE, Op.LOAD, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.ATTACH]
+)
 @pytest.mark.parametrize("payload", [b"", b"\xff" * 7, b"\xff" * 200])
 def test_payloads_of_garbage_are_errors_and_change_nothing(cluster, op, payload):
     core = cluster.add("a")

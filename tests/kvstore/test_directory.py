@@ -84,7 +84,9 @@ def test_a_forgotten_node_leaves_nothing_and_its_bit_is_used_again():
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(("add", "remove", "forget")), st.sampled_from("abcd"), st.sets(st.integers(0, 4), max_size=5)
+            st.sampled_from(("add", "remove", "forget")),
+            st.sampled_from("abcd"),
+            st.sets(st.integers(0, 4), max_size=5),
         ),
         max_size=30,
     )

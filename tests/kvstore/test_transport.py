@@ -97,7 +97,5 @@ def test_runs_are_neighbours_in_order_on_both_sides(local, remote, runs):
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_runs_counted_one_by_one(pairs):
-    runs = sum(
-        1 for i, (a, b) in enumerate(pairs) if i == 0 or a != pairs[i - 1][0] + 1 or b != pairs[i - 1][1] + 1
-    )
+    runs = sum(1 for i, (a, b) in enumerate(pairs) if i == 0 or a != pairs[i - 1][0] + 1 or b != pairs[i - 1][1] + 1)
     assert count_runs(ints(*(a for a, _ in pairs)), ints(*(b for _, b in pairs))) == runs

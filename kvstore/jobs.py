@@ -1,0 +1,166 @@
+"""What a save and a load do on a thread of the client, and how they are given up safely."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvstore.chain import Chain
+from kvstore.config import StoreConfig
+from kvstore.control_client import ControlClient
+from kvstore.copier import Copier, Ids
+from kvstore.errors import JobAbandoned, StoreUnavailable, TransferError
+from kvstore.messages import (
+    U64,
+    U64_U16,
+    pack_load,
+    pack_prepare,
+    unpack_progress,
+    unpack_ticket,
+)
+from kvstore.results import BlockFailure, LoadResult, MissReason, SaveResult
+from kvstore.wire import Op
+
+
+class CopyGuard:
+    """Stands between a job and the engine's blocks: once abandoned, no copy begins any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._abandoned = False
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Hold while the engine's blocks, or the decision to publish them, are touched.
+
+        Raises:
+            JobAbandoned: the owner gave the job up; nothing may be touched.
+        """
+        with self._lock:
+            if self._abandoned:
+                raise JobAbandoned("the job was abandoned by its owner; the engine's blocks are its own again")
+            yield
+
+    def abandon(self, timeout_s: float) -> bool:
+        """Let no copy begin any more, and wait for the one that runs; False when it outlasts the time."""
+        self._abandoned = True
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        self._lock.release()
+        return True
+
+
+def run_save(
+    connection: ControlClient, copier: Copier, chain: Chain, ids: Ids, guard: CopyGuard, call_timeout_s: float
+) -> SaveResult:
+    """Claim slots, copy, publish.
+
+    Raises:
+        ChainBroken: the chain's parent is not stored; nothing changed.
+        JobAbandoned: given up; nothing of it is findable.
+        KVStoreError: the store failed; nothing of it is findable.
+    """
+    ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, pack_prepare(chain, 1), timeout_s=call_timeout_s))
+    if ticket.write_id:
+        try:
+            with guard.copying():
+                indexes = np.asarray(ticket.indexes, dtype=np.int64)
+                copier.into_slots(ids[indexes], np.asarray(ticket.slots, dtype=np.int64))
+        except BaseException:
+            connection.call(Op.ABORT_STORE, U64.pack(ticket.write_id), timeout_s=call_timeout_s)
+            raise
+        connection.call(Op.COMPLETE_STORE, U64_U16.pack(ticket.write_id, 0), timeout_s=2 * call_timeout_s)
+    return SaveResult(
+        num_blocks=len(chain) - ticket.num_refused,
+        num_written=len(ticket.indexes),
+        num_refused=ticket.num_refused,
+    )
+
+
+def run_load(
+    connection: ControlClient,
+    copier: Copier | None,
+    chain: Chain,
+    ids: Ids | None,
+    skip: tuple[int, int],
+    guard: CopyGuard,
+    config: StoreConfig,
+    timeout_s: float,
+) -> LoadResult:
+    """Ask once, copy out what becomes readable while the rest is still on its way, give the lease back.
+
+    Args:
+        connection: taken for as long as the load lasts.
+        copier: the engine's cache; None only brings the blocks into this node's memory.
+        chain: the blocks wanted.
+        ids: the engine's block of each.
+        skip: (whole blocks at the front that are not wanted, tokens of the next that must not be written).
+        guard: stands before each copy.
+        config: of the store.
+        timeout_s: for fetching.
+    """
+    first, first_token = skip
+    ttl_s = config.lease_ttl_s
+    asked_s, ready, lease_id = time.monotonic(), 0, 0
+    report: dict[str, Any] = {"reason": "store_lost: the node store ended the load early"}
+    try:
+        pieces = connection.call_stream(
+            Op.LOAD, pack_load(chain.tail(first), ttl_s, timeout_s), timeout_s=timeout_s + config.call_timeout_s
+        )
+        for _, payload in pieces:
+            progress = unpack_progress(payload)
+            lease_id = progress.lease_id
+            if count := len(progress.slots):
+                if copier is not None and ids is not None:
+                    at = first + progress.first
+                    token = first_token if progress.first == 0 else 0
+                    with guard.copying():
+                        copier.out_of_slots(progress.slots.astype(np.int64), ids[at : at + count], token)
+                ready = progress.first + count
+            if progress.report:
+                report = json.loads(progress.report)
+        connection.send(Op.RELEASE, U64.pack(lease_id))
+    except (StoreUnavailable, TransferError) as error:
+        # Fail closed: what was copied so far may be incomplete, so none of it counts.
+        ready, report = 0, {"reason": f"store_lost: {error}"}
+    except JobAbandoned as error:
+        # The rest of the answer is not waited for: the connection goes, and the lease ends with its time.
+        ready, report = 0, {"reason": f"abandoned: {error}"}
+    if time.monotonic() > asked_s + ttl_s - config.lease_margin_s:
+        # The store may have reused slots while they were copied out: nothing of it counts.
+        ready, report = 0, {**report, "reason": "lease_expired"}
+    return LoadResult(
+        num_blocks=first + ready,
+        failed=_failures(first + ready, ids, len(chain), str(report.get("reason") or "")),
+        num_local=int(report.get("num_local", 0)),
+        num_peer=int(report.get("num_peer", 0)),
+        peers=tuple(report.get("peers", ())),
+        num_bytes=int(report.get("num_bytes", 0)),
+        num_descriptors=int(report.get("num_descriptors", 0)),
+        read_s=float(report.get("read_s", 0.0)),
+        num_locate_calls=int(report.get("num_locate_calls", 0)),
+        num_lease_calls=int(report.get("num_lease_calls", 0)),
+    )
+
+
+def failed_load(usable: int, ids: Ids | None, total: int, reason: str) -> LoadResult:
+    """Return the result of a load that ended before it began."""
+    return LoadResult(num_blocks=usable, failed=_failures(usable, ids, total, reason))
+
+
+def _failures(usable: int, ids: Ids | None, total: int, reason: str) -> tuple[BlockFailure, ...]:
+    if usable >= total:
+        return ()
+    names = {kind.value for kind in MissReason}
+    word = reason.split(":", 1)[0]
+    kind = MissReason(word) if word in names else MissReason.OTHER if reason else MissReason.NOT_FOUND
+    return tuple(
+        BlockFailure(index=i, block_id=-1 if ids is None else int(ids[i]), reason=kind, detail=reason)
+        for i in range(usable, total)
+    )

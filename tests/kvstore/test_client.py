@@ -1,0 +1,378 @@
+"""Bad input to a client: each a typed error, and nothing changed; and what jobs are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.client import Client
+from kvstore.errors import (
+    ChainBroken,
+    ConfigError,
+    InvalidRequest,
+    KVStoreError,
+    LayoutMismatch,
+    NamespaceMismatch,
+    PeerLost,
+    StoreNotRunning,
+    StoreUnavailable,
+    TransferTimeout,
+)
+from kvstore.hashing import BlockHashes, Namespace
+from kvstore.layout import Part
+from kvstore.results import Job
+from kvstore.shape import KVShape
+
+NUM_BLOCKS = 12
+
+
+@pytest.fixture(scope="module")
+def world(cluster_class):
+    """One node with three stored blocks, and a worker to which nothing bad may happen."""
+    cluster = cluster_class()
+    cluster.add("a")
+    worker = cluster.worker("a", NUM_BLOCKS)
+    worker.save(cluster.hashes(3), range(3))
+    yield cluster, worker
+    cluster.stop()
+
+
+@pytest.fixture
+def unchanged(world, wait_until):
+    """Whatever the test does leaves the pool, the engine's cache and the client's registration as they were."""
+    cluster, worker = world
+    wait_until(lambda: cluster.nodes["a"].pool.num_leases() == 0)
+    before, cache = cluster.nodes["a"].pool.stats(), worker.bytes()
+    yield
+    cluster.check()
+    assert cluster.nodes["a"].pool.stats() == before
+    assert worker.bytes() == cache
+    assert worker.client.lookup(cluster.hashes(3)).num_local == 3
+
+
+BAD_IDS = {
+    "below range": [0, 1, -1],
+    "above range": [0, 1, NUM_BLOCKS],
+    "far above": [0, 1, 2**40],
+    "twice": [0, 1, 1],
+    "too few": [0, 1],
+    "too many": [0, 1, 2, 3],
+    "none": [],
+    "floats": [0.0, 1.0, 2.0],
+    "float array": np.arange(3.0),
+    "text": ["0", "1", "2"],
+    "nested": [[0, 1, 2]],
+    "one number": 3,
+    "nothing": None,
+    "ragged": [[0], [1, 2], [3]],
+    "bools": [True, False, True],
+    "too big": [0, 1, 2**80],
+    "wraps around": np.array([0, 1, 2**64 - 1], dtype=np.uint64),
+}
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_bad_block_ids(world, unchanged, verb, name):
+    cluster, worker = world
+    with pytest.raises(InvalidRequest, match="block_ids"):
+        getattr(worker.client, verb)(cluster.hashes(3), BAD_IDS[name])
+
+
+GOOD_IDS = {
+    "list": [3, 4, 5],
+    "tuple": (3, 4, 5),
+    "range": range(3, 6),
+    "int32": np.array([3, 4, 5], np.int32),
+    "uint8": np.array([3, 4, 5], np.uint8),
+    "tensor": torch.tensor([3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("name", GOOD_IDS)
+def test_good_block_ids(world, name):
+    cluster, worker = world
+    assert worker.client.load(cluster.hashes(3), GOOD_IDS[name]).result(5).num_blocks == 3
+    assert all(worker.block(i) == worker.block(i + 3) for i in range(3))
+
+
+VERBS = {
+    "lookup": lambda client, hashes: client.lookup(hashes),
+    "lease": lambda client, hashes: client.lease(hashes, 5.0),
+    "save": lambda client, hashes: client.save(hashes, [0, 1, 2]),
+    "load": lambda client, hashes: client.load(hashes, [0, 1, 2]),
+    "prefetch": lambda client, hashes: client.prefetch(hashes),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_hashes_of_another_namespace(world, unchanged, verb):
+    cluster, worker = world
+    other = Namespace(model="m2", shape=cluster.space.shape).block_hashes(range(12))
+    with pytest.raises(NamespaceMismatch, match="this client's space"):
+        VERBS[verb](worker.client, other)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("hashes", [[b"x" * 32] * 3, b"x" * 96, None, (1, 2, 3)], ids=["list", "bytes", "None", "ints"])
+def test_what_is_no_block_hashes(world, unchanged, verb, hashes):
+    with pytest.raises(InvalidRequest, match="wanted BlockHashes"):
+        VERBS[verb](world[1].client, hashes)
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_block_named_twice(world, unchanged, verb):
+    cluster, worker = world
+    good = cluster.hashes(3)
+    twice = BlockHashes(good.namespace_digest, 0, good.parent, good[0] + good[1] + good[0])
+    with pytest.raises(ChainBroken):
+        VERBS[verb](worker.client, twice)
+
+
+def test_a_tail_whose_parent_is_not_stored(world, unchanged):
+    cluster, worker = world
+    job = worker.client.save(cluster.hashes(6, seed=8)[3:], [0, 1, 2])
+    with pytest.raises(ChainBroken, match="parent is not resident"):
+        job.result(5)
+
+
+@pytest.mark.parametrize("skip", [-1, 1.0, "3", None])
+def test_a_bad_skip(world, unchanged, skip):
+    cluster, worker = world
+    with pytest.raises(InvalidRequest, match="skip_prefix_tokens"):
+        worker.client.load(cluster.hashes(3), [0, 1, 2], skip)
+
+
+def test_a_skip_beyond_the_end_writes_nothing(world, unchanged):
+    cluster, worker = world
+    for skip in (12, 13, 10**9):
+        result = worker.client.load(cluster.hashes(3), [5, 6, 7], skip).result(5)
+        assert (result.num_blocks, result.failed) == (3, ())
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan")])
+def test_a_bad_ttl(world, unchanged, ttl_s):
+    cluster, worker = world
+    with pytest.raises(InvalidRequest, match="ttl_s"):
+        worker.client.lease(cluster.hashes(3), ttl_s)
+
+
+def test_nothing_to_do(world, unchanged):
+    cluster, worker = world
+    empty = cluster.hashes(0)
+    assert worker.client.lookup(empty).num_blocks == 0
+    assert worker.save(empty, []).num_blocks == 0
+    assert worker.load(empty, []).num_blocks == 0
+
+
+def test_without_a_registered_cache(world, unchanged):
+    cluster, _ = world
+    with cluster.client("a") as client:
+        for verb in ("save", "load"):
+            with pytest.raises(InvalidRequest, match="register_kv_caches"):
+                VERBS[verb](client, cluster.hashes(3))
+
+
+def layers(num_blocks=4, dtype=torch.float32, **changes):
+    sizes = {"planes": 2, "tokens": 4, "heads": 2, "dim": 8, "layers": 2} | changes
+    dims = (sizes["planes"], num_blocks, sizes["tokens"], sizes["heads"], sizes["dim"])
+    return [torch.zeros(dims, dtype=dtype) for _ in range(sizes["layers"])]
+
+
+BAD_CACHES = {
+    "too few layers": layers(layers=1),
+    "too many layers": layers(layers=3),
+    "block size": layers(tokens=8),
+    "heads": layers(heads=4),
+    "head dim": layers(dim=16),
+    "dtype": layers(dtype=torch.bfloat16),
+    "unlike layers": [*layers(layers=1), *layers(num_blocks=5, layers=1)],
+    "empty": [],
+    "no tensors": [1, 2],
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", BAD_CACHES)
+def test_tensors_of_another_layout_are_refused_and_the_old_ones_stay(world, unchanged, name):
+    cluster, worker = world
+    with pytest.raises(LayoutMismatch):
+        worker.client.register_kv_caches(BAD_CACHES[name])
+    assert worker.client.load(cluster.hashes(3), [0, 1, 2]).result(5).num_blocks == 3
+
+
+CHANGES = {
+    "shape": lambda t: t.resize_(2, 6, 4, 2, 8),
+    "stride": lambda t: t.as_strided_(t.shape, (t.stride(0), t.stride(1), t.stride(3), t.stride(2) * 2, t.stride(4))),
+    "dtype": lambda t: setattr(t, "data", t.data.to(torch.float16)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_tensors_changed_since_they_were_registered(world, unchanged, verb, name):
+    cluster, _ = world
+    with cluster.client("a") as client:
+        caches = layers(num_blocks=4)
+        client.register_kv_caches(caches)
+        CHANGES[name](caches[1])
+        with pytest.raises(LayoutMismatch):
+            VERBS[verb](client, cluster.hashes(3))
+        assert not caches[0].any()
+
+
+# Stores that do not fit, or are not there.
+
+
+def test_no_store_at_that_path(world, tmp_path):
+    with pytest.raises(StoreNotRunning, match="no node store answers"):
+        Client(str(tmp_path / "none.sock"), world[0].space)
+
+
+def test_blocks_larger_than_the_slots(world, unchanged):
+    cluster, _ = world
+    big = Namespace(model="big", shape=KVShape(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4))
+    with pytest.raises(ConfigError) as caught:
+        cluster.client("a", big)
+    assert str(big.shape.block_bytes) in str(caught.value)
+    assert str(cluster.space.shape.block_bytes) in str(caught.value)
+
+
+def test_a_capacity_below_two_blocks(cluster):
+    cluster.add("a", capacity_bytes=1 << 16)
+    big = Namespace(
+        model="big", shape=KVShape(num_layers=16, num_kv_heads=8, head_dim=32, dtype="float32", block_size=4)
+    )
+    with pytest.raises(ConfigError, match="at least 2 blocks"):
+        cluster.client("a", big)
+    # The store is still undivided, and takes a namespace that fits.
+    worker = cluster.worker("a", 4)
+    assert worker.save(cluster.hashes(2), range(2)).num_written == 2
+
+
+@pytest.mark.parametrize("part", [Part(0, 2, 0, 1), Part(0, 1, 1, 2)])
+def test_a_part_of_a_split_block(world, unchanged, part):
+    cluster, _ = world
+    with pytest.raises(LayoutMismatch, match="one rank only"):
+        Client(cluster.nodes["a"].control_path, cluster.space, part)
+
+
+def test_the_whole_as_a_part(world):
+    cluster, _ = world
+    Client(cluster.nodes["a"].control_path, cluster.space, Part(0, 1, 0, 1)).close()
+
+
+def test_a_closed_client(world, unchanged):
+    cluster, _ = world
+    worker = cluster.worker("a", 4)
+    lease = worker.client.lease(cluster.hashes(3), 30.0)
+    worker.client.close()
+    worker.client.close()
+    with pytest.raises(StoreUnavailable):
+        lease.block(0)
+    hashes = cluster.hashes(3)
+    for verb in ("lookup", "lease"):
+        with pytest.raises(PeerLost):
+            VERBS[verb](worker.client, hashes)
+    for verb in ("save", "load"):
+        with pytest.raises((InvalidRequest, StoreUnavailable)):
+            VERBS[verb](worker.client, hashes)
+    with pytest.raises(StoreUnavailable):
+        worker.client.prefetch(hashes)
+    with pytest.raises(KVStoreError):
+        worker.client.register_kv_caches(worker.caches)
+
+
+def test_a_store_that_was_restarted_is_another_one(cluster):
+    cluster.add("a")
+    worker = cluster.worker("a", 4)
+    hashes = cluster.hashes(2)
+    worker.save(hashes, range(2))
+    old = cluster.nodes["a"]
+    cluster.stop_node("a")
+    new = cluster.add("a")
+    worker.client._path, worker.client._local = new.control_path, threading.local()
+    assert old.epoch != new.epoch
+    result = worker.load(hashes, range(2))
+    assert result.num_blocks == 0
+    assert "another one" in result.failed[0].detail
+    with pytest.raises(StoreUnavailable, match="restarted"):
+        worker.save(hashes, range(2))
+
+
+def test_an_aborted_save_leaves_nothing(world, unchanged, monkeypatch):
+    cluster, worker = world
+
+    def fail(ids, slots):
+        raise RuntimeError("the copy failed")
+
+    monkeypatch.setattr(worker.client._copier, "into_slots", fail)
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        worker.save(cluster.hashes(4, seed=3), range(4))
+
+
+# Copies of any layout.
+
+
+@pytest.mark.parametrize("form", ["blocks first", "pairs", "dict", "cross layer"])
+def test_what_one_layout_saves_another_loads(world, form):
+    cluster, worker = world
+    with cluster.client("a") as client:
+        if form == "blocks first":
+            caches = [torch.zeros(7, 2, 4, 2, 8) for _ in range(2)]
+            get = lambda layer, block: caches[layer][block]  # noqa: E731
+        elif form == "pairs":
+            caches = [(torch.zeros(7, 4, 2, 8), torch.zeros(7, 4, 2, 8)) for _ in range(2)]
+            get = lambda layer, block: torch.stack([t[block] for t in caches[layer]])  # noqa: E731
+        elif form == "dict":
+            caches = {f"layers.{i}": torch.zeros(2, 7, 4, 2, 8) for i in range(2)}
+            get = lambda layer, block: caches[f"layers.{layer}"][:, block]  # noqa: E731
+        else:
+            caches = torch.zeros(7, 2, 2, 2, 4, 8)
+            get = lambda layer, block: caches[block, :, layer].permute(1, 2, 0, 3)  # noqa: E731
+        client.register_kv_caches(caches, "BHLPTD" if form == "cross layer" else None)
+        assert client.load(cluster.hashes(3), [6, 0, 3]).result(5).num_blocks == 3
+        for i, block in enumerate([6, 0, 3]):
+            for layer in range(2):
+                assert torch.equal(get(layer, block), worker.caches[layer][:, i])
+        assert not get(0, 1).any()
+
+
+# Jobs.
+
+
+def test_a_job_can_be_waited_for_polled_and_awaited(world):
+    cluster, worker = world
+    job = worker.client.load(cluster.hashes(3), [0, 1, 2])
+    assert job.result(5).num_blocks == 3
+    assert job.done()
+    assert "3 blocks, done" in repr(job)
+
+    async def load():
+        return await worker.client.load(cluster.hashes(3), [0, 1, 2])
+
+    assert asyncio.run(asyncio.wait_for(load(), 5)).num_blocks == 3
+
+
+def test_a_job_that_takes_longer_goes_on():
+    future: Future[int] = Future()
+    job, told = Job(future, "load of 1 block"), threading.Event()
+    job.add_done_callback(lambda done: told.set() if done is job else None)
+    with pytest.raises(TransferTimeout, match="still running"):
+        job.result(0.01)
+    assert not job.done()
+    future.set_result(3)
+    assert job.result(0.01) == 3
+    assert told.wait(1)
+
+
+def test_a_jobs_own_timeout_is_not_taken_for_waiting():
+    future: Future[int] = Future()
+    future.set_exception(TimeoutError("of the job"))
+    with pytest.raises(TimeoutError, match="of the job"):
+        Job(future, "x").result(1)

@@ -1,0 +1,324 @@
+"""The mover and the store's link to it, over a real control connection and a transport of memcpy."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.control_client import connect_local
+from kvstore.control_server import ControlServer
+from kvstore.errors import PeerLost, TransferError, TransferTimeout
+from kvstore.messages import NOTIFICATION, U64
+from kvstore.mover import Mover, plan_chunks
+from kvstore.mover_link import MoverLink
+from kvstore.transport import LoopbackNetwork, LoopbackTransport, PeerDescription, ReadRequest, ReadState
+from kvstore.wire import Flag, Message, Op, encode, pack_json
+
+SLOT_BYTES, NUM_SLOTS = 64, 32
+
+
+# Chunks.
+
+
+@given(st.integers(0, 5000), st.integers(1, 600))
+def test_chunks_cover_everything_once_and_none_is_too_long(num_blocks, chunk_blocks):
+    ends = plan_chunks(num_blocks, chunk_blocks)
+    sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
+    assert sum(sizes) == num_blocks
+    assert all(0 < size <= chunk_blocks for size in sizes)
+
+
+def test_the_first_and_last_chunks_are_short():
+    ends = plan_chunks(64, 16)
+    assert ends[0] == 4
+    assert ends[-1] - ends[-2] <= 4
+    assert max(b - a for a, b in zip(ends, ends[1:], strict=False)) == 16
+    assert plan_chunks(1, 16) == [1]
+    assert plan_chunks(3, 1) == [1, 2, 3]
+
+
+# The pair.
+
+
+class Stubborn(LoopbackTransport):
+    """READs stay running until `let_go`; `fail` makes the next poll or post raise."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.running, self.fail_post, self.fail_poll = False, None, None
+        self.posted: list[ReadRequest] = []
+
+    def post(self, request):
+        if self.fail_post is not None and len(self.posted) >= 1:
+            raise self.fail_post
+        self.posted.append(request)
+        return super().post(request)
+
+    def poll(self, handle):
+        if self.fail_poll is not None:
+            raise self.fail_poll
+        return ReadState.RUNNING if self.running else super().poll(handle)
+
+
+class Pair:
+    """A link on a control server, and a mover on a thread behind a real socket."""
+
+    def __init__(self, path):
+        self.terminal, self.notes = [], []
+        self.link = MoverLink(self.terminal.append)
+        self.server = ControlServer(self._serve, self.link.gone)
+        self.server.listen_local(path)
+        self.server.start()
+        self.path = path
+        self.network = LoopbackNetwork()
+        self.movers = []
+        self.peer = LoopbackTransport(
+            "peer", np.repeat(np.arange(1, NUM_SLOTS + 1, dtype=np.uint8), SLOT_BYTES), self.network
+        )
+        self.description = PeerDescription(agent=b"peer", address=0, slot_bytes=SLOT_BYTES, num_slots=NUM_SLOTS)
+
+    def _serve(self, connection, message):
+        if message.op is Op.HELLO:
+            connection.role = "mover"
+            read_fd, write_fd = os.pipe()
+            connection.send(Op.HELLO, Flag.REPLY, message.request, pack_json({}), (read_fd,))
+            os.close(read_fd)
+            os.close(write_fd)
+        elif message.op is Op.MOVER_NOTIFICATIONS:
+            self.notes += list(NOTIFICATION.iter_unpack(message.payload))
+        else:
+            self.link.serve(connection, message)
+
+    def start(self, name="own"):
+        client, fd = connect_local(self.path, {}, timeout_s=2.0)
+        os.close(fd)
+        self.slab = np.zeros(NUM_SLOTS * SLOT_BYTES, np.uint8)
+        self.transport = Stubborn(name, self.slab, self.network)
+        self.link.set_slots(SLOT_BYTES, NUM_SLOTS)
+        sock = client.detach()
+        mover = Mover(sock, self.transport)
+        thread = threading.Thread(target=mover.run, args=(4096,), daemon=True)
+        thread.start()
+        self.movers.append((mover, thread, sock))
+        assert self.link.wait_ready(3)
+
+    def die(self):
+        """What the kernel says of a process that ended, said by hand: this process goes on."""
+        mover, thread, sock = self.movers.pop()
+        for packet in encode(Message(Op.GOODBYE, Flag.ONE_WAY, 0, b"")):
+            sock.sendall(packet)
+        mover.stop()
+        thread.join(6)
+        assert not thread.is_alive()
+
+    def read(self, local, remote, *, chunk_blocks=4, timeout_s=3.0, note=b"", peer="p"):
+        heard, ended = [], threading.Event()
+
+        def on_done(done, error):
+            heard.append((done, error))
+            if done.last:
+                ended.set()
+
+        request = ReadRequest(
+            peer=peer,
+            block_bytes=SLOT_BYTES,
+            local_slots=np.array(local, np.int32),
+            remote_slots=np.array(remote, np.int32),
+            notification=note,
+        )
+        read_id = self.link.read(request, self.description, on_done, chunk_blocks=chunk_blocks, timeout_s=timeout_s)
+        return read_id, heard, ended
+
+    def slots(self):
+        return self.slab.reshape(NUM_SLOTS, SLOT_BYTES)[:, 0].tolist()
+
+    def stop(self):
+        self.server.stop()
+        for mover, thread, _ in self.movers:
+            mover.stop()
+            thread.join(6)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def pair():
+    with tempfile.TemporaryDirectory(prefix="rkm", dir="/tmp") as folder:
+        made = Pair(f"{folder}/s")
+        made.start()
+        yield made
+        made.stop()
+
+
+def test_a_read_tells_of_every_chunk_and_ends_once(pair):
+    _, heard, ended = pair.read(range(16), range(16, 32), note=b"")
+    assert ended.wait(3)
+    assert pair.slots()[:16] == list(range(17, 33))
+    counts = [done.num_blocks for done, _ in heard]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == 16
+    assert [(done.last, done.terminal) for done, _ in heard[-1:]] == [(True, True)]
+    assert not any(done.last for done, _ in heard[:-1])
+    assert all(error is None for _, error in heard)
+    assert [len(r.local_slots) for r in pair.transport.posted] == [
+        b - a for a, b in zip([0, *plan_chunks(16, 4)], plan_chunks(16, 4), strict=False)
+    ]
+    assert heard[-1][0].num_descriptors == len(plan_chunks(16, 4))
+
+
+def test_only_the_last_chunk_notifies(pair):
+    note = NOTIFICATION.pack(7, b"12345678")
+    _, _, ended = pair.read(range(16), range(16), note=note)
+    assert ended.wait(3)
+    assert [r.notification for r in pair.transport.posted][:-1] == [b""] * (len(pair.transport.posted) - 1)
+    assert pair.peer.notifications() == [note]
+
+
+def test_reads_are_served_in_turn(pair):
+    ends = [pair.read([i], [i + 10])[2] for i in range(8)]
+    assert all(ended.wait(3) for ended in ends)
+    assert pair.slots()[:8] == list(range(11, 19))
+    assert pair.link.stats(2.0) == {"num_reads": 8, "num_descriptors": 8, "num_bytes": 8 * SLOT_BYTES}
+
+
+def test_an_unknown_slot_is_an_error_and_the_next_read_goes_on(pair):
+    _, heard, ended = pair.read([0, 1], [5, NUM_SLOTS])
+    assert ended.wait(3)
+    done, error = heard[-1]
+    assert (done.last, done.terminal) == (True, True)
+    assert type(error) is TransferError
+    assert str(NUM_SLOTS) in str(error)
+    _, heard, ended = pair.read([2], [3])
+    assert ended.wait(3)
+    assert heard[-1][1] is None
+    assert pair.link.num_abandoned == 0
+
+
+def test_a_peer_that_cannot_be_added_is_lost(pair):
+    pair.network.slabs.pop(b"peer")
+    _, heard, ended = pair.read([0], [0])
+    assert ended.wait(3)
+    assert type(heard[-1][1]) is PeerLost
+
+
+@pytest.mark.parametrize("error", [PeerLost("gone"), TransferError("broken")])
+def test_a_failed_poll_is_terminal_and_keeps_its_class(pair, error):
+    pair.transport.fail_poll = error
+    _, heard, ended = pair.read([0, 1], [2, 3])
+    assert ended.wait(3)
+    done, got = heard[-1]
+    assert (type(got), done.last, done.terminal, done.num_blocks) == (type(error), True, True, 0)
+    assert pair.link.num_abandoned == 0
+
+
+def test_an_error_while_an_earlier_chunk_still_runs_is_not_terminal(pair, wait_until):
+    pair.transport.running = True
+    pair.transport.fail_post = TransferError("no more")
+    read_id, heard, ended = pair.read(range(12), range(12))
+    assert ended.wait(3)
+    assert (heard[-1][0].terminal, type(heard[-1][1])) == (False, TransferError)
+    assert pair.link.num_abandoned == 1
+    time.sleep(0.1)
+    assert pair.terminal == []
+    pair.transport.running = False
+    wait_until(lambda: pair.terminal == [read_id])
+    assert pair.link.num_abandoned == 0
+
+
+def test_a_read_that_never_ends_times_out_and_is_terminal_some_day(pair, wait_until):
+    pair.transport.running = True
+    started_s = time.monotonic()
+    read_id, heard, ended = pair.read(range(12), range(12), timeout_s=0.2)
+    assert ended.wait(3)
+    assert 0.2 <= time.monotonic() - started_s < 1.5
+    done, error = heard[-1]
+    assert (done.terminal, type(error), done.num_blocks) == (False, TransferTimeout, 0)
+    assert pair.link.num_abandoned == 1
+    time.sleep(0.1)
+    assert pair.terminal == []
+    pair.transport.running = False
+    wait_until(lambda: pair.terminal == [read_id])
+    # The next READ is not affected.
+    _, heard, ended = pair.read([31], [1])
+    assert ended.wait(3)
+    assert heard[-1][1] is None
+
+
+def test_the_store_may_give_up_before_the_mover_does(pair, wait_until):
+    pair.transport.running = True
+    read_id, heard, ended = pair.read([0], [1], timeout_s=30.0)
+    time.sleep(0.05)
+    assert pair.link.abandon(read_id)
+    assert pair.link.abandon(read_id)
+    assert pair.link.num_abandoned == 1
+    pair.transport.running = False
+    wait_until(lambda: pair.terminal == [read_id])
+    assert heard == []
+    assert not pair.link.abandon(read_id)
+
+
+def test_the_movers_death_ends_what_it_posted(pair, wait_until):
+    pair.transport.running = True
+    abandoned, _, ended = pair.read([0], [1], timeout_s=0.05)
+    assert ended.wait(3)
+    read_id, heard, ended = pair.read([2], [3], timeout_s=30.0)
+    pair.die()
+    assert ended.wait(3)
+    done, error = heard[-1]
+    assert (done.read_id, done.last, done.terminal, type(error)) == (read_id, True, True, PeerLost)
+    wait_until(lambda: pair.terminal == [abandoned])
+    assert (pair.link.own, pair.link.pid, pair.link.num_abandoned) == (None, 0, 0)
+    assert not pair.link.wait_ready(0.0)
+    with pytest.raises(PeerLost, match="not running"):
+        pair.read([0], [1])
+    with pytest.raises(PeerLost):
+        pair.link.stats(1.0)
+
+
+def test_a_new_mover_is_a_new_generation_that_knows_slots_but_no_peers(pair):
+    before = pair.link.own
+    assert (before.generation, before.agent, before.address) == (1, b"own", 4096)
+    assert pair.link.pid == os.getpid()
+    _, _, ended = pair.read([0], [1])
+    assert ended.wait(3)
+    pair.die()
+    pair.start("own-2")
+    assert (pair.link.own.generation, pair.link.own.agent) == (2, b"own-2")
+    _, heard, ended = pair.read([4], [5])
+    assert ended.wait(3)
+    assert heard[-1][1] is None
+    assert pair.slots()[4] == 6
+
+
+def test_notifications_are_passed_on_only_while_leases_are_open(pair, wait_until):
+    note = NOTIFICATION.pack(9, b"abcdefgh")
+    pair.network.inboxes[b"own"].append(note)
+    time.sleep(0.1)
+    assert pair.notes == []
+    pair.network.inboxes[b"own"].append(b"of another size")
+    pair.link.expect_notifications(1)
+    wait_until(lambda: pair.notes == [(9, b"abcdefgh")])
+    pair.link.expect_notifications(0)
+
+
+def test_an_idle_mover_sleeps_and_wakes_for_work(pair):
+    mover = pair.movers[0][0]
+    assert mover._pause_s() == 5.0
+    started_s = time.monotonic()
+    _, _, ended = pair.read([0], [1])
+    assert ended.wait(3)
+    assert time.monotonic() - started_s < 1
+    assert U64.size == 8
+
+
+def test_a_mover_that_hears_nothing_more_ends(pair):
+    _, thread, _ = pair.movers[0]
+    pair.server.stop()
+    thread.join(3)
+    assert not thread.is_alive()
