@@ -10,7 +10,7 @@ chains that agree at one index agree at every earlier one. No hash depends on th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TypeAlias, overload
@@ -24,7 +24,7 @@ from kvstore.shape import KVShape
 HASH_BYTES = 32
 """Bytes of one block hash and of a namespace digest."""
 
-ExtraKey: TypeAlias = str | bytes | int
+ExtraKey: TypeAlias = "str | bytes | int | tuple[ExtraKey, ...]"
 """What a block depends on besides its tokens: a LoRA name, the id of an image."""
 
 _NAMESPACE_TAG = b"raykv/namespace/1"
@@ -200,15 +200,17 @@ class Namespace:
     def block_hashes(
         self,
         token_ids: Sequence[int] | npt.ArrayLike,
-        extra: Sequence[Sequence[ExtraKey] | None] | None = None,
+        extra: Sequence[Sequence[ExtraKey] | None] | Mapping[int, Sequence[ExtraKey]] | None = None,
         parent: BlockHashes | None = None,
     ) -> BlockHashes:
         """Hash the full blocks of a token sequence; a last partial block is left out.
 
         Args:
             token_ids: one-dimensional integers, each in [0, 2**32).
-            extra: one entry per full block: None (or empty), or the keys besides tokens that
-                the block depends on.
+            extra: the keys besides tokens that a block depends on, such as ("lora", name) or
+                ("image", digest, offset): one entry per full block, None (or empty) for none, or a mapping from
+                the index of a full block to its keys. Name the kind of each key, so that a LoRA called like a
+                salt is not taken for it.
             parent: run that these tokens continue; the tokens begin right after its last block.
 
         Returns:
@@ -228,6 +230,8 @@ class Namespace:
                 last = sha256(last + tokens[at : at + block_bytes]).digest()
                 found.append(last)
         else:
+            if isinstance(extra, Mapping):
+                extra = _as_list(extra, end // block_bytes)
             if isinstance(extra, (str, bytes)) or len(extra) != end // block_bytes:
                 raise InvalidRequest(
                     f"block_hashes: wanted extra with one entry per full block, {end // block_bytes}, "
@@ -301,22 +305,33 @@ def _token_bytes(token_ids: Sequence[int] | npt.ArrayLike) -> bytes:
     return tokens.astype("<u4").tobytes()
 
 
+def _as_list(extra: Mapping[int, Sequence[ExtraKey]], num_blocks: int) -> list[Sequence[ExtraKey] | None]:
+    """Spread keys given by block index over all full blocks."""
+    strays = sorted(index for index in extra if not 0 <= index < num_blocks)
+    if strays:
+        raise InvalidRequest(f"block_hashes: wanted extra keys of blocks [0, {num_blocks}), got blocks {strays[:5]}")
+    return [extra.get(index) for index in range(num_blocks)]
+
+
 def _encode_keys(keys: Sequence[ExtraKey] | None) -> bytes:
     """Encode the extra keys of one block; empty when there are none."""
     if keys is not None and (isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence)):
         raise InvalidRequest(f"block_hashes: wanted a sequence of extra keys, got {_brief(keys)}; put it in a list")
     if not keys:
         return b""
-    for key in keys:
-        if not isinstance(key, (str, bytes, int)) or isinstance(key, bool):
-            raise InvalidRequest(f"block_hashes: wanted extra keys as str, bytes or int, got {_brief(key)}; convert it")
     encoded = b"".join(_encode_key(key) for key in keys)
     return b"x" + sha256(len(keys).to_bytes(8, "little") + encoded).digest()
 
 
 def _encode_key(key: ExtraKey) -> bytes:
     """Encode one key as type tag, 8-byte length, bytes; no two keys encode alike."""
-    if isinstance(key, str):
+    if isinstance(key, tuple):
+        tag, encoded = b"t", b"".join(_encode_key(part) for part in key)
+    elif not isinstance(key, (str, bytes, int)) or isinstance(key, bool):
+        raise InvalidRequest(
+            f"block_hashes: wanted extra keys as str, bytes, int or tuples of them, got {_brief(key)}; convert it"
+        )
+    elif isinstance(key, str):
         tag, encoded = b"s", key.encode("utf-8", "surrogatepass")
     elif isinstance(key, bytes):
         tag, encoded = b"b", key

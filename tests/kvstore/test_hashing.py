@@ -230,10 +230,10 @@ def test_partial_block_is_left_out():
 @pytest.mark.parametrize("extra", [[], [None], [None] * 4, "abc", b"abc"])
 def test_extra_needs_one_entry_per_full_block(extra):
     with pytest.raises(InvalidRequest, match="extra"):
-        space().block_hashes(TOKENS + [1], extra=extra)
+        space().block_hashes([*TOKENS, 1], extra=extra)
 
 
-@pytest.mark.parametrize("entry", ["bare", b"bare", [1.5], [None], [True], [("a",)], 3, {"a"}])
+@pytest.mark.parametrize("entry", ["bare", b"bare", [1.5], [None], [True], [("a", 1.5)], 3, {"a"}])
 def test_bad_extra_keys_are_refused(entry):
     with pytest.raises(InvalidRequest, match="extra keys"):
         space().block_hashes(TOKENS, extra=[None, entry, None])
@@ -412,3 +412,18 @@ def test_run_survives_pickling_and_prints_short():
     hashes = space().block_hashes(list(range(4000)))
     assert pickle.loads(pickle.dumps(hashes)) == hashes
     assert len(repr(hashes)) < 100
+
+
+def test_extra_keys_may_be_tuples_and_nest_without_ambiguity():
+    keys = [["a", "b"], [("a", "b")], [("a",), "b"], ["a", ("b",)], [("a", ("b",))], [("ab",)], ["ab"]]
+    firsts = {space().block_hashes(TOKENS[:4], extra=[key])[0] for key in keys}
+    assert len(firsts) == len(keys)
+
+
+def test_extra_keys_by_block_index():
+    tokens = TOKENS[:12]
+    listed = space().block_hashes(tokens, extra=[None, [("image", 7)], None])
+    assert space().block_hashes(tokens, extra={1: [("image", 7)]}).data == listed.data
+    assert listed[0] == space().block_hashes(tokens)[0]
+    with pytest.raises(InvalidRequest, match="3"):
+        space().block_hashes(tokens, extra={3: ["x"]})

@@ -214,7 +214,7 @@ def test_as_many_blocks_as_layers_are_ambiguous():
 
 
 def test_two_heads_before_layers_are_ambiguous():
-    with pytest.raises(LayoutMismatch, match="BHLPTD, BPLHTD|BHLPTD"):
+    with pytest.raises(LayoutMismatch, match=r"BHLPTD, BPLHTD|BHLPTD"):
         detect_layout(numbered("BLPHTD", sizes={"L": 2, "H": 2}), shape(num_layers=2, num_kv_heads=2))
 
 
@@ -243,7 +243,7 @@ def test_sizes_that_do_not_fit(changes):
 @pytest.mark.parametrize("stored_tokens", [8, 32, 48, 1])
 @pytest.mark.parametrize("axes", [None, "BPTHD"])
 def test_other_block_sizes_are_refused_with_the_one_to_use(stored_tokens, axes):
-    with pytest.raises(LayoutMismatch, match="not supported.*block_size=16") as caught:
+    with pytest.raises(LayoutMismatch, match=r"not supported.*block_size=16") as caught:
         detect_layout(layers("BPTHD"), shape(block_size=stored_tokens), axes=axes)
     assert "re-layout between block sizes" in str(caught.value)
 

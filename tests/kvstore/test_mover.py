@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_the_first_and_last_chunks_are_short():
     ends = plan_chunks(64, 16)
     assert ends[0] == 4
     assert ends[-1] - ends[-2] <= 4
-    assert max(b - a for a, b in zip(ends, ends[1:], strict=False)) == 16
+    assert max(b - a for a, b in pairwise(ends)) == 16
     assert plan_chunks(1, 16) == [1]
     assert plan_chunks(3, 1) == [1, 2, 3]
 
@@ -252,7 +253,7 @@ def test_a_read_that_never_ends_times_out_and_is_terminal_some_day(pair, wait_un
 
 def test_the_store_may_give_up_before_the_mover_does(pair, wait_until):
     pair.transport.running = True
-    read_id, heard, ended = pair.read([0], [1], timeout_s=30.0)
+    read_id, heard, _ = pair.read([0], [1], timeout_s=30.0)
     time.sleep(0.05)
     assert pair.link.abandon(read_id)
     assert pair.link.abandon(read_id)

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvstore import nixl_transport
 from kvstore.config import UCX_DEFAULTS
 from kvstore.errors import PeerLost, RegistrationFailed, TransferError
 from kvstore.nixl_transport import ERROR_OF_NIXL, NixlTransport, load_bindings, plugin_memory_types, translate_error
@@ -207,9 +209,30 @@ def test_every_error_of_the_bindings_is_one_of_ours():
     }
 
 
-def test_memory_that_is_not_there_is_not_registered():
-    with pytest.raises(RegistrationFailed):
-        NixlTransport(f"nowhere-{os.getpid()}", 0, 0)
+def test_without_a_wheel_the_remedy_is_named(monkeypatch):
+    def missing(name):
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(nixl_transport, "importlib", SimpleNamespace(import_module=missing))
+    with pytest.raises(RegistrationFailed, match="pip install nixl-cu12") as caught:
+        NixlTransport("none", 0, 0)
+    assert "no nixl_cu12._bindings" in str(caught.value)
+    assert "no nixl_cu13._bindings" in str(caught.value)
+
+
+def test_memory_that_cannot_be_registered_is_a_typed_error(monkeypatch):
+    bindings = load_bindings()
+
+    class Refusing:
+        def __getattr__(self, name):
+            return getattr(bindings, name)
+
+        def nixlRegDList(self, kind, rows):
+            raise ValueError("no such memory")
+
+    monkeypatch.setattr(nixl_transport, "load_bindings", Refusing)
+    with pytest.raises(RegistrationFailed, match=r"4096 bytes.*no such memory"):
+        NixlTransport(f"refused-{os.getpid()}", 0, 4096)
 
 
 def test_the_ucx_plugin_loads_with_dram():

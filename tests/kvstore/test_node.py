@@ -128,7 +128,7 @@ def test_partial_hit(cluster):
 
 
 def test_miss(cluster, wait_until):
-    one, two = two_nodes(cluster)
+    _, two = two_nodes(cluster)
     before = two.bytes()
     result = two.load(cluster.hashes(3), range(3))
     assert result.num_blocks == 0
@@ -155,7 +155,7 @@ def test_a_hole_ends_the_prefix(cluster):
 
 
 def test_the_same_tokens_of_another_namespace_never_hit(cluster):
-    one, two = two_nodes(cluster)
+    one, _ = two_nodes(cluster)
     tokens = list(range(16))
     one.save(cluster.space.block_hashes(tokens), range(4))
     for changes in ({"model": "other"}, {"salt": b"t"}, {"lora": "l"}, {"revision": "r"}, {"quantization": "q"}):
@@ -172,7 +172,7 @@ def test_the_same_tokens_of_another_namespace_never_hit(cluster):
 @pytest.mark.parametrize("where", ["a", "b"])
 def test_not_one_byte_below_the_skip_is_written(skip, where, shared):
     cluster, saver, workers = shared
-    worker, hashes, size = workers[where], shared[0].hashes(3, seed=5), 4
+    worker, hashes, size = workers[where], cluster.hashes(3, seed=5), 4
     for cache in worker.caches:
         cache.fill_(7.0)
     result = worker.load(hashes, [4, 2, 9], skip)
@@ -372,7 +372,7 @@ def test_a_drained_node_refuses_peers(cluster):
 
 
 def test_adopt_skips_unknown_namespaces_and_stops_in_time(cluster):
-    one, _ = two_nodes(cluster)
+    two_nodes(cluster)
     other = Namespace(model="other", shape=cluster.space.shape)
     strange = chain_of(other.block_hashes(range(8))).encode()
     missing = chain_of(cluster.hashes(2)).encode()
@@ -524,7 +524,7 @@ def test_a_peer_that_dies_ends_the_load_with_reasons_and_is_left_alone(cluster):
 
 
 def test_back_off_grows_and_ends_with_a_success(cluster, monkeypatch):
-    one, two = two_nodes(cluster)
+    two_nodes(cluster)
     book = cluster.nodes["b"]._peers
     now_s = [1000.0]
     monkeypatch.setattr("kvstore.peers.time.monotonic", lambda: now_s[0])

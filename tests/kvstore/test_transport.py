@@ -54,7 +54,7 @@ def test_a_read_copies_blocks_and_nothing_else(pair):
 
 
 def test_an_unknown_peer_is_lost(pair):
-    reader, peer = pair
+    reader, _ = pair
     with pytest.raises(PeerLost, match="'c'"):
         reader.post(request([0], [0], peer="c"))
     reader.forget_peer("b")
