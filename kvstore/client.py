@@ -324,6 +324,7 @@ class Client:
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
 
     def _call(self, op: Op, payload: bytes) -> bytes:
+        self._check_open()
         return self._control.call(op, payload, timeout_s=self._call_timeout_s)
 
     def _chain(self, hashes: BlockHashes) -> Chain:

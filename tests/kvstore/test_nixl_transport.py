@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,14 +209,13 @@ def test_every_error_of_the_bindings_is_one_of_ours():
 
 
 def test_without_a_wheel_the_remedy_is_named(monkeypatch):
-    def missing(name):
-        raise ImportError(f"no {name}")
-
-    monkeypatch.setattr(nixl_transport, "importlib", SimpleNamespace(import_module=missing))
+    for name in ("nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(sys.modules, f"{name}._bindings", None)
     with pytest.raises(RegistrationFailed, match="pip install nixl-cu12") as caught:
-        NixlTransport("none", 0, 0)
-    assert "no nixl_cu12._bindings" in str(caught.value)
-    assert "no nixl_cu13._bindings" in str(caught.value)
+        load_bindings()
+    assert "nixl_cu12" in str(caught.value)
+    assert "nixl_cu13" in str(caught.value)
 
 
 def test_memory_that_cannot_be_registered_is_a_typed_error(monkeypatch):
