@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 
@@ -9,6 +10,8 @@ from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig, set_ucx_lane
 from kvstore.control_client import connect_local
 from kvstore.mover import Mover as MoverLoop
+
+logger = logging.getLogger(__name__)
 
 
 class Mover:
@@ -30,10 +33,17 @@ class Mover:
         self._arena.populate()
         self._transport = NixlTransport(name, self._arena.address, self._arena.num_bytes)
         self._loop = MoverLoop(client.detach(), self._transport)
-        self._thread = threading.Thread(
-            target=self._loop.run, args=(self._arena.address,), name="raykv-mover", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="raykv-mover", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run(self._arena.address)
+        except Exception:
+            logger.exception("mover: unexpected error; this process ends and is replaced")
+        finally:
+            # The node store learns of it from the kernel, whatever the reason was, and starts another mover.
+            os._exit(0)
 
     def pid(self) -> int:
         """Return the process id; also says that the mover has started."""

@@ -171,6 +171,7 @@ class Client:
             hashes[: len(grant.slots)],
             grant.slots,
             asked_s + ttl_s - self.config.lease_margin_s,
+            self.config.lease_margin_s,
             lambda lease_id: bool(U64.unpack(self._call(Op.RELEASE, U64.pack(lease_id)))[0]),
             lambda lease_id, ttl: bool(U64.unpack(self._call(Op.RENEW, U64_F64.pack(lease_id, ttl)))[0]),
             self._slot_view,
@@ -246,6 +247,7 @@ class Client:
     def prefetch(self, hashes: BlockHashes, *, timeout_s: float | None = None) -> Job[LoadResult]:
         """Bring blocks from other nodes into this node's memory, without an engine."""
         chain = self._chain(hashes)
+        chain.check_unique()
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
         return self._load(None, chain, None, (0, 0), timeout, f"prefetch of {len(chain)} blocks")
 

@@ -18,6 +18,7 @@ class Lease:
         slots: slot of each in the node's arena.
         deadline_s: on this process's monotonic clock, taken before the lease was asked for, so that it is
             never later than the store's.
+        margin_s: by how much it is earlier.
     """
 
     def __init__(
@@ -26,12 +27,13 @@ class Lease:
         hashes: BlockHashes,
         slots: tuple[int, ...],
         deadline_s: float,
+        margin_s: float,
         release: Callable[[int], bool],
         renew: Callable[[int, float], bool],
         read: Callable[[int], memoryview],
     ) -> None:
         self.lease_id, self.hashes, self.slots = lease_id, hashes, slots
-        self._deadline_s = deadline_s
+        self._deadline_s, self._margin_s = deadline_s, margin_s
         self._release, self._renew, self._read = release, renew, read
         self._released = lease_id == 0
 
@@ -65,7 +67,7 @@ class Lease:
         asked_s = time.monotonic()
         held = self._renew(self.lease_id, ttl_s)
         if held:
-            self._deadline_s = max(self._deadline_s, asked_s + ttl_s)
+            self._deadline_s = max(self._deadline_s, asked_s + ttl_s - self._margin_s)
         return held
 
     def release(self) -> bool:

@@ -160,8 +160,10 @@ class PeerRead:
         left_s = min(self._valid_until_s, load.deadline_s) - time.monotonic()
         if not self._ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
             for segment in [s for s in self._segments if not s.ended]:
-                self._fetcher.mover.abandon(segment.read_id)
+                # Quarantined first: the READ may turn terminal between these two lines.
                 self._end(segment, f"read-{segment.read_id}")
+                if not self._fetcher.mover.abandon(segment.read_id):
+                    self._pool.end_quarantine(f"read-{segment.read_id}")
             raise TransferTimeout("the mover did not report on a READ in time")
         load.report.read_s += time.monotonic() - started_s
         load.report.num_bytes += self._num_published * load.block_bytes
