@@ -199,47 +199,58 @@ def run_transfer(
 
 def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rounds: int) -> dict[str, list[float]]:
     num_blocks = load_bytes // block_bytes
-    config = StoreConfig(
-        name=f"bench-{lane}-{block_bytes >> 10}",
-        capacity_bytes=(rounds + 2) * load_bytes,
-        lane=lane,
-    )
+    config = StoreConfig(name=f"bench-{lane}-{block_bytes >> 10}", capacity_bytes=(rounds + 2) * load_bytes, lane=lane)
     store = start(config, None, _TIMEOUT_S)
     space = Namespace(model="bench", shape=shape_of(block_bytes))
-    made: list[Any] = []
-
-    def actor(cls: type, node: str, *args: Any) -> Any:
-        made.append(on_node(cls, node).remote(*args))
-        return made[-1]
-
+    workers = [on_node(Worker, node).remote(store, space, num_blocks) for node in nodes]
+    raw = _raw_pair(nodes, lane, config.name, load_bytes, block_bytes, tuned=True)
+    times: dict[str, list[float]] = {}
     try:
-        writer, reader = (actor(Worker, node, store, space, num_blocks) for node in nodes)
-        slab = 2 * load_bytes
-        raw = {
-            way: [actor(RawEnd, node, lane, f"{config.name}-{way}-{i}", slab, block_bytes, way == "nixl")
-                  for i, node in enumerate(nodes)]
-            for way in ("nixl", "nixl_untuned")
-        }  # fmt: skip
-        for source, target in raw.values():
-            description = call("raw", source.describe.remote(), _TIMEOUT_S)
-            call("raw", target.add_peer.remote(description), _TIMEOUT_S)
-        times: dict[str, list[float]] = {}
         for number in range(rounds + 1):
-            seen = {"memcpy": call("memcpy", raw["nixl"][1].memcpy.remote(load_bytes), _TIMEOUT_S)}
-            for way, (source, target) in raw.items():
-                start_at = (number % 2) * load_bytes
-                call(way, source.fill.remote(start_at, load_bytes, number), _TIMEOUT_S)
-                seen[way] = call(way, target.read.remote(start_at, load_bytes, number), _TIMEOUT_S)
-            call("save", writer.save.remote(number, num_blocks), _TIMEOUT_S)
-            seen["load"] = call("load", reader.load.remote(number, num_blocks), _TIMEOUT_S)[0]
-            refs = call("put", writer.put.remote(number, load_bytes), _TIMEOUT_S)
-            seen["ray"] = call("get", reader.get.remote(refs), _TIMEOUT_S)
+            seen = {
+                "memcpy": call("memcpy", raw[1].memcpy.remote(load_bytes), _TIMEOUT_S),
+                "nixl": _read_raw(raw, number, load_bytes),
+            }
+            call("save", workers[0].save.remote(number, num_blocks), _TIMEOUT_S)
+            seen["load"] = call("load", workers[1].load.remote(number, num_blocks), _TIMEOUT_S)[0]
+            refs = call("put", workers[0].put.remote(number, load_bytes), _TIMEOUT_S)
+            seen["ray"] = call("get", workers[1].get.remote(refs), _TIMEOUT_S)
             del refs
             if number:  # The first round connects and warms up.
                 for way, seconds in seen.items():
                     times.setdefault(way, []).append(seconds)
-        return times
     finally:
-        for handle in made:
+        for handle in (*workers, *raw):
             ray.kill(handle)
         store.stop()
+    times["nixl_untuned"] = _measure_untuned(nodes, lane, config.name, load_bytes, block_bytes, rounds)
+    return times
+
+
+def _measure_untuned(
+    nodes: list[str], lane: str, name: str, load_bytes: int, block_bytes: int, rounds: int
+) -> list[float]:
+    """Measure agents as the wrapper builds them, by themselves: each of them spins on a core all the time."""
+    raw = _raw_pair(nodes, lane, name, load_bytes, block_bytes, tuned=False)
+    try:
+        return [_read_raw(raw, number, load_bytes) for number in range(rounds + 1)][1:]
+    finally:
+        for handle in raw:
+            ray.kill(handle)
+
+
+def _raw_pair(nodes: list[str], lane: str, name: str, load_bytes: int, block_bytes: int, *, tuned: bool) -> list[Any]:
+    ends = [
+        on_node(RawEnd, node).remote(lane, f"{name}-{tuned}-{i}", 2 * load_bytes, block_bytes, tuned)
+        for i, node in enumerate(nodes)
+    ]
+    description = call("raw", ends[0].describe.remote(), _TIMEOUT_S)
+    call("raw", ends[1].add_peer.remote(description), _TIMEOUT_S)
+    return ends
+
+
+def _read_raw(ends: list[Any], number: int, load_bytes: int) -> float:
+    start_at = (number % 2) * load_bytes
+    call("raw", ends[0].fill.remote(start_at, load_bytes, number), _TIMEOUT_S)
+    seconds: float = call("raw", ends[1].read.remote(start_at, load_bytes, number), _TIMEOUT_S)
+    return seconds

@@ -64,7 +64,7 @@ class StoreConfig:
     call_timeout_s: float = 5.0
     max_pinned_fraction: float = 0.9
     max_quarantined_fraction: float = 0.25
-    chunk_bytes: int = 4 << 20
+    chunk_bytes: int = 8 << 20
     lane: str = "default"
 
     def __post_init__(self) -> None:

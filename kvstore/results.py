@@ -151,7 +151,8 @@ class Job(Generic[T]):
 
         Returns:
             True: from now on the job neither reads nor writes the engine's blocks, and a save of it publishes
-            nothing more, except what it had copied completely. False: a copy was still running after `timeout` seconds; the blocks must not be reused yet.
+            nothing more, except what it had copied completely. False:
+            a copy was still running after `timeout` seconds; the blocks must not be reused yet.
         """
         return self._future.cancel() or self._abandon(timeout)
 
