@@ -51,17 +51,20 @@ class RawEnd:
     """One end of a raw NIXL transfer, in a process of its own: a slab, an agent, prepared lists.
 
     Args:
+        huge_pages: whether the slab is of huge pages, as our arena is where the kernel can.
         tuned: False builds the agent as NIXL's Python wrapper does, and leaves UCX's TCP segments alone.
     """
 
-    def __init__(self, lane: str, name: str, num_bytes: int, block_bytes: int, tuned: bool) -> None:
+    def __init__(
+        self, lane: str, name: str, num_bytes: int, block_bytes: int, tuned: bool, huge_pages: bool = False
+    ) -> None:
         set_ucx_lane(lane)
         if not tuned:
             # What the user set stays; only our own defaults are kept away.
             os.environ.update({key: "8256" for key in UCX_DEFAULTS if key not in os.environ})
         from kvstore.nixl_transport import PROGRESS_DELAY_US, NixlTransport
 
-        self._arena: Arena = create_arena(num_bytes)
+        self._arena: Arena = create_arena(num_bytes, huge_pages=huge_pages)
         self._slab = self._arena.bytes_view()
         self._block_bytes = block_bytes
         self._transport = NixlTransport(
@@ -69,6 +72,7 @@ class RawEnd:
             self._arena.address,
             num_bytes,
             progress_delay_us=PROGRESS_DELAY_US if tuned else 0,
+            separate_reader=False,
         )
         self._transport.set_slots(block_bytes, num_bytes // block_bytes)
 
@@ -203,13 +207,15 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
     store = start(config, None, _TIMEOUT_S)
     space = Namespace(model="bench", shape=shape_of(block_bytes))
     workers = [on_node(Worker, node).remote(store, space, num_blocks) for node in nodes]
-    raw = _raw_pair(nodes, lane, config.name, load_bytes, block_bytes, tuned=True)
+    raw = _raw_pair(nodes, lane, f"{config.name}-a", load_bytes, block_bytes, True, False)
+    huge = _raw_pair(nodes, lane, f"{config.name}-b", load_bytes, block_bytes, True, True)
     times: dict[str, list[float]] = {}
     try:
         for number in range(rounds + 1):
             seen = {
                 "memcpy": call("memcpy", raw[1].memcpy.remote(load_bytes), _TIMEOUT_S),
                 "nixl": _read_raw(raw, number, load_bytes),
+                "nixl_huge_pages": _read_raw(huge, number, load_bytes),
             }
             call("save", workers[0].save.remote(number, num_blocks), _TIMEOUT_S)
             seen["load"] = call("load", workers[1].load.remote(number, num_blocks), _TIMEOUT_S)[0]
@@ -220,7 +226,7 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
                 for way, seconds in seen.items():
                     times.setdefault(way, []).append(seconds)
     finally:
-        for handle in (*workers, *raw):
+        for handle in (*workers, *raw, *huge):
             ray.kill(handle)
         store.stop()
     times["nixl_untuned"] = _measure_untuned(nodes, lane, config.name, load_bytes, block_bytes, rounds)
@@ -231,7 +237,7 @@ def _measure_untuned(
     nodes: list[str], lane: str, name: str, load_bytes: int, block_bytes: int, rounds: int
 ) -> list[float]:
     """Measure agents as the wrapper builds them, by themselves: each of them spins on a core all the time."""
-    raw = _raw_pair(nodes, lane, name, load_bytes, block_bytes, tuned=False)
+    raw = _raw_pair(nodes, lane, name, load_bytes, block_bytes, False, False)
     try:
         return [_read_raw(raw, number, load_bytes) for number in range(rounds + 1)][1:]
     finally:
@@ -239,9 +245,11 @@ def _measure_untuned(
             ray.kill(handle)
 
 
-def _raw_pair(nodes: list[str], lane: str, name: str, load_bytes: int, block_bytes: int, *, tuned: bool) -> list[Any]:
+def _raw_pair(
+    nodes: list[str], lane: str, name: str, load_bytes: int, block_bytes: int, tuned: bool, huge_pages: bool
+) -> list[Any]:
     ends = [
-        on_node(RawEnd, node).remote(lane, f"{name}-{tuned}-{i}", 2 * load_bytes, block_bytes, tuned)
+        on_node(RawEnd, node).remote(lane, f"{name}-{i}", 2 * load_bytes, block_bytes, tuned, huge_pages)
         for i, node in enumerate(nodes)
     ]
     description = call("raw", ends[0].describe.remote(), _TIMEOUT_S)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 256 << 10
 _WINDOW = 3
-_POLL_S = 0.0001
+_POLLS_PER_STEP = 32
 _ABANDONED_POLL_S = 0.02
 _NOTIFICATION_POLL_S = 0.002
 
@@ -102,7 +102,7 @@ class Mover:
 
     def _pause_s(self) -> float:
         if self._jobs:
-            return _POLL_S if self._jobs[0].running else 0.0
+            return 0.0
         if self._num_remote_leases:
             return _NOTIFICATION_POLL_S
         return _ABANDONED_POLL_S if self._abandoned else 5.0
@@ -190,7 +190,10 @@ class Mover:
             job.running.append((handle, end))
             # On a same-host lane the chunk is already there: tell at once, so that it is copied out meanwhile.
             self._collect(job)
-        self._collect(job)
+        for _ in range(_POLLS_PER_STEP):
+            self._collect(job)
+            if len(job.running) < _WINDOW:
+                break
         if not job.running and job.next_chunk == len(job.ends):
             self._jobs.popleft()
         elif time.monotonic() - job.started_s > read.timeout_s:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
@@ -76,7 +77,9 @@ def _load_cu13() -> ModuleType:
 def plugin_memory_types() -> dict[str, list[str]]:
     """Return the memory types of each NIXL plugin that really loads here; the others map to nothing."""
     nixl = load_bindings()
-    agent = nixl.nixlAgent(f"raykv-probe-{secrets.token_hex(4)}", _agent_config(nixl, telemetry=False))
+    agent = nixl.nixlAgent(
+        f"raykv-probe-{secrets.token_hex(4)}", _agent_config(nixl, telemetry=False, progress_delay_us=PROGRESS_DELAY_US)
+    )
     found: dict[str, list[str]] = {}
     for plugin in sorted(agent.getAvailPlugins()):
         try:
@@ -86,30 +89,66 @@ def plugin_memory_types() -> dict[str, list[str]]:
     return found
 
 
-def _agent_config(nixl: ModuleType, *, telemetry: bool, progress_delay_us: int = PROGRESS_DELAY_US) -> Any:
+def _agent_config(nixl: ModuleType, *, telemetry: bool, progress_delay_us: int | None) -> Any:
     config = nixl.nixlAgentConfig()
-    config.useProgThread = True
+    config.useProgThread = progress_delay_us is not None
     config.useListenThread = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_RW
-    config.pthrDelay = progress_delay_us
+    config.pthrDelay = progress_delay_us or 0
     config.captureTelemetry = telemetry
     return config
 
 
+@dataclass(frozen=True, slots=True)
+class _Agent:
+    """An agent with its UCX backend and the registered slab."""
+
+    handle: Any
+    backend: Any
+    registration: Any
+
+
+def _make_agent(nixl: ModuleType, name: str, address: int, num_bytes: int, progress_delay_us: int | None) -> _Agent:
+    try:
+        handle = nixl.nixlAgent(name, _agent_config(nixl, telemetry=True, progress_delay_us=progress_delay_us))
+        backend = handle.createBackend("UCX", {})
+        registration = nixl.nixlRegDList(nixl.DRAM_SEG, np.array([[address, num_bytes, 0]], dtype=np.uint64))
+        handle.registerMem(registration, [backend])
+    except Exception as error:
+        raise RegistrationFailed(
+            f"could not register {num_bytes} bytes with NIXL over UCX: {error}; "
+            "see `kvstore doctor` (on InfiniBand memlock must be unlimited)"
+        ) from error
+    return _Agent(handle, backend, registration)
+
+
 class NixlTransport:
-    """One agent over UCX with one registered DRAM slab.
+    """NIXL over UCX with one DRAM slab: an agent that peers read from, and one that reads from peers.
+
+    The serving agent has an event-driven progress thread. The reading one has none: `poll` does its work, on
+    the caller's thread. With a thread, two threads share the copying and its lock, and a READ falls to half
+    its speed as soon as anything else wants the other core (docs/adr/0004).
 
     Args:
         name: unique for each life of the process that owns it: NIXL and peers cache by this name.
         address: first byte of the slab in this process; its owner keeps it mapped until `close`.
         num_bytes: size of the slab.
-        progress_delay_us: 0 makes the progress thread spin, as NIXL's wrapper does (for comparison only).
+        progress_delay_us: of the serving agent; 0 makes its thread spin, as NIXL's wrapper does.
+        separate_reader: False reads through the serving agent, as most users of NIXL do (for comparison).
 
     Raises:
         RegistrationFailed: the backend could not be made or the slab not be registered.
     """
 
-    def __init__(self, name: str, address: int, num_bytes: int, *, progress_delay_us: int = PROGRESS_DELAY_US) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: int,
+        num_bytes: int,
+        *,
+        progress_delay_us: int = PROGRESS_DELAY_US,
+        separate_reader: bool = True,
+    ) -> None:
         self.totals = ReadTotals()
         self._nixl = load_bindings()
         self._address = address
@@ -117,23 +156,15 @@ class NixlTransport:
         self._peers: dict[str, tuple[str, PeerDescription, dict[int, int]]] = {}
         self._handles: dict[int, str] = {}
         self._slot_bytes = self._num_slots = 0
-        try:
-            config = _agent_config(self._nixl, telemetry=True, progress_delay_us=progress_delay_us)
-            self._agent = self._nixl.nixlAgent(name, config)
-            self._backend = self._agent.createBackend("UCX", {})
-            self._registration = self._nixl.nixlRegDList(
-                self._nixl.DRAM_SEG, np.array([[address, num_bytes, 0]], dtype=np.uint64)
-            )
-            self._agent.registerMem(self._registration, [self._backend])
-        except Exception as error:
-            raise RegistrationFailed(
-                f"could not register {num_bytes} bytes with NIXL over UCX: {error}; "
-                "see `kvstore doctor` (on InfiniBand memlock must be unlimited)"
-            ) from error
+        self._server = _make_agent(self._nixl, name, address, num_bytes, progress_delay_us)
+        self._reader = self._server
+        if separate_reader:
+            self._reader = _make_agent(self._nixl, f"{name}-reader", address, num_bytes, None)
+        self._agent, self._backend = self._reader.handle, self._reader.backend
 
     def describe(self) -> bytes:
-        """Return the agent's metadata, taken after registration so that it covers the slab."""
-        metadata = self._agent.getLocalMD()
+        """Return the serving agent's metadata, taken after registration so that it covers the slab."""
+        metadata = self._server.handle.getLocalMD()
         return metadata if isinstance(metadata, bytes) else str(metadata).encode("latin-1")
 
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
@@ -226,7 +257,7 @@ class NixlTransport:
     def notifications(self) -> list[bytes]:
         """Drain what peers notified."""
         try:
-            found = self._agent.getNotifs({}, [self._backend])
+            found = self._server.handle.getNotifs({}, [self._server.backend])
         except Exception as error:
             raise self._translate(error, "notifications") from error
         return [bytes(message) for messages in found.values() for message in messages]
@@ -256,8 +287,9 @@ class NixlTransport:
         for listed in self._local_lists.values():
             self._agent.releasedDlistH(listed)
         self._local_lists.clear()
-        self._agent.deregisterMem(self._registration, [self._backend])
-        del self._registration, self._agent
+        for agent in {id(a): a for a in (self._reader, self._server)}.values():
+            agent.handle.deregisterMem(agent.registration, [agent.backend])
+        del self._agent, self._reader, self._server
 
     def _translate(self, error: Exception, what: str) -> TransferError:
         return translate_error(error, what)
