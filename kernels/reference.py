@@ -161,19 +161,28 @@ def copy_runs(dst: Tensor, dst_ids: npt.NDArray[np.int64], src: Tensor, src_ids:
             )
     if dst.shape[1] != src.shape[1]:
         raise ValueError(f"copy_runs: wanted rows of one length, got {dst.shape[1]} and {src.shape[1]} bytes")
-    sources, targets = _pairs(
-        torch.from_numpy(np.array(src_ids)), src.shape[0], torch.from_numpy(np.array(dst_ids)), dst.shape[0]
-    )
-    if not len(targets) or not dst.shape[1]:
+    of, to = np.asarray(src_ids), np.asarray(dst_ids)
+    if of.dtype != np.int64 or to.dtype != np.int64:
+        raise ValueError(f"copy_runs: wanted int64 ids, got {of.dtype} and {to.dtype}")
+    if of.shape != to.shape or of.ndim != 1:
+        raise ValueError(f"copy_runs: wanted as many source as target ids, got shapes {of.shape} and {to.shape}")
+    used = (of >= 0) & (to >= 0)
+    if not used.all():
+        of, to = of[used], to[used]
+    if not len(to) or not dst.shape[1]:
         return
-    to, of = targets.numpy(), sources.numpy()
+    if int(of.max()) >= src.shape[0] or int(to.max()) >= dst.shape[0]:
+        raise ValueError(
+            f"copy_runs: wanted ids below {src.shape[0]} (source) and {dst.shape[0]} (target), "
+            f"got up to {int(of.max())} and {int(to.max())}"
+        )
+    if len(np.unique(to)) != len(to):
+        raise ValueError("copy_runs: wanted each target once, got one twice")
     breaks = np.flatnonzero((np.diff(to) != 1) | (np.diff(of) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     lengths = np.diff(np.concatenate((starts, [len(to)])))
-    # NumPy hands long runs to memcpy, which was 1.3 to 1.6 times as fast here as torch's own copy loop.
-    dst_rows, src_rows = dst.numpy(), src.numpy()
     for a, b, count in zip(to[starts].tolist(), of[starts].tolist(), lengths.tolist(), strict=True):
-        np.copyto(dst_rows[a : a + count], src_rows[b : b + count])
+        dst[a : a + count].copy_(src[b : b + count])
 
 
 def _tensor_of(buffer: memoryview | bytearray) -> Tensor:
