@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 
 from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig, set_ucx_lane
@@ -12,6 +13,8 @@ from kvstore.control_client import connect_local
 from kvstore.mover import Mover as MoverLoop
 
 logger = logging.getLogger(__name__)
+
+_GRACE_S = 3.0
 
 
 class Mover:
@@ -41,9 +44,11 @@ class Mover:
             self._loop.run(self._arena.address)
         except Exception:
             logger.exception("mover: unexpected error; this process ends and is replaced")
-        finally:
-            # The node store learns of it from the kernel, whatever the reason was, and starts another mover.
-            os._exit(0)
+        else:
+            # The store closed the connection: Ray ends this actor with it, if it is given the time.
+            time.sleep(_GRACE_S)
+        # The node store learns of it from the kernel, whatever the reason was, and starts another mover.
+        os._exit(0)
 
     def pid(self) -> int:
         """Return the process id; also says that the mover has started."""

@@ -128,9 +128,9 @@ class NodeStore:
     def stop(self) -> None:
         """Close everything; the caller kills the actor afterwards."""
         self._stopping = True
-        self._core.stop()
         if self._mover is not None:
             ray.kill(self._mover)
+        self._core.stop()
 
     # The verbs, for remote and occasional callers.
 

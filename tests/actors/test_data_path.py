@@ -53,7 +53,7 @@ def workers(ray_cluster, node_ids, start_worker):
 @pytest.fixture(scope="module", params=["default", "tcp"])
 def pair(request, workers, node_ids, get, make_space):
     lane, space = request.param, make_space()
-    store = kvstore.start("16MiB", name=f"lane-{lane}", lane=lane)
+    store = kvstore.start("16MiB", name=f"lane-{lane}", lane=lane, chunk_bytes=4 << 20)
     try:
         assert get([w.open.remote(lane, store, space, 768) for w in workers]) == node_ids
         there, here = (Side(w, lane, node_id, get) for w, node_id in zip(workers, node_ids, strict=True))
@@ -191,7 +191,7 @@ def test_one_call_by_the_worker_two_by_the_stores_one_descriptor_a_run(pair, cha
 
 
 def test_a_chain_longer_than_one_read_comes_whole(pair, chain_of):
-    long = chain_of(pair.space, 640, next(_seeds))  # 5 MiB, a chunk has 4
+    long = chain_of(pair.space, 640, next(_seeds))  # 5 MiB, and a chunk has 4 here
     pair.there.do("save", long)
     result = pair.here.do("load", long)
     assert (result.num_blocks, result.num_peer, result.failed) == (640, 640, ())
