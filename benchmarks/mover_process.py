@@ -46,7 +46,8 @@ def _transport(lane: str, fd: int) -> tuple[Any, Any]:
 
     arena = attach_arena(fd, BLOCK_BYTES * NUM_BLOCKS)
     arena.populate()
-    transport = NixlTransport(f"bench-{secrets.token_hex(6)}", arena.address, arena.num_bytes)
+    # One agent with a progress thread, as one inside a node store would be.
+    transport = NixlTransport(f"bench-{secrets.token_hex(6)}", arena.address, arena.num_bytes, separate_reader=False)
     transport.set_slots(BLOCK_BYTES, NUM_BLOCKS)
     return arena, transport
 

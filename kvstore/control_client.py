@@ -126,12 +126,12 @@ class ControlClient:
                     self._backlog.append(message_or_none)
 
     def _set_timeout(self, deadline_s: float) -> None:
-        # A kernel-side receive timeout saves a poll() per call against settimeout(); it is only touched
-        # when the wanted value moved by more than a tenth.
+        # A kernel-side receive timeout saves a poll() per call against settimeout(). It is set a little longer
+        # than wanted, so that a run of calls with one timeout sets it once.
         wanted = max(deadline_s - time.monotonic(), 1e-3)
-        if not 0.9 * self._timeout_s <= wanted <= self._timeout_s:
-            self._timeout_s = wanted
-            value = struct.pack("ll", int(wanted), int(wanted % 1 * 1e6))
+        if not wanted <= self._timeout_s <= 1.2 * wanted:
+            self._timeout_s = 1.1 * wanted
+            value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
 
 
