@@ -212,8 +212,13 @@ def check_huge_pages() -> Check:
     chosen = text.partition("[")[2].partition("]")[0]
     if not chosen:
         return Check(name="Huge pages", status=Status.OK, found="this kernel has none for shared memory")
-    fix = "" if chosen in ("always", "within_size", "force") else f"optional: echo within_size > {path}"
-    found = f"for shared memory: {chosen}"
+    release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+    if chosen == "deny":
+        found, fix = "denied for shared memory: the arena gets small pages", f"optional: echo never > {path}"
+    elif release >= (6, 1) or chosen in ("always", "within_size", "force"):
+        found, fix = f"the arena gathers its pages into huge ones (system setting: {chosen})", ""
+    else:
+        found, fix = f"for shared memory: {chosen}", f"optional: echo within_size > {path}"
     return Check(name="Huge pages", status=Status.OK, found=found, fix=fix, values={"shmem_enabled": chosen})
 
 
