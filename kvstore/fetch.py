@@ -63,7 +63,9 @@ class LoadReport:
 class Load:
     """One load in progress: a lease that grows, and the client that waits for it.
 
-    `send(progress, is_last)` tells the client and may be called from any thread.
+    `send(progress, is_last)` tells the client and may be called from any thread. `version` is the namespace's
+    clearing that the load began under, taken before its first pin: after a later one it takes nothing more, or
+    a chain would be put together from the KV of old and of new weights.
     """
 
     chain: Chain
@@ -72,6 +74,7 @@ class Load:
     lease_id: int
     ttl_s: float
     deadline_s: float
+    version: int
     send: Callable[[bytes, bool], None]
     num_ready: int = 0
     report: LoadReport = field(default_factory=LoadReport)
@@ -133,6 +136,8 @@ class Fetcher:
         while load.num_ready < len(load.chain):
             if time.monotonic() > load.deadline_s:
                 return "timeout"
+            if self.namespace_version(load.chain.namespace) != load.version:
+                return "cleared"
             rest = load.chain.tail(load.num_ready)
             # Noted before anybody is asked: of several loads that miss one block, one asks and the others wait.
             event = threading.Event()
@@ -182,7 +187,6 @@ class Fetcher:
         """Lease the run at one peer and read what it grants; returns why it fell short, or nothing."""
         peer = self._peers.get(node_id)
         asked_s = time.monotonic()
-        version = self.namespace_version(rest.namespace)
         ttl_s = min(self.config.lease_ttl_s, load.ttl_s)
         load.report.num_lease_calls += 1
         grant = peer.lease(
@@ -190,7 +194,7 @@ class Fetcher:
                 chain=rest,
                 block_bytes=load.block_bytes,
                 slot_format=self._slot_format,
-                namespace_version=version,
+                namespace_version=load.version,
                 ttl_s=ttl_s,
             ),
             self.config.call_timeout_s,
@@ -198,14 +202,14 @@ class Fetcher:
         if grant.epoch != peer.epoch:
             self._peers.failed(node_id)
             return "peer_lost"
-        if grant.namespace_version > version:
+        if grant.namespace_version > load.version:
             self._adopt_version(rest.namespace, grant.namespace_version)
             return "cleared"
         if len(grant.slots) == 0:
             return "not_found"
         valid_until_s = asked_s + ttl_s - self.config.lease_margin_s
         chain = rest.head(len(grant.slots))
-        read = PeerRead(self, load, peer, grant, chain, valid_until_s, version, self._new_owner())
+        read = PeerRead(self, load, peer, grant, chain, valid_until_s, self._new_owner())
         reason = read.run()
         if not reason:
             self._peers.succeeded(node_id)
@@ -219,6 +223,9 @@ class Fetcher:
             rest = rest.head(limit - load.num_ready)
         deadline_s = time.monotonic() + load.ttl_s
         grant = self.pool.pin_prefix(rest, load.owner, deadline_s, load.lease_id)
+        # Asked after the pin: a clearing is noted before new blocks can be stored. What it pinned goes with the lease.
+        if self.namespace_version(load.chain.namespace) != load.version:
+            return 0
         if grant.slots:
             first = load.num_ready
             load.num_ready += len(grant.slots)

@@ -177,7 +177,7 @@ class NixlTransport:
         try:
             remote = self._agent.loadRemoteMD(description.agent)
         except Exception as error:
-            raise self._translate(error, f"metadata of {peer}") from error
+            raise translate_error(error, f"metadata of {peer}") from error
         name = remote.decode() if isinstance(remote, bytes) else str(remote)
         self._peers[peer] = (name, description, {})
 
@@ -191,7 +191,7 @@ class NixlTransport:
         try:
             self._agent.invalidateRemoteMD(known[0])
         except Exception as error:
-            raise self._translate(error, f"forgetting {peer}") from error
+            raise translate_error(error, f"forgetting {peer}") from error
 
     def post(self, request: ReadRequest) -> int:
         """Make a request from the prepared lists and post it.
@@ -221,7 +221,7 @@ class NixlTransport:
         except Exception as error:
             if handle:
                 self._agent.releaseXferReq(handle)
-            raise self._translate(error, f"READ from {request.peer}") from error
+            raise translate_error(error, f"READ from {request.peer}") from error
         self._handles[handle] = request.peer
         return int(handle)
 
@@ -234,7 +234,7 @@ class NixlTransport:
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
-            raise self._translate(error, f"READ from {self._handles.get(handle)}") from error
+            raise translate_error(error, f"READ from {self._handles.get(handle)}") from error
         if status == self._nixl.NIXL_IN_PROG:
             return ReadState.RUNNING
         if status == self._nixl.NIXL_SUCCESS:
@@ -259,7 +259,7 @@ class NixlTransport:
         try:
             found = self._server.handle.getNotifs({}, [self._server.backend])
         except Exception as error:
-            raise self._translate(error, "notifications") from error
+            raise translate_error(error, "notifications") from error
         return [bytes(message) for messages in found.values() for message in messages]
 
     def read_and_wait(self, request: ReadRequest, timeout_s: float) -> None:
@@ -290,9 +290,6 @@ class NixlTransport:
         for agent in {id(a): a for a in (self._reader, self._server)}.values():
             agent.handle.deregisterMem(agent.registration, [agent.backend])
         del self._agent, self._reader, self._server
-
-    def _translate(self, error: Exception, what: str) -> TransferError:
-        return translate_error(error, what)
 
 
 def translate_error(error: Exception, what: str) -> TransferError:

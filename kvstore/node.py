@@ -237,11 +237,11 @@ class NodeCore:
                 break
             if chain.namespace not in self.block_bytes:
                 continue
-            ended = threading.Event()
+            ended, version = threading.Event(), self.versions.get(chain.namespace, 0)
             grant = self.pool.pin_prefix(chain, "adopt", time.monotonic() + self.config.lease_ttl_s)
             load = Load(
                 chain=chain, block_bytes=self.block_bytes[chain.namespace], owner="adopt",
-                lease_id=grant.lease_id, ttl_s=self.config.lease_ttl_s, deadline_s=deadline_s,
+                lease_id=grant.lease_id, ttl_s=self.config.lease_ttl_s, deadline_s=deadline_s, version=version,
                 send=lambda _, last, ended=ended: ended.set() if last else None,  # type: ignore[misc]
                 num_ready=len(grant.slots),
             )  # fmt: skip

@@ -167,6 +167,7 @@ class NodeControl:
         self._core.check_serving()
         if self._core.fetcher is None or chain.namespace not in self._core.block_bytes:
             raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
+        version = self._core.versions.get(chain.namespace, 0)
         grant = self._core.pool.pin_prefix(chain, connection.owner, time.monotonic() + ttl_s)
         self._server.wake()
         load = Load(
@@ -176,6 +177,7 @@ class NodeControl:
             lease_id=grant.lease_id,
             ttl_s=ttl_s,
             deadline_s=time.monotonic() + timeout_s,
+            version=version,
             send=lambda payload, last: self._answer_load(connection, message.request, payload, last),
         )
         load.num_ready = load.report.num_local = len(grant.slots)

@@ -54,12 +54,11 @@ class PeerRead:
         grant: PeerGrant,
         chain: Chain,
         valid_until_s: float,
-        version: int,
         owner: str,
     ) -> None:
         self._fetcher, self._load, self._peer, self._grant = fetcher, load, peer, grant
         self._pool, self._config, self._owner = fetcher.pool, fetcher.config, owner
-        self._chain, self._valid_until_s, self._version = chain, valid_until_s, version
+        self._chain, self._valid_until_s = chain, valid_until_s
         self._first = load.num_ready
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -182,7 +181,8 @@ class PeerRead:
             return
         fetcher = self._fetcher
         covered = (
-            time.monotonic() < self._valid_until_s and fetcher.namespace_version(self._chain.namespace) == self._version
+            time.monotonic() < self._valid_until_s
+            and fetcher.namespace_version(self._chain.namespace) == self._load.version
         )
         if covered:
             count = None if done.last else done.num_blocks

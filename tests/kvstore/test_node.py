@@ -307,6 +307,28 @@ def test_a_peer_that_has_not_heard_of_a_clearing_cannot_bring_old_blocks_back(cl
     assert two.load(hashes, range(3)).num_blocks == 3
 
 
+def test_a_load_takes_nothing_stored_after_a_clearing_that_came_between(cluster, monkeypatch):
+    one, two = two_nodes(cluster)
+    hashes = cluster.hashes(3)
+    two.save(hashes[:2], range(2))
+    hints = cluster.nodes["b"].hints
+    locate = hints.locate
+
+    def locate_after_new_weights(chain):
+        for core in cluster.nodes.values():
+            core.clear(cluster.space.digest, 1)
+        one.save(hashes, range(3))
+        return locate(chain)
+
+    monkeypatch.setattr(hints, "locate", locate_after_new_weights)
+    result = two.load(hashes, range(10, 13))
+    # What was pinned before is read to the end; the new block is not put behind the old ones.
+    assert (result.num_blocks, result.num_peer) == (2, 0)
+    assert [failure.reason for failure in result.failed] == [MissReason.CLEARED]
+    monkeypatch.setattr(hints, "locate", locate)
+    assert two.load(hashes, range(10, 13)).num_blocks == 3
+
+
 def test_a_store_that_has_not_heard_learns_from_the_peer_it_asks(cluster):
     one, two = two_nodes(cluster)
     hashes, old = cluster.hashes(3), cluster.hashes(2, seed=1)
