@@ -70,6 +70,7 @@ class ControlServer:
         handler: called on the server's thread for each message; must not block.
         on_gone: called with a connection whose owner is gone for good.
         on_tick: called about every `tick_s` seconds while `wants_ticks()` is true.
+        holds: whether anything has to be kept for the owner of a closed connection until its process is gone.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class ControlServer:
         on_tick: Callable[[], None] = lambda: None,
         wants_ticks: Callable[[], bool] = lambda: False,
         tick_s: float = 0.25,
+        holds: Callable[[Connection], bool] = lambda connection: True,
     ) -> None:
-        self._handler, self._on_gone = handler, on_gone
+        self._handler, self._on_gone, self._holds = handler, on_gone, holds
         self._on_tick, self._wants_ticks, self._tick_s = on_tick, wants_ticks, tick_s
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -149,6 +151,7 @@ class ControlServer:
             if wanted and now_s >= next_tick_s:
                 next_tick_s = now_s + self._tick_s
                 self._on_tick()
+                self._let_go_of_closed()
         self._shut_down()
 
     def _ready(self, key: selectors.SelectorKey) -> None:
@@ -228,10 +231,14 @@ class ControlServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
-        if connection.pidfd < 0:
+        if connection.pidfd < 0 or not self._holds(connection):
             # A remote owner, or a kernel that cannot name the process: its leases end with their deadline.
-            self._connections.discard(connection)
-            self._on_gone(connection)
+            # An owner that holds nothing is not watched: a live process may come and go any number of times.
+            self._owner_died(connection)
+
+    def _let_go_of_closed(self) -> None:
+        for connection in [c for c in self._connections if c.closed and not self._holds(c)]:
+            self._owner_died(connection)
 
     def _owner_died(self, connection: Connection) -> None:
         pidfd, connection.pidfd = connection.pidfd, -1

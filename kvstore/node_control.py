@@ -64,7 +64,7 @@ class NodeControl:
         self._core, self._on_mover_gone = core, on_mover_gone
         self._remote_leases: dict[int, float] = {}
         self.num_calls: dict[str, int] = {}
-        self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks)
+        self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
 
     @property
     def port(self) -> int:
@@ -295,6 +295,12 @@ class NodeControl:
             dropped = self._core.attached_pool.release_owner(connection.owner)
             if dropped:
                 logger.info("client %s is gone: %d leases and writes came back", connection.owner, dropped)
+
+    def _holds(self, connection: Connection) -> bool:
+        if connection.role == "mover":
+            return True  # What it posted may still write until its process is gone.
+        pool = self._core.attached_pool
+        return connection.role == "client" and pool is not None and pool.holds(connection.owner)
 
     def _wants_ticks(self) -> bool:
         return self._core.attached_pool is not None and self._core.attached_pool.num_leases() > 0

@@ -306,6 +306,12 @@ class Pool:
                 self._abort(write_id, "")
             return len(leases) + len(writes)
 
+    def holds(self, owner: str) -> bool:
+        """Return whether an owner has a lease or an unfinished write."""
+        with self._lock:
+            held = (*self._leases.values(), *self._writes.values())
+            return any(entry.owner == owner for entry in held)
+
     def expire(self, now_s: float) -> int:
         """Drop every lease whose deadline has passed; returns how many."""
         self._yield("expire")

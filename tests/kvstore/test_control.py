@@ -28,6 +28,7 @@ from kvstore.errors import (
     StoreNotRunning,
     TransferTimeout,
 )
+from kvstore.messages import pack_lease, pack_prepare
 from kvstore.wire import Flag, Message, Op, encode, pack_json
 
 
@@ -434,6 +435,37 @@ def test_the_server_leaks_no_descriptors(echo, wait_until):
         client.close()
         remote(echo).close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def num_pidfds() -> int:
+    links = []
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(entry.path))
+    return sum("pidfd" in link for link in links)
+
+
+def test_connections_that_a_live_process_closed_are_forgotten_once_they_hold_nothing(cluster, wait_until):
+    core = cluster.add("a")
+    worker, before = cluster.worker("a", 8), num_pidfds()
+    stored, other = cluster.hashes(2), cluster.hashes(2, seed=1)
+    worker.save(stored, range(2))
+    known = num_pidfds()
+    hello = {"role": "client", "protocol": PROTOCOL_VERSION}
+    idle, leasing, writing = (connect_local(core.control_path, hello, timeout_s=5.0) for _ in range(3))
+    leasing[0].call(Op.LEASE, pack_lease(worker.client._chain(stored), 1.0), timeout_s=5.0)
+    writing[0].call(Op.PREPARE_STORE, pack_prepare(worker.client._chain(other), 1), timeout_s=5.0)
+    assert num_pidfds() == known + 3 > before
+    for connection, fd in (idle, leasing, writing):
+        os.close(fd)
+        connection.close()  # As a call that timed out does: without a word.
+
+    wait_until(lambda: num_pidfds() == known + 2)
+    assert core.pool.stats().num_pinned == 2
+    wait_until(lambda: core.pool.stats().num_pinned == 0)
+    wait_until(lambda: num_pidfds() == known + 1)
+    # Its process lives and may still be writing into the arena.
+    assert core.pool.stats().num_writing == 2
 
 
 def test_chain_errors_cross_the_socket(cluster):
