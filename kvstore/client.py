@@ -96,7 +96,8 @@ class Client:
         hello = {"role": "client", "protocol": PROTOCOL_VERSION}
         client, fd = connect_local(self._path, hello, timeout_s=self._call_timeout_s)
         with self._connections_lock:
-            self._connections.append(client)
+            # Those that a timeout or an abandoned load closed are of no use to anybody any more.
+            self._connections = [*(known for known in self._connections if not known.closed), client]
         return client, fd
 
     def register_kv_caches(self, caches: Any, axes: str | None = None) -> EngineLayout:
@@ -268,7 +269,9 @@ class Client:
                 except KVStoreError:
                     logger.debug("the node store was gone before this client")
                 connection.close()
-        self._copier = None
+        copier, self._copier = self._copier, None
+        if copier is not None and ended.is_set():
+            copier.close()
         self._arena.close()
 
     def _end_jobs(self, ended: threading.Event) -> None:

@@ -114,5 +114,9 @@ class Copier:
         else:
             self._reference.unpack_blocks(self._slots, self._ids(slots), self._views, self._ids(block_ids), first_token)
 
+    def close(self) -> None:
+        """Let go of the arena, so that it can be unmapped whoever still knows this object; it copies no more."""
+        del self._slots, self._slot_rows
+
     def _ids(self, ids: Ids) -> torch.Tensor:
         return self._torch.from_numpy(np.ascontiguousarray(ids))

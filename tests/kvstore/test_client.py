@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from kvstore.errors import (
     NamespaceMismatch,
     StoreNotRunning,
     StoreUnavailable,
+    TransferError,
 )
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.layout import Part
@@ -301,6 +303,22 @@ def test_a_store_that_was_restarted_is_another_one(cluster):
     assert "another one" in result.failed[0].detail
     with pytest.raises(StoreUnavailable, match="restarted"):
         worker.save(hashes, range(2))
+
+
+def num_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:raykv-arena")
+
+
+def test_close_unmaps_the_arena_whatever_errors_of_its_jobs_are_kept(cluster):
+    cluster.add("a")
+    worker = cluster.worker("a", 4)
+    cluster.stop_node("a")
+    before = num_mappings()
+    with pytest.raises((StoreUnavailable, TransferError)) as kept:
+        worker.client.save(cluster.hashes(2), range(2)).result(10)
+    worker.client.close()
+    assert num_mappings() == before - 1
+    assert kept.value.__traceback__ is not None
 
 
 def test_an_aborted_save_leaves_nothing(world, unchanged, monkeypatch):
