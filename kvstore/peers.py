@@ -118,12 +118,16 @@ class PeerBook:
         return peer
 
     def failed(self, node_id: str) -> None:
-        """Note a failure: the connection is dropped and the node left alone for a while."""
+        """Note a failure: the connection is dropped and the node left alone for a while.
+
+        Loads that fail while it is left alone had begun before: all of them together are one failure.
+        """
         with self._lock:
             peer = self._peers.pop(node_id, None)
-            count = self._failures.get(node_id, (0, 0.0))[0]
-            pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
-            self._failures[node_id] = (count + 1, time.monotonic() + pause_s)
+            count, until_s = self._failures.get(node_id, (0, 0.0))
+            if (now_s := time.monotonic()) >= until_s:
+                pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
+                self._failures[node_id] = (count + 1, now_s + pause_s)
         if peer is not None:
             peer.client.close()
 

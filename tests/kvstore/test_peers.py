@@ -1,0 +1,64 @@
+"""When a peer is left alone, and for how long."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore import peers
+from kvstore.errors import PeerLost
+from kvstore.peers import PeerBook
+
+
+@pytest.fixture
+def book(monkeypatch):
+    def nowhere(node_id):
+        raise PeerLost(f"{node_id} is away")
+
+    made = PeerBook("own", nowhere, 1.0)
+    made.now_s = 100.0
+    monkeypatch.setattr(peers.time, "monotonic", lambda: made.now_s)
+    yield made
+    made.close()
+
+
+def pause_s(book) -> float:
+    """How long the peer is left alone from now on."""
+    began_s, step_s = book.now_s, 0.125
+    while not book.is_usable("other"):
+        book.now_s += step_s
+    return book.now_s - began_s
+
+
+def test_each_failure_is_left_alone_for_longer_and_success_forgets_them(book):
+    assert book.is_usable("other")
+    pauses = []
+    for _ in range(6):
+        book.failed("other")
+        pauses.append(pause_s(book))
+    assert pauses == [0.5, 1.0, 2.0, 5.0, 15.0, 15.0]
+    book.succeeded("other")
+    book.failed("other")
+    assert pause_s(book) == 0.5
+
+
+def test_loads_that_fail_together_are_one_failure(book):
+    threads = [threading.Thread(target=book.failed, args=("other",)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5.0)
+    assert pause_s(book) == 0.5
+    book.failed("other")
+    assert pause_s(book) == 1.0
+
+
+def test_who_cannot_be_reached_is_left_alone(book):
+    with pytest.raises(PeerLost, match="other is away"):
+        book.get("other")
+    assert not book.is_usable("other")
+
+
+def test_this_node_is_not_its_own_peer(book):
+    assert not book.is_usable("own")
