@@ -1,0 +1,292 @@
+"""Two or three threads each that meet where a block pool can go wrong; the explorer runs them in every order."""
+
+from __future__ import annotations
+
+from poolcheck.chains import NAMESPACES, chain_of
+from poolcheck.explore import Run
+from poolcheck.world import World
+
+
+def claim_pin_evict(run: Run):
+    """A reader pins what a writer has to evict to make room."""
+    world = World(run, 2)
+    world.store("ab", "before")
+
+    def reader():
+        world.read("ab", "r")
+
+    def writer():
+        ticket = world.store("xy", "w")
+        assert len(ticket.slots) + ticket.num_refused == 2
+
+    return [reader, writer], lambda: world.at_rest("ab", "xy")
+
+
+def two_readers_and_eviction(run: Run):
+    """Two leases on one block end while a writer wants it: the second's pin must count."""
+    world = World(run, 1)
+    world.store("a", "before")
+
+    def reader(owner):
+        return lambda: world.read("a", owner)
+
+    return [reader("r1"), reader("r2"), lambda: world.store("x", "w")], lambda: world.at_rest("a", "x")
+
+
+def two_writers_one_victim(run: Run):
+    """Two writers want the one slot that can be evicted."""
+    world = World(run, 2)
+    world.store("ab", "before")
+    held = world.pin("a", "r")
+
+    def at_end():
+        world.verify_all("a", held)
+        assert world.unpin(held, "r")
+        world.at_rest("ab", "x", "y")
+
+    return [lambda: world.store("x", "w1"), lambda: world.store("y", "w2")], at_end
+
+
+def write_clear_read(run: Run):
+    """A namespace is cleared while it is written and read; what was claimed before is never found after."""
+    world = World(run, 4)
+    world.store("a", "before")
+    claimed: list[bool] = []
+    late: list[str] = []
+
+    def writer():
+        ticket = world.claim("ab", "w")
+        claimed.append(True)
+        world.fill("ab", ticket)
+        world.forget(ticket)
+        if ticket.write_id:
+            world.pool.complete_store(ticket.write_id, "w")
+
+    def clearer():
+        late.extend("ab" if claimed else "")
+        world.pool.clear(NAMESPACES[0])
+        # What a writer had claimed before the clearing began can never be found again; `a` was there before.
+        assert not late or world.pool.lookup(chain_of("ab")) == 0, "a block outlived the clearing"
+
+    def at_end():
+        assert not late or world.pool.lookup(chain_of("ab")) == 0, "a write that a clearing met was published"
+        world.at_rest("ab")
+
+    return [writer, clearer, lambda: world.read("ab", "r")], at_end
+
+
+def clear_under_reader(run: Run):
+    """A cleared block that is read keeps its slot; the same block is stored again meanwhile."""
+    world = World(run, 2)
+    world.store("a", "before")
+
+    def clearer():
+        world.pool.clear(NAMESPACES[0])
+        world.store("a", "w")
+
+    return [lambda: world.read("a", "r"), clearer], lambda: world.at_rest("a")
+
+
+def cancelled_transfer(run: Run):
+    """A fetch gives up while its transfer still writes; another writer wants slots."""
+    world = World(run, 2)
+    posted: list[tuple[int, ...]] = []
+    aborted: list[int] = []
+
+    def fetch():
+        ticket = world.claim("ab", "fetch")
+        posted.append(ticket.slots)
+        world.step("posted")
+        world.forget(ticket)
+        num_slots = world.pool.abort_store(ticket.write_id, "fetch", quarantine="read-1")
+        assert num_slots == len(ticket.slots)
+        aborted.append(num_slots)
+
+    def transfer():
+        run.wait_until(lambda: bool(posted), "transfer")
+        for slot in posted[0]:
+            world.stamp(slot, b"late bytes")
+        run.wait_until(lambda: bool(aborted), "abort")
+        assert world.pool.end_quarantine("read-1") == len(posted[0])
+
+    def writer():
+        world.store("x", "w")
+        world.read("x", "w")
+
+    return [fetch, transfer, writer], lambda: world.at_rest("x")
+
+
+def expire_renew_evict(run: Run):
+    """A lease is renewed while its first deadline passes and a writer waits for its slot."""
+    world = World(run, 1)
+    world.store("a", "before")
+
+    def reader():
+        grant = world.pin("a", "r", deadline_s=10.0)
+        if not grant.slots:
+            world.pool.release(grant.lease_id, "r")
+            return
+        if not world.pool.renew(grant.lease_id, "r", 30.0):
+            # It had passed: the bytes may be anything from here on.
+            world.readers.clear()
+            assert not world.pool.release(grant.lease_id, "r")
+            return
+        # Asking for less must not take away what was promised.
+        assert world.pool.renew(grant.lease_id, "r", 5.0), "a renewed lease is held until its new deadline"
+        world.verify_all("a", grant)
+        world.verify_all("a", grant)
+        assert world.unpin(grant, "r"), "a renewed lease is held until its new deadline"
+
+    def clock():
+        world.readers.clear()
+        world.pool.expire(20.0)
+
+    def writer():
+        # Not `store`: whether the reader may still read is for the reader to say.
+        ticket = world.pool.prepare_store(chain_of("x"), "w")
+        world.fill("x", ticket)
+        if ticket.write_id:
+            world.pool.complete_store(ticket.write_id, "w")
+
+    return [reader, clock, writer], lambda: world.at_rest("a", "x")
+
+
+def release_meets_expire(run: Run):
+    """A lease is released and expired at once: its pin goes exactly once, the neighbour's stays."""
+    world = World(run, 2)
+    world.store("a", "before")
+    neighbour = world.pin("a", "n")
+    ended: list[int] = []
+
+    def releaser():
+        ended.append(int(world.pool.release(grant.lease_id, "r")))
+
+    def clock():
+        ended.append(world.pool.expire(20.0))
+
+    grant = world.pool.pin_prefix(chain_of("a"), "r", 10.0)
+
+    def at_end():
+        assert sum(ended) == 1, f"a lease ended {sum(ended)} times"
+        world.verify_all("a", neighbour)
+        assert world.unpin(neighbour, "n")
+        world.at_rest("a", "xy")
+
+    return [releaser, clock, lambda: world.store("xy", "w")], at_end
+
+
+def wrong_releases(run: Run):
+    """Releases of leases that are stale, foreign or never were, beside a reader and a writer."""
+    world = World(run, 1)
+    world.store("a", "before")
+    stale = world.pin("a", "old")
+    assert world.unpin(stale, "old")
+    leases: list[int] = []
+
+    def reader():
+        grant = world.pin("a", "r")
+        leases.append(grant.lease_id)
+        world.verify_all("a", grant)
+        world.verify_all("a", grant)
+        assert world.unpin(grant, "r"), "somebody else released it"
+        assert not world.pool.release(grant.lease_id, "r"), "a lease was released twice"
+
+    def thief():
+        assert not world.pool.release(stale.lease_id, "old")
+        for lease_id in leases or [12345]:
+            assert not world.pool.release(lease_id, "thief")
+            assert not world.pool.renew(lease_id, "thief", 1.0)
+
+    return [reader, thief, lambda: world.store("x", "w")], lambda: world.at_rest("a", "x")
+
+
+def duplicates(run: Run):
+    """Two save one chain at once: one copy, and both succeed."""
+    world = World(run, 3)
+    tickets = []
+
+    def saver(owner):
+        return lambda: tickets.append(world.store("ab", owner))
+
+    def at_end():
+        assert [ticket.num_refused for ticket in tickets] == [0, 0]
+        assert sum(len(ticket.slots) for ticket in tickets) == 2, "a block was stored twice"
+        assert world.pool.lookup(chain_of("ab")) == 2
+        world.at_rest("ab")
+
+    return [saver("w1"), saver("w2"), lambda: world.read("ab", "r")], at_end
+
+
+def onboard_meets_pin(run: Run):
+    """Blocks arrive behind one that is read, in a pool that is full: the pinned slot stays what it is."""
+    world = World(run, 3)
+    world.store("a", "before")
+    world.store("y", "before")
+
+    def onboard():
+        ticket = world.claim("abc", "fetch", needs_parent=False)
+        world.fill("abc", ticket)
+        world.forget(ticket)
+        if ticket.write_id:
+            world.pool.complete_store(ticket.write_id, "fetch", count=1)
+            world.pool.complete_store(ticket.write_id, "fetch")
+
+    def reader():
+        world.read("abc", "r")
+        world.read("y", "r")
+
+    return [onboard, reader], lambda: world.at_rest("abc", "y")
+
+
+def dead_owner(run: Run):
+    """An owner is given up while it completes its write and holds a lease."""
+    world = World(run, 3)
+    world.store("a", "before")
+    ended: list[int] = []
+
+    def owner():
+        world.pin("a", "dead")
+        ticket = world.claim("ab", "dead")
+        world.fill("ab", ticket)
+        world.readers.clear()
+        for slot in ticket.slots:
+            world.writers.pop(slot, None)
+        if ticket.write_id:
+            world.pool.complete_store(ticket.write_id, "dead")
+
+    def reaper():
+        run.wait_until(lambda: world.pool.stats().num_writes > 0 or bool(ended), "a write")
+        world.pool.release_owner("dead")
+
+    def first(body):
+        def run_it():
+            body()
+            ended.append(1)
+
+        return run_it
+
+    def at_end():
+        world.readers.clear()
+        world.pool.release_owner("dead")
+        world.at_rest("ab")
+
+    return [first(owner), reaper, lambda: world.read("ab", "r")], at_end
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        claim_pin_evict,
+        two_readers_and_eviction,
+        two_writers_one_victim,
+        write_clear_read,
+        clear_under_reader,
+        cancelled_transfer,
+        expire_renew_evict,
+        release_meets_expire,
+        wrong_releases,
+        duplicates,
+        onboard_meets_pin,
+        dead_owner,
+    )
+}
