@@ -6,7 +6,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: help setup demo test check lint format wheel example-vllm bench clean
+.PHONY: help setup demo test mutants check lint format wheel example-vllm bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -19,6 +19,9 @@ demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json
 
 test: setup  ## the tests; ARGS="-k pool -x" is passed to pytest
 	@$(BIN)/python -m pytest -q tests $(ARGS)
+
+mutants: setup  ## put the bugs that block pools have had back one by one; the checks have to catch each
+	@PYTHONPATH=tests/pool:. $(BIN)/python -m poolcheck.mutants $(ARGS)
 
 lint: setup  ## formatting, ruff, mypy, clang-format; changes nothing
 	$(BIN)/ruff format --check .

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
@@ -188,4 +190,6 @@ TestPoolMachine.settings = settings(
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
+    # Whether a mutant is caught needs no shortest example.
+    phases=[Phase.generate] if os.environ.get("POOLCHECK_MUTANT") else tuple(Phase),
 )
