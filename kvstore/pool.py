@@ -309,8 +309,9 @@ class Pool:
     def holds(self, owner: str) -> bool:
         """Return whether an owner has a lease or an unfinished write."""
         with self._lock:
-            held = (*self._leases.values(), *self._writes.values())
-            return any(entry.owner == owner for entry in held)
+            return any(lease.owner == owner for lease in self._leases.values()) or any(
+                write.owner == owner for write in self._writes.values()
+            )
 
     def expire(self, now_s: float) -> int:
         """Drop every lease whose deadline has passed; returns how many."""
