@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -45,10 +46,14 @@ class ControlClient:
             PeerLost: the connection broke; it is closed.
             TransferTimeout: no answer in time; the connection is closed.
         """
-        with self._lock:
-            self.num_calls += 1
-            request = self._send(op, Flag.REQUEST, payload)
-            message = self._receive(request, time.monotonic() + timeout_s)
+        try:
+            with self._lock:
+                self.num_calls += 1
+                request = self._send(op, Flag.REQUEST, payload)
+                message = self._receive(request, time.monotonic() + timeout_s)
+        finally:
+            if self.closed:
+                self._let_go()
         if message.flag is Flag.ERROR:
             raise unpack_error(message.payload)
         return message.payload
@@ -58,11 +63,11 @@ class ControlClient:
 
         The connection is taken for as long as the iteration lasts. `timeout_s` bounds each wait.
         """
-        with self._lock:
-            self.num_calls += 1
-            request = self._send(op, Flag.REQUEST, payload)
-            finished = False
-            try:
+        finished = False
+        try:
+            with self._lock:
+                self.num_calls += 1
+                request = self._send(op, Flag.REQUEST, payload)
                 while not finished:
                     message = self._receive(request, time.monotonic() + timeout_s)
                     if message.flag is Flag.ERROR:
@@ -70,14 +75,18 @@ class ControlClient:
                         raise unpack_error(message.payload)
                     finished = message.flag is Flag.REPLY
                     yield finished, message.payload
-            finally:
-                if not finished:
-                    self.close()
+        finally:
+            if self.closed or not finished:
+                self.close()
 
     def send(self, op: Op, payload: bytes = b"") -> None:
         """Say something that has no answer."""
-        with self._lock:
-            self._send(op, Flag.ONE_WAY, payload)
+        try:
+            with self._lock:
+                self._send(op, Flag.ONE_WAY, payload)
+        finally:
+            if self.closed:
+                self._let_go()
 
     def detach(self) -> socket.socket:
         """Hand the socket to the caller, without timeouts; this object must not be used afterwards."""
@@ -87,9 +96,20 @@ class ControlClient:
         return self._sock
 
     def close(self) -> None:
-        """Close the connection; may be called again."""
+        """Close the connection from any thread: a call under way ends with PeerLost; may be called again."""
         self.closed = True
-        self._sock.close()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Not under a call: were the descriptor's number given to another file meanwhile, the call would speak
+        # to a stranger. Whoever ends the call comes here too.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sock.close()
+            finally:
+                self._lock.release()
 
     def _send(self, op: Op, flag: Flag, payload: bytes) -> int:
         self._request += 1

@@ -178,6 +178,29 @@ def test_a_stream_that_fails_keeps_the_connection(client):
     assert client.call(Op.LOOKUP, b"x", timeout_s=2.0) == b"x"
 
 
+def test_close_ends_the_call_of_another_thread(echo, client):
+    ended, heard = threading.Event(), []
+
+    def ask():
+        try:
+            client.call(Op.STATS, timeout_s=20.0)  # never answered
+        except KVStoreError as error:
+            heard.append(error)
+        ended.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    deadline_s = time.monotonic() + 5.0
+    while Op.STATS not in echo.seen:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    client.close()
+    assert ended.wait(2.0)
+    thread.join(2.0)
+    assert [type(error) for error in heard] == [PeerLost]
+    assert client._sock.fileno() == -1
+
+
 def test_threads_share_a_connection(client):
     wrong = []
 
