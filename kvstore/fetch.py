@@ -176,7 +176,9 @@ class Fetcher:
             reason = self._fetch_from(load, rest, usable[0])
         except (TransferError, StoreUnavailable) as error:
             logger.warning("fetch from node %s failed: %s", usable[0], error)
-            self._peers.failed(usable[0])
+            if self.mover.own is not None:
+                # Without a mover of its own this node has not learnt anything about the peer.
+                self._peers.failed(usable[0])
             reason = "timeout" if isinstance(error, TransferTimeout) else "peer_lost"
         return reason if len(usable) == 1 else ""
 

@@ -655,6 +655,17 @@ def test_the_death_of_the_mover_is_the_fence(cluster, wait_until):
     assert same(one, range(4), two, range(4))
 
 
+def test_a_node_without_a_mover_does_not_hold_that_against_its_peers(cluster):
+    one, two = two_nodes(cluster)
+    hashes = cluster.hashes(4)
+    one.save(hashes, range(4))
+    cluster.kill_mover("b")
+    for _ in range(3):
+        assert two.load(hashes, range(4)).failed[0].reason is MissReason.PEER_LOST
+    cluster.start_mover("b")
+    assert two.load(hashes, range(4)).num_blocks == 4
+
+
 def test_a_new_mover_of_a_peer_is_asked_for(cluster):
     one, two = two_nodes(cluster)
     hashes = cluster.hashes(4)
