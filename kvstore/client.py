@@ -6,6 +6,7 @@ through the arena that both map. Jobs run on threads of the client, each with a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -92,8 +93,8 @@ class Client:
         threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
 
-    def _connect(self) -> tuple[ControlClient, int]:
-        hello = {"role": "client", "protocol": PROTOCOL_VERSION}
+    def _connect(self, replaces: str = "") -> tuple[ControlClient, int]:
+        hello = {"role": "client", "protocol": PROTOCOL_VERSION, "replaces": replaces}
         client, fd = connect_local(self._path, hello, timeout_s=self._call_timeout_s)
         with self._connections_lock:
             # Those that a timeout or an abandoned load closed are of no use to anybody any more.
@@ -204,11 +205,14 @@ class Client:
         ids = copier.check_ids(block_ids, len(chain))
         copier.check_unchanged()
         guard, call_timeout_s = CopyGuard(), self._call_timeout_s
-        return self._submit(
-            lambda: run_save(self._job_connection(), copier, chain, ids, guard, call_timeout_s),
-            f"save of {len(chain)} blocks",
-            guard,
-        )
+
+        def run() -> SaveResult:
+            try:
+                return run_save(self._job_connection(), copier, chain, ids, guard, call_timeout_s)
+            finally:
+                self._give_back()
+
+        return self._submit(run, f"save of {len(chain)} blocks", guard)
 
     def load(
         self,
@@ -291,11 +295,18 @@ class Client:
     def _job_connection(self) -> ControlClient:
         connection: ControlClient | None = getattr(self._local, "connection", None)
         if connection is None or connection.closed:
-            connection = self._local.connection = self._reconnect()
+            # One job at a time uses it, and that job is over: what it held can go.
+            replaces = "" if connection is None else str(connection.hello["owner"])
+            connection = self._local.connection = self._reconnect(replaces)
         return connection
 
-    def _reconnect(self) -> ControlClient:
-        connection, fd = self._connect()
+    def _give_back(self) -> None:
+        """After a job whose connection broke: tell the store at once, or its slots wait for this thread's next job."""
+        with contextlib.suppress(KVStoreError):
+            self._job_connection()
+
+    def _reconnect(self, replaces: str = "") -> ControlClient:
+        connection, fd = self._connect(replaces)
         os.close(fd)
         if connection.hello["epoch"] != self.epoch:
             connection.close()
@@ -316,7 +327,10 @@ class Client:
                 connection = self._job_connection()
             except StoreUnavailable as error:
                 return failed_load(skip[0], ids, len(chain), f"store_lost: {error}")
-            return run_load(connection, copier, chain, ids, skip, guard, self.config, timeout_s)
+            try:
+                return run_load(connection, copier, chain, ids, skip, guard, self.config, timeout_s)
+            finally:
+                self._give_back()
 
         return self._submit(run, what, guard)
 
@@ -330,6 +344,9 @@ class Client:
 
     def _call(self, op: Op, payload: bytes) -> bytes:
         self._check_open()
+        if self._control.closed:
+            # Leases taken over the old one are held on until their deadline: their blocks may be in use.
+            self._control = self._reconnect()
         return self._control.call(op, payload, timeout_s=self._call_timeout_s)
 
     def _chain(self, hashes: BlockHashes) -> Chain:

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
@@ -58,10 +58,11 @@ class ControlClient:
             raise unpack_error(message.payload)
         return message.payload
 
-    def call_stream(self, op: Op, payload: bytes, *, timeout_s: float) -> Iterator[tuple[bool, bytes]]:
+    def call_stream(self, op: Op, payload: bytes, *, timeout_s: float) -> Generator[tuple[bool, bytes], None, None]:
         """Ask once and yield (is last, payload) for each piece of the answer, in order.
 
-        The connection is taken for as long as the iteration lasts. `timeout_s` bounds each wait.
+        The connection is taken for as long as the iteration lasts: who leaves early closes the generator.
+        `timeout_s` bounds each wait.
         """
         finished = False
         try:

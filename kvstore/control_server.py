@@ -236,6 +236,14 @@ class ControlServer:
             # An owner that holds nothing is not watched: a live process may come and go any number of times.
             self._owner_died(connection)
 
+    def end_replaced(self, owner: str, successor: Connection) -> bool:
+        """Count an owner as gone because a new connection of its own process says so; on the server's thread."""
+        for connection in self._connections:
+            if connection.owner == owner and connection is not successor and connection.pid == successor.pid:
+                self._owner_died(connection)
+                return True
+        return False
+
     def _let_go_of_closed(self) -> None:
         for connection in [c for c in self._connections if c.closed and not self._holds(c)]:
             self._owner_died(connection)

@@ -15,7 +15,7 @@ from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.control_client import ControlClient
 from kvstore.copier import Copier, Ids
-from kvstore.errors import JobAbandoned, StoreUnavailable, TransferError
+from kvstore.errors import JobAbandoned, KVStoreError, StoreUnavailable, TransferError
 from kvstore.messages import (
     U64,
     U64_U16,
@@ -72,10 +72,12 @@ def run_save(
             with guard.copying():
                 indexes = np.asarray(ticket.indexes, dtype=np.int64)
                 copier.into_slots(ids[indexes], np.asarray(ticket.slots, dtype=np.int64))
+            connection.call(Op.COMPLETE_STORE, U64_U16.pack(ticket.write_id, 0), timeout_s=2 * call_timeout_s)
         except BaseException:
-            connection.call(Op.ABORT_STORE, U64.pack(ticket.write_id), timeout_s=call_timeout_s)
+            # A write that was published after all, with its answer lost, is not touched by this.
+            with contextlib.suppress(KVStoreError):
+                connection.call(Op.ABORT_STORE, U64.pack(ticket.write_id), timeout_s=call_timeout_s)
             raise
-        connection.call(Op.COMPLETE_STORE, U64_U16.pack(ticket.write_id, 0), timeout_s=2 * call_timeout_s)
     return SaveResult(
         num_blocks=len(chain) - ticket.num_refused,
         num_written=len(ticket.indexes),
@@ -113,18 +115,20 @@ def run_load(
         pieces = connection.call_stream(
             Op.LOAD, pack_load(chain.tail(first), ttl_s, timeout_s), timeout_s=timeout_s + config.call_timeout_s
         )
-        for _, payload in pieces:
-            progress = unpack_progress(payload)
-            lease_id = progress.lease_id
-            if count := len(progress.slots):
-                if copier is not None and ids is not None:
-                    at = first + progress.first
-                    token = first_token if progress.first == 0 else 0
-                    with guard.copying():
-                        copier.out_of_slots(progress.slots.astype(np.int64), ids[at : at + count], token)
-                ready = progress.first + count
-            if progress.report:
-                report = json.loads(progress.report)
+        # Closed here and not when its last reference goes: it holds the connection.
+        with contextlib.closing(pieces):
+            for _, payload in pieces:
+                progress = unpack_progress(payload)
+                lease_id = progress.lease_id
+                if count := len(progress.slots):
+                    if copier is not None and ids is not None:
+                        at = first + progress.first
+                        token = first_token if progress.first == 0 else 0
+                        with guard.copying():
+                            copier.out_of_slots(progress.slots.astype(np.int64), ids[at : at + count], token)
+                    ready = progress.first + count
+                if progress.report:
+                    report = json.loads(progress.report)
         connection.send(Op.RELEASE, U64.pack(lease_id))
     except (StoreUnavailable, TransferError) as error:
         # Fail closed: what was copied so far may be incomplete, so none of it counts.
@@ -132,6 +136,10 @@ def run_load(
     except JobAbandoned as error:
         # The rest of the answer is not waited for: the connection goes, and the lease ends with its time.
         ready, report = 0, {"reason": f"abandoned: {error}"}
+    except BaseException:
+        with contextlib.suppress(KVStoreError):
+            connection.send(Op.RELEASE, U64.pack(lease_id))
+        raise
     if time.monotonic() > asked_s + ttl_s - config.lease_margin_s:
         # The store may have reused slots while they were copied out: nothing of it counts.
         ready, report = 0, {**report, "reason": "lease_expired"}

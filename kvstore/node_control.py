@@ -146,6 +146,7 @@ class NodeControl:
                 "protocol": PROTOCOL_VERSION,
                 "epoch": self._core.epoch.hex(),
                 "node": self._core.node_id,
+                "owner": connection.owner,
                 "config": self._core.config.to_json(),
                 "arena_bytes": self._core.arena.num_bytes,
             }
@@ -153,6 +154,7 @@ class NodeControl:
         role = value.get("role")
         if connection.local and role in ("client", "mover"):
             connection.role = role
+            self._server.end_replaced(str(value.get("replaces", "")), connection)
             connection.send(Op.HELLO, Flag.REPLY, message.request, answer, (self._core.arena.fd,))
             return None
         if not connection.local and role == "peer":

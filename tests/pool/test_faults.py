@@ -1,0 +1,138 @@
+"""A fault at every step of every operation: nothing stays behind, and the same call then succeeds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from kvstore.errors import KVStoreError
+from poolcheck.faults import Faults, FaultyTransport, InjectedFault
+
+NUM_BLOCKS, NUM_SLOTS = 3, 8
+
+
+@dataclass
+class Place:
+    """Two nodes, a worker at each, and faults in everything that they do."""
+
+    cluster: object
+    faults: Faults
+    one: object
+    two: object
+
+    @property
+    def cores(self):
+        return self.cluster.nodes.values()
+
+    def hashes(self, seed=0, num_blocks=NUM_BLOCKS):
+        return self.cluster.hashes(num_blocks, seed)
+
+    def held(self):
+        """What must be as it was: pins, writes, leases, quarantine; and every slot is somewhere."""
+        found = {}
+        for core in self.cores:
+            core.pool.check_integrity()
+            s = core.pool.stats()
+            assert s.num_free + s.num_idle + s.num_pinned + s.num_writing + s.num_quarantined == s.num_slots
+            found[core.node_id] = (s.num_pinned, s.num_writing, s.num_quarantined, s.num_leases, s.num_writes)
+        return found
+
+    def forgive(self):
+        """Let no back-off stand between a fault and the next try."""
+        for core in self.cores:
+            core.hints._ask_after_s = 0.0
+            for node_id in self.cluster.nodes:
+                core._peers.succeeded(node_id)
+
+
+def save(place):
+    result = place.one.save(place.hashes(), range(NUM_BLOCKS))
+    return result.num_blocks == NUM_BLOCKS and place.one.client.lookup(place.hashes(), remote=False).num_local == 3
+
+
+def lease(place):
+    with place.one.client.lease(place.hashes(), 1.2) as held:
+        return len(held) == NUM_BLOCKS and bytes(held.block(0)) != b""
+
+
+def load(place):
+    place.one.caches[0].fill_(0.0)
+    return place.one.load(place.hashes(), range(10, 13)).num_blocks == NUM_BLOCKS
+
+
+def fetch(place):
+    result = place.two.load(place.hashes(), range(10, 13), timeout_s=1.0)
+    return result.num_blocks == NUM_BLOCKS
+
+
+def evict(place):
+    """Save into a pool that is full of other blocks."""
+    return place.one.save(place.hashes(9, NUM_SLOTS), range(NUM_SLOTS)).num_blocks == NUM_SLOTS
+
+
+def nothing(place):
+    pass
+
+
+def stored(place):
+    assert save(place)
+
+
+def full(place):
+    for seed in (1, 2, 3):
+        place.one.save(place.hashes(seed), range(NUM_BLOCKS))
+    assert place.cluster.nodes["a"].pool.stats().num_free == 0
+
+
+@pytest.fixture(name="place")
+def _place(cluster, monkeypatch):
+    faults = Faults()
+    settings = {
+        "capacity_bytes": 1 << 16, "block_bytes": (1 << 16) // NUM_SLOTS, "max_pinned_fraction": 1.0,
+        "lease_ttl_s": 1.2, "lease_margin_s": 0.1, "call_timeout_s": 1.0, "transfer_timeout_s": 1.0,
+    }  # fmt: skip
+    for node_id in "ab":
+        cluster.add(node_id, wrap=lambda transport: FaultyTransport(transport, faults), **settings)
+    faults.on_the_wire(monkeypatch)
+    faults.in_copies(monkeypatch)
+    place = Place(cluster, faults, cluster.worker("a", 24, seed=1), cluster.worker("b", 24, seed=2))
+    for core in cluster.nodes.values():
+        core.pool._yield = faults.in_pool
+    return place
+
+
+def run_with_fault(place, operation, fail_at):
+    """Run an operation that breaks at a step; whatever it says, it must say it in time and with our errors."""
+    place.faults.arm(fail_at)
+    begun_s = time.monotonic()
+    with contextlib.suppress(KVStoreError, InjectedFault):
+        operation(place)
+    steps = place.faults.disarm()
+    assert time.monotonic() - begun_s < 5.0, f"took {time.monotonic() - begun_s:.1f} s after a fault at {steps}"
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("before", "operation"),
+    [(nothing, save), (stored, lease), (stored, load), (stored, fetch), (full, evict)],
+    ids=["save", "lease", "load", "fetch", "evict"],
+)
+def test_a_fault_at_every_step_leaves_nothing(place, wait_until, before, operation):
+    before(place)
+    place.faults.arm()
+    assert operation(place)
+    steps = place.faults.disarm()
+    wait_until(lambda: all(not any(counts) for counts in place.held().values()))
+    assert len(steps) >= 4
+    for fail_at, step in enumerate(steps):
+        for core in place.cores:
+            core.pool.clear(place.cluster.space.digest)
+        before(place)
+        run_with_fault(place, operation, fail_at)
+        place.forgive()
+        wait_until(lambda: all(not any(counts) for counts in place.held().values()))
+        assert operation(place), f"after a fault at step {fail_at}, {step}, the same call fails"
+        wait_until(lambda: all(not any(counts) for counts in place.held().values()))
