@@ -6,6 +6,7 @@ peer runs on threads of kvstore.fetch. The pool has its own lock, so any thread 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -68,6 +69,7 @@ class NodeCore:
         self.epoch = secrets.token_bytes(8)
         self._host, self.token = host, secrets.token_hex(16)
         self.arena: Arena = create_arena(config.capacity_bytes)
+        self._arena_closed = False
         self.attached_pool: Pool | None = None
         self.slot_bytes = 0
         self._attach_lock = threading.Lock()
@@ -306,12 +308,20 @@ class NodeCore:
     def stop(self) -> None:
         """Close everything; may be called again. Workers that still map the arena keep their mapping."""
         self._draining = self.closed_to_peers = True
-        if self.fetcher is not None:
-            self.fetcher.stop()
-        self.hints.stop()
-        self._peers.close()
-        self._control.stop()
-        self.arena.close()
+        with contextlib.ExitStack() as steps:
+            # From the last to the first; each is done whatever the others raise.
+            steps.callback(self._close_arena)
+            steps.callback(self._control.stop)
+            steps.callback(self._peers.close)
+            steps.callback(self.hints.stop)
+            if self.fetcher is not None:
+                steps.callback(self.fetcher.stop)
+
+    def _close_arena(self) -> None:
+        # Once: its descriptor's number may be somebody else's by the second time.
+        if not self._arena_closed:
+            self._arena_closed = True
+            self.arena.close()
 
     def check_serving(self) -> None:
         """Refuse when the node is being drained.

@@ -771,6 +771,10 @@ def test_stop_may_be_repeated_and_leaves_no_socket(cluster, tmp_path):
     path = core.control_path
     assert os.path.exists(path)
     cluster.stop_node("a")
+    with open(os.devnull) as other:
+        assert other.fileno() == core.arena.fd, "the number of the arena's descriptor is free again"
+        core.stop()
+        os.fstat(other.fileno())
     assert not os.path.exists(path)
     with pytest.raises(StoreNotRunning, match=str(path)):
         Client(path, cluster.space)

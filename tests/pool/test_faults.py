@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import time
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from kvstore.control_server import ControlServer
 from kvstore.errors import KVStoreError
+from kvstore.fetch import Fetcher
+from kvstore.hints import Hints
+from kvstore.peers import PeerBook
 from poolcheck.faults import Faults, FaultyTransport, InjectedFault
 
 NUM_BLOCKS, NUM_SLOTS = 3, 8
@@ -87,9 +95,7 @@ def full(place):
     assert place.cluster.nodes["a"].pool.stats().num_free == 0
 
 
-@pytest.fixture(name="place")
-def _place(cluster, monkeypatch):
-    faults = Faults()
+def make_place(cluster, faults, monkeypatch):
     settings = {
         "capacity_bytes": 1 << 16, "block_bytes": (1 << 16) // NUM_SLOTS, "max_pinned_fraction": 1.0,
         "lease_ttl_s": 1.2, "lease_margin_s": 0.1, "call_timeout_s": 1.0, "transfer_timeout_s": 1.0,
@@ -102,6 +108,11 @@ def _place(cluster, monkeypatch):
     for core in cluster.nodes.values():
         core.pool._yield = faults.in_pool
     return place
+
+
+@pytest.fixture(name="place")
+def _place(cluster, monkeypatch):
+    return make_place(cluster, Faults(), monkeypatch)
 
 
 def run_with_fault(place, operation, fail_at):
@@ -136,3 +147,56 @@ def test_a_fault_at_every_step_leaves_nothing(place, wait_until, before, operati
         wait_until(lambda: all(not any(counts) for counts in place.held().values()))
         assert operation(place), f"after a fault at step {fail_at}, {step}, the same call fails"
         wait_until(lambda: all(not any(counts) for counts in place.held().values()))
+
+
+# Ending.
+
+
+def open_things():
+    """Descriptors by what they are, and mappings of arenas."""
+    kinds = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            kinds[os.readlink(f"/proc/self/fd/{name}").split(":")[0].split(" ")[0]] += 1
+    kinds["arenas mapped"] = Path("/proc/self/maps").read_text().count("memfd:raykv-arena")
+    return kinds
+
+
+ENDINGS = ((Fetcher, "stop"), (Hints, "stop"), (PeerBook, "close"), (ControlServer, "stop"))
+
+
+def shut_down(place, *, calmly):
+    """End a worker that holds a lease, and both stores; `calmly` expects no fault."""
+    expected = () if calmly else (KVStoreError, InjectedFault)
+    with contextlib.suppress(*expected):
+        place.two.client.close(1.0)
+    for core in list(place.cores):
+        with contextlib.suppress(*expected):
+            core.stop()
+
+
+def test_a_fault_at_every_step_of_a_shutdown_leaves_nothing_open(cluster_class, monkeypatch):
+    def run(fail_at):
+        with monkeypatch.context() as patch:
+            cluster, faults = cluster_class(), Faults()
+            place = make_place(cluster, faults, patch)
+            stored(place)
+            assert fetch(place)
+            place.two.client.lease(place.hashes(), 1.2)
+            for kind, name in ENDINGS:
+                patch.setattr(kind, name, faults.before(getattr(kind, name), f"{kind.__name__}.{name}"))
+            faults.arm(fail_at)
+            shut_down(place, calmly=fail_at < 0)
+            steps = faults.disarm()
+            shut_down(place, calmly=True)
+            cluster.stop()
+            return steps
+
+    steps = run(-1)
+    gc.collect()
+    before = open_things()
+    assert len(steps) >= 8
+    for fail_at, step in enumerate(steps):
+        run(fail_at)
+        gc.collect()
+        assert open_things() == before, f"after a fault at step {fail_at}, {step}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,16 @@ class Faults:
 
     # Where steps are.
 
+    def before(self, function: Callable[..., Any], step: str) -> Callable[..., Any]:
+        """Return a function that stands before another one."""
+
+        def stepped(*arguments: Any, **named: Any) -> Any:
+            if self.breaks(step):
+                raise InjectedFault(f"injected before {step}")
+            return function(*arguments, **named)
+
+        return stepped
+
     def in_pool(self, step: str) -> None:
         """Stand before a critical section of a pool."""
         if self.breaks(f"pool {step}"):
@@ -82,20 +93,8 @@ class Faults:
 
     def in_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Stand before every copy between engine blocks and slots."""
-        into, out = Copier.into_slots, Copier.out_of_slots
-
-        def save(copier: Copier, *rest: Any) -> None:
-            if self.breaks("copy into slots"):
-                raise InjectedFault("injected before a copy into slots")
-            into(copier, *rest)
-
-        def load(copier: Copier, *rest: Any) -> None:
-            if self.breaks("copy out of slots"):
-                raise InjectedFault("injected before a copy out of slots")
-            out(copier, *rest)
-
-        monkeypatch.setattr(Copier, "into_slots", save)
-        monkeypatch.setattr(Copier, "out_of_slots", load)
+        for name in ("into_slots", "out_of_slots"):
+            monkeypatch.setattr(Copier, name, self.before(getattr(Copier, name), f"copy {name}"))
 
 
 class FaultyTransport:
