@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -137,52 +135,6 @@ def unpack_blocks(
     source_ids, target_ids = sources.to(slots.device), targets.to(views[0].device)
     for view, piece in pieces:
         view.index_copy_(0, target_ids, piece.index_select(0, source_ids).to(view.device))
-
-
-def copy_runs(dst: Tensor, dst_ids: npt.NDArray[np.int64], src: Tensor, src_ids: npt.NDArray[np.int64]) -> None:
-    """Copy whole rows, src_ids[i] of src to dst_ids[i] of dst, one copy per run of consecutive ids.
-
-    The interpreter lock is released during each copy. Bytes between rows are not touched.
-
-    Args:
-        dst: uint8 `[B, n]`, stride 1 in a row, written.
-        dst_ids: int64 `[k]`, none of the used ones twice.
-        src: uint8 `[S, n]`, stride 1 in a row. Only read; its rows must not overlap those written.
-        src_ids: int64 `[k]`.
-
-    Raises:
-        ValueError: shapes, dtypes or ids do not fit; nothing was written.
-    """
-    for name, rows in (("dst", dst), ("src", src)):
-        if rows.dtype != torch.uint8 or rows.dim() != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
-            raise ValueError(
-                f"copy_runs: wanted {name} as uint8 [rows, row_bytes] with stride 1 in a row, "
-                f"got {rows.dtype} {list(rows.shape)} with strides {rows.stride()}"
-            )
-    if dst.shape[1] != src.shape[1]:
-        raise ValueError(f"copy_runs: wanted rows of one length, got {dst.shape[1]} and {src.shape[1]} bytes")
-    of, to = np.asarray(src_ids), np.asarray(dst_ids)
-    if of.dtype != np.int64 or to.dtype != np.int64:
-        raise ValueError(f"copy_runs: wanted int64 ids, got {of.dtype} and {to.dtype}")
-    if of.shape != to.shape or of.ndim != 1:
-        raise ValueError(f"copy_runs: wanted as many source as target ids, got shapes {of.shape} and {to.shape}")
-    used = (of >= 0) & (to >= 0)
-    if not used.all():
-        of, to = of[used], to[used]
-    if not len(to) or not dst.shape[1]:
-        return
-    if int(of.max()) >= src.shape[0] or int(to.max()) >= dst.shape[0]:
-        raise ValueError(
-            f"copy_runs: wanted ids below {src.shape[0]} (source) and {dst.shape[0]} (target), "
-            f"got up to {int(of.max())} and {int(to.max())}"
-        )
-    if len(np.unique(to)) != len(to):
-        raise ValueError("copy_runs: wanted each target once, got one twice")
-    breaks = np.flatnonzero((np.diff(to) != 1) | (np.diff(of) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    lengths = np.diff(np.concatenate((starts, [len(to)])))
-    for a, b, count in zip(to[starts].tolist(), of[starts].tolist(), lengths.tolist(), strict=True):
-        dst[a : a + count].copy_(src[b : b + count])
 
 
 def _tensor_of(buffer: memoryview | bytearray) -> Tensor:

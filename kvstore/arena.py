@@ -27,9 +27,15 @@ _HEADROOM_BYTES = 256 << 20
 _ADVISE_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_HUGE_PAGE_BYTES = 2 << 20
 
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise, _mmap = _libc.madvise, _libc.mmap
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_mmap.restype = ctypes.c_void_p
 
 
 def available_bytes() -> tuple[int, str]:
@@ -78,12 +84,14 @@ def _cgroup_folders() -> list[Path]:
 class Arena:
     """A mapping of the slab in this process.
 
-    `memory` is owned by this object: whoever takes views of it must drop them before `close`.
+    `memory` is a writable view of the slab, owned by this object with the `reserved` addresses that it lies in:
+    whoever takes views of it must drop them before `close`.
     """
 
     fd: int
     num_bytes: int
-    memory: mmap.mmap
+    memory: memoryview
+    reserved: mmap.mmap
 
     @property
     def address(self) -> int:
@@ -115,7 +123,8 @@ class Arena:
         """Unmap and close the descriptor; the pages live on while any process maps them."""
         # While a view is alive somewhere in this process, its owner unmaps by letting go of it.
         with contextlib.suppress(BufferError):
-            self.memory.close()
+            self.memory.release()
+            self.reserved.close()
         os.close(self.fd)
 
 
@@ -164,6 +173,19 @@ def attach_arena(fd: int, num_bytes: int) -> Arena:
 
 
 def _map(fd: int, num_bytes: int) -> Arena:
-    memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    memory.madvise(mmap.MADV_DONTFORK)
-    return Arena(fd, num_bytes, memory)
+    # A file's huge pages enter a page table as such only where address and offset agree modulo their size, and
+    # the kernel does not see to that for such files: addresses are reserved, and the file mapped at an even one.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    reserved = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=flags)
+    start = int(np.frombuffer(reserved, dtype=np.uint8).ctypes.data)
+    offset = -start % _HUGE_PAGE_BYTES
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _mmap(start + offset, num_bytes, protection, flags, fd, 0) != start + offset:
+        error = ctypes.get_errno()
+        reserved.close()
+        raise OSError(error, os.strerror(error))
+    if _madvise(start, num_bytes + _HUGE_PAGE_BYTES, mmap.MADV_DONTFORK) != 0:
+        error = ctypes.get_errno()
+        reserved.close()
+        raise OSError(error, os.strerror(error))
+    return Arena(fd, num_bytes, memoryview(reserved)[offset : offset + num_bytes], reserved)

@@ -369,4 +369,4 @@ class Client:
     def _slot_view(self, slot: int) -> memoryview:
         self._check_open()
         start = slot * self.slot_bytes
-        return memoryview(self._arena.memory)[start : start + self.space.shape.block_bytes].toreadonly()
+        return self._arena.memory[start : start + self.space.shape.block_bytes].toreadonly()

@@ -13,7 +13,6 @@ from kvstore.layout import (
     EngineLayout,
     Part,
     canonical_views,
-    contiguous_block_view,
     detect_layout,
     same_layout,
 )
@@ -47,22 +46,21 @@ class Copier:
     ) -> None:
         import torch
 
-        from kvstore.kernels import reference
+        from kvstore.kernels import host_copy
 
-        self._reference, self._torch = reference, torch
+        self._kernels = host_copy
         self.layout: EngineLayout = detect_layout(caches, shape, axes, part)
         if not self.layout.device.startswith("cpu"):
             raise LayoutMismatch(
                 f"wanted tensors on the CPU, got {self.layout.device}; this version copies CPU caches only"
             )
-        self._caches = caches
+        self._caches, self._block_dims = caches, shape.block_dims
         self._views = canonical_views(caches, self.layout, shape)
-        self._blocks = contiguous_block_view(caches, self.layout, shape)
+        self._fragments = host_copy.fragments_of(self._views, shape.block_dims)
         buffer = torch.from_numpy(arena.bytes_view())
-        self._slots = reference.slot_tensor(buffer, slot_bytes, num_slots, shape.block_dims, shape.dtype)
-        self._slot_rows: torch.Tensor = buffer[: slot_bytes * num_slots].view(num_slots, slot_bytes)[
-            :, : shape.block_bytes
-        ]
+        self._slots: torch.Tensor = buffer[: slot_bytes * num_slots].view(num_slots, slot_bytes)
+        # Compiled now, so that the first copy does not wait for it.
+        host_copy.compiled()
 
     @property
     def num_blocks(self) -> int:
@@ -88,7 +86,7 @@ class Copier:
             raise InvalidRequest(
                 f"block_ids: wanted ids in [0, {self.num_blocks}), got {int(ids.min())} to {int(ids.max())}"
             )
-        if len(np.unique(ids)) != len(ids):
+        if ids.size and int(np.bincount(ids).max()) > 1:
             raise InvalidRequest("block_ids: wanted each block once, got a block twice")
         return ids
 
@@ -101,22 +99,17 @@ class Copier:
         same_layout(self._caches, self.layout)
 
     def into_slots(self, block_ids: Ids, slots: Ids) -> None:
-        """Copy engine blocks into slots, block i to slot i."""
-        if self._blocks is not None:
-            self._reference.copy_runs(self._slot_rows, slots, self._blocks, block_ids)
-        else:
-            self._reference.pack_blocks(self._views, self._ids(block_ids), self._slots, self._ids(slots))
+        """Copy engine blocks into slots, block i to slot i, without the interpreter lock."""
+        self._kernels.pack(self._fragments, block_ids, self._slots, slots)
 
     def out_of_slots(self, slots: Ids, block_ids: Ids, first_token: int = 0) -> None:
         """Copy slots into engine blocks; tokens of the first block below `first_token` are not written."""
-        if self._blocks is not None and first_token == 0:
-            self._reference.copy_runs(self._blocks, block_ids, self._slot_rows, slots)
-        else:
-            self._reference.unpack_blocks(self._slots, self._ids(slots), self._views, self._ids(block_ids), first_token)
+        if first_token and len(block_ids):
+            rest = self._kernels.fragments_of(self._views, self._block_dims, first_token)
+            self._kernels.unpack(rest, self._slots, slots[:1], block_ids[:1])
+            slots, block_ids = slots[1:], block_ids[1:]
+        self._kernels.unpack(self._fragments, self._slots, slots, block_ids)
 
     def close(self) -> None:
         """Let go of the arena, so that it can be unmapped whoever still knows this object; it copies no more."""
-        del self._slots, self._slot_rows
-
-    def _ids(self, ids: Ids) -> torch.Tensor:
-        return self._torch.from_numpy(np.ascontiguousarray(ids))
+        del self._slots

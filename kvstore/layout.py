@@ -236,42 +236,6 @@ def canonical_views(caches: Caches, layout: EngineLayout, shape: KVShape) -> lis
     return views
 
 
-def contiguous_block_view(caches: Caches, layout: EngineLayout, shape: KVShape) -> Tensor | None:
-    """View engine blocks as byte rows, if every block already is one run in the stored order.
-
-    Returns:
-        uint8 `[num_blocks, block_bytes]` over the caches' memory, or None when blocks are scattered.
-
-    Raises:
-        LayoutMismatch: the caches are not as registered, or the layout is of another shape.
-    """
-    views = canonical_views(caches, layout, shape)
-    _, heads, layers, planes, tokens, dim = shape.block_dims
-    head_stride = layers * planes * tokens * dim
-    first, held = views[0], views[0].shape[2]
-    rows = (heads, held, tokens, dim)
-    for size, got, wanted in zip(rows, first.stride()[1:], (head_stride, tokens * dim, dim, 1), strict=True):
-        if size > 1 and got != wanted:
-            return None
-    for index, view in enumerate(views):
-        layer, plane = index * held // planes, index * held % planes
-        group, inner = divmod(layer, layers)
-        elements = group * heads * head_stride + (inner * planes + plane) * tokens * dim
-        # Equal distances between two allocations would be chance: only one storage may be spanned.
-        if (
-            view.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-            or view.data_ptr() - first.data_ptr() != elements * shape.element_bytes
-        ):
-            return None
-    block_stride = first.stride(0) * shape.element_bytes
-    if layout.num_blocks > 1 and block_stride < shape.block_bytes:
-        return None
-    storage = first.untyped_storage()
-    offset = first.data_ptr() - storage.data_ptr()
-    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
-    return whole.as_strided((layout.num_blocks, shape.block_bytes), (block_stride, 1), offset)
-
-
 def _flatten(caches: Caches) -> tuple[CacheForm, list[Tensor]]:
     """Return the form and all tensors: by layer, and K before V."""
     if isinstance(caches, Tensor):

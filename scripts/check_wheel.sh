@@ -22,7 +22,7 @@ need '^kvstore/kernels/[a-z_]+\.py$'
 need '\.dist-info/licenses/LICENSE$'
 refuse '__pycache__|\.pyc$'
 refuse '^kvstore/kernels/__init__\.py$'
-for source in kernels/*.cu kernels/*.cuh; do
+for source in kernels/*.cu kernels/*.cuh kernels/*.ll; do
     [ ! -f "$source" ] || need "^kvstore/$source\$"
 done
 

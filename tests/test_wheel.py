@@ -55,7 +55,7 @@ def test_wheel_holds_every_source_file(installed: Path, repo_root: Path):
         for where, _, names in os.walk(repo_root / folder):  # does not enter the links
             for name in names:
                 path = (Path(where) / name).relative_to(repo_root)
-                if path.suffix in {".py", ".cu", ".cuh"}:
+                if path.suffix in {".py", ".cu", ".cuh", ".ll"}:
                     assert (installed / prefix / path).is_file(), path
 
 

@@ -133,3 +133,14 @@ def test_close_unmaps():
     made.close()
     assert not mapped(fd)
     os.close(fd)
+
+
+def test_mappings_begin_where_huge_pages_can():
+    arena = create_arena(3 << 20)
+    other = attach_arena(os.dup(arena.fd), 3 << 20)
+    assert arena.address % (2 << 20) == other.address % (2 << 20) == 0
+    arena.memory[-1] = 7
+    assert other.memory[-1] == 7
+    assert len(other.memory) == 3 << 20
+    other.close()
+    arena.close()

@@ -9,7 +9,6 @@ from kvstore.layout import (
     CacheForm,
     Part,
     canonical_views,
-    contiguous_block_view,
     detect_layout,
     same_layout,
 )
@@ -111,7 +110,6 @@ def test_pairs(axes):
         assert (found.axes, found.form) == (axes, CacheForm.KV_PAIR)
         assert len(canonical_views(caches, found, shape())) == 2 * LAYERS
     check_views(pairs, axes, found, shape())
-    assert contiguous_block_view(pairs, found, shape()) is None
 
 
 CROSS_LAYER = [
@@ -136,7 +134,6 @@ def test_cross_layer(axes, memory):
     assert (found.axes, found.form, found.num_blocks) == (axes, CacheForm.CROSS_LAYER, BLOCKS)
     assert found.cross_layer
     check_views(caches, axes, found, shape())
-    assert (contiguous_block_view(caches, found, shape()) is not None) == ((memory or axes) == "BHLPTD")
 
 
 def test_an_order_that_no_engine_uses_must_be_named():
@@ -362,46 +359,6 @@ def test_views_need_the_shape_of_the_layout():
             canonical_views(caches, found, other)
 
 
-def stored_bytes(caches, found, stored, block):
-    """The block's bytes in stored order, gathered element by element group from the canonical views."""
-    views = canonical_views(caches, found, stored)
-    groups, _, per_group, planes, _, _ = stored.block_dims
-    held = len(views) // stored.num_layers
-    whole = [torch.cat(views[at : at + held], dim=2) for at in range(0, len(views), held)]
-    assert whole[0].shape[2] == planes
-    pieces = [torch.stack([whole[g * per_group + i][block] for i in range(per_group)], dim=1) for g in range(groups)]
-    return torch.stack(pieces).contiguous().view(torch.uint8).flatten()
-
-
-def check_contiguous(caches, stored, axes=None):
-    found = detect_layout(caches, stored, axes=axes)
-    rows = contiguous_block_view(caches, found, stored)
-    assert rows is not None
-    assert rows.dtype == torch.uint8
-    assert tuple(rows.shape) == (found.num_blocks, stored.block_bytes)
-    for block in range(found.num_blocks):
-        assert torch.equal(rows[block], stored_bytes(caches, found, stored, block))
-    first = canonical_views(caches, found, stored)[0]
-    before = first[0, 0, 0, 0, 0].item()
-    rows[0, : stored.element_bytes] = torch.tensor([before + 1.0]).view(torch.uint8)
-    assert first[0, 0, 0, 0, 0].item() == before + 1.0
-
-
-def test_contiguous_cross_layer():
-    check_contiguous(numbered("BHLPTD"), shape())
-    check_contiguous(numbered("BLPTHD", "BHLPTD"), shape())
-    check_contiguous(torch.zeros(20, HEADS, LAYERS, 2, TOKENS, DIM)[3:17:2], shape())
-
-
-def test_contiguous_slices_of_one_storage():
-    whole = numbered("BHLPTD")
-    check_contiguous([whole[:, :, layer] for layer in range(LAYERS)], shape(), axes="BHPTD")
-    pairs = [(whole[:, :, layer, 0], whole[:, :, layer, 1]) for layer in range(LAYERS)]
-    check_contiguous(pairs, shape())
-    packed = torch.arange(BLOCKS * HEADS * LAYERS * TOKENS * 16.0).reshape(BLOCKS, HEADS, LAYERS, TOKENS, 16)
-    check_contiguous([packed[:, :, layer] for layer in range(LAYERS)], shape(planes="packed"))
-
-
 def test_packed_cross_layer_by_logical_order():
     stored, sizes = shape(planes="packed"), {"D": 2 * DIM}
     for memory in ("LBHTD", "LBTHD", "LHBTD", "BLHTD", "BLTHD"):
@@ -409,51 +366,6 @@ def test_packed_cross_layer_by_logical_order():
         found = detect_layout(caches, stored)
         assert found.axes == "LBHTD"
         check_views(caches, "LBHTD", found, stored)
-        assert contiguous_block_view(caches, found, stored) is None
-    check_contiguous(numbered("LBHTD", "BHLTD", sizes), stored)
-
-
-def test_neighbouring_allocations_are_not_one_storage():
-    memory = bytearray(4 * BLOCKS * LAYERS * TOKENS * DIM)
-    layer_bytes = 4 * TOKENS * DIM
-    caches = [
-        torch.frombuffer(memoryview(memory)[layer * layer_bytes :][:layer_bytes], dtype=torch.float32)
-        for layer in range(LAYERS)
-    ]
-    caches = [cache.view(1, TOKENS, DIM) for cache in caches]
-    assert caches[1].data_ptr() - caches[0].data_ptr() == layer_bytes
-    assert contiguous_block_view(caches, detect_layout(caches, mla()), mla()) is None
-
-
-def test_blocks_that_run_into_each_other_have_no_byte_rows():
-    flat = torch.zeros((BLOCKS + LAYERS) * TOKENS * DIM)
-    caches = [
-        flat[layer * TOKENS * DIM :][: BLOCKS * TOKENS * DIM].view(BLOCKS, TOKENS, DIM) for layer in range(LAYERS)
-    ]
-    assert contiguous_block_view(caches, detect_layout(caches, mla()), mla()) is None
-
-
-def test_contiguous_latent_and_groups():
-    check_contiguous(numbered("BLTD"), mla())
-    check_contiguous(numbered("BLTD"), mla(num_layer_groups=3))
-    check_contiguous(numbered("BLPHTD", "BLHPTD"), shape(num_layer_groups=3))
-    grouped = numbered("BLPHTD", "BLHPTD")
-    assert contiguous_block_view(grouped, detect_layout(grouped, shape()), shape()) is None
-    stored = numbered("BHLPTD")
-    found = detect_layout(stored, shape(num_layer_groups=3))
-    assert contiguous_block_view(stored, found, shape(num_layer_groups=3)) is None
-
-
-def test_contiguous_single_layer():
-    check_contiguous([numbered("BPTHD", sizes={"H": 1})], shape(num_layers=1, num_kv_heads=1))
-    check_contiguous([numbered("BPTHD", "BHPTD")], shape(num_layers=1))
-    check_contiguous([numbered("BPTHD", "BHPTD", {"B": 1})], shape(num_layers=1))
-
-
-@pytest.mark.parametrize("memory", ["BLPTHD", "LBHPTD", "BHLTPD", "PBHLTD", "HBLPTD"])
-def test_scattered_blocks_have_no_byte_rows(memory):
-    caches = numbered("BLPTHD", memory)
-    assert contiguous_block_view(caches, detect_layout(caches, shape()), shape()) is None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"])
