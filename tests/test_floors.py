@@ -88,8 +88,8 @@ def test_the_walker_resolves_relative_imports_of_the_linked_folders():
     assert "kvstore.kernels.module" in set(imports_in("from .module import load", "kernels/pack.py"))
 
 
-def test_kernels_import_only_arrays_and_the_standard_library():
-    allowed = {"cupy", "cupyx", "numpy", "torch", *sys.stdlib_module_names}
+def test_kernels_import_only_arrays_compilers_and_the_standard_library():
+    allowed = {"cupy", "cupyx", "llvmlite", "numpy", "torch", *sys.stdlib_module_names}
     wrong = [
         f"{path}: {name}"
         for path in python_files("kernels")
