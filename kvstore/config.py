@@ -49,7 +49,9 @@ class StoreConfig:
         transfer_timeout_s: when a transfer that is not terminal is abandoned.
         call_timeout_s: how long one control call may take.
         max_pinned_fraction: share of the slots that leases may hold at once.
-        max_quarantined_fraction: share of the slots that may wait for abandoned transfers.
+        max_quarantined_fraction: share of the slots that may wait for abandoned transfers; beyond it the mover
+            that posted them is killed and replaced, which ends them.
+        max_quarantine_s: how long an abandoned transfer may keep slots waiting before the same is done.
         chunk_bytes: bytes that one READ moves, so that copying out overlaps with reading.
         lane: "default" lets UCX choose (RDMA, then shared memory on one host, then TCP) or obeys UCX_TLS;
             "tcp" takes TCP only.
@@ -64,6 +66,7 @@ class StoreConfig:
     call_timeout_s: float = 5.0
     max_pinned_fraction: float = 0.9
     max_quarantined_fraction: float = 0.25
+    max_quarantine_s: float = 30.0
     chunk_bytes: int = 8 << 20
     lane: str = "default"
 
@@ -76,7 +79,8 @@ class StoreConfig:
             raise ConfigError(
                 f"block_bytes: wanted 0 (automatic) to capacity_bytes={self.capacity_bytes}, got {self.block_bytes}"
             )
-        for field in ("lease_ttl_s", "lease_margin_s", "transfer_timeout_s", "call_timeout_s"):
+        seconds = ("lease_ttl_s", "lease_margin_s", "transfer_timeout_s", "call_timeout_s", "max_quarantine_s")
+        for field in seconds:
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field}: wanted more than 0 seconds, got {getattr(self, field)}")
         if self.lease_ttl_s <= 2 * self.lease_margin_s:

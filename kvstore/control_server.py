@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import selectors
+import signal
 import socket
 import struct
 import threading
@@ -31,7 +32,11 @@ _SO_PEERPIDFD = 77
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One client of the server. `owner` is unique per connection; `role` is set by its HELLO."""
+    """One client of the server. `owner` is unique per connection; `role` is set by its HELLO.
+
+    `pidfd` watches the process that connected, whoever else holds the socket by now; -1 when there is none
+    (a remote one) or the kernel cannot name it. `ended` says that the process is gone, or said goodbye.
+    """
 
     sock: socket.socket
     owner: str
@@ -40,11 +45,15 @@ class Connection:
     pidfd: int = -1
     role: str = ""
     closed: bool = False
+    ended: bool = False
     decoder: Decoder = field(default_factory=Decoder)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
-        """Send a message from any thread; False when the client is gone or does not read."""
+        """Send a message from any thread; False when the client is gone or does not read.
+
+        Part of the message may be out then, so the connection is shut down: the other side sees its end.
+        """
         try:
             with self.lock:
                 for packet in encode(Message(op, flag, request, payload)):
@@ -55,7 +64,27 @@ class Connection:
                         self.sock.sendall(packet)
         except OSError as error:
             logger.debug("%s: could not send %s: %s", self.owner, op.name, error)
+            self.shut_down()
             return False
+        return True
+
+    def shut_down(self) -> None:
+        """End the connection but keep its descriptor, so that no other connection can have the same number."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> bool:
+        """Kill the process behind a local connection, by its pidfd and never by a number.
+
+        Only on the server's thread, which closes the pidfd.
+
+        Returns:
+            False when the kernel cannot name the process, or when it is this one.
+        """
+        if self.pidfd < 0 or self.pid == os.getpid():
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         return True
 
 
@@ -68,7 +97,8 @@ class ControlServer:
 
     Args:
         handler: called on the server's thread for each message; must not block.
-        on_gone: called with a connection whose owner is gone for good.
+        on_gone: called once with a connection of which nothing more will be heard: its owner is gone for good
+            (`ended`), or nobody will say when it is, because it is remote or cannot be watched.
         on_tick: called about every `tick_s` seconds while `wants_ticks()` is true.
         holds: whether anything has to be kept for the owner of a closed connection until its process is gone.
     """
@@ -230,11 +260,14 @@ class ControlServer:
         connection.closed = True
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.sock)
-        connection.sock.close()
-        if connection.pidfd < 0 or not self._holds(connection):
-            # A remote owner, or a kernel that cannot name the process: its leases end with their deadline.
+        # Shut down first, so that a thread that is sending ends; closed only then, or its next packet could go
+        # to another client whose connection got the same descriptor.
+        connection.shut_down()
+        with connection.lock:
+            connection.sock.close()
+        if connection.ended or connection.pidfd < 0 or not self._holds(connection):
             # An owner that holds nothing is not watched: a live process may come and go any number of times.
-            self._owner_died(connection)
+            self._forget(connection)
 
     def end_replaced(self, owner: str, successor: Connection) -> bool:
         """Count an owner as gone because a new connection of its own process says so; on the server's thread."""
@@ -246,19 +279,23 @@ class ControlServer:
 
     def _let_go_of_closed(self) -> None:
         for connection in [c for c in self._connections if c.closed and not self._holds(c)]:
-            self._owner_died(connection)
+            self._forget(connection)
 
     def _owner_died(self, connection: Connection) -> None:
+        connection.ended = True
+        if connection.closed:
+            self._forget(connection)
+        else:
+            self._close(connection)
+
+    def _forget(self, connection: Connection) -> None:
         pidfd, connection.pidfd = connection.pidfd, -1
         if pidfd >= 0:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(pidfd)
             os.close(pidfd)
-        if connection.closed:
-            self._connections.discard(connection)
-            self._on_gone(connection)
-        else:
-            self._close(connection)
+        self._connections.discard(connection)
+        self._on_gone(connection)
 
     def _shut_down(self) -> None:
         for listener in self._listeners:
@@ -297,11 +334,16 @@ def _peer_pidfd(sock: socket.socket, pid: int) -> int:
         return int(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
     except OSError:
         pass
-    # Older kernels: open by pid, which may race with a process that is already gone. Then the owner
-    # counts as gone, which is right; a pid of another namespace reads as 0 and is not opened.
+    # Kernels before 6.5: open by pid. A process of a namespace that cannot be seen from here has none.
     if pid <= 0:
         return -1
     try:
-        return os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except OSError:
         return -1
+    # The pid could be somebody else's by now, but only if its process has ended, and its socket with it.
+    with contextlib.suppress(BlockingIOError):
+        if not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            os.close(pidfd)
+            return -1
+    return pidfd

@@ -6,6 +6,8 @@ asked for, and a chunk is published only if it was in place before that + ttl - 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import threading
@@ -24,6 +26,7 @@ from kvstore.errors import (
     TransferError,
     TransferTimeout,
 )
+from kvstore.flight import Flights
 from kvstore.hints import Hints
 from kvstore.messages import (
     PeerLease,
@@ -32,12 +35,16 @@ from kvstore.messages import (
 )
 from kvstore.mover_link import MoverLink
 from kvstore.peer_read import PeerRead
-from kvstore.peers import PeerBook
+from kvstore.peers import Peer, PeerBook
 from kvstore.pool import Pool
 
 logger = logging.getLogger(__name__)
 
 _MAX_PEERS_PER_LOAD = 4
+#: Loads that ask or read at once; as many may hang on a peer that stopped, for one call's timeout.
+_NUM_THREADS = 32
+#: A call for a load that has no time left may still take this long, so that it does not end on a healthy peer.
+_LEAST_CALL_S = 1.0
 
 
 @dataclass(slots=True)
@@ -63,9 +70,10 @@ class LoadReport:
 class Load:
     """One load in progress: a lease that grows, and the client that waits for it.
 
-    `send(progress, is_last)` tells the client and may be called from any thread. `version` is the namespace's
-    clearing that the load began under, taken before its first pin: after a later one it takes nothing more, or
-    a chain would be put together from the KV of old and of new weights.
+    `send(progress, is_last)` tells the client and may be called from any thread; `is_open` says whether it still
+    listens: once it does not, nothing more is pinned for it. `tried` are the peers asked so far. `version` is the
+    namespace's clearing that the load began under, taken before its first pin: after a later one it takes nothing
+    more, or a chain would be put together from the KV of old and of new weights.
     """
 
     chain: Chain
@@ -76,12 +84,17 @@ class Load:
     deadline_s: float
     version: int
     send: Callable[[bytes, bool], None]
+    is_open: Callable[[], bool] = lambda: True
     num_ready: int = 0
+    tried: set[str] = field(default_factory=set)
     report: LoadReport = field(default_factory=LoadReport)
 
 
 class Fetcher:
-    """Runs the loads of one node that need peers, a thread each.
+    """Runs the loads of one node that need peers, a thread each while they ask or read.
+
+    Of several loads that miss one block, one fetches it. The others are parked, each with its own deadline, and
+    go on when that one is through, well or not: then they find the block, or ask another peer themselves.
 
     Args:
         namespace_version: how often a namespace was cleared, as this node knows.
@@ -102,10 +115,9 @@ class Fetcher:
         self.config, self.pool, self.hints, self._peers, self.mover = config, pool, hints, peers, mover
         self._slot_format = slot_format
         self.namespace_version, self._adopt_version = namespace_version, adopt_version
-        self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="raykv-fetch")
-        self._in_flight: dict[bytes, threading.Event] = {}
-        self._in_flight_lock = threading.Lock()
-        self._next_owner = 0
+        self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="raykv-fetch")
+        self.flights = Flights(self._resume)
+        self._owners = itertools.count(1)
 
     def submit(self, load: Load) -> None:
         """Fetch what `load` misses, on a thread; its client gets a last message in any case."""
@@ -115,43 +127,46 @@ class Fetcher:
         """Take no more loads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _resume(self, load: Load) -> None:
+        # After `stop` nothing can be submitted; the store is going, and its clients see that.
+        with contextlib.suppress(RuntimeError):
+            self._threads.submit(self._run, load)
+
     def _run(self, load: Load) -> None:
         try:
-            load.report.reason = self._fill(load)
+            reason = self._fill(load)
+            if reason is None:
+                return
+            load.report.reason = reason
         except KVStoreError as error:
             load.report.reason = f"{type(error).__name__}: {error}"
         except Exception as error:
             logger.exception("a load failed unexpectedly")
             load.report.reason = f"{type(error).__name__}: {error}"
-        finally:
-            load.report.num_peer = load.num_ready - load.report.num_local
-            load.send(
-                pack_progress(Progress(load.lease_id, load.num_ready, np.empty(0, np.int32), load.report.to_json())),
-                True,
-            )
+        load.report.num_peer = load.num_ready - load.report.num_local
+        load.send(
+            pack_progress(Progress(load.lease_id, load.num_ready, np.empty(0, np.int32), load.report.to_json())),
+            True,
+        )
 
-    def _fill(self, load: Load) -> str:
-        """Fetch until everything is pinned; returns why it ended early, or nothing."""
-        tried: set[str] = set()
+    def _fill(self, load: Load) -> str | None:
+        """Fetch until everything is pinned; returns why it ended early, "" at the end, None when parked."""
         while load.num_ready < len(load.chain):
             if time.monotonic() > load.deadline_s:
                 return "timeout"
             if self.namespace_version(load.chain.namespace) != load.version:
                 return "cleared"
+            if not load.is_open():
+                return "abandoned: the client closed its connection"
             rest = load.chain.tail(load.num_ready)
             # Noted before anybody is asked: of several loads that miss one block, one asks and the others wait.
-            event = threading.Event()
-            with self._in_flight_lock:
-                other = self._in_flight.setdefault(rest.hash_at(0), event)
-            if other is not event:
-                if not other.wait(max(0.0, load.deadline_s - time.monotonic())):
-                    return "timeout"
-                self.pin_more(load)
-                continue
+            flight = self.flights.lead(rest.hash_at(0), load)
+            if flight is None:
+                return None
             try:
-                reason = self._ask_a_peer(load, rest, tried)
+                reason = self._ask_a_peer(load, rest, load.tried)
             finally:
-                self.leave([rest.hash_at(0)], event)
+                self.flights.leave([rest.hash_at(0)], flight)
             if reason and load.num_ready < len(load.chain):
                 return reason
         return ""
@@ -182,6 +197,21 @@ class Fetcher:
             reason = "timeout" if isinstance(error, TransferTimeout) else "peer_lost"
         return reason if len(usable) == 1 else ""
 
+    def call_s(self, load: Load) -> float:
+        """Return how long a call to a peer may take for this load, seconds."""
+        return min(self.config.call_timeout_s, max(load.deadline_s - time.monotonic(), _LEAST_CALL_S))
+
+    def release_at_peer(self, peer: Peer, lease_id: int) -> None:
+        """Give a lease back to a peer after all, on a thread: its connection may have to be made anew."""
+
+        def release() -> None:
+            with contextlib.suppress(KVStoreError):
+                now = self._peers.get(peer.node_id)
+                if now.epoch == peer.epoch:
+                    now.release(lease_id)
+
+        threading.Thread(target=release, name="raykv-release", daemon=True).start()
+
     def _own_id(self) -> str:
         return self._peers.own_node_id
 
@@ -199,7 +229,7 @@ class Fetcher:
                 namespace_version=load.version,
                 ttl_s=ttl_s,
             ),
-            self.config.call_timeout_s,
+            self.call_s(load),
         )
         if grant.epoch != peer.epoch:
             self._peers.failed(node_id)
@@ -211,7 +241,7 @@ class Fetcher:
             return "not_found"
         valid_until_s = asked_s + ttl_s - self.config.lease_margin_s
         chain = rest.head(len(grant.slots))
-        read = PeerRead(self, load, peer, grant, chain, valid_until_s, self._new_owner())
+        read = PeerRead(self, load, peer, grant, chain, valid_until_s, f"fetch-{next(self._owners)}")
         reason = read.run()
         if not reason:
             self._peers.succeeded(node_id)
@@ -220,6 +250,8 @@ class Fetcher:
 
     def pin_more(self, load: Load, limit: int | None = None) -> int:
         """Pin what became readable since and tell the client; returns how many blocks that were."""
+        if not load.is_open():
+            return 0
         rest = load.chain.tail(load.num_ready)
         if limit is not None:
             rest = rest.head(limit - load.num_ready)
@@ -234,22 +266,3 @@ class Fetcher:
             slots = np.asarray(grant.slots, dtype=np.int32)
             load.send(pack_progress(Progress(load.lease_id, first, slots)), False)
         return len(grant.slots)
-
-    def _new_owner(self) -> str:
-        with self._in_flight_lock:
-            self._next_owner += 1
-            return f"fetch-{self._next_owner}"
-
-    def enter(self, hashes: list[bytes], event: threading.Event) -> list[bytes]:
-        """Note that blocks are on their way until `event` is set; returns those that nobody else had noted."""
-        with self._in_flight_lock:
-            new = [block_hash for block_hash in hashes if block_hash not in self._in_flight]
-            self._in_flight.update(dict.fromkeys(new, event))
-            return new
-
-    def leave(self, hashes: list[bytes], event: threading.Event) -> None:
-        """Forget what `enter` noted, and wake who waits for it."""
-        with self._in_flight_lock:
-            for block_hash in hashes:
-                del self._in_flight[block_hash]
-        event.set()

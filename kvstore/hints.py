@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import ControlClient, connect_remote
 from kvstore.directory import pack_publish
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
 from kvstore.wire import Op, unpack_json
@@ -19,7 +20,20 @@ from kvstore.wire import Op, unpack_json
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+#: A directory that did not answer in time is asked again later than one that refused: each try costs a load its time.
+_RETRY_HUNG_S = 5.0
 _HEARTBEAT_S = 5.0
+#: Who waits for a batch to be published waits no longer than this, plus a tick of the control thread.
+_ANSWER_WITHIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Who is called back when batch number `batch` has been published, or at `until_s` in any case."""
+
+    then: Callable[[], None]
+    batch: int
+    until_s: float
 
 
 class Hints:
@@ -33,8 +47,9 @@ class Hints:
         self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
         self._pool: Pool | None = None
         self._condition = threading.Condition()
-        self._waiting: list[Callable[[], None]] = []
-        self._pending = self._stopping = False
+        self._waiting: list[_Waiting] = []
+        self._num_begun = 0
+        self._pending = self._stopping = self._is_away = False
         self._publisher: ControlClient | None = None
         self._asker: ControlClient | None = None
         self._ask_lock = threading.Lock()
@@ -49,18 +64,37 @@ class Hints:
         self.publish_soon()
 
     def publish_soon(self, then: Callable[[], None] | None = None) -> None:
-        """Publish what changed; `then` is called afterwards, also when it could not be published."""
+        """Publish what changed; `then` is called afterwards.
+
+        It is called at once when the directory is known to be away, and by `answer_overdue` when it is slow: a
+        save is complete when its node can find it, and a directory that hangs must not make it fail.
+        """
         with self._condition:
-            if self._stopping:
-                waiting = then
-            else:
-                waiting = None
+            at_once = then is not None and (self._stopping or self._is_away)
+            if not self._stopping:
                 self._pending = True
-                if then is not None:
-                    self._waiting.append(then)
+                if then is not None and not at_once:
+                    self._waiting.append(_Waiting(then, self._num_begun + 1, time.monotonic() + _ANSWER_WITHIN_S))
                 self._condition.notify()
-        if waiting is not None:
-            waiting()
+        if at_once and then is not None:
+            then()
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for a batch to be published."""
+        return len(self._waiting)
+
+    def answer_overdue(self) -> None:
+        """Call back who waited long enough; the directory will hear later."""
+        now_s = time.monotonic()
+        self._answer(lambda waiting: waiting.until_s < now_s)
+
+    def _answer(self, is_due: Callable[[_Waiting], bool]) -> None:
+        with self._condition:
+            due = [waiting for waiting in self._waiting if is_due(waiting)]
+            self._waiting = [waiting for waiting in self._waiting if not is_due(waiting)]
+        for waiting in due:
+            waiting.then()
 
     def locate(self, chain: Chain) -> list[tuple[str, int]]:
         """Return (node, prefix length) of the nodes that may hold a run; empty when the directory is away.
@@ -68,14 +102,16 @@ class Hints:
         One blocking call.
         """
         with self._ask_lock:
-            if time.monotonic() < self._ask_after_s:
+            started_s = time.monotonic()
+            if started_s < self._ask_after_s:
                 return []
             try:
                 if self._asker is None or self._asker.closed:
                     self._asker = self._connect()
                 answer = self._asker.call(Op.LOCATE, chain.encode(), timeout_s=self._timeout_s)
             except KVStoreError as error:
-                self._ask_after_s = time.monotonic() + _RETRY_S
+                hung = isinstance(error, TransferTimeout) or time.monotonic() - started_s > _RETRY_S
+                self._ask_after_s = time.monotonic() + (_RETRY_HUNG_S if hung else _RETRY_S)
                 logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
                 return []
         return [(str(node), int(count)) for node, count in unpack_json(answer)["nodes"]]
@@ -102,19 +138,17 @@ class Hints:
                 if not self._pending and not self._stopping:
                     self._condition.wait(_HEARTBEAT_S)
                 if self._stopping:
-                    waiting, self._waiting = self._waiting, []
                     break
                 self._pending = False
-                waiting, self._waiting = self._waiting, []
-            retry = not self._publish()
-            for then in waiting:
-                then()
-            if retry:
+                self._num_begun += 1
+                number = self._num_begun
+            self._is_away = not self._publish()
+            self._answer(lambda waiting: waiting.batch <= number)  # noqa: B023
+            if self._is_away:
                 time.sleep(_RETRY_S)
                 with self._condition:
                     self._pending = True
-        for then in waiting:
-            then()
+        self._answer(lambda waiting: True)
 
     def _publish(self) -> bool:
         assert self._pool is not None

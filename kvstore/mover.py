@@ -35,6 +35,8 @@ _WINDOW = 3
 _POLLS_PER_STEP = 32
 _ABANDONED_POLL_S = 0.02
 _NOTIFICATION_POLL_S = 0.002
+#: A READ of which nothing arrived for this long is asked about less often: its peer may have stopped.
+_STALLED_AFTER_S, _STALLED_POLL_S = 0.1, 0.001
 
 
 def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
@@ -60,15 +62,22 @@ def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
 class _Job:
     read: MoverRead
     ends: list[int]
+    received_s: float
     started_s: float
     next_chunk: int = 0
     done_blocks: int = 0
-    descriptors_before: int = 0
+    num_descriptors: int = 0
     running: deque[tuple[int, int]] = field(default_factory=deque)
 
 
+@dataclass(slots=True)
+class _Abandoned:
+    peer: str
+    handles: list[int]
+
+
 class Mover:
-    """Runs READs for one node store.
+    """Runs READs for one node store: those of one peer in turn, so that a peer that stopped delays no other.
 
     Args:
         sock: the SEQPACKET connection to the node store, owned by this object.
@@ -78,8 +87,11 @@ class Mover:
     def __init__(self, sock: socket.socket, transport: Transport) -> None:
         self._sock, self._transport = sock, transport
         self._decoder = Decoder()
-        self._jobs: deque[_Job] = deque()
-        self._abandoned: dict[int, list[int]] = {}
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._jobs: dict[str, deque[_Job]] = {}
+        self._moved_s = 0.0
+        self._abandoned: dict[int, _Abandoned] = {}
         self._num_remote_leases = 0
         self._stopping = False
 
@@ -102,14 +114,14 @@ class Mover:
 
     def _pause_s(self) -> float:
         if self._jobs:
-            return 0.0
+            return 0.0 if time.monotonic() - self._moved_s < _STALLED_AFTER_S else _STALLED_POLL_S
         if self._num_remote_leases:
             return _NOTIFICATION_POLL_S
         return _ABANDONED_POLL_S if self._abandoned else 5.0
 
     def _receive(self, timeout_s: float) -> None:
-        ready, _, _ = select.select([self._sock], [], [], timeout_s)
-        if not ready:
+        # Not select(): it cannot take a descriptor above 1023.
+        if not self._poll.poll(timeout_s * 1000):
             return
         data = self._sock.recv(_RECEIVE_BYTES)
         if not data:
@@ -122,7 +134,8 @@ class Mover:
         if message.op is Op.MOVER_READ:
             read = unpack_mover_read(message.payload)
             ends = plan_chunks(len(read.request.local_slots), read.chunk_blocks)
-            self._jobs.append(_Job(read, ends, time.monotonic()))
+            self._moved_s = now_s = time.monotonic()
+            self._jobs.setdefault(read.request.peer, deque()).append(_Job(read, ends, now_s, now_s))
         elif message.op is Op.MOVER_EXPECT:
             self._num_remote_leases = U64.unpack(message.payload)[0]
         elif message.op is Op.ATTACH:
@@ -154,12 +167,13 @@ class Mover:
             logger.warning("mover: could not add peer %s: %s", value.get("peer"), error)
 
     def _advance(self) -> None:
-        if self._jobs:
-            job = self._jobs[0]
+        for peer, jobs in list(self._jobs.items()):
             try:
-                self._advance_job(job)
+                self._advance_job(jobs[0])
             except TransferError as error:
-                self._fail(job, error)
+                self._fail(jobs[0], error)
+            if not jobs:
+                del self._jobs[peer]
         if self._abandoned:
             self._poll_abandoned()
         if self._num_remote_leases:
@@ -169,9 +183,14 @@ class Mover:
 
     def _advance_job(self, job: _Job) -> None:
         read = job.read
+        # Before anything is posted: one that waited its time out behind others must not begin.
+        if time.monotonic() - job.received_s > read.timeout_s:
+            raise TransferTimeout(
+                f"READ of {len(read.request.local_slots)} blocks from {read.request.peer}: not finished after "
+                f"{read.timeout_s} s, {job.done_blocks} arrived"
+            )
         if job.next_chunk == 0 and not job.running:
             job.started_s = time.monotonic()
-            job.descriptors_before = self._transport.totals.num_descriptors
         while job.next_chunk < len(job.ends) and len(job.running) < _WINDOW:
             last = job.next_chunk == len(job.ends) - 1
             if last and job.running and read.request.notification:
@@ -183,7 +202,7 @@ class Mover:
                 block_bytes=read.request.block_bytes,
                 local_slots=read.request.local_slots[start:end],
                 remote_slots=read.request.remote_slots[start:end],
-                notification=read.request.notification if last else b"",
+                notification=self._notification(job) if last else b"",
             )
             handle = self._transport.post(part)
             job.next_chunk += 1
@@ -195,12 +214,12 @@ class Mover:
             if len(job.running) < _WINDOW:
                 break
         if not job.running and job.next_chunk == len(job.ends):
-            self._jobs.popleft()
-        elif time.monotonic() - job.started_s > read.timeout_s:
-            raise TransferTimeout(
-                f"READ of {len(read.request.local_slots)} blocks from {read.request.peer}: not finished after "
-                f"{read.timeout_s} s, {job.done_blocks} arrived"
-            )
+            self._jobs[read.request.peer].popleft()
+
+    def _notification(self, job: _Job) -> bytes:
+        # It lets the peer drop the pins of the whole lease, under which an earlier READ may still be going on.
+        peer = job.read.request.peer
+        return b"" if any(left.peer == peer for left in self._abandoned.values()) else job.read.request.notification
 
     def _collect(self, job: _Job) -> None:
         before = job.done_blocks
@@ -208,10 +227,13 @@ class Mover:
             handle, end = job.running[0]
             if self._transport.poll(handle) is ReadState.RUNNING:
                 break
+            descriptors_before = self._transport.totals.num_descriptors
             self._transport.release(handle)
+            job.num_descriptors += self._transport.totals.num_descriptors - descriptors_before
             job.running.popleft()
             job.done_blocks = end
         if job.done_blocks > before:
+            self._moved_s = time.monotonic()
             last = not job.running and job.next_chunk == len(job.ends)
             self._tell(job, last=last, terminal=last)
 
@@ -222,23 +244,22 @@ class Mover:
             last=last,
             terminal=terminal,
             seconds=time.monotonic() - job.started_s,
-            num_descriptors=self._transport.totals.num_descriptors - job.descriptors_before,
+            num_descriptors=job.num_descriptors,
             error=error,
         )
         self._send(Op.MOVER_DONE, pack_mover_done(done))
 
     def _fail(self, job: _Job, error: TransferError) -> None:
-        self._jobs.remove(job)
+        self._jobs[job.read.request.peer].remove(job)
         left = [handle for handle, _ in job.running if not self._is_terminal(handle)]
         self._tell(job, last=True, terminal=not left, error=pack_error(error))
         if left:
-            self._abandoned[job.read.read_id] = left
+            self._abandoned[job.read.read_id] = _Abandoned(job.read.request.peer, left)
 
     def _poll_abandoned(self) -> None:
-        for read_id, handles in list(self._abandoned.items()):
-            left = [handle for handle in handles if not self._is_terminal(handle)]
-            self._abandoned[read_id] = left
-            if not left:
+        for read_id, left in list(self._abandoned.items()):
+            left.handles = [handle for handle in left.handles if not self._is_terminal(handle)]
+            if not left.handles:
                 del self._abandoned[read_id]
                 self._send(Op.MOVER_TERMINAL, U64.pack(read_id))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import itertools
+import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.control_server import Connection
-from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
+from kvstore.errors import KVStoreError, PeerLost, ProtocolError, TransferTimeout
 from kvstore.messages import (
     U64,
     MoverDone,
@@ -19,6 +21,8 @@ from kvstore.messages import (
 )
 from kvstore.transport import PeerDescription, ReadRequest
 from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_error, unpack_json
+
+logger = logging.getLogger(__name__)
 
 #: Called on the control thread with each word on a READ; `error` is None while all goes well.
 OnDone = Callable[[MoverDone, KVStoreError | None], None]
@@ -48,7 +52,11 @@ class MoverLink:
         self._own: OwnTransport | None = None
         self._generation = 0
         self._callbacks: dict[int, OnDone] = {}
-        self._abandoned: set[int] = set()
+        self._fenced = False
+        # Of its own: the control thread must not wait for who sends to the mover under the other one.
+        self._abandoned_lock = threading.Lock()
+        self._abandoned: dict[int, float] = {}
+        self._waiting: list[tuple[set[int], Callable[[], None]]] = []
         self._known_peers: set[str] = set()
         self._ids = itertools.count(1)
         self._ready = threading.Event()
@@ -65,6 +73,60 @@ class MoverLink:
     def num_abandoned(self) -> int:
         """READs that were given up and may still write."""
         return len(self._abandoned)
+
+    def abandoned_since_s(self) -> float | None:
+        """When the oldest READ that may still write was given up, on the monotonic clock; None without one."""
+        with self._abandoned_lock:
+            return min(self._abandoned.values(), default=None)
+
+    def lost_touch(self) -> bool:
+        """Whether the mover closed its connection while its process lives, so that it can report nothing."""
+        connection = self._connection
+        return connection is not None and connection.closed
+
+    def fence(self) -> bool:
+        """Kill the mover: once it is gone nothing that it posted can write. Again has no further effect.
+
+        Only on the control thread. Nothing is granted to peers and nothing read from here on; `gone` ends the
+        quarantine, and a new mover is a new generation.
+
+        Returns:
+            False when there is no process of its own to kill; nothing changed.
+        """
+        connection = self._connection
+        if connection is None or not connection.kill():
+            return False
+        with self._lock:
+            self._own, self._fenced = None, True
+            self._ready.clear()
+        return True
+
+    def when_terminal(self, read_ids: set[int], then: Callable[[], None]) -> None:
+        """Call `then` once none of these READs can write any more, at once if that is so already."""
+        with self._abandoned_lock:
+            left = read_ids & self._abandoned.keys()
+            if left:
+                self._waiting.append((left, then))
+        if not left:
+            then()
+
+    def _ended(self, read_ids: set[int]) -> None:
+        """READs that had been given up can write no more: their slots are free, and who waited for it hears."""
+        with self._abandoned_lock:
+            for read_id in read_ids:
+                self._abandoned.pop(read_id, None)
+            for left, _ in self._waiting:
+                left -= read_ids
+            ready = [then for left, then in self._waiting if not left]
+            self._waiting = [(left, then) for left, then in self._waiting if left]
+        for read_id in read_ids:
+            self._on_terminal(read_id)
+        for then in ready:
+            then()
+
+    def _give_up(self, read_id: int) -> None:
+        with self._abandoned_lock:
+            self._abandoned.setdefault(read_id, time.monotonic())
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until a mover has announced itself."""
@@ -87,17 +149,18 @@ class MoverLink:
         if message.op is Op.MOVER_READY:
             value = unpack_json(message.payload)
             with self._lock:
+                if self._connection is not None:
+                    connection.shut_down()
+                    raise ProtocolError("this store has a mover; another comes only after that one is gone")
                 self._generation += 1
-                self._connection, self._known_peers = connection, set()
+                self._connection, self._known_peers, self._fenced = connection, set(), False
                 self._tell_slots(connection)
                 self._own = OwnTransport(self._generation, base64.b64decode(value["agent"]), int(value["address"]))
             self._ready.set()
         elif message.op is Op.MOVER_DONE:
             self._done(unpack_mover_done(message.payload))
         elif message.op is Op.MOVER_TERMINAL:
-            read_id = U64.unpack(message.payload)[0]
-            self._abandoned.discard(read_id)
-            self._on_terminal(read_id)
+            self._ended({U64.unpack(message.payload)[0]})
         elif message.op is Op.MOVER_STATS:
             self._stats = unpack_json(message.payload)
             self._stats_ready.set()
@@ -106,24 +169,23 @@ class MoverLink:
         error = unpack_error(done.error) if done.error else None
         callback = self._callbacks.get(done.read_id)
         if done.last:
-            self._callbacks.pop(done.read_id, None)
+            # Noted first: `abandon` takes a READ that is in neither for one that can write no more.
             if not done.terminal:
-                self._abandoned.add(done.read_id)
+                self._give_up(done.read_id)
+            self._callbacks.pop(done.read_id, None)
         if callback is not None:
             callback(done, error)
         elif done.last and done.terminal and done.read_id in self._abandoned:
-            self._abandoned.discard(done.read_id)
-            self._on_terminal(done.read_id)
+            self._ended({done.read_id})
 
     def gone(self, connection: Connection) -> bool:
         """The process behind a mover's connection is gone: nothing it posted writes any more."""
         with self._lock:
             if connection is not self._connection:
                 return False
-            self._connection, self._own = None, None
+            self._connection, self._own, self._fenced = None, None, False
             self._ready.clear()
             callbacks, self._callbacks = self._callbacks, {}
-            abandoned, self._abandoned = self._abandoned, set()
         error = PeerLost("the mover of this node died; the load continues without it")
         for read_id, callback in callbacks.items():
             failed = MoverDone(
@@ -131,8 +193,9 @@ class MoverLink:
                 error=pack_error(error),
             )  # fmt: skip
             callback(failed, error)
-        for read_id in abandoned:
-            self._on_terminal(read_id)
+        with self._abandoned_lock:
+            abandoned = set(self._abandoned)
+        self._ended(abandoned)
         return True
 
     def read(
@@ -151,7 +214,7 @@ class MoverLink:
         """
         with self._lock:
             connection = self._connection
-            if connection is None:
+            if connection is None or self._fenced:
                 raise PeerLost("this node's mover is not running; it is being replaced")
             read_id = next(self._ids)
             self._callbacks[read_id] = on_done
@@ -176,7 +239,7 @@ class MoverLink:
         with self._lock:
             if self._callbacks.pop(read_id, None) is None:
                 return read_id in self._abandoned
-            self._abandoned.add(read_id)
+            self._give_up(read_id)
             return True
 
     def expect_notifications(self, num_leases: int) -> None:

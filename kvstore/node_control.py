@@ -19,12 +19,14 @@ from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_server import Connection, ControlServer
 from kvstore.errors import (
+    ConfigError,
     IncompatibleStore,
     InvalidRequest,
     LayoutMismatch,
     PeerLost,
     ProtocolError,
 )
+from kvstore.fence import MoverFence
 from kvstore.fetch import Load
 from kvstore.messages import (
     NOTIFICATION,
@@ -63,6 +65,7 @@ class NodeControl:
     def __init__(self, core: NodeCore, on_mover_gone: Callable[[], None]) -> None:
         self._core, self._on_mover_gone = core, on_mover_gone
         self._remote_leases: dict[int, float] = {}
+        self._fence = MoverFence(core.config, core.mover, lambda: core.attached_pool)
         self.num_calls: dict[str, int] = {}
         self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
 
@@ -70,6 +73,11 @@ class NodeControl:
     def port(self) -> int:
         """TCP port for peers."""
         return self._server.port
+
+    @property
+    def num_fenced(self) -> int:
+        """How many movers had to be killed so far."""
+        return self._fence.num_fenced
 
     def start(self, path: str, host: str) -> None:
         """Listen for workers at `path` and for peers at `host`, on a port that the system chooses."""
@@ -116,6 +124,11 @@ class NodeControl:
                 return None
             case Op.PREPARE_STORE:
                 chain, num_parts = unpack_prepare(payload)
+                if connection.pidfd < 0:
+                    raise ConfigError(
+                        "this kernel does not tell the store when this process ends, so it may read but not write; "
+                        "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
+                    )
                 return pack_ticket(self._core.prepare_store(chain, owner, num_parts))
             case Op.COMPLETE_STORE:
                 self._complete(connection, message)
@@ -152,6 +165,8 @@ class NodeControl:
             }
         )
         role = value.get("role")
+        if role == "mover" and connection.local and connection.pidfd < 0:
+            raise ConfigError("this kernel cannot name the mover's process (Linux 5.3 can), so it could not be fenced")
         if connection.local and role in ("client", "mover"):
             connection.role = role
             self._server.end_replaced(str(value.get("replaces", "")), connection)
@@ -181,6 +196,7 @@ class NodeControl:
             deadline_s=time.monotonic() + timeout_s,
             version=version,
             send=lambda payload, last: self._answer_load(connection, message.request, payload, last),
+            is_open=lambda: not connection.closed,
         )
         load.num_ready = load.report.num_local = len(grant.slots)
         slots = np.asarray(grant.slots, dtype=np.int32)
@@ -293,7 +309,7 @@ class NodeControl:
         if connection.role == "mover":
             if self._core.mover.gone(connection):
                 threading.Thread(target=self._on_mover_gone, name="raykv-mover-gone", daemon=True).start()
-        elif self._core.attached_pool is not None and connection.role == "client":
+        elif self._core.attached_pool is not None and connection.role == "client" and connection.ended:
             dropped = self._core.attached_pool.release_owner(connection.owner)
             if dropped:
                 logger.info("client %s is gone: %d leases and writes came back", connection.owner, dropped)
@@ -305,11 +321,20 @@ class NodeControl:
         return connection.role == "client" and pool is not None and pool.holds(connection.owner)
 
     def _wants_ticks(self) -> bool:
-        return self._core.attached_pool is not None and self._core.attached_pool.num_leases() > 0
+        core = self._core
+        if self._fence.wants_ticks() or core.hints.num_waiting > 0:
+            return True
+        if core.fetcher is not None and core.fetcher.flights.num_waiting > 0:
+            return True
+        return core.attached_pool is not None and core.attached_pool.num_leases() > 0
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         if self._core.attached_pool is not None:
             self._core.attached_pool.expire(now_s)
+        self._fence.check()
+        self._core.hints.answer_overdue()
+        if self._core.fetcher is not None:
+            self._core.fetcher.flights.give_up_overdue()
         for lease_id in [i for i, deadline_s in self._remote_leases.items() if deadline_s < now_s]:
             self._remote_lease_ended(lease_id)

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.chain import Chain
 from kvstore.errors import KVStoreError, LeaseError, PeerLost, TransferError, TransferTimeout
+from kvstore.flight import Flight
 from kvstore.messages import NOTIFICATION, MoverDone, PeerGrant
 from kvstore.peers import Peer
 from kvstore.transport import PeerDescription, ReadRequest
@@ -65,6 +66,7 @@ class PeerRead:
         self._segments: list[_Segment] = []
         self._posted_all = False
         self._error: KVStoreError | None = None
+        self._given_up: set[int] = set()
         self._num_wanted = self._num_published = 0
 
     def run(self) -> str:
@@ -73,14 +75,15 @@ class PeerRead:
         Raises:
             TransferError: the peer or the mover failed; what may still be written is quarantined.
         """
-        event = threading.Event()
+        flight = Flight()
         entered: list[bytes] = []
         started_s = time.monotonic()
         notified = False
         try:
-            self._check_quarantine()
+            if self._is_quarantine_full():
+                return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
             generation = self._grant.mover_generation
-            name, description = self._peer.transport(generation, self._config.call_timeout_s)
+            name, description = self._peer.transport(generation, self._fetcher.call_s(self._load))
             refused = False
             for first, count in self._plan():
                 piece = self._chain.tail(first).head(count)
@@ -88,7 +91,7 @@ class PeerRead:
                 refused = ticket.num_refused > 0
                 if ticket.indexes:
                     hashes = [piece.hash_at(i) for i in ticket.indexes]
-                    entered += self._fetcher.enter(hashes, event)
+                    entered += self._fetcher.flights.enter(hashes, flight)
                     segment = _Segment(first, piece, ticket.write_id, ticket.indexes, ticket.slots)
                     is_last = first + count == len(self._chain)
                     self._post(segment, name, description, with_notification=is_last)
@@ -97,18 +100,22 @@ class PeerRead:
                     break
             return self._wait(started_s) or ("pool_full" if refused else "")
         finally:
-            self._fetcher.leave(entered, event)
-            if not (notified and self._num_published == self._num_wanted) and not self._may_still_write():
-                with contextlib.suppress(KVStoreError):
-                    self._peer.release(self._grant.lease_id)
+            self._fetcher.flights.leave(entered, flight)
+            if not (notified and self._num_published == self._num_wanted):
+                self._give_back()
 
-    def _check_quarantine(self) -> None:
+    def _give_back(self) -> None:
+        """Release the peer's pins, but not while a READ that was given up may still be reading them."""
+        if not self._given_up:
+            with contextlib.suppress(KVStoreError):
+                self._peer.release(self._grant.lease_id)
+            return
+        fetcher, peer, lease_id = self._fetcher, self._peer, self._grant.lease_id
+        fetcher.mover.when_terminal(self._given_up, lambda: fetcher.release_at_peer(peer, lease_id))
+
+    def _is_quarantine_full(self) -> bool:
         stats = self._pool.stats()
-        if stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots:
-            raise TransferTimeout(
-                f"{stats.num_quarantined} of {stats.num_slots} slots are quarantined behind abandoned transfers; "
-                "nothing more is fetched until they are terminal"
-            )
+        return stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots
 
     def _plan(self) -> list[tuple[int, int]]:
         """Return (first block, number of blocks) of each segment."""
@@ -142,9 +149,9 @@ class PeerRead:
                 chunk_blocks=max(1, self._config.chunk_bytes // load.block_bytes),
                 timeout_s=max(left_s, 1e-3),
             )
-        except PeerLost:
-            self._end(segment, "")
-            raise
+        except PeerLost as error:
+            self._error = error
+            self._end(segment, 0)
 
     def _wait(self, started_s: float) -> str:
         load = self._load
@@ -160,7 +167,7 @@ class PeerRead:
         if not self._ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
             for segment in [s for s in self._segments if not s.ended]:
                 # Quarantined first: the READ may turn terminal between these two lines.
-                self._end(segment, f"read-{segment.read_id}")
+                self._end(segment, segment.read_id)
                 if not self._fetcher.mover.abandon(segment.read_id):
                     self._pool.end_quarantine(f"read-{segment.read_id}")
             raise TransferTimeout("the mover did not report on a READ in time")
@@ -170,14 +177,11 @@ class PeerRead:
             raise self._error
         return "" if self._num_published == self._num_wanted else "lease_expired"
 
-    def _may_still_write(self) -> bool:
-        return any(segment.read_id and not segment.ended for segment in self._segments)
-
     def _on_done(self, segment: _Segment, done: MoverDone, error: KVStoreError | None) -> None:
         """Runs on the control thread for every chunk: check, publish, pin for the client, tell it."""
         if error is not None:
             self._error = error if isinstance(error, TransferError) else TransferError(str(error))
-            self._end(segment, "" if done.terminal else f"read-{done.read_id}")
+            self._end(segment, 0 if done.terminal else done.read_id)
             return
         fetcher = self._fetcher
         covered = (
@@ -198,12 +202,14 @@ class PeerRead:
         if done.last:
             self._load.report.num_descriptors += done.num_descriptors
             fetcher.hints.publish_soon()
-            self._end(segment, "")
+            self._end(segment, 0)
 
-    def _end(self, segment: _Segment, quarantine: str) -> None:
-        """Give up what a segment has not published; what a transfer may still touch is set aside."""
-        self._pool.abort_store(segment.write_id, self._owner, quarantine=quarantine)
+    def _end(self, segment: _Segment, read_id: int) -> None:
+        """Give up what a segment has not published; what READ `read_id` may still touch is set aside."""
+        self._pool.abort_store(segment.write_id, self._owner, quarantine=f"read-{read_id}" if read_id else "")
         with self._lock:
             segment.ended = True
+            if read_id:
+                self._given_up.add(read_id)
             if self._posted_all and all(s.ended for s in self._segments):
                 self._ended.set()

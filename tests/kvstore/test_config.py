@@ -51,6 +51,7 @@ def test_what_is_no_size_is_refused(text):
         {"max_pinned_fraction": 0.0},
         {"max_pinned_fraction": 1.1},
         {"max_quarantined_fraction": 0.0},
+        {"max_quarantine_s": 0.0},
         {"chunk_bytes": 4095},
         {"lane": "rdma"},
     ],
@@ -83,6 +84,7 @@ OTHERS = {
     "call_timeout_s": 6.0,
     "max_pinned_fraction": 0.8,
     "max_quarantined_fraction": 0.3,
+    "max_quarantine_s": 20.0,
     "chunk_bytes": 1 << 20,
     "lane": "tcp",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 import threading
 import time
@@ -54,6 +55,7 @@ class Stubborn(LoopbackTransport):
     def __init__(self, *args):
         super().__init__(*args)
         self.running, self.fail_post, self.fail_poll = False, None, None
+        self.stopped_peers: set[str] = set()
         self.posted: list[ReadRequest] = []
 
     def post(self, request):
@@ -65,7 +67,8 @@ class Stubborn(LoopbackTransport):
     def poll(self, handle):
         if self.fail_poll is not None:
             raise self.fail_poll
-        return ReadState.RUNNING if self.running else super().poll(handle)
+        stopped = self.running or self._handles[handle].peer in self.stopped_peers
+        return ReadState.RUNNING if stopped else super().poll(handle)
 
 
 class Pair:
@@ -249,6 +252,71 @@ def test_a_read_that_never_ends_times_out_and_is_terminal_some_day(pair, wait_un
     _, heard, ended = pair.read([31], [1])
     assert ended.wait(3)
     assert heard[-1][1] is None
+
+
+def test_a_peer_that_stopped_delays_no_other(pair, wait_until):
+    pair.transport.stopped_peers.add("p")
+    _, heard, ended = pair.read(range(12), range(12), timeout_s=0.6)
+    behind = pair.read([13], [13], timeout_s=0.3)
+    others = [pair.read([20 + i], [10 + i], peer="q") for i in range(3)]
+    assert all(other[2].wait(0.5) for other in others)
+    assert [other[1][-1][0].num_descriptors for other in others] == [1, 1, 1]
+    assert pair.slots()[20:23] == [11, 12, 13]
+    assert not ended.is_set()
+    # What waited its time out behind the stuck one is never begun, so that nothing of it is left to wait for.
+    num_posted = len(pair.transport.posted)
+    assert ended.wait(3)
+    assert behind[2].wait(3)
+    assert (heard[-1][0].terminal, behind[1][-1][0].terminal) == (False, True)
+    assert isinstance(behind[1][-1][1], TransferTimeout)
+    assert len(pair.transport.posted) == num_posted
+
+
+def test_no_notification_while_an_earlier_read_of_the_peer_may_still_go_on(pair, wait_until):
+    pair.transport.stopped_peers.add("p")
+    first, _, ended = pair.read(range(4), range(4), timeout_s=0.1)
+    assert ended.wait(3)
+    pair.transport.running, pair.transport.stopped_peers = False, set()
+    pair.transport.poll, poll = (lambda handle: ReadState.RUNNING if handle == 1 else poll(handle)), pair.transport.poll
+    note = NOTIFICATION.pack(7, b"12345678")
+    _, heard, ended = pair.read([5], [5], note=note)
+    assert ended.wait(3)
+    assert heard[-1][1] is None
+    assert pair.peer.notifications() == []
+    pair.transport.poll = poll
+    wait_until(lambda: pair.terminal == [first])
+    _, _, ended = pair.read([6], [6], note=note)
+    assert ended.wait(3)
+    assert pair.peer.notifications() == [note]
+
+
+def test_a_stalled_read_does_not_spin(pair, wait_until):
+    pair.transport.running = True
+    pair.read([0], [1], timeout_s=30.0)
+    mover = pair.movers[0][0]
+    wait_until(lambda: mover._jobs)
+    assert mover._pause_s() == 0.0, "what has just been asked for is polled for at once"
+    wait_until(lambda: 0 < mover._pause_s() < 0.01)
+    pair.transport.running = False
+
+
+def test_a_descriptor_above_1023_is_served(pair):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limit[0]), limit[1]))
+    held = []
+    try:
+        while not held or held[-1] < 1100:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+        pair.die()
+        pair.start("high")
+        assert pair.movers[0][2].fileno() > 1023 or held[-1] > 1023
+        _, heard, ended = pair.read([4], [5])
+        assert ended.wait(3)
+        assert heard[-1][1] is None
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_the_store_may_give_up_before_the_mover_does(pair, wait_until):
