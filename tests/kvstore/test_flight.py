@@ -166,17 +166,17 @@ def test_who_waits_does_not_fail_with_the_one_it_waits_for(cluster, wait_until, 
 
 def test_nothing_more_is_pinned_for_a_client_that_hung_up(cluster, wait_until, gate):
     cluster.add("a")
-    core = cluster.add("b", lease_ttl_s=1.5, lease_margin_s=0.1)
+    core = cluster.add("b", lease_ttl_s=3.0)
     one, two = cluster.worker("a", 8, seed=1), cluster.worker("b", 8)
     hashes = cluster.hashes(4)
     one.save(hashes, range(4))
     job = two.client.load(hashes, range(4))
     wait_until(lambda: gate.num_waiting == 1)
     connection = next(c for c in two.client._connections if c is not two.client._control)
+    served = set(core._control._server._connections)
     connection._sock.shutdown(2)
     assert job.result(5).failed[0].reason is MissReason.STORE_LOST
-    server = core._control._server
-    wait_until(lambda: any(c.closed for c in server._connections))
+    wait_until(lambda: any(connection.closed for connection in served))
     gate.opened.set()
     wait_until(lambda: core.pool.stats().num_idle == 4)
     assert core.pool.stats().num_pinned == 0

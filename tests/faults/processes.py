@@ -1,0 +1,162 @@
+"""The processes of a small cluster without Ray: directory, node stores and their movers, each told what to do.
+
+    python processes.py directory FOLDER
+    python processes.py store FOLDER NODE CONFIG
+    python processes.py mover CONTROL_PATH NAME CONFIG
+
+They are what the Ray actors wrap, so nothing here differs from a cluster but how processes find each other: by
+files in FOLDER. Each reads commands from its standard input, one JSON object a line, and answers likewise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+HOST = "127.0.0.1"
+
+
+class Gates:
+    """Places in the code at which a thread waits while the gate of that name is shut."""
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._shut, self._held = set(), set()
+
+    def shut(self, name):
+        with self._changed:
+            self._shut.add(name)
+
+    def open(self):
+        with self._changed:
+            self._shut.clear()
+            self._changed.notify_all()
+
+    def held(self):
+        return sorted(self._held)
+
+    def passing(self, name):
+        with self._changed:
+            while name in self._shut:
+                self._held.add(name)
+                self._changed.wait(30)
+            self._held.discard(name)
+
+    def before(self, owner, method, name):
+        """Put a gate in front of a method of a class or object."""
+        inner = getattr(owner, method)
+
+        def gated(*args, **options):
+            self.passing(name)
+            return inner(*args, **options)
+
+        setattr(owner, method, gated)
+
+
+def serve(verbs):
+    """Answer commands until the standard input ends."""
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = {"is": verbs[command.pop("do")](**command)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer, default=str), flush=True)
+    os._exit(0)
+
+
+def write(path, value):
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    new.write_text(json.dumps(value))
+    new.rename(path)
+
+
+def address_in(path):
+    from kvstore.errors import StoreNotRunning
+    from kvstore.peers import PeerAddress
+
+    try:
+        return PeerAddress(*json.loads(path.read_text()))
+    except OSError as error:
+        raise StoreNotRunning(f"wanted an address in {path}, got {error}") from error
+
+
+def directory(folder):
+    from kvstore.directory import DirectoryServer
+
+    address = DirectoryServer(HOST).address()
+    write(Path(folder) / "directory", [address.host, address.port, address.token])
+    serve({"ping": lambda: True})
+
+
+def store(folder, node_id, config):
+    from kvstore.config import StoreConfig
+    from kvstore.hints import Hints
+    from kvstore.node import NodeCore
+    from kvstore.peer_read import PeerRead
+    from kvstore.peers import Peer
+
+    sys.setswitchinterval(1e-4)
+    gates, children = Gates(), []
+    gates.before(Hints, "locate", "ask")
+    gates.before(Peer, "lease", "lease")
+    gates.before(PeerRead, "_on_done", "publish")
+    here = Path(folder)
+
+    def start_mover():
+        name = f"{node_id}-{core.epoch.hex()}-{secrets.token_hex(3)}"
+        children.append(
+            subprocess.Popen(
+                [sys.executable, __file__, "mover", core.control_path, name, config],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+
+    def mover_gone():
+        children[-1].wait(10)
+        start_mover()
+
+    def tell_mover(do_):
+        command = {"do": do_, "name": "read"} if do_ == "shut" else {"do": do_}
+        children[-1].stdin.write(json.dumps(command) + "\n")
+        children[-1].stdin.flush()
+        return json.loads(children[-1].stdout.readline())["is"]
+
+    core = NodeCore(
+        node_id, StoreConfig.from_json(config), HOST, lambda node: address_in(here / node),
+        lambda: address_in(here / "directory"), mover_gone,
+    )  # fmt: skip
+    start_mover()
+    address = core.peer_address()
+    write(here / node_id, [address.host, address.port, address.token])
+    serve({
+        "path": lambda: core.control_path,
+        "ready": lambda: core.wait_ready(20),
+        "stats": core.stats,
+        "exits": lambda: [child.poll() for child in children[:-1]],
+        "generation": lambda: core.mover.own.generation if core.mover.own else 0,
+        "check": lambda: core.pool.check_integrity(),
+        "forgive": lambda node: core._peers.succeeded(node),
+        "usable": lambda node: core._peers.is_usable(node),
+        "waiting": lambda: core.fetcher.flights.num_waiting,
+        "shut": gates.shut, "open": gates.open, "held": gates.held, "mover": tell_mover,
+    })  # fmt: skip
+
+
+def mover(control_path, name, config):
+    from kvstore.actors.mover import Mover
+    from kvstore.nixl_transport import NixlTransport
+
+    gates = Gates()
+    gates.before(NixlTransport, "poll", "read")
+    Mover(control_path, name, config)
+    serve({"shut": gates.shut, "open": gates.open, "held": gates.held})
+
+
+if __name__ == "__main__":
+    {"directory": directory, "store": store, "mover": mover}[sys.argv[1]](*sys.argv[2:])
