@@ -22,10 +22,10 @@ from kvstore.actors.mover import Mover
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.errors import NamespaceMismatch
+from kvstore.grants import Grant, StoreTicket
 from kvstore.hashing import BlockHashes
 from kvstore.node import NodeCore
 from kvstore.peers import PeerAddress
-from kvstore.pool import Grant, StoreTicket
 
 logger = logging.getLogger(__name__)
 

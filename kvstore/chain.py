@@ -5,9 +5,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore.errors import ChainBroken
 
 HASH_BYTES = 32
+_HASH = np.dtype(f"V{HASH_BYTES}")
 _HEAD = struct.Struct("<32s32sI")
 
 
@@ -36,7 +39,8 @@ class Chain:
 
     def hashes(self) -> list[bytes]:
         """Return all hashes of the run in order."""
-        return list(struct.unpack(f"{len(self) * '32s'}", self.data))
+        found: list[bytes] = np.frombuffer(self.data, _HASH).tolist()
+        return found
 
     def tail(self, first: int) -> Chain:
         """Return the run that begins at block `first` of this one."""
@@ -48,18 +52,20 @@ class Chain:
         """Return the first `count` blocks of the run."""
         return Chain(self.namespace, self.parent, self.start, self.data[: count * HASH_BYTES])
 
-    def check_unique(self) -> None:
-        """Refuse a run that names a block twice.
+    def check_unique(self) -> list[bytes]:
+        """Return all hashes of the run in order, none of them twice.
 
         Raises:
-            ChainBroken: it does; nothing changed.
+            ChainBroken: the run names a block twice, or its own parent; nothing changed.
         """
         hashes = self.hashes()
-        if len(set(hashes)) != len(hashes):
+        unique = set(hashes)
+        if len(unique) != len(hashes) or self.parent in unique:
             raise ChainBroken(
-                f"wanted {len(hashes)} different block hashes, got {len(set(hashes))} different ones; "
-                "pass one contiguous run of one chain"
+                f"wanted {len(hashes)} different block hashes and a parent that is none of them, got {len(unique)} "
+                "different ones; pass one contiguous run of one chain"
             )
+        return hashes
 
     def encode(self) -> bytes:
         """Return the run as bytes; `decode` reads them."""

@@ -5,7 +5,8 @@ KVStoreError
 │   └── IncompatibleStore    a running store has another protocol version or configuration
 ├── InvalidRequest           an argument of one call is wrong; nothing was changed
 │   ├── NamespaceMismatch    hashes of one namespace used with a client of another
-│   └── ChainBroken          hashes are not one contiguous run of a chain
+│   ├── ChainBroken          hashes are not one contiguous run of a chain
+│   └── StaleTicket          slots of an earlier life of the store or of the slots
 ├── LayoutMismatch           tensors or peers hold KV in another layout than agreed
 ├── PoolExhausted            no slot can be had now
 ├── BlockNotFound            a block that was named is not resident
@@ -53,6 +54,10 @@ class NamespaceMismatch(InvalidRequest):
 
 class ChainBroken(InvalidRequest):
     """Block hashes are not one contiguous run of a chain that the store can attach."""
+
+
+class StaleTicket(InvalidRequest):
+    """A generation or epoch is not the present one; nothing was changed. Prepare the store again."""
 
 
 class LayoutMismatch(KVStoreError):

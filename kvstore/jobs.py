@@ -18,7 +18,6 @@ from kvstore.copier import Copier, Ids
 from kvstore.errors import JobAbandoned, KVStoreError, StoreUnavailable, TransferError
 from kvstore.messages import (
     U64,
-    U64_U16,
     pack_load,
     pack_prepare,
     unpack_progress,
@@ -66,13 +65,13 @@ def run_save(
         JobAbandoned: given up; nothing of it is findable.
         KVStoreError: the store failed; nothing of it is findable.
     """
-    ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, pack_prepare(chain, 1), timeout_s=call_timeout_s))
+    ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, pack_prepare(chain), timeout_s=call_timeout_s))
     if ticket.write_id:
         try:
             with guard.copying():
                 indexes = np.asarray(ticket.indexes, dtype=np.int64)
                 copier.into_slots(ids[indexes], np.asarray(ticket.slots, dtype=np.int64))
-            connection.call(Op.COMPLETE_STORE, U64_U16.pack(ticket.write_id, 0), timeout_s=2 * call_timeout_s)
+            connection.call(Op.COMPLETE_STORE, U64.pack(ticket.write_id), timeout_s=2 * call_timeout_s)
         except BaseException:
             # A write that was published after all, with its answer lost, is not touched by this.
             with contextlib.suppress(KVStoreError):

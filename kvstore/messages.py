@@ -10,13 +10,13 @@ import numpy as np
 
 from kvstore.chain import Chain, decode_chain
 from kvstore.errors import ProtocolError
-from kvstore.pool import Grant, StoreTicket
+from kvstore.grants import Grant, StoreTicket
 from kvstore.transport import IndexArray, ReadRequest
 
 _LEASE = struct.Struct("<d")
 _LOAD = struct.Struct("<dd")
 _GRANT = struct.Struct("<QI")
-_PREPARE = struct.Struct("<H")
+_PREPARE = struct.Struct("<HH")
 _TICKET = struct.Struct("<QIII")
 _PROGRESS = struct.Struct("<QII")
 _PEER_LEASE = struct.Struct("<IIQd")
@@ -25,7 +25,6 @@ _READ = struct.Struct("<QIIIdHH")
 _DONE = struct.Struct("<QIBBdI")
 U64 = struct.Struct("<Q")
 U64_F64 = struct.Struct("<Qd")
-U64_U16 = struct.Struct("<QH")
 #: Lease id and epoch: what a finished READ notifies.
 NOTIFICATION = struct.Struct("<Q8s")
 
@@ -74,14 +73,15 @@ def unpack_grant(payload: bytes) -> Grant:
     return Grant(lease_id, tuple(unpack_ints(payload[_GRANT.size :]).tolist()))
 
 
-def pack_prepare(chain: Chain, num_parts: int) -> bytes:
-    """Ask for slots to write a run into."""
-    return _PREPARE.pack(num_parts) + chain.encode()
+def pack_prepare(chain: Chain, num_parts: int = 1, part: int = 0) -> bytes:
+    """Ask for slots to write one part of each block of a run into."""
+    return _PREPARE.pack(num_parts, part) + chain.encode()
 
 
-def unpack_prepare(payload: bytes) -> tuple[Chain, int]:
+def unpack_prepare(payload: bytes) -> tuple[Chain, int, int]:
     """Return what `pack_prepare` packed."""
-    return decode_chain(payload[_PREPARE.size :]), _PREPARE.unpack_from(payload)[0]
+    num_parts, part = _PREPARE.unpack_from(payload)
+    return decode_chain(payload[_PREPARE.size :]), num_parts, part
 
 
 def pack_ticket(ticket: StoreTicket) -> bytes:

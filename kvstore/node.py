@@ -28,11 +28,12 @@ from kvstore.errors import (
     TransferError,
 )
 from kvstore.fetch import Fetcher, Load
+from kvstore.grants import Grant, StoreTicket
 from kvstore.hints import Hints
 from kvstore.mover_link import MoverLink
 from kvstore.node_control import NodeControl
 from kvstore.peers import PeerAddress, PeerBook, Resolver
-from kvstore.pool import Grant, Pool, StoreTicket
+from kvstore.pool import Pool
 from kvstore.shape import BLOCK_ORDER_VERSION
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class NodeCore:
         """Extend a lease to `ttl_s` from now; whether it was still held. Never shortens."""
         return self.attached_pool is not None and self.attached_pool.renew(lease_id, owner, time.monotonic() + ttl_s)
 
-    def prepare_store(self, chain: Chain, owner: str, num_parts: int = 1) -> StoreTicket:
+    def prepare_store(self, chain: Chain, owner: str, num_parts: int = 1, part: int = 0) -> StoreTicket:
         """Claim slots for the blocks of a run that are not here.
 
         Raises:
@@ -190,11 +191,11 @@ class NodeCore:
             ChainBroken: the run cannot be attached; nothing changed.
         """
         self.check_serving()
-        return self.pool.prepare_store(chain, owner, num_parts=num_parts)
+        return self.pool.prepare_store(chain, owner, num_parts=num_parts, part=part)
 
-    def complete_store(self, write_id: int, owner: str, part: int = 0) -> int:
+    def complete_store(self, write_id: int, owner: str) -> int:
         """Publish a write whose bytes are in place; returns how many blocks became findable."""
-        published = self.pool.complete_store(write_id, owner, part=part)
+        published = self.pool.complete_store(write_id, owner)
         self.hints.publish_soon()
         return published
 

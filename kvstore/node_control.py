@@ -28,11 +28,11 @@ from kvstore.errors import (
 )
 from kvstore.fence import MoverFence
 from kvstore.fetch import Load
+from kvstore.grants import Grant
 from kvstore.messages import (
     NOTIFICATION,
     U64,
     U64_F64,
-    U64_U16,
     PeerGrant,
     Progress,
     pack_grant,
@@ -44,7 +44,6 @@ from kvstore.messages import (
     unpack_peer_lease,
     unpack_prepare,
 )
-from kvstore.pool import Grant
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Flag, Message, Op, pack_json, unpack_json
 
@@ -123,13 +122,13 @@ class NodeControl:
                 self._load(connection, message)
                 return None
             case Op.PREPARE_STORE:
-                chain, num_parts = unpack_prepare(payload)
+                chain, num_parts, part = unpack_prepare(payload)
                 if connection.pidfd < 0:
                     raise ConfigError(
                         "this kernel does not tell the store when this process ends, so it may read but not write; "
                         "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
                     )
-                return pack_ticket(self._core.prepare_store(chain, owner, num_parts))
+                return pack_ticket(self._core.prepare_store(chain, owner, num_parts, part))
             case Op.COMPLETE_STORE:
                 self._complete(connection, message)
                 return None
@@ -212,8 +211,8 @@ class NodeControl:
         connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, request, payload)
 
     def _complete(self, connection: Connection, message: Message) -> None:
-        write_id, part = U64_U16.unpack(message.payload)
-        published = self._core.pool.complete_store(write_id, connection.owner, part=part)
+        (write_id,) = U64.unpack(message.payload)
+        published = self._core.pool.complete_store(write_id, connection.owner)
         # Answered after the directory has heard, so that who waits for a save can find it from any node.
         self._core.hints.publish_soon(
             lambda: self._reply(connection, Op.COMPLETE_STORE, message.request, U64.pack(published))

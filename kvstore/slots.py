@@ -1,252 +1,364 @@
-"""Slot records of a pool, its free list and its order of eviction. No locking here: the pool holds its lock.
+"""The slots of a pool in columns, its free list and its index. No locking here: the pool holds its lock.
 
-Every slot is in exactly one state. Ready slots with a reader are called pinned, those without idle.
+A slot's state is where it is listed: free, being written (its hash in `writing`, or the slot in `doomed`),
+ready (its hash in `ready`, or the slot in `unfindable`), or set aside. `check` proves that each is in exactly
+one of them. Ready slots with a reader are called pinned, those without idle.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field
-from enum import Enum
+from array import array
+from collections import Counter, OrderedDict
 
-
-class SlotState(Enum):
-    """Where one slot is in its life."""
-
-    FREE = "free"
-    WRITING = "writing"
-    READY = "ready"
-    QUARANTINED = "quarantined"
-
-
-@dataclass(slots=True)
-class Slot:
-    """One slot and the block in it.
-
-    `generation` counts lives: it grows each time the slot is claimed. `parent` is the slot of the
-    block before this one in its chain, -1 when that is not resident; `children` the reverse, so that
-    a prefix is never evicted before what hangs on it. `position` counts blocks from the chain's root.
-    `indexed` is False for a block that was cleared while readers still hold it: it can be read on but
-    not be found.
-    """
-
-    state: SlotState = SlotState.FREE
-    block_hash: bytes = b""
-    namespace: bytes = b""
-    generation: int = 0
-    ref_count: int = 0
-    parent: int = -1
-    position: int = 0
-    children: set[int] = field(default_factory=set)
-    touched: int = 0
-    parts_left: int = 0
-    doomed: bool = False
-    indexed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStats:
-    """Counts of one snapshot, taken under the lock; the five slot counts add up to `num_slots`."""
-
-    num_slots: int
-    num_free: int
-    num_writing: int
-    num_idle: int
-    num_pinned: int
-    num_quarantined: int
-    num_leases: int
-    num_writes: int
-    num_evicted: int
-    num_published: int
+from kvstore.chain import Chain
+from kvstore.eviction import EvictionOrder
 
 
 class SlotTable:
-    """All slots of a pool with their free list and eviction order.
+    """All slots of a pool; one column per attribute, so that a chain is handled in a few passes.
 
-    Free slots are handed out lowest index first and a claim is returned sorted, so that the blocks of
-    one request become neighbours and merge into few transfer descriptors. Eviction is least recently
-    touched first, leaf before root: a heap of (touch, slot) whose stale entries are skipped lazily.
+    `ref_count` counts readers. `generation` counts lives: it grows each time a slot is claimed. `parent` is the
+    hash of the block before this one in its chain, the namespace's digest at a root. `num_children` counts the
+    blocks, ready or being written, that hang on a block: it is not evicted before them. For a parent that is not
+    here `orphans` counts them, until it comes. `soft` counts the soft pins of a slot.
+    `doomed` slots are being written and will never be published; `unfindable` ones were cleared while pinned.
+
+    Free slots are handed out lowest index first and a claim is ascending, so that the blocks of one request
+    become neighbours and merge into few transfer descriptors.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.slots = [Slot() for _ in range(num_slots)]
+        self.num_slots = num_slots
+        self.block_hash = [b""] * num_slots
+        self.parent = [b""] * num_slots
+        self.namespace = [b""] * num_slots
+        self.generation = [0] * num_slots
+        self.ref_count = [0] * num_slots
+        self.ready: dict[bytes, int] = {}
+        self.writing: dict[bytes, int] = {}
+        self.num_children = [0] * num_slots
+        self.orphans: Counter[bytes] = Counter()
+        self.soft: dict[int, int] = {}
+        self.doomed: set[int] = set()
+        self.unfindable: set[int] = set()
+        self.order = EvictionOrder(num_slots)
+        #: What became findable (True) or stopped being so, in order; kept with the change that it tells of.
+        self.events: list[tuple[bool, list[bytes]]] = []
+        # Soft-pinned slots whose turn came, with their stamp; they go when nothing else is left.
+        self._spared: OrderedDict[int, int] = OrderedDict()
         # Highest index first, so that taking from the end hands out the lowest; sorted again when needed.
         self._free = list(range(num_slots - 1, -1, -1))
         self._free_is_sorted = True
-        self._evictable: list[tuple[int, int]] = []
-        self._clock = 0
-        self.num_pinned = 0
-        self.num_quarantined = 0
-        self.num_writing = 0
-        self.num_evicted = 0
+        self.num_pinned = self.num_writing = self.num_quarantined = 0
+        self.num_evicted = self.num_published = 0
 
     @property
     def num_free(self) -> int:
         """Number of free slots."""
         return len(self._free)
 
-    def offer_for_eviction(self, index: int) -> None:
-        """Put a slot into the order of eviction if nothing reads it and nothing hangs on it."""
-        slot = self.slots[index]
-        if slot.state is SlotState.READY and slot.ref_count == 0 and not slot.children:
-            heapq.heappush(self._evictable, (slot.touched, index))
-            if len(self._evictable) > 4 * len(self.slots) + 64:
-                self._evictable[:] = sorted({entry for entry in self._evictable if self._is_victim(entry)})
+    def find_prefix(self, hashes: list[bytes]) -> list[int]:
+        """Return the slots of the leading blocks that are ready."""
+        slots = list(map(self.ready.get, hashes))
+        if None in slots:
+            del slots[slots.index(None) :]
+        return slots  # type: ignore[return-value]
 
-    def _is_victim(self, entry: tuple[int, int]) -> bool:
-        touched, index = entry
-        slot = self.slots[index]
-        return slot.state is SlotState.READY and slot.ref_count == 0 and not slot.children and slot.touched == touched
+    def lives(self, slots: list[int]) -> bytes:
+        """Return the generation of each slot as little-endian uint32."""
+        return array("I", map(self.generation.__getitem__, slots)).tobytes()
 
-    def claim(self, wanted: int) -> tuple[list[int], list[int]]:
-        """Take up to `wanted` slots, free ones first, then by eviction.
+    # Writing.
+
+    def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes) -> list[int]:
+        """Take a slot for each block that gets one, free slots first, then by eviction.
 
         Returns:
-            (claimed slots in ascending order, now WRITING with a new generation; the evicted ones among
-            them whose `block_hash` is still the old one, for the caller to unindex).
+            Slots in ascending order for the leading blocks, in their new generation and being written.
         """
-        slots, evictable = self.slots, self._evictable
-        num_taken = min(wanted, len(self._free))
-        if num_taken and not self._free_is_sorted:
-            self._free.sort(reverse=True)
+        free, wanted = self._free, len(hashes)
+        if not self._free_is_sorted:
+            free.sort(reverse=True)
             self._free_is_sorted = True
-        claimed = self._free[len(self._free) - num_taken :]
-        del self._free[len(self._free) - num_taken :]
-        evicted: list[int] = []
-        while len(claimed) < wanted and evictable:
-            touched, index = heapq.heappop(evictable)
-            slot = slots[index]
-            if slot.touched != touched or slot.ref_count or slot.children or slot.state is not SlotState.READY:
-                continue
-            # At once: the heap may hold this very entry twice, and the slot must not be taken twice.
-            slot.state = SlotState.WRITING
-            parent = slot.parent
-            if parent >= 0:
-                slot.parent = -1
-                siblings = slots[parent].children
-                siblings.discard(index)
-                if not siblings:
-                    self.offer_for_eviction(parent)
-            evicted.append(index)
-            claimed.append(index)
-        for index in claimed:
-            slot = slots[index]
-            slot.state = SlotState.WRITING
-            slot.generation += 1
-        self.num_evicted += len(evicted)
+        claimed = free[: -wanted - 1 : -1]
+        del free[len(free) - len(claimed) :]
+        if len(claimed) < wanted:
+            claimed += self._evict(wanted - len(claimed))
+            claimed.sort()
+        self.writing.update(zip(hashes, claimed, strict=False))
         self.num_writing += len(claimed)
-        claimed.sort()
-        return claimed, evicted
+        block_hash, parent_of, namespace_of, generation = self.block_hash, self.parent, self.namespace, self.generation
+        num_children, last, last_slot = self.num_children, b"", -1
+        for slot, own, parent in zip(claimed, hashes, parents, strict=False):
+            block_hash[slot], parent_of[slot], namespace_of[slot] = own, parent, namespace
+            generation[slot] += 1
+            if parent is last:
+                num_children[last_slot] += 1
+            elif parent != namespace:
+                self._hang_on(parent)
+            last, last_slot = own, slot
+        if self.orphans and not self.orphans.keys().isdisjoint(hashes):
+            for slot in claimed:
+                num_children[slot] += self.orphans.pop(block_hash[slot], 0)
+        return claimed
 
-    def unlink(self, index: int) -> None:
-        """Cut a slot out of its chain; its parent may become evictable, its children lose their parent."""
-        slot = self.slots[index]
-        if slot.parent >= 0:
-            self.slots[slot.parent].children.discard(index)
-            self.offer_for_eviction(slot.parent)
-            slot.parent = -1
-        for child in slot.children:
-            self.slots[child].parent = -1
-        slot.children.clear()
+    def _hang_on(self, parent: bytes) -> None:
+        above = self.ready.get(parent, self.writing.get(parent))
+        if above is None:
+            self.orphans[parent] += 1
+        else:
+            self.num_children[above] += 1
 
-    def free(self, index: int) -> None:
-        """Return a slot that nothing reads or writes any more to the free list."""
-        slot = self.slots[index]
-        if slot.state is SlotState.WRITING:
-            self.num_writing -= 1
-        elif slot.state is SlotState.QUARANTINED:
-            self.num_quarantined -= 1
-        self.unlink(index)
-        slot.state = SlotState.FREE
-        slot.block_hash = slot.namespace = b""
-        slot.doomed = slot.indexed = False
-        self._free.append(index)
+    def _leave_parent(self, slot: int) -> None:
+        parent = self.parent[slot]
+        if parent == self.namespace[slot]:
+            return
+        above = self.ready.get(parent)
+        if above is not None:
+            self.num_children[above] -= 1
+            if not self.num_children[above] and not self.ref_count[above]:
+                self.order.offer(above)
+        elif parent in self.writing:
+            self.num_children[self.writing[parent]] -= 1
+        elif self.orphans[parent] > 1:
+            self.orphans[parent] -= 1
+        else:
+            del self.orphans[parent]
+
+    def _evict(self, wanted: int) -> list[int]:
+        ready, ref_count, block_hash, num_children = self.ready, self.ref_count, self.block_hash, self.num_children
+        stamp, soft = self.order.stamp, self.soft
+        evicted: list[int] = []
+        hashes: list[bytes] = []
+        while len(evicted) < wanted:
+            for slot in self.order.oldest():
+                own = block_hash[slot]
+                if ref_count[slot] or num_children[slot] or own not in ready:
+                    continue
+                if slot in soft:
+                    self._spared[slot] = stamp[slot]
+                    self._spared.move_to_end(slot)
+                    continue
+                # At once: the order may name this slot twice, and nobody must get it twice.
+                del ready[own]
+                stamp[slot] = 0
+                self._leave_parent(slot)
+                hashes.append(own)
+                evicted.append(slot)
+                if len(evicted) == wanted:
+                    break
+            if len(evicted) < wanted and not self._give_up_soft_pin():
+                break
+        if hashes:
+            self.events.append((False, hashes))
+            self.num_evicted += len(hashes)
+        return evicted
+
+    def _give_up_soft_pin(self) -> bool:
+        """Take the preference from the soft-pinned slot that has waited longest and could go now."""
+        while self._spared:
+            slot, stamp = self._spared.popitem(last=False)
+            if self.order.stamp[slot] == stamp and self._is_evictable(slot):
+                self.soft.pop(slot, None)
+                self.order.offer(slot)
+                return True
+        return False
+
+    def _is_evictable(self, slot: int) -> bool:
+        own = self.block_hash[slot]
+        return self.ready.get(own) == slot and not self.ref_count[slot] and not self.num_children[slot]
+
+    def publish(self, hashes: list[bytes], slots: list[int], stamp: int) -> None:
+        """Make fully written blocks readable.
+
+        Args:
+            hashes: blocks, all of them being written.
+            slots: slot of each.
+            stamp: of the touch that came with their claim.
+        """
+        writing = self.writing
+        for own in hashes:
+            del writing[own]
+        self.ready.update(zip(hashes, slots, strict=True))
+        self.events.append((True, hashes))
+        self.num_writing -= len(slots)
+        self.num_published += len(slots)
+        if stamp <= self.order.passed:
+            for slot in slots:
+                self.order.offer(slot)
+
+    def doom(self, slot: int) -> None:
+        """Make sure that a block which is being written is never published; its writers go on holding the slot."""
+        if slot not in self.doomed:
+            del self.writing[self.block_hash[slot]]
+            self._leave_parent(slot)
+            self._forget(slot)
+            self.doomed.add(slot)
+
+    def end_writing(self, slot: int, *, aside: bool = False) -> None:
+        """Take a doomed slot from its last writer: to the free list, or aside while a transfer may write to it."""
+        self.doomed.remove(slot)
+        self.num_writing -= 1
+        if aside:
+            self.num_quarantined += 1
+        else:
+            self._free_up(slot)
+
+    def end_quarantine(self, slot: int) -> None:
+        """Free a slot that was set aside."""
+        self.num_quarantined -= 1
+        self._free_up(slot)
+
+    def _forget(self, slot: int) -> None:
+        if self.num_children[slot]:
+            self.orphans[self.block_hash[slot]] = self.num_children[slot]
+            self.num_children[slot] = 0
+        self.block_hash[slot] = self.parent[slot] = self.namespace[slot] = b""
+        self.order.stamp[slot] = 0
+
+    def _free_up(self, slot: int) -> None:
+        self._free.append(slot)
         self._free_is_sorted = False
 
-    def quarantine(self, index: int) -> None:
-        """Set a slot that was being written aside: a transfer may still write to it."""
-        slot = self.slots[index]
-        self.unlink(index)
-        self.num_writing -= 1
-        self.num_quarantined += 1
-        slot.state = SlotState.QUARANTINED
-        slot.block_hash = slot.namespace = b""
-        slot.doomed = slot.indexed = False
+    # Reading.
 
-    def publish(self, index: int) -> None:
-        """Make a fully written slot readable."""
-        slot = self.slots[index]
-        slot.state = SlotState.READY
-        self.num_writing -= 1
-        self.offer_for_eviction(index)
-
-    def num_pinnable(self, indexes: list[int], max_pinned: int) -> int:
+    def num_pinnable(self, slots: list[int], max_pinned: int) -> int:
         """Return how many leading slots may be pinned before more than `max_pinned` are."""
         room = max_pinned - self.num_pinned
-        if room >= len(indexes):
-            return len(indexes)
-        for count, index in enumerate(indexes):
-            if self.slots[index].ref_count == 0:
+        if room >= len(slots):
+            return len(slots)
+        for count, slot in enumerate(slots):
+            if self.ref_count[slot] == 0:
                 room -= 1
                 if room < 0:
                     return count
-        return len(indexes)
+        return len(slots)
 
-    def touch_all(self, indexes: list[int]) -> None:
-        """Make the slots of a chain the most recently used, leaf first: a root is newer than its leaves."""
-        slots, clock = self.slots, self._clock
-        for index in reversed(indexes):
-            clock += 1
-            slots[index].touched = clock
-        self._clock = clock
+    def pin_all(self, slots: list[int]) -> None:
+        """Add a reader to each slot; who does so also touches them."""
+        ref_count, num_new = self.ref_count, 0
+        for slot in slots:
+            refs = ref_count[slot]
+            ref_count[slot] = refs + 1
+            if not refs:
+                num_new += 1
+        self.num_pinned += num_new
 
-    def pin_all(self, indexes: list[int]) -> None:
-        """Add a reader to each slot of a chain, and touch them leaf first: a root is newer than its leaves."""
-        slots, clock = self.slots, self._clock
-        for index in reversed(indexes):
-            slot = slots[index]
-            clock += 1
-            slot.touched = clock
-            slot.ref_count += 1
-            if slot.ref_count == 1:
-                self.num_pinned += 1
-        self._clock = clock
+    def unpin_all(self, slots: list[int], stamp: int) -> None:
+        """Remove a reader from each slot; one that was cleared meanwhile becomes free with its last reader.
 
-    def pin(self, index: int) -> None:
-        """Add a reader."""
-        slot = self.slots[index]
-        slot.ref_count += 1
-        if slot.ref_count == 1:
-            self.num_pinned += 1
+        Args:
+            slots: as given to `pin_all`.
+            stamp: of the touch that came with it, the earliest of several.
+        """
+        ref_count, num_idle = self.ref_count, 0
+        for slot in slots:
+            refs = ref_count[slot] - 1
+            ref_count[slot] = refs
+            if not refs:
+                num_idle += 1
+        self.num_pinned -= num_idle
+        if stamp <= self.order.passed or self.unfindable:
+            for slot in slots:
+                if not ref_count[slot]:
+                    if slot in self.unfindable:
+                        self.unfindable.remove(slot)
+                        self._free_up(slot)
+                    else:
+                        self.order.offer(slot)
 
-    def unpin(self, index: int) -> None:
-        """Remove a reader; a slot that was cleared meanwhile becomes free with its last one."""
-        slot = self.slots[index]
-        slot.ref_count -= 1
-        if slot.ref_count == 0:
-            self.num_pinned -= 1
-            if slot.indexed:
-                self.offer_for_eviction(index)
+    def prefer(self, slots: list[int]) -> None:
+        """Add a soft pin to each slot; who does so also touches them."""
+        for slot in slots:
+            self.soft[slot] = self.soft.get(slot, 0) + 1
+
+    def end_preference(self, slots: list[int], generations: bytes) -> None:
+        """Remove a soft pin from each slot that is still in the life in which it got it."""
+        for slot, generation in zip(slots, array("I", generations), strict=True):
+            if self.generation[slot] != generation or slot not in self.soft:
+                continue
+            self.soft[slot] -= 1
+            if not self.soft[slot]:
+                del self.soft[slot]
+                if self._spared.pop(slot, None) is not None:
+                    self.order.offer(slot)
+
+    def clear(self, namespace: bytes) -> tuple[int, dict[bytes, int]]:
+        """Make every block of a namespace unfindable; its unfinished writes will publish nothing.
+
+        Returns:
+            (how many blocks there were, slot of each that was being written).
+        """
+        mine = [slot for slot, own in enumerate(self.namespace) if own == namespace and self.block_hash[slot]]
+        removed: list[bytes] = []
+        lost: dict[bytes, int] = {}
+        for slot in mine:
+            own = self.block_hash[slot]
+            if own in self.writing:
+                lost[own] = slot
+                self.doom(slot)
+                continue
+            removed.append(own)
+            del self.ready[own]
+            self._leave_parent(slot)
+            self._forget(slot)
+            self.soft.pop(slot, None)
+            if self.ref_count[slot]:
+                self.unfindable.add(slot)
             else:
-                self.free(index)
+                self._free_up(slot)
+        if removed:
+            self.events.append((False, removed))
+        return len(mine), lost
 
-    def check(self) -> None:
-        """Assert that counts, links and the free list agree with the slots."""
-        counts = dict.fromkeys(SlotState, 0)
-        evictable = {entry for entry in self._evictable if self._is_victim(entry)}
-        for index, slot in enumerate(self.slots):
-            counts[slot.state] += 1
-            assert slot.ref_count >= 0, f"slot {index}: ref count {slot.ref_count}"
-            assert slot.ref_count == 0 or slot.state is SlotState.READY, f"slot {index}: pinned but {slot.state}"
-            assert slot.parent < 0 or index in self.slots[slot.parent].children, f"slot {index}: half a link"
-            for child in slot.children:
-                assert self.slots[child].parent == index, f"slot {index}: child {child} hangs elsewhere"
-            if slot.state is SlotState.READY and slot.ref_count == 0:
-                assert slot.indexed, f"slot {index}: ready, idle and not findable"
-                if not slot.children:
-                    assert (slot.touched, index) in evictable, f"slot {index}: idle leaf that cannot be evicted"
-        assert counts[SlotState.FREE] == len(self._free) == len(set(self._free)), "free list"
-        assert all(self.slots[i].state is SlotState.FREE for i in self._free), "free list holds a used slot"
-        assert counts[SlotState.WRITING] == self.num_writing, "writing count"
-        assert counts[SlotState.QUARANTINED] == self.num_quarantined, "quarantine count"
-        assert sum(s.ref_count > 0 for s in self.slots) == self.num_pinned, "pinned count"
+    def hot_chains(self, max_blocks: int) -> list[Chain]:
+        """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
+        leaves = [slot for slot in self.ready.values() if not self.num_children[slot]]
+        leaves.sort(key=self.order.stamp.__getitem__, reverse=True)
+        chains: list[Chain] = []
+        seen: set[int] = set()
+        for leaf in leaves:
+            path: list[int] = []
+            at: int | None = leaf
+            while at is not None:
+                path.append(at)
+                at = self.ready.get(self.parent[at])
+            root, namespace = path[-1], self.namespace[leaf]
+            if self.parent[root] != namespace or len(seen.union(path)) > max_blocks:
+                continue
+            seen.update(path)
+            chains.append(Chain(namespace, namespace, 0, b"".join(self.block_hash[at] for at in reversed(path))))
+        return chains
+
+    def check(self, aside: set[int]) -> None:
+        """Assert that each slot is in exactly one state and that counts, links and order agree with that.
+
+        Args:
+            aside: the slots that are quarantined.
+        """
+        states = {
+            "free": self._free, "writing": [*self.writing.values(), *self.doomed], "quarantined": list(aside),
+            "ready": [*self.ready.values(), *self.unfindable],
+        }  # fmt: skip
+        listed = Counter(slot for slots in states.values() for slot in slots)
+        assert listed == Counter(range(self.num_slots)), f"not in exactly one state: {states}"
+        assert len(states["writing"]) == self.num_writing, "writing count"
+        assert len(aside) == self.num_quarantined, "quarantine count"
+        assert sum(refs > 0 for refs in self.ref_count) == self.num_pinned, "pinned count"
+        assert min(self.ref_count) >= 0, "ref count below 0"
+        pinned = {slot for slot, refs in enumerate(self.ref_count) if refs}
+        assert pinned <= set(states["ready"]), "pinned but not ready"
+        assert self.unfindable <= pinned, "ready, idle and not findable"
+        findable = self.ready | self.writing
+        assert len(findable) == len(self.ready) + len(self.writing), "ready and being written"
+        assert {slot: own for slot, own in enumerate(self.block_hash) if own} == {
+            slot: own for own, slot in findable.items()
+        }, "index names another block"
+        children = Counter(self.parent[slot] for slot in findable.values() if self.parent[slot] != self.namespace[slot])
+        counted = {own: self.num_children[slot] for own, slot in findable.items() if self.num_children[slot]}
+        assert not counted.keys() & self.orphans.keys(), "children counted twice"
+        assert children == counted | self.orphans, f"children: {children}, counted {counted}, {self.orphans}"
+        assert not any(self.num_children[slot] for slot in {*range(self.num_slots)} - {*findable.values()}), "children"
+        assert set(self.soft) <= set(self.ready.values()), "soft pin of a block that is not there"
+        waiting = {slot for slot, stamp in self._spared.items() if stamp == self.order.stamp[slot]}
+        self.order.check({slot for slot in self.ready.values() if self._is_evictable(slot)} - waiting)

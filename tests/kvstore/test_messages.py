@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvstore import messages
 from kvstore.chain import Chain
 from kvstore.errors import ProtocolError
-from kvstore.pool import Grant, StoreTicket
+from kvstore.grants import Grant, StoreTicket
 from kvstore.transport import ReadRequest
 
 CHAIN = Chain(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
@@ -43,9 +43,9 @@ def test_grant(lease_id, slots):
     assert messages.unpack_grant(messages.pack_grant(grant)) == grant
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 65535])
-def test_prepare(num_parts):
-    assert messages.unpack_prepare(messages.pack_prepare(CHAIN, num_parts)) == (CHAIN, num_parts)
+@pytest.mark.parametrize(("num_parts", "part"), [(1, 0), (2, 1), (65535, 65534)])
+def test_prepare(num_parts, part):
+    assert messages.unpack_prepare(messages.pack_prepare(CHAIN, num_parts, part)) == (CHAIN, num_parts, part)
 
 
 @given(ids, st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 9999)), max_size=9))

@@ -141,12 +141,11 @@ def test_miss(cluster, wait_until):
 def test_a_hole_ends_the_prefix(cluster):
     one, _ = two_nodes(cluster)
     hashes = cluster.hashes(5)
-    one.save(hashes, range(5))
-    core = cluster.nodes["a"]
-    record = core.pool._table.slots[core.pool._index[hashes[2]]]
-    core.pool._unindex(core.pool._index[hashes[2]])
-    record.indexed = False
-    core.pool._table.free(core.pool._table.slots.index(record))
+    one.save(hashes[:2], range(2))
+    core, rest = cluster.nodes["a"], hashes[3:]
+    run = Chain(rest.namespace_digest, rest.parent, rest.start, rest.data)
+    ticket = core.pool.prepare_store(run, "w", needs_parent=False)
+    assert core.pool.complete_store(ticket.write_id, "w") == 2
     core.pool.check_integrity()
     assert one.client.lookup(hashes, remote=False).num_local == 2
     result = one.load(hashes, range(50, 55))

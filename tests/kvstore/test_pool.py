@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 
 import pytest
@@ -117,13 +117,14 @@ def test_a_second_writer_of_the_same_blocks_writes_nothing():
 
 def test_publication_waits_for_all_parts():
     pool = Pool(4)
-    ticket = pool.prepare_store(chain_of("ab"), "w", num_parts=3)
-    assert pool.complete_store(ticket.write_id, "w", part=0) == 0
-    assert pool.complete_store(ticket.write_id, "w", part=2) == 0
-    assert pool.complete_store(ticket.write_id, "w", part=2) == 0, "a part counts once"
+    tickets = [pool.prepare_store(chain_of("ab"), f"w{part}", num_parts=3, part=part) for part in range(3)]
+    assert {ticket.slots for ticket in tickets} == {(0, 1)}, "one slot for all parts"
+    assert pool.complete_store(tickets[0].write_id, "w0") == 0
+    assert pool.complete_store(tickets[2].write_id, "w2") == 0
+    assert pool.complete_store(tickets[2].write_id, "w2") == 0, "a part counts once"
     assert resident(pool, "ab") == 0
     pool.check_integrity()
-    assert pool.complete_store(ticket.write_id, "w", part=1) == 2
+    assert pool.complete_store(tickets[1].write_id, "w1") == 2
     assert resident(pool, "ab") == 2
     pool.check_integrity()
 
@@ -517,7 +518,7 @@ def test_many_touches_keep_the_order_of_eviction_small():
         grant = pool.pin_prefix(chain_of("ab"), "r", LATER_S)
         pool.release(grant.lease_id, "r")
     pool.check_integrity()
-    assert len(pool._table._evictable) <= 4 * 4 + 64 + 1
+    assert pool._table.order._num_logged <= 2 * 4 + 64 + 2
 
 
 def test_threads_leave_the_pool_whole():
@@ -566,9 +567,7 @@ class ModelWrite:
     owner: str
     new: list[int]
     kept: list[int]
-    parts_left: int
     num_done: int = 0
-    parts: set[int] = field(default_factory=set)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -720,12 +719,12 @@ class PoolMachine(RuleBasedStateMachine):
         for lease_id in expired:
             self.model_release(lease_id)
 
-    @rule(target=writes, chain=chains, owner=owners, num_parts=st.sampled_from((1, 1, 2)), needs_parent=st.booleans())
-    def prepare(self, chain, owner, num_parts, needs_parent):
+    @rule(target=writes, chain=chains, owner=owners, needs_parent=st.booleans())
+    def prepare(self, chain, owner, needs_parent):
         has_parent = chain.start > 0 and chain.parent in self.index
         if chain.start and not has_parent and needs_parent:
             with pytest.raises(ChainBroken):
-                self.pool.prepare_store(chain, owner, num_parts=num_parts)
+                self.pool.prepare_store(chain, owner)
             return multiple()
         hashes = chain.hashes()
         kept = [self.index[h] for h in ([chain.parent] if has_parent else []) + hashes if self.ready(h)]
@@ -733,7 +732,7 @@ class PoolMachine(RuleBasedStateMachine):
         missing = [i for i, h in enumerate(hashes) if h not in self.index]
         evictable, num_free = self.evictable(), sum(state == "free" for state in self.state.values())
         before = set(self.index)
-        ticket = self.pool.prepare_store(chain, owner, num_parts=num_parts, needs_parent=needs_parent)
+        ticket = self.pool.prepare_store(chain, owner, needs_parent=needs_parent)
         count = min(len(missing), num_free + len(evictable))
         assert ticket.indexes == tuple(missing[:count])
         assert len(set(ticket.slots)) == len(ticket.slots) == count
@@ -755,22 +754,15 @@ class PoolMachine(RuleBasedStateMachine):
         if not count:
             self.unpin(kept)
             return multiple()
-        self.open[ticket.write_id] = ModelWrite(owner, list(ticket.slots), kept, num_parts)
+        self.open[ticket.write_id] = ModelWrite(owner, list(ticket.slots), kept)
         return ticket.write_id
 
-    @rule(write_id=writes, owner=owners, part=st.integers(0, 1), count=st.sampled_from((None, None, 1, 2)))
-    def complete(self, write_id, owner, part, count):
+    @rule(write_id=writes, owner=owners, count=st.sampled_from((None, None, 1, 2)))
+    def complete(self, write_id, owner, count):
         write = self.open.get(write_id)
-        if write is None or write.owner != owner or part in write.parts:
-            assert self.pool.complete_store(write_id, owner, part=part, count=count) == 0
+        if write is None or write.owner != owner:
+            assert self.pool.complete_store(write_id, owner, count=count) == 0
             return
-        if write.parts_left > 1:
-            assert self.pool.complete_store(write_id, owner, part=part) == 0
-            write.parts_left -= 1
-            write.parts.add(part)
-            return
-        if write.parts:
-            count = None  # Only a write of one part may be published front to back.
         end = len(write.new) if count is None else min(count, len(write.new))
         published = 0
         for slot in write.new[write.num_done : end]:
@@ -780,7 +772,7 @@ class PoolMachine(RuleBasedStateMachine):
             else:
                 self.free(slot)
         write.num_done = max(end, write.num_done)
-        assert self.pool.complete_store(write_id, owner, part=part, count=count) == published
+        assert self.pool.complete_store(write_id, owner, count=count) == published
         if write.num_done == len(write.new):
             self.end_write(write_id)
 

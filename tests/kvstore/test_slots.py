@@ -1,51 +1,68 @@
+from collections import Counter
+
 import pytest
 
-from kvstore.slots import SlotState, SlotTable
+from kvstore.slots import SlotTable
+
+SPACE = b"n" * 32
 
 
-def ready(table: SlotTable, count: int, parent: int = -1) -> list[int]:
-    """Claim and publish a chain of slots, the root most recent."""
-    claimed, _ = table.claim(count)
-    for index in claimed:
-        slot = table.slots[index]
-        slot.indexed, slot.parent = True, parent
-        if parent >= 0:
-            table.slots[parent].children.add(index)
-        parent = index
-    table.touch_all(claimed)
-    for index in claimed:
-        table.publish(index)
-    table.check()
-    return claimed
+def names(count: int, seed: int = 0) -> list[bytes]:
+    return [bytes([seed, i]) * 16 for i in range(count)]
+
+
+def claim(table: SlotTable, count: int, seed: int = 0) -> tuple[list[bytes], list[int], int]:
+    """Claim a chain of slots and touch it."""
+    hashes = names(count, seed)
+    slots = table.claim(hashes, [SPACE, *hashes[:-1]], SPACE)
+    return hashes[: len(slots)], slots, table.order.touch(slots)
+
+
+def ready(table: SlotTable, count: int, seed: int = 0) -> list[int]:
+    """Claim and publish a chain of slots."""
+    hashes, slots, stamp = claim(table, count, seed)
+    table.publish(hashes, slots, stamp)
+    table.check(set())
+    return slots
+
+
+def give_back(table: SlotTable, slot: int) -> None:
+    table.doom(slot)
+    table.end_writing(slot)
 
 
 def test_claims_are_lowest_first_and_sorted():
     table = SlotTable(6)
-    assert table.claim(4) == ([0, 1, 2, 3], [])
-    for index in (2, 0, 3):
-        table.free(index)
-    table.check()
-    assert table.claim(2) == ([0, 2], [])
+    hashes, slots, _ = claim(table, 4)
+    assert (hashes, slots) == (names(4), [0, 1, 2, 3])
+    for slot in (2, 0, 3):
+        give_back(table, slot)
+    table.check(set())
+    assert claim(table, 2, seed=1)[1] == [0, 2]
     assert table.num_writing == 3
+    table.check(set())
 
 
 def test_claim_takes_free_slots_before_it_evicts():
     table = SlotTable(3)
+    hashes = names(2)
     ready(table, 2)
-    assert table.claim(2) == ([1, 2], [1])
+    assert claim(table, 2, seed=1)[1] == [1, 2]
     assert table.num_evicted == 1
-    assert table.slots[1].state is SlotState.WRITING
-    table.check()
+    assert table.ready == {hashes[0]: 0}
+    assert table.events == [(True, hashes), (False, hashes[1:])]
+    table.check(set())
 
 
 def test_claim_gives_what_there_is():
     table = SlotTable(2)
     chain = ready(table, 2)
     table.pin_all(chain)
-    assert table.claim(3) == ([], [])
-    table.unpin(chain[1])
-    assert table.claim(3) == ([1], [1])
-    table.check()
+    stamp = table.order.touch(chain)
+    assert claim(table, 3, seed=1)[1] == []
+    table.unpin_all(chain[1:], stamp)
+    assert claim(table, 3, seed=2)[1] == [1]
+    table.check(set())
 
 
 def test_room_for_pins_counts_only_new_ones():
@@ -61,28 +78,46 @@ def test_room_for_pins_counts_only_new_ones():
 
 def test_a_slot_that_cannot_be_found_is_freed_by_its_last_reader():
     table = SlotTable(1)
-    ready(table, 1)
-    table.pin(0)
-    table.pin(0)
-    table.slots[0].indexed = False
-    table.unpin(0)
-    assert table.slots[0].state is SlotState.READY
-    table.unpin(0)
-    assert table.slots[0].state is SlotState.FREE
-    table.check()
+    chain = ready(table, 1)
+    table.pin_all(chain)
+    table.pin_all(chain)
+    stamp = table.order.touch(chain)
+    assert table.clear(SPACE) == (1, {})
+    table.unpin_all(chain, stamp)
+    assert table.num_free == 0
+    table.unpin_all(chain, stamp)
+    assert table.num_free == 1
+    table.check(set())
+
+
+def test_generations_grow_with_every_claim_and_only_then():
+    """Rule 5, I9."""
+    table = SlotTable(2)
+    assert table.lives([0, 1]) == bytes(8)
+    ready(table, 2)
+    assert table.lives([0, 1]) == b"\1\0\0\0\1\0\0\0"
+    claim(table, 1, seed=1)
+    give_back(table, 1)
+    assert table.generation == [1, 2]
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda t: setattr(t.slots[0], "ref_count", -1),
-        lambda t: setattr(t.slots[3], "ref_count", 1),
-        lambda t: t.slots[0].children.clear(),
-        lambda t: setattr(t.slots[1], "parent", -1),
-        lambda t: setattr(t.slots[1], "indexed", False),
-        lambda t: t._evictable.clear(),
+        lambda t: t.ref_count.__setitem__(0, -1),
+        lambda t: t.ref_count.__setitem__(3, 1),
+        lambda t: t.num_children.__setitem__(0, 0),
+        lambda t: t.parent.__setitem__(1, SPACE),
+        lambda t: t.ready.popitem(),
+        lambda t: t.order.stamp.__setitem__(1, 0),
+        lambda t: t.order._log.clear(),
         lambda t: t._free.append(0),
         lambda t: t._free.pop(),
+        lambda t: t.unfindable.add(0),
+        lambda t: t.doomed.add(3),
+        lambda t: t.soft.__setitem__(3, 1),
+        lambda t: t.writing.update({names(2)[0]: 0}),
+        lambda t: t.block_hash.__setitem__(0, b"x" * 32),
         lambda t: setattr(t, "num_writing", 1),
         lambda t: setattr(t, "num_quarantined", 1),
         lambda t: setattr(t, "num_pinned", 1),
@@ -93,4 +128,19 @@ def test_check_sees_damage(damage):
     ready(table, 2)
     damage(table)
     with pytest.raises(AssertionError):
-        table.check()
+        table.check(set())
+
+
+def test_links_are_counted_by_hash_so_that_a_parent_may_come_and_go():
+    table = SlotTable(4)
+    hashes, slots, stamp = claim(table, 3)
+    give_back(table, slots[0])
+    table.publish(hashes[1:], slots[1:], stamp)
+    table.check(set())
+    assert (table.orphans, table.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
+    again = table.claim(hashes[:1], [SPACE], SPACE)
+    table.publish(hashes[:1], again, table.order.touch(again))
+    table.check(set())
+    assert (table.orphans, table.num_children) == (Counter(), [1, 1, 0, 0])
+    claim(table, 2, seed=1)
+    assert table.events[-1] == (False, hashes[2:]), "the leaf, although its root was touched last"

@@ -1,0 +1,165 @@
+"""Who holds which slots of a pool, until when, and how strongly. No locking here: the pool holds its lock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.errors import LeaseReleased
+from kvstore.grants import Grant, PinKind
+from kvstore.slots import SlotTable
+
+
+@dataclass(slots=True)
+class _Lease:
+    owner: str
+    deadline_s: float
+    kind: PinKind
+    slots: list[int]
+    generations: bytes
+    #: Of the first touch: all later ones are newer.
+    stamp: int
+
+
+class LeaseTable:
+    """The leases of one pool, with the budgets for them.
+
+    Args:
+        table: the pool's slots.
+        max_pinned: how many slots may be pinned at once, whatever for.
+        max_hard_pinned: how many of them by hard pins.
+        epoch: the life of the pool.
+        new_id: makes lease ids.
+    """
+
+    def __init__(
+        self, table: SlotTable, max_pinned: int, max_hard_pinned: int, epoch: bytes, new_id: Callable[[], int]
+    ) -> None:
+        self._table, self._epoch, self._new_id = table, epoch, new_id
+        self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
+        self._leases: dict[int, _Lease] = {}
+        self._hard: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_hard_pinned(self) -> int:
+        """Number of slots that hard pins hold."""
+        return len(self._hard)
+
+    def pin(self, hashes: list[bytes], owner: str, deadline_s: float, kind: PinKind) -> Grant:
+        """Pin the readable prefix of a chain under a new lease, as far as the budgets go."""
+        slots, num_refused = self._affordable(self._table.find_prefix(hashes), kind)
+        generations = self._table.lives(slots)
+        stamp = self._hold(slots, kind)
+        lease_id = self._new_id()
+        self._leases[lease_id] = _Lease(owner, deadline_s, kind, slots, generations, stamp)
+        return Grant(lease_id, tuple(slots), generations, num_refused, self._epoch)
+
+    def grow(self, lease_id: int, hashes: list[bytes], owner: str, deadline_s: float) -> Grant:
+        """Pin the readable prefix of a chain under a lease that is held, and renew it.
+
+        Raises:
+            LeaseReleased: `owner` does not hold that lease; nothing changed.
+        """
+        lease = self.find(lease_id, owner)
+        if lease is None:
+            raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
+        slots, num_refused = self._affordable(self._table.find_prefix(hashes), lease.kind)
+        generations = self._table.lives(slots)
+        self._hold(slots, lease.kind)
+        # A new list: the order of eviction keeps the old one.
+        lease.slots = lease.slots + slots
+        lease.generations += generations
+        lease.deadline_s = max(lease.deadline_s, deadline_s)
+        return Grant(lease_id, tuple(slots), generations, num_refused, self._epoch)
+
+    def find(self, lease_id: int, owner: str) -> _Lease | None:
+        """Return a lease if `owner` holds it."""
+        lease = self._leases.get(lease_id) if isinstance(lease_id, int) else None
+        return lease if lease is not None and lease.owner == owner else None
+
+    def renew(self, lease_id: int, owner: str, deadline_s: float) -> bool:
+        """Move a lease's deadline later, never earlier; False when `owner` does not hold it."""
+        lease = self.find(lease_id, owner)
+        if lease is None:
+            return False
+        lease.deadline_s = max(lease.deadline_s, deadline_s)
+        return True
+
+    def release(self, lease_id: int, owner: str) -> bool:
+        """Drop a lease; False, with nothing changed, when `owner` does not hold it."""
+        if self.find(lease_id, owner) is None:
+            return False
+        self._drop(lease_id)
+        return True
+
+    def release_owner(self, owner: str) -> int:
+        """Drop all leases of an owner; returns how many."""
+        return self._drop_all([i for i, lease in self._leases.items() if lease.owner == owner])
+
+    def expire(self, now_s: float) -> int:
+        """Drop every lease whose deadline has passed; returns how many.
+
+        Looks at each of them: renewing changes deadlines, and no order of them would be kept by it.
+        """
+        return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])
+
+    def _affordable(self, slots: list[int], kind: PinKind) -> tuple[list[int], int]:
+        if kind is PinKind.SOFT:
+            return slots, 0
+        count = self._table.num_pinnable(slots, self._max_pinned)
+        if kind is PinKind.HARD:
+            room = self._max_hard_pinned - len(self._hard)
+            for index, slot in enumerate(slots[:count]):
+                room -= slot not in self._hard
+                if room < 0:
+                    count = index
+                    break
+        return (slots if count == len(slots) else slots[:count]), len(slots) - count
+
+    def _hold(self, slots: list[int], kind: PinKind) -> int:
+        if kind is PinKind.SOFT:
+            self._table.prefer(slots)
+        else:
+            self._table.pin_all(slots)
+        if kind is PinKind.HARD:
+            self._hard.update(slots)
+        return self._table.order.touch(slots)
+
+    def _drop(self, lease_id: int) -> None:
+        lease = self._leases.pop(lease_id)
+        if lease.kind is PinKind.SOFT:
+            self._table.end_preference(lease.slots, lease.generations)
+            return
+        if lease.kind is PinKind.HARD:
+            self._hard -= Counter(lease.slots)
+        self._table.unpin_all(lease.slots, lease.stamp)
+
+    def _drop_all(self, lease_ids: list[int]) -> int:
+        for lease_id in lease_ids:
+            self._drop(lease_id)
+        return len(lease_ids)
+
+    def check(self, refs: Counter[int]) -> None:
+        """Add what leases hold to `refs`, and assert that the quota and the soft pins are theirs."""
+        hard: Counter[int] = Counter()
+        soft: Counter[int] = Counter()
+        for lease in self._leases.values():
+            if lease.kind is PinKind.SOFT:
+                living = self._table.lives(lease.slots)
+                soft.update(
+                    slot
+                    for i, slot in enumerate(lease.slots)
+                    if living[4 * i : 4 * i + 4] == lease.generations[4 * i : 4 * i + 4]
+                )
+                continue
+            assert self._table.lives(lease.slots) == lease.generations, "a pinned slot began a new life"
+            refs.update(lease.slots)
+            if lease.kind is PinKind.HARD:
+                hard.update(lease.slots)
+        assert hard == self._hard, "hard pins"
+        assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
+        assert all(soft[slot] >= count for slot, count in self._table.soft.items()), "soft pins without a holder"
