@@ -44,7 +44,7 @@ def test_cut_bytes_are_refused(cut):
 
 def test_a_block_named_twice_is_refused():
     CHAIN.check_unique()
-    with pytest.raises(ChainBroken, match="wanted 6 different block hashes .* got 5"):
+    with pytest.raises(ChainBroken, match=r"wanted 6 different block hashes .* got 5"):
         Chain(NAMESPACE, NAMESPACE, 0, CHAIN.data + HASHES[2]).check_unique()
 
 
