@@ -100,6 +100,10 @@ class LeaseTable:
         """Drop all leases of an owner; returns how many."""
         return self._drop_all([i for i, lease in self._leases.items() if lease.owner == owner])
 
+    def holds(self, owner: str) -> bool:
+        """Whether an owner has a lease."""
+        return any(lease.owner == owner for lease in self._leases.values())
+
     def expire(self, now_s: float) -> int:
         """Drop every lease whose deadline has passed; returns how many.
 

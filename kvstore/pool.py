@@ -295,9 +295,7 @@ class Pool:
     def holds(self, owner: str) -> bool:
         """Return whether an owner has a lease or an unfinished write."""
         with self._lock:
-            return any(lease.owner == owner for lease in self._leases.values()) or any(
-                write.owner == owner for write in self._writes.values()
-            )
+            return self._leases.holds(owner) or self._writes.holds(owner)
 
     def expire(self, now_s: float) -> int:
         """Drop every lease and abort every write whose deadline has passed; returns how many."""

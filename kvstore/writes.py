@@ -97,57 +97,66 @@ class WriteTable:
                 f"block {chain.start} whose parent is not resident; pass the chain from its root"
             )
         found = list(map(ready.get, hashes))
-        num_missing = found.count(None)
-        if num_missing == len(found):
-            missing = list(range(num_missing))
-        else:
-            missing = [i for i, slot in enumerate(found) if slot is None] if num_missing else []
-        joined: dict[int, int] = {}
-        if missing and not writing.keys().isdisjoint(hashes):
-            under_way = [i for i in missing if hashes[i] in writing]
-            joined = {i: writing[hashes[i]] for i in under_way if self._can_join(writing[hashes[i]], terms)}
-            missing = [i for i in missing if hashes[i] not in writing]
-        above = ready.get(chain.parent) if chain.start else None
-        kept = [slot for slot in (above, *found) if slot is not None]
-        # Before anything is evicted to make room.
+        # Pinned before anything is evicted to make room.
+        kept = [slot for slot in found if slot is not None] if found.count(None) < len(found) else []
+        if chain.start and chain.parent in ready:
+            kept.append(ready[chain.parent])
         table.pin_all(kept)
-        parents = [chain.parent, *hashes[:-1]]
-        whole = len(missing) == len(hashes)
-        claimed = table.claim(
-            hashes if whole else [hashes[i] for i in missing],
-            parents if whole else [parents[i] for i in missing],
-            chain.namespace,
-        )
-        refused_at = missing[len(claimed)] if len(claimed) < len(missing) else len(hashes)
-        places = dict(zip(missing, claimed, strict=False)) if joined else {}
+        joined: list[int] = []
+        if not writing.keys().isdisjoint(hashes):
+            under_way = {i: writing[own] for i, own in enumerate(hashes) if own in writing}
+            joined = [i for i, slot in under_way.items() if self._can_join(slot, terms)]
+            found = [under_way.get(i, slot) for i, slot in enumerate(found)]
+        indexes, end = self._claim(chain, hashes, found)
         if joined:
-            places |= {i: slot for i, slot in joined.items() if i < refused_at}
-            indexes = sorted(places)
-            slots = [places[i] for i in indexes]
-        else:
-            indexes, slots = missing[: len(claimed)], claimed
-        num_resident = refused_at - len(indexes)
-        num_awaited = num_resident - sum(slot is not None for slot in found[:refused_at])
-        run = kept + slots if kept else slots
+            indexes = sorted([*indexes, *(i for i in joined if i < end)])
+        run: list[int] = found[:end]  # type: ignore[assignment]  # Up to there no slot is missing.
+        slots = run if len(indexes) == end else [run[i] for i in indexes]
+        if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
+            run = [above, *run]
         stamp = table.order.touch(run)
-        if not indexes:
+        write_id, generations = 0, b""
+        if indexes:
+            write_id, generations = self._new_id(), table.lives(slots)
+            own = hashes if len(indexes) == len(hashes) else [hashes[i] for i in indexes]
+            self._writes[write_id] = _Write(terms, own, slots, generations, kept, stamp)
+            self._enter_parts(slots, terms)
+        else:
             table.unpin_all(kept, stamp)
-            return StoreTicket(
-                write_id=0, indexes=(), slots=(), num_resident=num_resident, num_refused=len(hashes) - refused_at,
-                num_awaited=num_awaited, epoch=self._epoch,
-            )  # fmt: skip
-        own = hashes if whole and len(slots) == len(hashes) else [hashes[i] for i in indexes]
-        write_id, generations = self._new_id(), table.lives(slots)
-        self._writes[write_id] = _Write(terms, own, slots, generations, kept, stamp)
+        return StoreTicket(
+            write_id=write_id,
+            indexes=tuple(indexes),
+            slots=tuple(slots),
+            num_resident=end - len(indexes),
+            num_refused=len(hashes) - end,
+            num_awaited=sum(own in writing for own in hashes[:end]) - len(indexes) if len(indexes) < end else 0,
+            generations=generations,
+            epoch=self._epoch,
+        )
+
+    def _claim(self, chain: Chain, hashes: list[bytes], found: list[int | None]) -> tuple[list[int], int]:
+        """Claim slots for the blocks that have none in `found`, and fill them in.
+
+        Returns:
+            (the blocks that got one, how many leading blocks there are now before the first that got none).
+        """
+        parents = [chain.parent, *hashes[:-1]]
+        if found.count(None) == len(found):
+            claimed = self._table.claim(hashes, parents, chain.namespace)
+            found[: len(claimed)] = claimed
+            return list(range(len(claimed))), len(claimed)
+        missing = [i for i, slot in enumerate(found) if slot is None]
+        claimed = self._table.claim([hashes[i] for i in missing], [parents[i] for i in missing], chain.namespace)
+        for i, slot in zip(missing, claimed, strict=False):
+            found[i] = slot
+        end = missing[len(claimed)] if len(claimed) < len(missing) else len(found)
+        return missing[: len(claimed)], end
+
+    def _enter_parts(self, slots: list[int], terms: WriteTerms) -> None:
         if terms.num_parts > 1:
             for slot in slots:
                 parts = self._parts.setdefault(slot, _Parts(terms.num_parts, terms.parts_deadline_s))
                 parts.writers.add(terms.part)
-        return StoreTicket(
-            write_id=write_id, indexes=tuple(indexes), slots=tuple(slots), num_resident=num_resident,
-            num_refused=len(hashes) - refused_at, num_awaited=num_awaited, generations=generations,
-            epoch=self._epoch,
-        )  # fmt: skip
 
     def _can_join(self, slot: int, terms: WriteTerms) -> bool:
         parts = self._parts.get(slot)
@@ -256,6 +265,10 @@ class WriteTable:
     def release_owner(self, owner: str) -> int:
         """Abort all writes of an owner that is gone; returns how many."""
         return self._abort_all([i for i, write in self._writes.items() if write.terms.owner == owner])
+
+    def holds(self, owner: str) -> bool:
+        """Whether an owner has an unfinished write."""
+        return any(write.terms.owner == owner for write in self._writes.values())
 
     def expire(self, now_s: float) -> int:
         """Give up blocks whose parts did not all come, and writes past their own deadline; returns how many writes."""

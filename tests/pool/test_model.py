@@ -117,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         for i, slot in zip(ticket.indexes, ticket.slots, strict=True):
             model.claim(slot, Block(hashes[i], chain.namespace, hashes[i - 1] if i else chain.parent))
             found[i] = slot
-        model.touch(found[:refused_at])
+        model.touch([*([parent] if parent >= 0 else []), *found[:refused_at]])
         assert bool(ticket.write_id) == bool(count)
         if not count:
             model.unpin(kept)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from poolcheck.patch import Patch
 
-_POOL, _SLOTS = "kvstore.pool", "kvstore.slots"
+_POOL, _SLOTS, _WRITES, _LEASES = "kvstore.pool", "kvstore.slots", "kvstore.writes", "kvstore.leases"
 _EXPLORER = "tests/pool/test_explorer.py::test_every_schedule_up_to_three_preemptions"
 _LINES = "tests/pool/test_explorer.py::test_a_preemption_at_every_line_of_the_pool"
 _MODEL = "tests/pool/test_model.py::TestPoolMachine::runTest"
@@ -39,7 +39,10 @@ MUTANTS = (
     Mutant(
         name="free on cancel",
         source="NIXL: a released handle still writes",
-        patches=(Patch(_POOL, "            if quarantine:\n", "            if False:\n"),),
+        patches=(
+            Patch(_WRITES, "aside=bool(quarantine)", "aside=False"),
+            Patch(_WRITES, "        if quarantine and pending:\n", "        if False:\n"),
+        ),
         tests=(f"{_EXPLORER}[cancelled_transfer]",),
     ),
     Mutant(
@@ -47,9 +50,9 @@ MUTANTS = (
         source="Mooncake: leases lost under readers",
         patches=(
             Patch(
-                _POOL,
-                "                return False\n            lease.deadline_s = max(lease.deadline_s, deadline_s)",
-                "                return False\n            lease.deadline_s = deadline_s",
+                _LEASES,
+                "            return False\n        lease.deadline_s = max(lease.deadline_s, deadline_s)",
+                "            return False\n        lease.deadline_s = deadline_s",
             ),
         ),
         tests=(_MODEL,),
