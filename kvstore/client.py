@@ -267,12 +267,13 @@ class Client:
         with self._connections_lock:
             connections, self._connections = self._connections, []
         for connection in connections:
-            if not connection.closed:
+            # A job that is still copying keeps its slots: nothing is said until this process ends.
+            if ended.is_set() and not connection.closed:
                 try:
                     connection.send(Op.GOODBYE)
                 except KVStoreError:
                     logger.debug("the node store was gone before this client")
-                connection.close()
+            connection.close()
         copier, self._copier = self._copier, None
         if copier is not None and ended.is_set():
             copier.close()
@@ -303,7 +304,9 @@ class Client:
     def _give_back(self) -> None:
         """After a job whose connection broke: tell the store at once, or its slots wait for this thread's next job."""
         with contextlib.suppress(KVStoreError):
-            self._job_connection()
+            connection = self._job_connection()
+            if self._closed:  # Before the job was over: nobody else will close this one.
+                connection.close()
 
     def _reconnect(self, replaces: str = "") -> ControlClient:
         connection, fd = self._connect(replaces)

@@ -133,7 +133,8 @@ def run_load(
         # Fail closed: what was copied so far may be incomplete, so none of it counts.
         ready, report = 0, {"reason": f"store_lost: {error}"}
     except JobAbandoned as error:
-        # The rest of the answer is not waited for: the connection goes, and the lease ends with its time.
+        # The rest of the answer is not waited for: the connection goes, and with it the lease.
+        connection.close()
         ready, report = 0, {"reason": f"abandoned: {error}"}
     except BaseException:
         with contextlib.suppress(KVStoreError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from kvstore.errors import (
     JobRunning,
     LayoutMismatch,
     NamespaceMismatch,
+    PeerLost,
     StoreNotRunning,
     StoreUnavailable,
     TransferError,
+    TransferTimeout,
 )
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.layout import Part
@@ -442,6 +445,62 @@ def test_an_abandoned_load_writes_nothing_any_more(cluster):
     assert "abandoned" in result.failed[0].detail
     assert worker.bytes() == before
     assert copier is worker.client._copier
+
+
+def test_an_abandoned_load_gives_its_pins_back_at_once(cluster, wait_until, monkeypatch):
+    core = cluster.add("a")
+    worker, hashes = cluster.worker("a", 8), cluster.hashes(3)
+    worker.save(hashes, range(3))
+    answer, gate = core._control._answer_load, Gate(lambda: None)
+
+    def late(*args):
+        gate()
+        answer(*args)
+
+    monkeypatch.setattr(core._control, "_answer_load", late)
+    job = worker.client.load(hashes, [5, 6, 7])
+    assert gate.entered.wait(5)
+    assert job.abandon(1)
+    assert core.pool.stats().num_pinned == 3
+    gate.open.set()
+    assert job.result(5).num_blocks == 0
+    # Long before lease_ttl_s, which is 30 s here.
+    wait_until(lambda: core.pool.stats().num_leases == 0)
+
+
+def test_slots_claimed_for_a_save_that_did_not_hear_of_them_come_back(cluster, wait_until, monkeypatch):
+    core = cluster.add("a", call_timeout_s=0.3)
+    worker = cluster.worker("a", 8)
+    prepare, gate = core.prepare_store, Gate(lambda: None)
+
+    def late(*args):
+        gate()
+        return prepare(*args)
+
+    monkeypatch.setattr(core, "prepare_store", late)
+    with pytest.raises(TransferTimeout):
+        worker.save(cluster.hashes(3), range(3))
+    gate.open.set()
+    wait_until(lambda: core._control.num_calls.get("PREPARE_STORE"))
+    monkeypatch.undo()
+    assert worker.save(cluster.hashes(2, seed=1), range(2)).num_written == 2
+    wait_until(lambda: core.pool.stats().num_writing == core.pool.stats().num_writes == 0)
+    assert worker.save(cluster.hashes(3), range(3)).num_written == 3
+
+
+def test_a_client_that_is_closed_in_the_middle_of_a_copy_keeps_its_slots(cluster, wait_until, monkeypatch):
+    core = cluster.add("a")
+    worker = cluster.worker("a", 8)
+    gate = Gate(worker.client._copier.into_slots)
+    monkeypatch.setattr(worker.client._copier, "into_slots", gate)
+    job = worker.client.save(cluster.hashes(3), range(3))
+    assert gate.entered.wait(5)
+    worker.client.close(0.1)
+    time.sleep(0.2)
+    assert core.pool.stats().num_writing == 3
+    gate.open.set()
+    with pytest.raises(PeerLost):
+        job.result(5)
 
 
 def test_an_abandoned_save_publishes_nothing(cluster, wait_until):
