@@ -5,8 +5,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 ARGS ?=
+MINUTES ?= 10
 
-.PHONY: help setup demo test mutants check lint format wheel example-vllm bench clean
+.PHONY: help setup demo test mutants check lint format wheel example-vllm bench soak clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +55,9 @@ bench: setup  ## measure transfers and control calls into benchmarks/results/
 	    $(BIN)/kvstore bench $$what --json >benchmarks/results/$$what.json.new; \
 	    mv benchmarks/results/$$what.json.new benchmarks/results/$$what.json; \
 	done
+
+soak: setup  ## two nodes, clients that verify every byte, random kills; MINUTES=10, ARGS="--seed 1 --json"
+	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 clean:  ## remove build products and caches; environments stay (rm -rf .venv*)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

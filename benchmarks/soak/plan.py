@@ -1,0 +1,191 @@
+"""What a soak does, drawn from a seed: the chains that all clients share, each client's operations, the faults.
+
+The choices are the same in every run of one seed; when they happen, and what they meet, is not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+import kvstore
+from kvstore.hashing import BlockHashes
+
+#: 32 KiB a block.
+SHAPE = kvstore.KVShape(num_layers=2, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_size=16)
+#: 384 slots for about 1,400 different blocks, so that eviction never ends.
+CAPACITY_BYTES = 384 * SHAPE.block_bytes
+NUM_ROOTS, NUM_BRANCHES, CHAIN_BLOCKS = 12, 6, 40
+
+#: Short times, so that every deadline is met many times.
+SETTINGS = {
+    "lease_ttl_s": 5.0,
+    "lease_margin_s": 0.5,
+    "transfer_timeout_s": 2.0,
+    "call_timeout_s": 2.0,
+    "chunk_bytes": 4 * SHAPE.block_bytes,
+}
+
+
+class Verb(Enum):
+    """What a client does."""
+
+    SAVE = "save"
+    LOAD = "load"
+    LOAD_PAIR = "load pair"
+    LOOKUP = "lookup"
+    LEASE = "lease"
+    LAPSE = "lapse"
+    PREFETCH = "prefetch"
+    ABANDON_LOAD = "abandon load"
+    ABANDON_SAVE = "abandon save"
+    LOAD_WEIGHTS = "load of changing weights"
+
+
+_WEIGHTS = {
+    Verb.SAVE: 24,
+    Verb.LOAD: 40,
+    Verb.LOAD_PAIR: 4,
+    Verb.LOOKUP: 10,
+    Verb.LEASE: 10,
+    Verb.LAPSE: 2,
+    Verb.PREFETCH: 5,
+    Verb.ABANDON_LOAD: 4,
+    Verb.ABANDON_SAVE: 3,
+    Verb.LOAD_WEIGHTS: 6,
+}
+_SAVES = (Verb.SAVE, Verb.ABANDON_SAVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One operation of a client.
+
+    Args:
+        verb: what is done.
+        chain: index of the chain.
+        first: first block of the run.
+        num_blocks: length of the run.
+        skip_tokens: of a load, tokens at the front that must stay as they are.
+        wait_s: how long a lease is held, or a job waited for before it is abandoned.
+    """
+
+    verb: Verb
+    chain: int
+    first: int
+    num_blocks: int
+    skip_tokens: int
+    wait_s: float
+
+
+class Fault(Enum):
+    """What happens to the store from outside. All but `CLEAR` are signals to one process."""
+
+    KILL_CLIENT = "kill client"
+    KILL_MOVER = "kill mover"
+    KILL_STORE = "kill store"
+    KILL_DIRECTORY = "kill directory"
+    KILL_SUPERVISOR = "kill supervisor"
+    STOP_CLIENT = "stop client"
+    STOP_MOVER = "stop mover"
+    STOP_STORE = "stop store"
+    STOP_DIRECTORY = "stop directory"
+    CLEAR = "clear"
+
+
+#: One deck; decks are shuffled one by one, so that every fault comes about as often as it is named here.
+_DECK = (
+    *(Fault.KILL_CLIENT,) * 3, *(Fault.KILL_MOVER,) * 3, *(Fault.KILL_STORE,) * 2, Fault.KILL_DIRECTORY,
+    Fault.KILL_SUPERVISOR, Fault.STOP_CLIENT, *(Fault.STOP_MOVER,) * 3, *(Fault.STOP_STORE,) * 2,
+    Fault.STOP_DIRECTORY, Fault.CLEAR,
+)  # fmt: skip
+#: The first deck is a short one, so that a short soak meets each kind of process.
+_FIRST_DECK = (Fault.KILL_CLIENT, Fault.KILL_MOVER, Fault.STOP_MOVER, Fault.KILL_STORE, Fault.CLEAR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultChoice:
+    """One fault.
+
+    Args:
+        fault: what happens.
+        victim: index of the client or node that it happens to, to be taken modulo their number.
+        pause_s: quiet time before it.
+        stopped_s: how long a stopped process stays stopped.
+        alone: whether recovery is waited for before the next fault.
+    """
+
+    fault: Fault
+    victim: int
+    pause_s: float
+    stopped_s: float
+    alone: bool
+
+
+def space() -> kvstore.Namespace:
+    """Return the namespace of what clients save."""
+    return kvstore.Namespace(model="soak", shape=SHAPE)
+
+
+def weights_space() -> kvstore.Namespace:
+    """Return the namespace that is cleared now and then, and that only the driver saves to."""
+    return kvstore.Namespace(model="soak with changing weights", shape=SHAPE)
+
+
+def chains(of: kvstore.Namespace) -> list[BlockHashes]:
+    """Return the chains of a namespace: for each root several branches that leave it at different blocks."""
+    made, size = [], SHAPE.block_size
+    for root in range(NUM_ROOTS):
+        for branch in range(NUM_BRANCHES):
+            tokens = np.arange(CHAIN_BLOCKS * size) + 1_000_000 * (root + 1)
+            if branch:
+                tokens[branch * CHAIN_BLOCKS // NUM_BRANCHES * size :] += 100_000 * branch
+            made.append(of.block_hashes(tokens))
+    return made
+
+
+def probe_chain(number: int, num_blocks: int) -> BlockHashes:
+    """Return a chain that no client knows, another one for each number."""
+    tokens = np.arange(num_blocks * SHAPE.block_size) + 100_000_000 + 1000 * number
+    return space().block_hashes(tokens)
+
+
+def choices(seed: int, client: int, life: int) -> Iterator[Choice]:
+    """Yield the operations of one life of a client, without end."""
+    rng = random.Random(f"{seed}/client/{client}/{life}")
+    verbs, weights = list(_WEIGHTS), list(_WEIGHTS.values())
+    while True:
+        verb = rng.choices(verbs, weights)[0]
+        # The product prefers low indexes: some chains are hot, most are not.
+        root = int(rng.random() * rng.random() * NUM_ROOTS)
+        if verb in _SAVES and rng.random() < 0.8:
+            # Mostly saved on one node only, so that the other one has to fetch.
+            root = root // 2 * 2 + client % 2
+        chain = root * NUM_BRANCHES + rng.randrange(NUM_BRANCHES)
+        num_blocks = rng.randint(1, CHAIN_BLOCKS)
+        first = rng.randrange(num_blocks) if rng.random() < 0.1 else 0
+        num_blocks -= first
+        skip_tokens = rng.randint(1, num_blocks * SHAPE.block_size) if rng.random() < 0.25 else 0
+        yield Choice(
+            verb=verb, chain=chain, first=first, num_blocks=num_blocks, skip_tokens=skip_tokens,
+            wait_s=rng.random() ** 3 * 0.2,
+        )  # fmt: skip
+
+
+def faults(seed: int) -> Iterator[FaultChoice]:
+    """Yield the faults of a soak, without end."""
+    rng = random.Random(f"{seed}/faults")
+    deck = list(_FIRST_DECK)
+    while True:
+        rng.shuffle(deck)
+        for fault in deck:
+            yield FaultChoice(
+                fault=fault, victim=rng.randrange(1 << 16), pause_s=rng.uniform(0.2, 2.5),
+                # Now within all timeouts, now beyond the one of a transfer, now beyond the one of a call.
+                stopped_s=rng.choice((0.05, 0.5, 1.5, 2.5, 4.0)), alone=rng.random() < 0.8,
+            )  # fmt: skip
+        deck = list(_DECK)

@@ -1,0 +1,299 @@
+"""One soak from start to end: clients work, faults happen, and at the end everything is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import kvstore
+from benchmarks.soak import audit
+from benchmarks.soak.cluster import NotRecovered, StoreUnderTest, session_logs, still_there, until
+from benchmarks.soak.engine import LAYOUTS, Engine, wrong_in_lease
+from benchmarks.soak.fleet import Fleet
+from benchmarks.soak.plan import CAPACITY_BYTES, SETTINGS, Fault, FaultChoice, chains, faults, space
+from kvstore.actors.bench_cluster import two_nodes
+from kvstore.errors import KVStoreError
+
+#: How long each kind of process may take until the store serves again, in both directions.
+RECOVERY_S = {"client": 20.0, "mover": 30.0, "store": 45.0, "directory": 30.0, "supervisor": 30.0}
+#: How long after the last client closed pins, writes and quarantine may last: a lease, a transfer, a tick each.
+QUIET_S = SETTINGS["lease_ttl_s"] + 2 * SETTINGS["transfer_timeout_s"] + 6.0
+_CLOSE_S = 60.0
+_SAY_S = 1.0
+_HELD_NOTHING = ("num_pinned", "num_leases", "num_writing", "num_writes", "num_quarantined")
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a soak counted, and what it found wrong."""
+
+    seed: int
+    minutes: float
+    num_clients: int
+    lane: str
+    folder: str = ""
+    faults: Counter[str] = field(default_factory=Counter)
+    recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    counts: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    slowest_s: dict[str, float] = field(default_factory=dict)
+    num_verified_at_end: int = 0
+    findings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; counts are nested by their words."""
+        value = {item.name: getattr(self, item.name) for item in fields(self)}
+        nested: dict[str, Any] = {}
+        for words, count in sorted(self.counts.items()):
+            at = nested
+            for word in words[:-1]:
+                at = at.setdefault(word, {})
+            at[words[-1]] = count
+        return {**value, "counts": nested, "faults": dict(self.faults), "recovery_s": dict(self.recovery_s)}
+
+
+def soak(
+    *, seed: int, minutes: float, num_clients: int, lane: str, keep_logs: bool, say: Callable[[str], None]
+) -> Outcome:
+    """Run a soak; what is wrong is in the outcome's findings.
+
+    Args:
+        seed: of all choices.
+        minutes: how long clients work.
+        num_clients: client processes, in turn on one node and the other.
+        lane: of the store.
+        keep_logs: also when nothing is wrong.
+        say: is told now and then what goes on.
+    """
+    outcome = Outcome(seed=seed, minutes=minutes, num_clients=num_clients, lane=lane)
+    folder = Path(tempfile.mkdtemp(prefix="raykv-soak-", dir="/tmp"))
+    outcome.folder = str(folder)
+    mark = f"RAYKV_SOAK_MARK={secrets.token_hex(8)}"
+    before = dict(os.environ)
+    os.environ.update([mark.split("=")], HOME=str(folder), RAYKV_SOCKET_DIR=str(folder / "raykv"))
+    shared_before = audit.shared_memory_files()
+    try:
+        say("starting two Ray nodes")
+        with two_nodes() as node_ids:
+            say("starting the store")
+            store = kvstore.start(CAPACITY_BYTES, name="soak", lane=lane, **SETTINGS)
+            try:
+                _Soak(outcome, StoreUnderTest(store, node_ids, folder, mark), folder, mark, say).run()
+            finally:
+                say("stopping the store")
+                store.stop()
+                shutil.copytree(session_logs(), folder / "ray", ignore_dangling_symlinks=True)
+            _check_stopped(outcome, folder, mark)
+        left = still_there(list(audit.processes_with(mark)), 20.0)
+        outcome.findings += [f"process {pid} is left: {audit.processes_with(mark).get(pid)}" for pid in left]
+        outcome.findings += [f"/dev/shm/{name} is left" for name in sorted(audit.shared_memory_files() - shared_before)]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    for source, pattern in ((folder, "client-*.err"), (folder / "ray", "worker-*.err")):
+        outcome.findings += [f"traceback in {line}" for line in audit.tracebacks(source, pattern)]
+    if not outcome.findings and not keep_logs:
+        shutil.rmtree(folder, ignore_errors=True)
+    return outcome
+
+
+def _check_stopped(outcome: Outcome, folder: Path, mark: str) -> None:
+    """After Store.stop, with Ray still running: no actor, arena or socket of the store's is left."""
+
+    def holders() -> list[str]:
+        found = []
+        for pid, command in audit.processes_with(mark).items():
+            with contextlib.suppress(OSError):
+                if audit.held_by(pid).arenas:
+                    found.append(f"process {pid} still has an arena after the store was stopped: {command}")
+        return found
+
+    deadline_s = time.monotonic() + 10.0
+    while (found := holders()) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    outcome.findings += found
+    sockets = sorted(path.name for path in (folder / "raykv").glob("*.sock"))
+    outcome.findings += [f"socket {name} is left after the store was stopped" for name in sockets]
+
+
+class _Soak:
+    """The part of a soak in which the store runs."""
+
+    def __init__(
+        self, outcome: Outcome, target: StoreUnderTest, folder: Path, mark: str, say: Callable[[str], None]
+    ) -> None:
+        self._outcome, self._target, self._mark, self._say = outcome, target, mark, say
+        self._fleet = Fleet(outcome.seed, target.path_files, target.weights_file, folder)
+        self._began_s = time.monotonic()
+        self._said_s = 0.0
+        self._log = (folder / "faults.log").open("w", buffering=1)
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except NotRecovered as error:
+            self._finding(str(error))
+        finally:
+            self._fleet.end()
+            self._target.close_probes()
+            self._outcome.findings += self._fleet.findings
+            self._outcome.counts, self._outcome.slowest_s = self._fleet.counts, self._fleet.slowest_s
+            self._log.close()
+
+    def _run(self) -> None:
+        before, driver_before = self._at_rest(), audit.held_by(os.getpid())
+        self._say("starting clients")
+        num_clients = self._outcome.num_clients
+        for client in range(num_clients):
+            self._fleet.start(client)
+        for client in range(num_clients):
+            until(lambda client=client: self._fleet.num_done(client), 60.0, f"first operations of client {client}")
+        self._began_s = time.monotonic()
+        end_s = self._began_s + 60.0 * self._outcome.minutes
+        for choice in faults(self._outcome.seed):
+            self._wait(min(choice.pause_s, end_s - time.monotonic()))
+            if time.monotonic() >= end_s:
+                break
+            self._suffer(choice)
+            if choice.alone:
+                self._check_pools()
+                self._target.save_weights()
+        self._target.wait_serving(RECOVERY_S["store"])
+        self._say("closing clients")
+        self._fleet.close_all(_CLOSE_S)
+        self._check_quiet()
+        self._compare(before, self._at_rest())
+        self._verify_everything()
+        self._fleet.end()
+        self._compare_one("driver", driver_before, audit.held_by(os.getpid()))
+
+    # While clients work.
+
+    def _wait(self, seconds: float) -> None:
+        deadline_s = time.monotonic() + seconds
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.2))
+            self._progress()
+
+    def _progress(self) -> None:
+        if time.monotonic() < self._said_s + _SAY_S:
+            return
+        self._said_s = time.monotonic()
+        counts = self._fleet.counts.copy()
+        done = sum(count for words, count in counts.items() if words[0] == "operations")
+        missed = sum(count for words, count in counts.items() if words[0] == "misses")
+        self._say(
+            f"{(time.monotonic() - self._began_s) / 60:.1f} of {self._outcome.minutes:g} min: {done:,} operations, "
+            f"{counts['blocks', 'verified']:,} blocks verified, {missed:,} missed, "
+            f"{self._outcome.faults.total()} faults, {len(self._fleet.findings) + len(self._outcome.findings)} findings"
+        )
+
+    def _suffer(self, choice: FaultChoice) -> None:
+        """Let one fault happen, wait until the store serves again, and note how long that took."""
+        verb, _, what = choice.fault.value.partition(" ")
+        client = choice.victim % self._outcome.num_clients
+        node = choice.victim % len(self._target.node_ids)
+        part = f"{what} {node}" if what in ("store", "mover") else what
+        self._note(f"{choice.fault.value} {client if what == 'client' else part} {choice.stopped_s}")
+        self._outcome.faults[choice.fault.value] += 1
+        began_s = time.monotonic()
+        if choice.fault is Fault.CLEAR:
+            self._target.change_weights()
+            self._target.store.clear(space())
+        elif choice.fault is Fault.KILL_CLIENT:
+            self._fleet.kill(client)
+            limit_s = RECOVERY_S[what]
+            until(lambda: self._fleet.num_done(client), limit_s, f"operations of client {client} after it was killed")
+        elif choice.fault is Fault.STOP_CLIENT:
+            self._fleet.stop_for(client, choice.stopped_s)
+        elif verb == "kill":
+            old_pid = self._target.kill(part)
+            began_s = time.monotonic()
+            if not choice.alone:
+                self._note("the next fault comes at once")
+                return
+            self._target.wait_replaced(part, old_pid, RECOVERY_S[what])
+            self._target.wait_serving(RECOVERY_S[what])
+        else:
+            self._target.stop_for(part, choice.stopped_s)
+            began_s = time.monotonic()
+            self._target.wait_serving(RECOVERY_S[what])
+        recovery_s = round(time.monotonic() - began_s, 3)
+        self._outcome.recovery_s[choice.fault.value].append(recovery_s)
+        self._note(f"recovered after {recovery_s} s")
+        self._progress()
+
+    def _check_pools(self) -> None:
+        for node in range(len(self._target.node_ids)):
+            try:
+                self._target.ask(node, "check_integrity")
+            except KVStoreError as error:
+                self._finding(f"pool of node {node}: {error}")
+
+    # When they are done.
+
+    def _check_quiet(self) -> None:
+        """All that clients held comes back within the documented times, while their processes still live."""
+        self._say("waiting until nothing is held any more")
+        deadline_s = time.monotonic() + QUIET_S
+        for node in range(len(self._target.node_ids)):
+            while True:
+                stats = self._target.ask(node, "stats")
+                held = {key: stats["pool"][key] for key in _HELD_NOTHING if stats["pool"][key]}
+                if stats["num_abandoned_reads"]:
+                    held["num_abandoned_reads"] = stats["num_abandoned_reads"]
+                if not held or time.monotonic() > deadline_s:
+                    break
+                time.sleep(0.2)
+            if held:
+                self._finding(f"node {node} still holds {held} {QUIET_S:g} s after the last client closed")
+        self._check_pools()
+
+    def _at_rest(self) -> dict[str, audit.Held]:
+        """Return what each part holds when nobody uses the store, after everybody has spoken to everybody."""
+        self._target.wait_serving(RECOVERY_S["store"])
+        self._target.close_probes()
+        time.sleep(1.0)
+        return {part: audit.held_by(pid) for part, pid in self._target.pids().items()}
+
+    def _compare(self, before: dict[str, audit.Held], after: dict[str, audit.Held]) -> None:
+        for part, held in after.items():
+            self._compare_one(part, before[part], held)
+        for pid in self._fleet.pids():
+            arenas = audit.held_by(pid).arenas
+            if arenas:
+                self._finding(f"client process {pid} still has {len(arenas)} arenas after its client was closed")
+        arenas = set().union(*(held.arenas for held in after.values()))
+        if len(arenas) != len(self._target.node_ids):
+            self._finding(f"{len(arenas)} arenas for {len(self._target.node_ids)} stores")
+
+    def _compare_one(self, part: str, before: audit.Held, after: audit.Held) -> None:
+        for leak in audit.leaks(part, before, after):
+            self._finding(leak)
+
+    def _verify_everything(self) -> None:
+        """Compare every block that is left on any node."""
+        self._say("verifying all that is stored")
+        for node in range(len(self._target.node_ids)):
+            engine = Engine(str(self._target.ask(node, "control_path")), space(), LAYOUTS[0], 1)
+            for chain in chains(space()):
+                with engine.client.lease(chain) as lease:
+                    self._outcome.num_verified_at_end += len(lease)
+                    for wrong in wrong_in_lease(lease):
+                        self._finding(f"WRONG BYTES left on node {node}, {wrong}")
+            engine.close()
+
+    def _note(self, text: str) -> None:
+        self._log.write(f"{time.monotonic():.3f} {text}\n")
+
+    def _finding(self, text: str) -> None:
+        self._note(f"finding: {text}")
+        self._outcome.findings.append(text)

@@ -1,0 +1,337 @@
+"""A client process of the soak: does what its choices say and checks every byte that it is given."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import traceback
+from collections import Counter, deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from benchmarks.soak.engine import LAYOUTS, MINE, POISON, Engine, wrong_in_lease
+from benchmarks.soak.plan import SHAPE, Choice, Verb, chains, choices, space, weights_space
+from benchmarks.soak.weights import Weights
+from kvstore.errors import (
+    ChainBroken,
+    InvalidRequest,
+    JobRunning,
+    KVStoreError,
+    LayoutMismatch,
+    LeaseError,
+    ProtocolError,
+    StoreUnavailable,
+    TransferError,
+    all_error_types,
+)
+from kvstore.hashing import BlockHashes
+from kvstore.results import Job, LoadResult, MissReason
+
+#: Longer than any one operation may take, its process not being stopped: all its timeouts one after the other.
+OPERATION_S = 30.0
+#: How long a client may find no store to talk to, after which something did not come back.
+REOPEN_S = 40.0
+_REPORT_S = 0.5
+_TAIL = 12
+#: Blocks of the engine: for operations, for jobs that were given up, and never named by anything.
+_OWN, _GIVEN_UP, _CANARIES = range(0, 80), range(80, 120), range(120, 128)
+#: Errors that say that a client misused the store, which this one never does.
+_NEVER = (InvalidRequest, LayoutMismatch, ProtocolError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """One life of a client.
+
+    Args:
+        seed: of the soak.
+        client: index of the client.
+        life: how many lives it had before.
+        path_file: names the socket of its node's store, rewritten when there is another.
+        weights_file: says which weights are used, see Weights.
+        log_file: takes a line for each operation before it begins.
+        error_file: takes what is written to stderr.
+    """
+
+    seed: int
+    client: int
+    life: int
+    path_file: Path
+    weights_file: Path
+    log_file: Path
+    error_file: Path
+
+
+class Worker:
+    """The operations, and what came of them."""
+
+    def __init__(self, settings: WorkerSettings, driver: Connection) -> None:
+        self._settings, self._driver = settings, driver
+        self._rng = random.Random(f"{settings.seed}/blocks/{settings.client}/{settings.life}")
+        self._chains, self._weights_chains = chains(space()), chains(weights_space())
+        self._weights = Weights(settings.weights_file)
+        self._log = os.open(settings.log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._slowest_s: dict[str, float] = {}
+        self._reported_s = 0.0
+        self._done = 0
+        #: Blocks of jobs that were given up, and the value that they were filled with since.
+        self._given_up: list[int] = []
+        self._engine: Engine | None = None
+        self._weights_engine: Engine | None = None
+        #: Why the present client is of no use any more.
+        self._lost = ""
+
+    def run(self) -> None:
+        """Work until the driver says that it is enough, or is gone."""
+        self._open()
+        for choice in choices(self._settings.seed, self._settings.client, self._settings.life):
+            if self._driver.poll():
+                break
+            self._note(choice)
+            started_s = time.monotonic()
+            try:
+                self._do(choice)
+            except KVStoreError as error:
+                self._failed(choice, error)
+            self._timed(choice.verb, time.monotonic() - started_s)
+            if self._lost:
+                self._reopen()
+            self._report()
+        self._driver.recv()
+        self._check_quiet_blocks()
+        self._close()
+        self._report(now=True)
+
+    # What a choice means.
+
+    def _do(self, choice: Choice) -> None:
+        run = self._chains[choice.chain][choice.first : choice.first + choice.num_blocks]
+        ids = self._rng.sample(_OWN, len(run))
+        self._counts["operations", choice.verb.value] += 1
+        match choice.verb:
+            case Verb.SAVE:
+                self._save(run, ids)
+            case Verb.LOAD:
+                self._check_load(choice, run, ids, self._load(run, ids, choice.skip_tokens))
+            case Verb.LOAD_PAIR:
+                ids = self._rng.sample(_OWN, 2 * len(run))
+                halves = ids[: len(run)], ids[len(run) :]
+                jobs = [self._load(run, half, choice.skip_tokens) for half in halves]
+                for half, job in zip(halves, jobs, strict=True):
+                    self._check_load(choice, run, half, job)
+            case Verb.LOOKUP:
+                found = self.engine.client.lookup(run).num_blocks
+                if not 0 <= found <= len(run):
+                    self._finding(f"lookup of {len(run)} blocks found {found}")
+            case Verb.LEASE:
+                self._lease(run, choice.wait_s)
+            case Verb.LAPSE:
+                self.engine.client.lease(run, ttl_s=1.0)
+            case Verb.PREFETCH:
+                result = self.engine.client.prefetch(run).result(OPERATION_S)
+                self._count_misses(result)
+            case Verb.ABANDON_LOAD | Verb.ABANDON_SAVE:
+                self._abandon(choice, run)
+            case Verb.LOAD_WEIGHTS:
+                self._load_weights(choice, ids)
+
+    def _save(self, run: BlockHashes, ids: list[int]) -> None:
+        self.engine.cache.write(run, ids)
+        result = self.engine.client.save(run, ids).result(OPERATION_S)
+        self._counts["blocks", "written"] += result.num_written
+        self._counts["blocks", "refused"] += result.num_refused
+        if not result.num_written + result.num_refused <= len(run) == result.num_blocks + result.num_refused:
+            self._finding(f"save of {len(run)} blocks says {result}")
+
+    def _load(self, run: BlockHashes, ids: list[int], skip_tokens: int) -> Job[LoadResult]:
+        self.engine.cache.fill(ids, POISON)
+        return self.engine.client.load(run, ids, skip_tokens)
+
+    def _check_load(self, choice: Choice, run: BlockHashes, ids: list[int], job: Job[LoadResult]) -> None:
+        result = job.result(OPERATION_S)
+        for wrong in self.engine.cache.wrong_blocks(run, ids, result.num_blocks, choice.skip_tokens):
+            self._finding(f"WRONG BYTES in a load, {wrong}; {result}")
+        skipped = min(len(run), -(-choice.skip_tokens // SHAPE.block_size))
+        verified = max(0, result.num_blocks - skipped)
+        self._counts["blocks", "verified"] += verified
+        self._counts["blocks", "from peers"] += result.num_peer
+        self._counts["loads", _kind(result)] += 1
+        if [failure.block_id for failure in result.failed] != ids[result.num_blocks :]:
+            self._finding(f"a load of {ids} names other failed blocks: {result}")
+        self._count_misses(result)
+
+    def _load_weights(self, choice: Choice, ids: list[int]) -> None:
+        """Load KV of weights that change: all of one version, and of none that was cleared before."""
+        engine, run = self._weights_engine, self._weights_chains[choice.chain][: len(ids)]
+        assert engine is not None
+        engine.cache.fill(ids, POISON)
+        oldest = self._weights.oldest
+        result = engine.client.load(run, ids).result(OPERATION_S)
+        usable, ids = run[: result.num_blocks], ids[: result.num_blocks]
+        self._counts["blocks", "verified"] += len(ids)
+        if engine.cache.version_of(usable, ids, range(oldest, self._weights.newest + 1)) is None:
+            known = range(self._weights.newest + 1)
+            found = [engine.cache.version_of(usable[i : i + 1], ids[i : i + 1], known) for i in range(len(ids))]
+            self._finding(f"WRONG BYTES: wanted KV of one version from {oldest} on, got versions {found}; {result}")
+        self._count_misses(result)
+
+    def _count_misses(self, result: LoadResult) -> None:
+        if not result.failed:
+            return
+        reason, detail = result.failed[0].reason, result.failed[0].detail
+        self._counts["misses", reason.value] += len(result.failed)
+        if reason is MissReason.OTHER:
+            name = detail.split(":", 1)[0]
+            self._counts["other misses", detail[:80]] += 1
+            if name not in all_error_types():
+                self._finding(f"a load ended with an unexpected error: {detail}")
+        if reason is MissReason.STORE_LOST:
+            self._lost = detail
+
+    def _lease(self, run: BlockHashes, wait_s: float) -> None:
+        lease = self.engine.client.lease(run, ttl_s=2.0)
+        try:
+            for _ in range(2):
+                for wrong in wrong_in_lease(lease):
+                    self._finding(f"WRONG BYTES in a lease, {wrong}")
+                self._counts["blocks", "verified"] += len(lease)
+                time.sleep(wait_s)
+            if not lease.renew(1.0) and lease.held():
+                self._finding("a held lease could not be renewed")
+        except LeaseError:
+            self._counts["misses", MissReason.LEASE_EXPIRED.value] += len(lease)
+        was_held = lease.held()
+        if lease.release() is False and was_held and lease.held():
+            self._finding("a held lease could not be released")
+        if lease.release():
+            self._finding("a lease could be released twice")
+
+    def _abandon(self, choice: Choice, run: BlockHashes) -> None:
+        """Give a job up half-way and use its blocks at once: it must neither read nor write them any more."""
+        self._check_quiet_blocks()
+        self._given_up, ids = [], self._rng.sample(_GIVEN_UP, len(run))
+        job: Job[object]
+        if choice.verb is Verb.ABANDON_LOAD:
+            job = self._load(run, ids, 0)
+        else:
+            self.engine.cache.write(run, ids)
+            job = self.engine.client.save(run, ids)
+        try:
+            job.result(choice.wait_s / 10)
+        except JobRunning:
+            self._counts["jobs", "abandoned"] += 1
+            if not job.abandon(OPERATION_S):
+                self._finding(f"a {choice.verb.value} was still copying {OPERATION_S} s after it was given up")
+                return
+        self.engine.cache.fill(ids, MINE)
+        self._given_up = ids
+
+    def _check_quiet_blocks(self) -> None:
+        """Blocks that nothing may have touched since they were filled."""
+        if not self.engine.cache.holds_only(self._given_up, MINE):
+            self._finding("WRONG BYTES: a job wrote to blocks after it was given up")
+        if not self.engine.cache.holds_only(_CANARIES, POISON):
+            self._finding("WRONG BYTES: blocks were written that no load named")
+
+    # What goes wrong, and what is made of it.
+
+    def _failed(self, choice: Choice, error: KVStoreError) -> None:
+        self._counts["errors", choice.verb.value, type(error).__name__] += 1
+        if isinstance(error, ChainBroken) and choice.first > 0:
+            return
+        if isinstance(error, (*_NEVER, JobRunning)):
+            self._finding(f"{choice.verb.value} raised {type(error).__name__}: {error}")
+        elif isinstance(error, StoreUnavailable | TransferError):
+            self._lost = str(error)
+
+    def _reopen(self) -> None:
+        """Close the client and make another: what a worker does whose store does not answer, or is another."""
+        self._note(f"reopen: {self._lost[:200]}")
+        self._lost = ""
+        self._counts["jobs", "reopened"] += 1
+        self._check_quiet_blocks()
+        self._close()
+        self._open()
+
+    def _open(self) -> None:
+        deadline_s = time.monotonic() + REOPEN_S
+        layout = LAYOUTS[(self._settings.client + self._settings.life) % len(LAYOUTS)]
+        while True:
+            try:
+                path = self._settings.path_file.read_text()
+                self._engine = Engine(path, space(), layout, len(_OWN) + len(_GIVEN_UP) + len(_CANARIES))
+                self._weights_engine = Engine(path, weights_space(), layout, len(_OWN))
+                self._given_up = []
+                return
+            except (StoreUnavailable, TransferError) as error:
+                self._close()
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"no store to talk to for {REOPEN_S} s: {error}") from error
+                time.sleep(0.1)
+
+    def _close(self) -> None:
+        for engine in (self._engine, self._weights_engine):
+            if engine is not None:
+                engine.close()
+        self._engine = self._weights_engine = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which is there between `_open` and `_close`."""
+        assert self._engine is not None
+        return self._engine
+
+    # What is told.
+
+    def _note(self, what: object) -> None:
+        line = f"{time.monotonic():.3f} {what}"
+        self._tail.append(line)
+        os.write(self._log, f"{line}\n".encode())
+
+    def _timed(self, verb: Verb, seconds: float) -> None:
+        self._done += 1
+        self._slowest_s[verb.value] = max(seconds, self._slowest_s.get(verb.value, 0.0))
+
+    def _finding(self, text: str) -> None:
+        where = f"client {self._settings.client}, life {self._settings.life}"
+        self._driver.send(("finding", f"{where}: {text}\n  " + "\n  ".join(self._tail)))
+
+    def _report(self, *, now: bool = False) -> None:
+        if not now and time.monotonic() < self._reported_s + _REPORT_S:
+            return
+        self._reported_s = time.monotonic()
+        self._driver.send(("report", (dict(self._counts), self._slowest_s, self._done)))
+        self._counts.clear()
+
+
+def _kind(result: LoadResult) -> str:
+    if result.failed:
+        return "partial" if result.num_local + result.num_peer else "miss"
+    if result.num_local and result.num_peer:
+        return "mixed"
+    return "peer" if result.num_peer else "local"
+
+
+def main(settings: WorkerSettings, driver: Connection) -> None:
+    """Run one life of a client; the process then waits to be ended, so that what it left behind can be seen."""
+    error_fd = os.open(settings.error_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(error_fd, 2)
+    os.dup2(error_fd, 1)
+    os.close(error_fd)
+    torch.set_num_threads(1)
+    worker = Worker(settings, driver)
+    try:
+        worker.run()
+        driver.send(("closed", None))
+        driver.recv()
+    except EOFError:
+        return
+    except Exception:
+        worker._finding(f"unexpected error: {traceback.format_exc()}")
+        raise

@@ -1,0 +1,142 @@
+"""A client of the soak, at work on a real node store, says so when the store does wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.soak import plan
+from benchmarks.soak.weights import Weights
+from benchmarks.soak.worker import Worker, WorkerSettings
+from kvstore.config import StoreConfig
+from kvstore.directory import DirectoryServer
+from kvstore.errors import PeerLost
+from kvstore.node import NodeCore
+
+
+def nobody(node_id):
+    raise PeerLost("there is no other node")
+
+
+class Desk:
+    """One node store, one worker on a thread, and what the worker says."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config = StoreConfig(capacity_bytes=plan.CAPACITY_BYTES, **plan.SETTINGS)
+        self._path_file = folder / "node.path"
+        self._directory = DirectoryServer("127.0.0.1")
+        self.weights = Weights(folder / "weights", writer=True)
+        self.start_store()
+        settings = WorkerSettings(
+            seed=7, client=0, life=0, path_file=self._path_file, weights_file=folder / "weights",
+            log_file=folder / "log", error_file=folder / "err",
+        )  # fmt: skip
+        self._driver, theirs = multiprocessing.Pipe()
+        self._theirs = theirs
+        self._worker = Worker(settings, theirs)
+        self._thread = threading.Thread(target=self._worker.run, daemon=True)
+        self.findings, self.num_done = [], 0
+
+    def start_store(self) -> None:
+        self.core = NodeCore("node", self._config, "127.0.0.1", nobody, self._directory.address)
+        self._path_file.write_text(self.core.control_path)
+
+    def work(self, enough, timeout_s: float = 20.0) -> None:
+        """Let the worker work until something was found, or enough was done."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        deadline_s, done = time.monotonic() + timeout_s, self.num_done
+        while not self.findings and self.num_done < done + enough:
+            assert time.monotonic() < deadline_s
+            self.hear(0.1)
+
+    def hear(self, timeout_s: float) -> None:
+        while self._driver.poll(timeout_s):
+            what, value = self._driver.recv()
+            if what == "finding":
+                self.findings.append(value)
+            else:
+                self.num_done = value[2]
+
+    def end(self) -> None:
+        self._driver.send("close")
+        self._thread.join(30.0)
+        assert not self._thread.is_alive()
+        self.hear(0)
+        self._driver.close()
+        self._theirs.close()
+        self.core.stop()
+        self._directory.stop()
+
+
+@pytest.fixture
+def desk(monkeypatch, tmp_path):
+    with tempfile.TemporaryDirectory(prefix="rks", dir="/tmp") as folder:
+        monkeypatch.setenv("RAYKV_SOCKET_DIR", folder)
+        made = Desk(tmp_path)
+        with contextlib.closing(made.weights._memory):
+            yield made
+
+
+def test_a_store_that_works_gives_no_finding(desk):
+    desk.work(300)
+    desk.end()
+    assert desk.findings == []
+
+
+def test_a_store_that_is_replaced_gives_no_finding(desk):
+    desk.work(50)
+    desk.core.stop()
+    desk.start_store()
+    desk.work(50)
+    desk.end()
+    assert desk.findings == []
+
+
+def test_a_wrong_byte_in_the_arena_is_found(desk):
+    desk.work(50)
+    arena = np.frombuffer(desk.core.arena.memory, np.uint8)
+    deadline_s = time.monotonic() + 10
+    while not desk.findings and time.monotonic() < deadline_s:
+        arena[100 :: plan.SHAPE.block_bytes] ^= 1
+        desk.hear(0.05)
+    del arena
+    desk.end()
+    assert "WRONG BYTES" in desk.findings[0]
+    assert "Choice(" in desk.findings[0]
+
+
+def test_a_job_that_writes_after_it_was_given_up_is_found(desk):
+    desk.work(50)
+    while not desk.findings:
+        for block in list(desk._worker._given_up):
+            with contextlib.suppress(AssertionError):  # between two engines
+                desk._worker.engine.cache.bits[block][0, 0, 0, 0, 0] = 1
+        desk.work(5)
+    desk.end()
+    assert "after it was given up" in desk.findings[0]
+
+
+def test_kv_of_cleared_weights_is_found(desk):
+    """As if a clearing had not reached a node."""
+    from benchmarks.soak.engine import Engine
+
+    engine = Engine(desk.core.control_path, plan.weights_space(), "PBTHD", plan.CHAIN_BLOCKS)
+    deadline_s = time.monotonic() + 10
+    while not desk.findings and time.monotonic() < deadline_s:
+        for chain in plan.chains(plan.weights_space())[:8]:
+            engine.cache.write(chain, range(plan.CHAIN_BLOCKS), 0)
+            engine.client.save(chain, list(range(plan.CHAIN_BLOCKS))).result(10)
+        desk.work(1)
+        if desk.weights.newest == 0:
+            desk.weights.changed()
+    engine.close()
+    desk.end()
+    assert "wanted KV of one version from 1 on, got versions [0" in desk.findings[0]
