@@ -21,7 +21,7 @@ from benchmarks.soak.engine import LAYOUTS, Engine, wrong_in_lease
 from benchmarks.soak.fleet import Fleet
 from benchmarks.soak.plan import CAPACITY_BYTES, SETTINGS, Fault, FaultChoice, chains, faults, space
 from kvstore.actors.bench_cluster import two_nodes
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, TransferError
 
 #: How long each kind of process may take until the store serves again, in both directions.
 RECOVERY_S = {"client": 20.0, "mover": 30.0, "store": 45.0, "directory": 30.0, "supervisor": 30.0}
@@ -235,6 +235,8 @@ class _Soak:
         for node in range(len(self._target.node_ids)):
             try:
                 self._target.ask(node, "check_integrity")
+            except (StoreUnavailable, TransferError, InvalidRequest):
+                continue  # Not there, or so new that it has no pool: after a fault that the next one followed at once.
             except KVStoreError as error:
                 self._finding(f"pool of node {node}: {error}")
 
