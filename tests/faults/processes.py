@@ -95,11 +95,16 @@ def directory(folder):
 
 
 def store(folder, node_id, config):
+    import numpy as np
+
+    from kvstore.chain import Chain, decode_chain
     from kvstore.config import StoreConfig
     from kvstore.hints import Hints
+    from kvstore.messages import PeerLease
     from kvstore.node import NodeCore
     from kvstore.peer_read import PeerRead
     from kvstore.peers import Peer
+    from kvstore.transport import ReadRequest
 
     sys.setswitchinterval(1e-4)
     gates, children = Gates(), []
@@ -127,6 +132,39 @@ def store(folder, node_id, config):
         children[-1].stdin.flush()
         return json.loads(children[-1].stdout.readline())["is"]
 
+    remembered = {}
+
+    def remember(node, chain):
+        """Lease blocks at a peer, and keep the lease and the description of its memory."""
+        chain = decode_chain(bytes.fromhex(chain))
+        peer = core._peers.get(node)
+        size = core.block_bytes[chain.namespace]
+        wanted = PeerLease(chain=chain, block_bytes=size, slot_format=1, namespace_version=0, ttl_s=60.0)
+        grant = peer.lease(wanted, 2.0)
+        name, description = peer.transport(grant.mover_generation, 2.0)
+        remembered.update(name=name, description=description, grant=grant, size=size, seed=chain.namespace)
+        return {"epoch": grant.epoch.hex()}
+
+    def read_as_remembered():
+        """Read a block as described then; returns the class of the error, or nothing when it arrived."""
+        random = Chain(remembered["seed"], remembered["seed"], 0, secrets.token_bytes(32))
+        ticket = core.pool.prepare_store(random, "old")
+        ended, errors = threading.Event(), []
+
+        def on_done(done, error):
+            errors.append("" if error is None else type(error).__name__)
+            if done.last:
+                ended.set()
+
+        request = ReadRequest(
+            peer=remembered["name"], block_bytes=remembered["size"], local_slots=np.array(ticket.slots, np.int32),
+            remote_slots=remembered["grant"].slots[:1],
+        )  # fmt: skip
+        core.mover.read(request, remembered["description"], on_done, chunk_blocks=1, timeout_s=3.0)
+        assert ended.wait(10)
+        core.pool.abort_store(ticket.write_id, "old")
+        return errors[-1]
+
     core = NodeCore(
         node_id, StoreConfig.from_json(config), HOST, lambda node: address_in(here / node),
         lambda: address_in(here / "directory"), mover_gone,
@@ -144,6 +182,8 @@ def store(folder, node_id, config):
         "forgive": lambda node: core._peers.succeeded(node),
         "usable": lambda node: core._peers.is_usable(node),
         "waiting": lambda: core.fetcher.flights.num_waiting,
+        "remember": remember, "read_as_remembered": read_as_remembered,
+        "release_as_remembered": lambda node: core._peers.get(node).release(remembered["grant"].lease_id),
         "shut": gates.shut, "open": gates.open, "held": gates.held, "mover": tell_mover,
     })  # fmt: skip
 

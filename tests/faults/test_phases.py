@@ -20,14 +20,9 @@ LOAD_S = 1.5
 BOUND_S = LOAD_S + 1.0 + 1.0 + 3.0
 
 
-@pytest.fixture(scope="module", params=["default", "tcp"])
+@pytest.fixture(scope="module")
 def cluster(request, start_cluster):
     return start_cluster(lane=request.param)
-
-
-@pytest.fixture(scope="module")
-def tcp(start_cluster):
-    return start_cluster(lane="tcp")
 
 
 class CopyGate:
@@ -108,16 +103,24 @@ def recover(cluster, hashes, eventually, victims=()):
     cluster.settle()
 
 
-CASES = [
-    *((phase, victim) for phase in ("lease", "read", "publish", "copy") for victim in ("source_mover", "source")),
-    *((phase, "reader_mover") for phase in ("lease", "read", "publish", "copy")),
-    *((phase, "reader") for phase in ("lease", "read", "publish", "copy")),
+PHASES = ("lease", "read", "publish", "copy")
+VICTIMS = ("source_mover", "source", "reader_mover", "reader")
+OVER_TCP = [
+    *((phase, victim) for victim in VICTIMS for phase in PHASES),
     ("ask", "directory"),
     ("publish", "directory"),
 ]
+#: Where the lane makes a difference.
+OVER_DEFAULT = [
+    *((phase, victim) for victim in ("source_mover", "reader_mover") for phase in PHASES),
+    ("read", "source"),
+]
+CASES = [
+    *(pytest.param(lane, *case) for lane, cases in (("default", OVER_DEFAULT), ("tcp", OVER_TCP)) for case in cases)
+]
 
 
-@pytest.mark.parametrize(("phase", "victim"), CASES)
+@pytest.mark.parametrize(("cluster", "phase", "victim"), CASES, indirect=["cluster"])
 def test_killed(cluster, reach, eventually, phase, victim):
     met = reach(cluster, phase)
     pid = cluster.send(victim, signal.SIGKILL)
@@ -138,19 +141,20 @@ def test_killed(cluster, reach, eventually, phase, victim):
     recover(cluster, met.hashes, eventually, (victim,))
 
 
-STOPPED = [case for case in CASES if case[1] != "reader" or case[0] in ("lease", "copy")]
+STOPPED = [case for case in OVER_TCP if case[1] != "reader" or case[0] in ("lease", "copy")]
 
 
+@pytest.mark.parametrize("cluster", ["tcp"], indirect=True)
 @pytest.mark.parametrize(("phase", "victim"), STOPPED)
-def test_stopped_and_resumed(tcp, reach, eventually, phase, victim):
-    met = reach(tcp, phase)
-    tcp.send(victim, signal.SIGSTOP)
+def test_stopped_and_resumed(cluster, reach, eventually, phase, victim):
+    met = reach(cluster, phase)
+    cluster.send(victim, signal.SIGSTOP)
     met.go_on(reader_lives=victim != "reader" and not (victim == "reader_mover" and phase == "read"))
     met.end()
-    tcp.resume()
+    cluster.resume()
     if victim == "reader_mover" and phase == "read":
-        tcp.stores["reader"].ask("mover", do_="open")
+        cluster.stores["reader"].ask("mover", do_="open")
     if victim == "reader":
-        tcp.stores["reader"].ask("open")
-        tcp.open("reader")
-    recover(tcp, met.hashes, eventually)
+        cluster.stores["reader"].ask("open")
+        cluster.open("reader")
+    recover(cluster, met.hashes, eventually)
