@@ -21,7 +21,7 @@ from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, no
 from kvstore.actors.mover import Mover
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
-from kvstore.errors import NamespaceMismatch
+from kvstore.errors import KVStoreError, NamespaceMismatch
 from kvstore.grants import Grant, StoreTicket
 from kvstore.hashing import BlockHashes
 from kvstore.node import NodeCore
@@ -29,7 +29,9 @@ from kvstore.peers import PeerAddress
 
 logger = logging.getLogger(__name__)
 
-_REPLACE_PAUSE_S = 0.5
+#: Between a mover's end and the start of the next one; doubled each time it does not come up.
+_REPLACE_PAUSE_S, _MAX_REPLACE_PAUSE_S = 0.5, 30.0
+_MOVER_UP_WITHIN_S = 60.0
 
 
 class NodeStore:
@@ -91,9 +93,21 @@ class NodeStore:
         if self._stopping:
             return
         logger.warning("node %s: the mover died; starting another", self._node_id)
-        time.sleep(_REPLACE_PAUSE_S)
-        if not self._stopping:
+        pause_s = _REPLACE_PAUSE_S
+        while True:
+            time.sleep(pause_s)
+            if self._stopping:
+                return
             self._start_mover()
+            try:
+                call("mover", self._mover.pid.remote(), _MOVER_UP_WITHIN_S)
+                if self._core.wait_ready(self._config.call_timeout_s):
+                    return
+            except KVStoreError as error:
+                logger.warning("node %s: the mover did not start: %s", self._node_id, error)
+            # One that died before it was ready ends here too; a slow one must not stay beside the next.
+            ray.kill(self._mover)
+            pause_s = min(2 * pause_s, _MAX_REPLACE_PAUSE_S)
 
     # For the supervisor and the public Store object.
 

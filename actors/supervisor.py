@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
@@ -19,12 +21,14 @@ from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
 from kvstore.actors.directory import Directory
 from kvstore.actors.node_store import NodeStore
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
+from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _CALL_S = 5.0
+#: A round returns after this long; nodes that take longer are reported, and go on by themselves.
+_ROUND_S = 15.0
 
 
 def alive_nodes() -> dict[str, dict[str, float]]:
@@ -47,6 +51,8 @@ class Supervisor:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._problems: dict[str, str] = {}
+        # One thread a node at most: a store that hangs, or takes long to come up, delays no other.
+        self._running: dict[str, Future[None]] = {}
         if watch:
             threading.Thread(target=self._watch, name="raykv-supervisor", daemon=True).start()
 
@@ -60,34 +66,73 @@ class Supervisor:
 
     def stop(self) -> None:
         """Make nothing any more; the caller ends the actors."""
-        self._stopping.set()
         with self._lock:
-            pass  # A reconciliation that was running is over now.
+            self._stopping.set()
+            running = list(self._running.values())
+        wait(running, _CALL_S)
 
     def reconcile(self) -> list[str]:
-        """Make what is missing; returns the ids of the nodes that have a living store."""
+        """Make what is missing; returns the ids of the nodes that have a living store.
+
+        Every node is seen to on a thread of its own, and the round ends within `_ROUND_S` whatever one of them does.
+        """
+        if self._stopping.is_set():
+            return []
+        nodes = alive_nodes()
+        # First, because a store that comes up before it would publish a second later.
+        directory = self._begin("directory", self._ensure_directory)
+        wait([directory], _ROUND_S)
+        if directory.done():
+            directory.result()
+        ensured = {
+            node_id: self._begin(node_id, self._ensure_node_store, node_id, resources)
+            for node_id, resources in nodes.items()
+        }
+        wait(ensured.values(), _ROUND_S)
+        served = []
+        for node_id, future in ensured.items():
+            if not future.done():
+                logger.warning("node %s: its store is still being made", node_id)
+                continue
+            error = future.exception()
+            if error is None:
+                served.append(node_id)
+                self._problems.pop(node_id, None)
+                continue
+            if self._problems.get(node_id) != str(error):
+                logger.warning("node %s has no store: %s", node_id, error)
+            self._problems[node_id] = str(error)
+        return served
+
+    def _begin(self, key: str, ensure: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Run `ensure` on a thread unless it runs for this key already; after `stop` it is over at once."""
         with self._lock:
+            known = self._running.get(key)
+            if known is not None and not known.done():
+                return known
+            future: Future[None] = Future()
             if self._stopping.is_set():
-                return []
-            self._ensure_directory()
-            served = []
-            for node_id, resources in alive_nodes().items():
-                try:
-                    self._ensure_node_store(node_id, resources)
-                    served.append(node_id)
-                    self._problems.pop(node_id, None)
-                except KVStoreError as error:
-                    if self._problems.get(node_id) != str(error):
-                        logger.warning("node %s has no store: %s", node_id, error)
-                    self._problems[node_id] = str(error)
-            return served
+                future.set_exception(StoreNotRunning("this store is being stopped"))
+                return future
+            self._running = {k: f for k, f in self._running.items() if not f.done()} | {key: future}
+
+        def run() -> None:
+            try:
+                ensure(*arguments)
+                future.set_result(None)
+            except Exception as error:  # noqa: BLE001 - told to whoever reads the future.
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=f"raykv-ensure-{key[:8]}", daemon=True).start()
+        return future
 
     def _watch(self) -> None:
         while not self._stopping.wait(_PERIOD_S):
             try:
                 self.reconcile()
             except Exception:
-                logger.exception("supervisor: could not reconcile; will try again")
+                if not self._stopping.is_set():
+                    logger.exception("supervisor: could not reconcile; will try again")
 
     def _ensure_directory(self) -> None:
         name = actor_name(self._config.name, "directory")
@@ -100,6 +145,9 @@ class Supervisor:
             handle = find_actor(name)
             call(f"store of node {node_id}", handle.ping.remote(), _CALL_S)
             return
+        except TransferTimeout:
+            # It lives but hangs: another one cannot have its name, and its workers still hold its arena.
+            raise
         except KVStoreError:
             pass
         wanted, room = self._config.capacity_bytes, resources.get("memory", 0.0)
@@ -114,7 +162,9 @@ class Supervisor:
             "memory": wanted,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         }
-        _get_or_create(name, NodeStore, options, node_id, self._config_json)
+        made = _get_or_create(name, NodeStore, options, node_id, self._config_json)
+        if self._stopping.is_set():
+            ray.kill(made)
 
 
 def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) -> Any:

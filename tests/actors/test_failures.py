@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray]
 _seeds = itertools.count(1)
 #: 256 blocks are 16 MiB: long enough to be met half-way.
 _LARGE = {"num_layers": 4, "num_kv_heads": 4, "head_dim": 64}
-#: A peer's pins under a READ that was given up come back after this long.
+#: Pins of a reader that vanished altogether come back after this long.
 _LEASE_TTL_S = 5.0
 
 
@@ -318,6 +318,26 @@ def test_a_node_store_dies(stores, space, chain, node_ids, get, pids_of, eventua
     assert again.load(chain[:100]).num_peer == 100
     assert again.save(chain).num_written == 156
     eventually(lambda: reader.load(chain).num_blocks == 256, 20)
+
+
+def test_a_store_that_hangs_delays_no_other(stores, space, chain, node_ids, pids_of, eventually, open_engine, stopped):
+    before = {node_id: pids_of(node_id) for node_id in node_ids}
+    engine = open_engine(stores["default"], space, node_ids[0])
+    engine.save(chain)
+    stopped(before[node_ids[0]]["store"])
+    os.kill(before[node_ids[1]]["store"], signal.SIGKILL)
+
+    def made_again():
+        pids = pids_of(node_ids[1])
+        return pids if pids["store"] != before[node_ids[1]]["store"] and pids["mover"] else None
+
+    eventually(made_again, 15)
+    problems = eventually(lambda: stores["default"].stats()["problems"], 15)
+    assert set(problems) == {node_ids[0]}, "what hangs is said, and not replaced: it still has its name and memory"
+    stopped.resume()
+    eventually(lambda: not stores["default"].stats()["problems"], 15)
+    assert pids_of(node_ids[0]) == before[node_ids[0]]
+    assert engine.load(chain).num_local == 256
 
 
 @pytest.fixture(scope="module")
