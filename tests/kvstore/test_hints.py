@@ -1,0 +1,83 @@
+"""The link to the directory: who waits for it, and for how long when it hangs."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from kvstore.errors import PeerLost
+from kvstore.hints import Hints
+from kvstore.peers import PeerAddress
+from kvstore.pool import Pool
+
+
+@pytest.fixture
+def deaf():
+    """A directory that accepts connections and never says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield PeerAddress("127.0.0.1", server.getsockname()[1], "token")
+
+
+@pytest.fixture
+def hints_of():
+    made = []
+
+    def make(resolve, timeout_s=3.0):
+        made.append(Hints("n", resolve, timeout_s))
+        return made[-1]
+
+    yield make
+    for hints in made:
+        hints.stop()
+
+
+def test_a_directory_that_hangs_is_waited_for_a_second_and_then_not_at_all(deaf, hints_of, wait_until):
+    hints = hints_of(lambda: deaf)
+    hints.start(Pool(4))
+    heard, asked_s = [], time.monotonic()
+    hints.publish_soon(lambda: heard.append(time.monotonic()))
+    assert hints.num_waiting == 1
+
+    def answered():
+        hints.answer_overdue()
+        return heard
+
+    wait_until(answered)
+    assert 1.0 <= heard[0] - asked_s < 1.5
+    assert hints.num_waiting == 0
+    # Once it is known to be away nobody waits for it any more.
+    wait_until(lambda: hints._is_away)
+    hints.publish_soon(lambda: heard.append(time.monotonic()))
+    assert len(heard) == 2
+
+
+def test_each_is_called_back_once_and_after_its_batch(cluster, wait_until):
+    core = cluster.add("a")
+    cluster.client("a")
+    heard = []
+    for i in range(20):
+        core.hints.publish_soon(lambda i=i: heard.append(i))
+        core.hints.answer_overdue()
+    wait_until(lambda: len(heard) == 20)
+    assert sorted(heard) == list(range(20))
+    assert core.hints.num_waiting == 0
+
+
+def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf, hints_of):
+    def refuse():
+        raise PeerLost("nobody there")
+
+    from kvstore.chain import Chain
+
+    chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
+    refusing, hanging = hints_of(refuse), hints_of(lambda: deaf, 0.3)
+    for hints in (refusing, hanging):
+        assert hints.locate(chain) == []
+    now_s = time.monotonic()
+    assert refusing._ask_after_s - now_s <= 1.0 < 4.0 < hanging._ask_after_s - now_s <= 5.0
+    started_s = time.monotonic()
+    assert hanging.locate(chain) == []
+    assert time.monotonic() - started_s < 0.1
+    hanging._thread.start()
