@@ -26,6 +26,7 @@ from kvstore.errors import (
     KVStoreError,
     LayoutMismatch,
     NamespaceMismatch,
+    StoreNotRunning,
     StoreUnavailable,
 )
 from kvstore.hashing import BlockHashes, Namespace
@@ -69,7 +70,8 @@ class Client:
             )
         self.space = space
         self._path, self._part = control_path, part
-        self._closed = False
+        self._closed = self._lost = self._unmapped = False
+        self._unmapping: threading.Thread | None = None
         self._local = threading.local()
         self._connections: list[ControlClient] = []
         self._connections_lock = threading.Lock()
@@ -274,13 +276,12 @@ class Client:
                 except KVStoreError:
                     logger.debug("the node store was gone before this client")
             connection.close()
-        copier, self._copier = self._copier, None
-        if copier is not None and ended.is_set():
-            copier.close()
-        self._arena.close()
+        self._unmap(copies_are_over=ended.is_set())
 
     def _end_jobs(self, ended: threading.Event) -> None:
         self._jobs.shutdown()
+        if self._unmapping is not None:
+            self._unmapping.join()
         ended.set()
 
     def __enter__(self) -> Client:
@@ -309,14 +310,45 @@ class Client:
                 connection.close()
 
     def _reconnect(self, replaces: str = "") -> ControlClient:
-        connection, fd = self._connect(replaces)
+        try:
+            connection, fd = self._connect(replaces)
+        except StoreNotRunning as error:
+            if isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
+                self._lose()
+            raise
         os.close(fd)
         if connection.hello["epoch"] != self.epoch:
             connection.close()
+            self._lose()
             raise StoreUnavailable(
                 "the node store was restarted: its memory is another one; close this client and make a new one"
             )
         return connection
+
+    def _lose(self) -> None:
+        """That life of the store is over: unmap its memory, or the next life may find no room beside it."""
+        with self._connections_lock:
+            if self._lost:
+                return
+            self._lost = True
+            jobs, self._jobs = self._jobs, ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
+
+        def unmap() -> None:
+            jobs.shutdown()  # Those that run fail by themselves; the ones after them never reach the memory.
+            self._unmap(copies_are_over=True)
+
+        self._unmapping = threading.Thread(target=unmap, name="raykv-unmap", daemon=True)
+        self._unmapping.start()
+
+    def _unmap(self, *, copies_are_over: bool) -> None:
+        with self._connections_lock:
+            if self._unmapped:
+                return
+            self._unmapped = True
+            copier, self._copier = self._copier, self._copier if self._lost else None
+            if copier is not None and copies_are_over:
+                copier.close()
+            self._arena.close()
 
     def _load(
         self, copier: Copier | None, chain: Chain, ids: Ids | None, skip: tuple[int, int], timeout_s: float, what: str
@@ -371,5 +403,7 @@ class Client:
 
     def _slot_view(self, slot: int) -> memoryview:
         self._check_open()
+        if self._lost:
+            raise StoreUnavailable("the node store of this lease is gone; make a new client and take a new lease")
         start = slot * self.slot_bytes
         return self._arena.memory[start : start + self.space.shape.block_bytes].toreadonly()

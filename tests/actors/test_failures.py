@@ -328,7 +328,10 @@ def test_a_store_that_hangs_delays_no_other(stores, space, chain, node_ids, pids
     os.kill(before[node_ids[1]]["store"], signal.SIGKILL)
 
     def made_again():
-        pids = pids_of(node_ids[1])
+        try:
+            pids = pids_of(node_ids[1])
+        except ray.exceptions.RayError:
+            return None
         return pids if pids["store"] != before[node_ids[1]]["store"] and pids["mover"] else None
 
     eventually(made_again, 15)
