@@ -75,9 +75,14 @@ def test_the_processes_of_a_run_are_found_by_their_mark_and_no_others():
     mark = f"RAYKV_SOAK_TEST={secrets.token_hex(8)}"
     name, value = mark.split("=")
     child = subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True, env={**os.environ, name: value}
+        [sys.executable, "-c", "print('up', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, name: value},
     )
     try:
+        assert child.stdout.readline() == "up\n"  # what it is before its exec is over has no environment
         assert audit.carries(child.pid, mark)
         assert list(audit.processes_with(mark)) == [child.pid]
         assert not audit.carries(os.getpid(), mark)
