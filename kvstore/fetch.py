@@ -186,6 +186,8 @@ class Fetcher:
             if self.pin_more(load):
                 return ""
             return "peer_lost" if found and set(found) - {self._own_id()} else "not_found"
+        if time.monotonic() > load.deadline_s:
+            return "timeout"
         tried.add(usable[0])
         try:
             reason = self._fetch_from(load, rest, usable[0])

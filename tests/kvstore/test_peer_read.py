@@ -1,0 +1,91 @@
+"""What a READ from a peer counts for: only the peer's same life, its mover's same life, and within the lease."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvstore.peers import Peer
+from kvstore.results import MissReason
+
+
+def nodes(cluster, **settings):
+    cluster.add("a")
+    cluster.add("b", **settings)
+    one, two = cluster.worker("a", 8, seed=1), cluster.worker("b", 8, seed=2)
+    hashes = cluster.hashes(4)
+    one.save(hashes, range(4))
+    return one, two, hashes
+
+
+def num_pinned(cluster):
+    return cluster.nodes["a"].pool.stats().num_pinned
+
+
+def test_a_peers_mover_that_was_replaced_after_the_lease_makes_a_miss(cluster, monkeypatch, wait_until):
+    one, two, hashes = nodes(cluster)
+    lease = Peer.lease
+
+    def replace_mover(peer, *args):
+        grant = lease(peer, *args)
+        monkeypatch.setattr(Peer, "lease", lease)
+        cluster.kill_mover("a")
+        cluster.start_mover("a")
+        return grant
+
+    monkeypatch.setattr(Peer, "lease", replace_mover)
+    before = two.bytes()
+    result = two.load(hashes, range(4))
+    assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.PEER_LOST)
+    assert two.bytes() == before
+    wait_until(lambda: num_pinned(cluster) == 0)
+    wait_until(lambda: cluster.nodes["b"]._peers.is_usable("a"))
+    assert two.load(hashes, range(4)).num_blocks == 4
+    assert all(two.block(i) == one.block(i) for i in range(4))
+
+
+def test_a_grant_of_another_life_of_the_peer_makes_a_miss(cluster, monkeypatch):
+    _, two, hashes = nodes(cluster)
+    lease = Peer.lease
+    monkeypatch.setattr(Peer, "lease", lambda peer, *args: dataclasses.replace(lease(peer, *args), epoch=b"anewlife"))
+    before = two.bytes()
+    result = two.load(hashes, range(4))
+    assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.PEER_LOST)
+    assert two.bytes() == before
+    assert cluster.nodes["b"].pool.stats().num_idle == 0
+
+
+def test_a_lease_under_which_nothing_is_read_is_given_back_at_once(cluster, monkeypatch, wait_until):
+    _, two, hashes = nodes(cluster)
+    monkeypatch.setattr("kvstore.peer_read.PeerRead._is_quarantine_full", lambda read: True)
+    result = two.load(hashes, range(4))
+    assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.TIMEOUT)
+    wait_until(lambda: num_pinned(cluster) == 0)
+    assert cluster.nodes["b"]._peers.is_usable("a"), "it is not the peer's fault"
+
+
+def test_a_read_that_ends_after_its_lease_publishes_nothing(cluster, monkeypatch):
+    _, two, hashes = nodes(cluster, lease_ttl_s=2.0, lease_margin_s=0.9)
+    read = cluster.nodes["b"].mover.read
+
+    def late(request, description, on_done, **more):
+        def hear(done, error):
+            # The bytes are there; only their lease is over.
+            clock.now_s += 5.0
+            on_done(done, error)
+
+        return read(request, description, hear, **more)
+
+    class Clock:
+        now_s = 0.0
+
+    clock = Clock()
+    import time
+
+    real = time.monotonic
+    monkeypatch.setattr("kvstore.peer_read.time.monotonic", lambda: real() + clock.now_s)
+    monkeypatch.setattr(cluster.nodes["b"].mover, "read", late)
+    before = two.bytes()
+    result = two.load(hashes, range(4))
+    assert result.num_blocks == 0
+    assert two.bytes() == before
+    assert cluster.nodes["b"].pool.stats().num_idle == 0
