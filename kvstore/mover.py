@@ -90,6 +90,7 @@ class Mover:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._jobs: dict[str, deque[_Job]] = {}
+        self._to_add: dict[str, PeerDescription] = {}
         self._moved_s = 0.0
         self._abandoned: dict[int, _Abandoned] = {}
         self._num_remote_leases = 0
@@ -154,17 +155,12 @@ class Mover:
 
     def _add_peer(self, message: Message) -> None:
         value = unpack_json(message.payload)
-        try:
-            description = PeerDescription(
-                agent=base64.b64decode(value["agent"]),
-                address=int(value["address"]),
-                slot_bytes=int(value["slot_bytes"]),
-                num_slots=int(value["num_slots"]),
-            )
-            self._transport.add_peer(str(value["peer"]), description)
-        except KVStoreError as error:
-            # The READ that follows will fail with the same cause and tell its fetch.
-            logger.warning("mover: could not add peer %s: %s", value.get("peer"), error)
+        self._to_add[str(value["peer"])] = PeerDescription(
+            agent=base64.b64decode(value["agent"]),
+            address=int(value["address"]),
+            slot_bytes=int(value["slot_bytes"]),
+            num_slots=int(value["num_slots"]),
+        )
 
     def _advance(self) -> None:
         for peer, jobs in list(self._jobs.items()):
@@ -191,6 +187,10 @@ class Mover:
             )
         if job.next_chunk == 0 and not job.running:
             job.started_s = time.monotonic()
+            # Here and not when it was told, so that a READ fails of what is wrong, and the next one tries again.
+            if read.request.peer in self._to_add:
+                self._transport.add_peer(read.request.peer, self._to_add[read.request.peer])
+                del self._to_add[read.request.peer]
         while job.next_chunk < len(job.ends) and len(job.running) < _WINDOW:
             last = job.next_chunk == len(job.ends) - 1
             if last and job.running and read.request.notification:

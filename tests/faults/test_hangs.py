@@ -78,7 +78,7 @@ def test_a_source_that_resumes_after_its_reader_was_fenced_corrupts_nothing(fenc
     assert fenced.stores["reader"].ask("generation") == generation + 1
 
     # The slots are wanted again: the whole pool is filled with other blocks. Only then does the source resume.
-    others = [fenced.chain(127), fenced.chain(127)]
+    others = [fenced.chain(120), fenced.chain(120)]
     for other in others:
         reader.save(other)
     with held(reader, *others):
@@ -105,7 +105,7 @@ def test_a_read_that_ends_late_writes_only_to_slots_that_nobody_has(cluster, eve
     assert num_quarantined > 0
     assert cluster.pool("source")["num_pinned"] > 0, "pinned, because it may still be read"
     # Somebody wants all the room there is, and gets what is not set aside.
-    other = cluster.chain(250)
+    other = cluster.chain(240)
     wanted = reader.save(other)
     assert wanted.num_refused > 0
     assert cluster.pool("reader")["num_quarantined"] == num_quarantined

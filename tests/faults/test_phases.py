@@ -141,8 +141,13 @@ def test_killed(cluster, reach, eventually, phase, victim):
     recover(cluster, met.hashes, eventually, (victim,))
 
 
-#: A directory that stopped is met in test_hangs.py.
-STOPPED = [case for case in OVER_TCP if case[1] in VICTIMS and (case[1] != "reader" or case[0] == "copy")]
+#: A directory that stopped, and a worker, are met in test_hangs.py.
+STOPPED = [
+    *((phase, "source") for phase in ("lease", "publish", "copy")),
+    *((phase, "source_mover") for phase in ("lease", "read", "publish")),
+    *((phase, "reader_mover") for phase in ("lease", "read", "copy")),
+    ("copy", "reader"),
+]
 
 
 @pytest.mark.parametrize("cluster", ["tcp"], indirect=True)

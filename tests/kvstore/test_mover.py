@@ -204,6 +204,25 @@ def test_an_unknown_slot_is_an_error_and_the_next_read_goes_on(pair):
     assert pair.link.num_abandoned == 0
 
 
+def test_a_peer_that_could_not_be_added_is_added_for_the_next_read(pair):
+    add, failures = pair.transport.add_peer, [TransferError("metadata of p: not now")]
+
+    def fail_once(peer, description):
+        if failures:
+            raise failures.pop()
+        add(peer, description)
+
+    pair.transport.add_peer = fail_once
+    _, heard, ended = pair.read([0], [3])
+    assert ended.wait(3)
+    assert "not now" in str(heard[-1][1])
+    assert heard[-1][0].terminal
+    _, heard, ended = pair.read([0], [3])
+    assert ended.wait(3)
+    assert heard[-1][1] is None
+    assert pair.slots()[0] == 4
+
+
 def test_a_peer_that_cannot_be_added_is_lost(pair):
     pair.network.slabs.pop(b"peer")
     _, heard, ended = pair.read([0], [0])
