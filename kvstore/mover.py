@@ -16,7 +16,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvstore.errors import KVStoreError, TransferError, TransferTimeout
+from kvstore.errors import TransferError, TransferTimeout
 from kvstore.messages import (
     NOTIFICATION,
     U64,

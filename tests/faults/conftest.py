@@ -26,8 +26,9 @@ from kvstore.shape import KVShape
 SPACE = Namespace(model="m", shape=KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_size=16))
 POISON = 0x5A5A
 SETTINGS = {
-    "capacity_bytes": 16 << 20, "lease_ttl_s": 2.0, "lease_margin_s": 0.2, "transfer_timeout_s": 1.0,
-    "call_timeout_s": 0.7, "max_quarantine_s": 60.0, "max_quarantined_fraction": 1.0, "max_pinned_fraction": 1.0, "chunk_bytes": 1 << 20,
+    "capacity_bytes": 16 << 20, "chunk_bytes": 1 << 20, "lease_ttl_s": 2.0, "lease_margin_s": 0.2,
+    "transfer_timeout_s": 1.0, "call_timeout_s": 0.7, "max_quarantine_s": 60.0, "max_quarantined_fraction": 1.0,
+    "max_pinned_fraction": 1.0,
 }  # fmt: skip
 
 
