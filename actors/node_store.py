@@ -22,10 +22,11 @@ from kvstore.actors.mover import Mover
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, NamespaceMismatch
-from kvstore.grants import Grant, StoreTicket
+from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.hashing import BlockHashes
 from kvstore.node import NodeCore
 from kvstore.peers import PeerAddress
+from kvstore.pool_verbs import deadline_after
 
 logger = logging.getLogger(__name__)
 
@@ -160,25 +161,41 @@ class NodeStore:
         """Pin the readable prefix of a chain for `ttl_s` seconds."""
         return self._core.lease(_chain(hashes), f"ray:{owner}", ttl_s)
 
-    def renew(self, lease_id: int, owner: str, ttl_s: float = 30.0) -> bool:
-        """Extend a lease; whether it was still held."""
-        return self._core.renew(lease_id, f"ray:{owner}", ttl_s)
+    def renew(self, lease_id: int, owner: str, ttl_s: float = 30.0, epoch: bytes | None = None) -> bool:
+        """Extend a lease; whether it was still held, in this life of the store if `epoch` is given."""
+        return self._core.renew(lease_id, f"ray:{owner}", ttl_s, epoch)
 
-    def release(self, lease_id: int, owner: str) -> bool:
-        """Drop a lease; whether it was still held by this owner."""
-        return self._core.release(lease_id, f"ray:{owner}")
+    def release(self, lease_id: int, owner: str, epoch: bytes | None = None) -> bool:
+        """Drop a lease or a pin; whether it was still held by this owner, in this life of the store."""
+        return self._core.release(lease_id, f"ray:{owner}", epoch)
 
-    def prepare_store(self, hashes: BlockHashes, owner: str) -> StoreTicket:
-        """Claim slots for blocks that are not here."""
-        return self._core.prepare_store(_chain(hashes), f"ray:{owner}")
+    def pin(self, hashes: BlockHashes, owner: str, ttl_s: float, soft: bool = False) -> Grant:
+        """Keep the readable prefix of a chain here for `ttl_s` seconds; nobody sees when this owner dies."""
+        deadline_after(ttl_s)
+        return self._core.pin(_chain(hashes), f"ray:{owner}", PinKind.SOFT if soft else PinKind.HARD, ttl_s)
 
-    def complete_store(self, write_id: int, owner: str) -> int:
-        """Publish a write; returns how many blocks became findable."""
-        return self._core.complete_store(write_id, f"ray:{owner}")
+    def prepare_store(
+        self, hashes: BlockHashes, owner: str, num_parts: int = 1, part: int = 0, ttl_s: float = 30.0
+    ) -> StoreTicket:
+        """Claim slots for blocks that are not here, or join the writers of their other parts.
 
-    def abort_store(self, write_id: int, owner: str) -> int:
+        The slots come back `ttl_s` seconds after the store granted them. Nobody sees when this owner dies, so it
+        takes its clock before it asks, and has stopped writing by then.
+        """
+        deadline_after(ttl_s)
+        return self._core.prepare_store(_chain(hashes), f"ray:{owner}", num_parts, part, ttl_s)
+
+    def complete_store(
+        self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
+    ) -> int:
+        """Publish a write; returns how many blocks became findable. Other generations than the ticket's are refused."""
+        return self._core.complete_store(write_id, f"ray:{owner}", generations, epoch)
+
+    def abort_store(
+        self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
+    ) -> int:
         """Give a write up; returns how many slots came back."""
-        return self._core.abort_store(write_id, f"ray:{owner}")
+        return self._core.abort_store(write_id, f"ray:{owner}", generations, epoch)
 
     def clear(self, namespace: bytes, version: int) -> int:
         """Make a namespace a miss here; returns how many blocks that concerned."""

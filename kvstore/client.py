@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from kvstore.errors import (
     StoreNotRunning,
     StoreUnavailable,
 )
+from kvstore.grants import PinKind
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout, Part
@@ -37,9 +39,10 @@ from kvstore.messages import (
     U64,
     U64_F64,
     pack_lease,
+    pack_pin,
     unpack_grant,
 )
-from kvstore.results import Job, LoadResult, Match, SaveResult
+from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult
 from kvstore.wire import Op, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
@@ -181,6 +184,31 @@ class Client:
             self._slot_view,
         )
 
+    def pin(self, hashes: BlockHashes, *, soft: bool = False, ttl_s: float | None = None) -> Pinned:
+        """Keep the prefix of a chain that is in this node's memory there, until `unpin` or this process ends.
+
+        Args:
+            hashes: the blocks wanted.
+            soft: a preference instead of a promise: evicted last, when nothing else is left, and not counted
+                against the quota of hard pins.
+            ttl_s: end by itself after this long.
+
+        Returns:
+            What is kept; it may be shorter than asked for, even empty.
+
+        Raises:
+            NamespaceMismatch: the hashes are of another namespace.
+            PoolExhausted: the blocks are here, but the quota has no room for even the first; nothing changed.
+            StoreDraining: the node grants nothing any more.
+        """
+        chain, kind = self._chain(hashes), PinKind.SOFT if soft else PinKind.HARD
+        grant = unpack_grant(self._call(Op.PIN, pack_pin(chain, kind, math.inf if ttl_s is None else ttl_s)))
+        return Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused)
+
+    def unpin(self, pinned: Pinned) -> bool:
+        """End a pin; whether it was still held. May be called again, and says False then."""
+        return bool(U64.unpack(self._call(Op.RELEASE, U64.pack(pinned.pin_id)))[0])
+
     def stats(self) -> dict[str, Any]:
         """Return the node store's counts."""
         return unpack_json(self._call(Op.STATS, b""))
@@ -206,11 +234,11 @@ class Client:
         chain.check_unique()
         ids = copier.check_ids(block_ids, len(chain))
         copier.check_unchanged()
-        guard, call_timeout_s = CopyGuard(), self._call_timeout_s
+        guard, call_timeout_s, wait_s = CopyGuard(), self._call_timeout_s, self.config.transfer_timeout_s
 
         def run() -> SaveResult:
             try:
-                return run_save(self._job_connection(), copier, chain, ids, guard, call_timeout_s)
+                return run_save(self._job_connection(), copier, chain, ids, guard, call_timeout_s, wait_s)
             finally:
                 self._give_back()
 

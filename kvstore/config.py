@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -49,6 +49,7 @@ class StoreConfig:
         transfer_timeout_s: when a transfer that is not terminal is abandoned.
         call_timeout_s: how long one control call may take.
         max_pinned_fraction: share of the slots that leases may hold at once.
+        max_hard_pinned_fraction: share of the slots that hard pins may hold at once.
         max_quarantined_fraction: share of the slots that may wait for abandoned transfers; beyond it the mover
             that posted them is killed and replaced, which ends them.
         max_quarantine_s: how long an abandoned transfer may keep slots waiting before the same is done.
@@ -65,6 +66,7 @@ class StoreConfig:
     transfer_timeout_s: float = 10.0
     call_timeout_s: float = 5.0
     max_pinned_fraction: float = 0.9
+    max_hard_pinned_fraction: float = 0.5
     max_quarantined_fraction: float = 0.25
     max_quarantine_s: float = 30.0
     chunk_bytes: int = 8 << 20
@@ -87,7 +89,7 @@ class StoreConfig:
             raise ConfigError(
                 f"lease_ttl_s: wanted more than twice lease_margin_s={self.lease_margin_s}, got {self.lease_ttl_s}"
             )
-        for field in ("max_pinned_fraction", "max_quarantined_fraction"):
+        for field in ("max_pinned_fraction", "max_hard_pinned_fraction", "max_quarantined_fraction"):
             if not 0 < getattr(self, field) <= 1:
                 raise ConfigError(f"{field}: wanted a share in (0, 1], got {getattr(self, field)}")
         if self.chunk_bytes < 1 << 12:

@@ -34,7 +34,7 @@ class Grant:
     slots: tuple[int, ...]
     generations: bytes = b""
     num_refused: int = 0
-    epoch: bytes = b""
+    epoch: bytes = bytes(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class StoreTicket:
         num_refused: blocks at the end of the chain for which no slot could be had.
         num_awaited: how many of the resident ones are still being written by somebody else, who may yet give
             them up; `Pool.watch` tells how that ended.
+        num_clears: how often the namespace had been cleared; blocks computed under an earlier count are not
+            to be stored under a later one.
         generations: the life of each slot, little-endian uint32; `complete_store` can be given them back.
         epoch: the life of the pool; tickets of another one are void.
     """
@@ -59,8 +61,9 @@ class StoreTicket:
     num_resident: int
     num_refused: int
     num_awaited: int = 0
+    num_clears: int = 0
     generations: bytes = b""
-    epoch: bytes = b""
+    epoch: bytes = bytes(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

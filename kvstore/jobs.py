@@ -18,8 +18,10 @@ from kvstore.copier import Copier, Ids
 from kvstore.errors import JobAbandoned, KVStoreError, StoreUnavailable, TransferError
 from kvstore.messages import (
     U64,
+    pack_lease,
     pack_load,
     pack_prepare,
+    pack_write_end,
     unpack_progress,
     unpack_ticket,
 )
@@ -56,32 +58,63 @@ class CopyGuard:
 
 
 def run_save(
-    connection: ControlClient, copier: Copier, chain: Chain, ids: Ids, guard: CopyGuard, call_timeout_s: float
+    connection: ControlClient,
+    copier: Copier,
+    chain: Chain,
+    ids: Ids,
+    guard: CopyGuard,
+    call_timeout_s: float,
+    wait_s: float,
 ) -> SaveResult:
-    """Claim slots, copy, publish.
+    """Claim slots, copy, publish; wait for blocks that others are writing, and write them if those give up.
+
+    Args:
+        connection: taken for as long as each call lasts.
+        copier: the engine's cache.
+        chain: the blocks to store.
+        ids: the engine's block of each.
+        guard: stands before each copy.
+        call_timeout_s: for each call.
+        wait_s: for others.
 
     Raises:
         ChainBroken: the chain's parent is not stored; nothing changed.
-        JobAbandoned: given up; nothing of it is findable.
-        KVStoreError: the store failed; nothing of it is findable.
+        JobAbandoned: given up; what had been copied completely may be findable.
+        KVStoreError: the store failed.
     """
-    ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, pack_prepare(chain), timeout_s=call_timeout_s))
-    if ticket.write_id:
-        try:
-            with guard.copying():
-                indexes = np.asarray(ticket.indexes, dtype=np.int64)
-                copier.into_slots(ids[indexes], np.asarray(ticket.slots, dtype=np.int64))
-            connection.call(Op.COMPLETE_STORE, U64.pack(ticket.write_id), timeout_s=2 * call_timeout_s)
-        except BaseException:
-            # A write that was published after all, with its answer lost, is not touched by this.
-            with contextlib.suppress(KVStoreError):
-                connection.call(Op.ABORT_STORE, U64.pack(ticket.write_id), timeout_s=call_timeout_s)
-            raise
-    return SaveResult(
-        num_blocks=len(chain) - ticket.num_refused,
-        num_written=len(ticket.indexes),
-        num_refused=ticket.num_refused,
-    )
+    deadline_s, num_written, num_clears = time.monotonic() + wait_s, 0, -1
+    while True:
+        ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, pack_prepare(chain), timeout_s=call_timeout_s))
+        num_published, num_blocks = 0, len(chain) - ticket.num_refused
+        num_clears = ticket.num_clears if num_clears < 0 else num_clears
+        cleared = ticket.num_clears != num_clears
+        if ticket.write_id:
+            end = pack_write_end(ticket)
+            try:
+                if not cleared:
+                    with guard.copying():
+                        indexes = np.asarray(ticket.indexes, dtype=np.int64)
+                        copier.into_slots(ids[indexes], np.asarray(ticket.slots, dtype=np.int64))
+                    answer = connection.call(Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
+                    num_published = U64.unpack(answer)[0]
+                else:
+                    connection.call(Op.ABORT_STORE, end, timeout_s=call_timeout_s)
+            except BaseException:
+                # A write that was published after all, with its answer lost, is not touched by this.
+                with contextlib.suppress(KVStoreError):
+                    connection.call(Op.ABORT_STORE, end, timeout_s=call_timeout_s)
+                raise
+        num_written += num_published
+        lost = cleared or num_published < len(ticket.indexes)
+        if lost or ticket.num_awaited:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            question = pack_lease(chain.head(num_blocks), left_s)
+            answer = connection.call(Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
+            num_stored = U64.unpack(answer)[0]
+            if num_stored < num_blocks and not lost and time.monotonic() < deadline_s:
+                continue
+            num_blocks = num_stored
+        return SaveResult(num_blocks=num_blocks, num_written=num_written, num_refused=ticket.num_refused)
 
 
 def run_load(

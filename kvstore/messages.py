@@ -10,14 +10,16 @@ import numpy as np
 
 from kvstore.chain import Chain, decode_chain
 from kvstore.errors import ProtocolError
-from kvstore.grants import Grant, StoreTicket
+from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.transport import IndexArray, ReadRequest
 
 _LEASE = struct.Struct("<d")
 _LOAD = struct.Struct("<dd")
-_GRANT = struct.Struct("<QI")
+_PIN = struct.Struct("<Bd")
+_GRANT = struct.Struct("<QII8s")
 _PREPARE = struct.Struct("<HH")
-_TICKET = struct.Struct("<QIII")
+_TICKET = struct.Struct("<QIIIIQ8s")
+_WRITE_END = struct.Struct("<Q8s")
 _PROGRESS = struct.Struct("<QII")
 _PEER_LEASE = struct.Struct("<IIQd")
 _PEER_GRANT = struct.Struct("<Q8sQII")
@@ -62,15 +64,35 @@ def unpack_load(payload: bytes) -> tuple[Chain, float, float]:
     return decode_chain(payload[_LOAD.size :]), ttl_s, timeout_s
 
 
+def pack_pin(chain: Chain, kind: PinKind, ttl_s: float) -> bytes:
+    """Ask for a hard or soft pin of a run's readable prefix."""
+    return _PIN.pack(kind.value, ttl_s) + chain.encode()
+
+
+def unpack_pin(payload: bytes) -> tuple[Chain, PinKind, float]:
+    """Return what `pack_pin` packed.
+
+    Raises:
+        ProtocolError: there is no such kind.
+    """
+    kind, ttl_s = _PIN.unpack_from(payload)
+    if kind not in (PinKind.HARD.value, PinKind.SOFT.value):
+        raise ProtocolError(f"wanted a hard or soft pin, got kind {kind}")
+    return decode_chain(payload[_PIN.size :]), PinKind(kind), ttl_s
+
+
 def pack_grant(grant: Grant) -> bytes:
-    """Answer a lease."""
-    return _GRANT.pack(grant.lease_id, len(grant.slots)) + pack_ints(grant.slots)
+    """Answer a lease or a pin."""
+    head = _GRANT.pack(grant.lease_id, len(grant.slots), grant.num_refused, grant.epoch)
+    return b"".join((head, pack_ints(grant.slots), grant.generations))
 
 
 def unpack_grant(payload: bytes) -> Grant:
     """Return what `pack_grant` packed."""
-    lease_id, _ = _GRANT.unpack_from(payload)
-    return Grant(lease_id, tuple(unpack_ints(payload[_GRANT.size :]).tolist()))
+    lease_id, count, num_refused, epoch = _GRANT.unpack_from(payload)
+    end = _GRANT.size + 4 * count
+    slots = tuple(unpack_ints(payload[_GRANT.size : end]).tolist())
+    return Grant(lease_id, slots, payload[end:], num_refused, epoch)
 
 
 def pack_prepare(chain: Chain, num_parts: int = 1, part: int = 0) -> bytes:
@@ -86,21 +108,40 @@ def unpack_prepare(payload: bytes) -> tuple[Chain, int, int]:
 
 def pack_ticket(ticket: StoreTicket) -> bytes:
     """Answer a prepare."""
-    head = _TICKET.pack(ticket.write_id, ticket.num_resident, ticket.num_refused, len(ticket.slots))
-    return head + pack_ints(ticket.indexes) + pack_ints(ticket.slots)
+    head = _TICKET.pack(
+        ticket.write_id, ticket.num_resident, ticket.num_refused, ticket.num_awaited, len(ticket.slots),
+        ticket.num_clears, ticket.epoch,
+    )  # fmt: skip
+    return b"".join((head, pack_ints(ticket.indexes), pack_ints(ticket.slots), ticket.generations))
 
 
 def unpack_ticket(payload: bytes) -> StoreTicket:
     """Return what `pack_ticket` packed."""
-    write_id, num_resident, num_refused, count = _TICKET.unpack_from(payload)
-    values = unpack_ints(payload[_TICKET.size :]).tolist()
+    write_id, num_resident, num_refused, num_awaited, count, num_clears, epoch = _TICKET.unpack_from(payload)
+    end = _TICKET.size + 8 * count
+    values = unpack_ints(payload[_TICKET.size : end]).tolist()
     return StoreTicket(
         write_id=write_id,
         indexes=tuple(values[:count]),
         slots=tuple(values[count:]),
         num_resident=num_resident,
         num_refused=num_refused,
+        num_awaited=num_awaited,
+        num_clears=num_clears,
+        generations=payload[end:],
+        epoch=epoch,
     )
+
+
+def pack_write_end(ticket: StoreTicket) -> bytes:
+    """Complete or abort the write of a ticket, naming the lives of its slots and of the store."""
+    return _WRITE_END.pack(ticket.write_id, ticket.epoch) + ticket.generations
+
+
+def unpack_write_end(payload: bytes) -> tuple[int, bytes, bytes]:
+    """Return (write id, epoch, generations) that `pack_write_end` packed."""
+    write_id, epoch = _WRITE_END.unpack_from(payload)
+    return write_id, epoch, bytes(payload[_WRITE_END.size :])
 
 
 @dataclass(frozen=True, slots=True)

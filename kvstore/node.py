@@ -22,18 +22,15 @@ from kvstore.config import StoreConfig, socket_dir
 from kvstore.control_server import remove_stale_sockets
 from kvstore.errors import (
     ConfigError,
-    InvalidRequest,
     LayoutMismatch,
-    StoreDraining,
     TransferError,
 )
 from kvstore.fetch import Fetcher, Load
-from kvstore.grants import Grant, StoreTicket
 from kvstore.hints import Hints
 from kvstore.mover_link import MoverLink
 from kvstore.node_control import NodeControl
 from kvstore.peers import PeerAddress, PeerBook, Resolver
-from kvstore.pool import Pool
+from kvstore.pool_verbs import PoolVerbs
 from kvstore.shape import BLOCK_ORDER_VERSION
 
 logger = logging.getLogger(__name__)
@@ -42,7 +39,7 @@ logger = logging.getLogger(__name__)
 SLOT_ALIGNMENT_BYTES = 64
 
 
-class NodeCore:
+class NodeCore(PoolVerbs):
     """State and verbs of one node store.
 
     Args:
@@ -66,17 +63,16 @@ class NodeCore:
         resolve_directory: Callable[[], PeerAddress],
         on_mover_gone: Callable[[], None] = lambda: None,
     ) -> None:
-        self.node_id, self.config = node_id, config
+        super().__init__(node_id, config, self._pool_changed, self._deadline_set)
         self.epoch = secrets.token_bytes(8)
         self._host, self.token = host, secrets.token_hex(16)
         self.arena: Arena = create_arena(config.capacity_bytes)
         self._arena_closed = False
-        self.attached_pool: Pool | None = None
         self.slot_bytes = 0
         self._attach_lock = threading.Lock()
         self.versions: dict[bytes, int] = {}
         self.block_bytes: dict[bytes, int] = {}
-        self._draining = self.closed_to_peers = False
+        self.closed_to_peers = False
         self.mover = MoverLink(self._end_quarantine)
         self._peers = PeerBook(node_id, resolve_peer, config.call_timeout_s)
         self.hints = Hints(node_id, resolve_directory, config.call_timeout_s)
@@ -126,9 +122,8 @@ class NodeCore:
                 f"wanted room for at least 2 blocks of {slot_bytes} bytes, got a capacity of "
                 f"{self.config.capacity_bytes}; raise capacity="
             )
-        max_pinned = max(1, int(num_slots * self.config.max_pinned_fraction))
         self.slot_bytes = slot_bytes
-        pool = Pool(num_slots, max_pinned)
+        pool = self.make_pool(num_slots, self.epoch)
         self.fetcher = Fetcher(
             self.config, pool, self.hints, self._peers, self.mover, BLOCK_ORDER_VERSION,
             lambda namespace: self.versions.get(namespace, 0), self.clear,
@@ -137,71 +132,12 @@ class NodeCore:
         self.hints.start(pool)
         self.attached_pool = pool
 
-    @property
-    def pool(self) -> Pool:
-        """The pool of the arena.
-
-        Raises:
-            InvalidRequest: no namespace has attached yet, so there are no slots.
-        """
-        if self.attached_pool is None:
-            raise InvalidRequest("no namespace has attached to this store yet; make a client first")
-        return self.attached_pool
-
-    def lookup(self, chain: Chain) -> int:
-        """Return how many leading blocks are readable on this node. No side effect."""
-        return 0 if self.attached_pool is None else self.attached_pool.lookup(chain)
-
     def lookup_all(self, chain: Chain) -> list[tuple[str, int]]:
         """Return (node, prefix length), this node first and as it is, the others as the directory hints."""
         found = [(self.node_id, self.lookup(chain))]
         if found[0][1] < len(chain):
             found += [item for item in self.hints.locate(chain) if item[0] != self.node_id]
         return found
-
-    def lease(self, chain: Chain, owner: str, ttl_s: float) -> Grant:
-        """Pin the readable prefix of a run for `ttl_s` seconds.
-
-        Raises:
-            StoreDraining: nothing is granted any more.
-        """
-        self.check_serving()
-        if self.attached_pool is None:
-            return Grant(0, ())
-        grant = self.attached_pool.pin_prefix(chain, owner, time.monotonic() + ttl_s)
-        if not grant.slots:
-            self.attached_pool.release(grant.lease_id, owner)
-            return Grant(0, ())
-        self._control.wake()
-        return grant
-
-    def release(self, lease_id: int, owner: str) -> bool:
-        """Drop a lease; whether it was still held."""
-        return self.attached_pool is not None and self.attached_pool.release(lease_id, owner)
-
-    def renew(self, lease_id: int, owner: str, ttl_s: float) -> bool:
-        """Extend a lease to `ttl_s` from now; whether it was still held. Never shortens."""
-        return self.attached_pool is not None and self.attached_pool.renew(lease_id, owner, time.monotonic() + ttl_s)
-
-    def prepare_store(self, chain: Chain, owner: str, num_parts: int = 1, part: int = 0) -> StoreTicket:
-        """Claim slots for the blocks of a run that are not here.
-
-        Raises:
-            StoreDraining: nothing is granted any more.
-            ChainBroken: the run cannot be attached; nothing changed.
-        """
-        self.check_serving()
-        return self.pool.prepare_store(chain, owner, num_parts=num_parts, part=part)
-
-    def complete_store(self, write_id: int, owner: str) -> int:
-        """Publish a write whose bytes are in place; returns how many blocks became findable."""
-        published = self.pool.complete_store(write_id, owner)
-        self.hints.publish_soon()
-        return published
-
-    def abort_store(self, write_id: int, owner: str) -> int:
-        """Give a write up; returns how many slots came back."""
-        return self.pool.abort_store(write_id, owner)
 
     def clear(self, namespace: bytes, version: int) -> int:
         """Make a namespace a miss; `version` must be later than the last clearing's, else nothing happens.
@@ -325,14 +261,11 @@ class NodeCore:
             self._arena_closed = True
             self.arena.close()
 
-    def check_serving(self) -> None:
-        """Refuse when the node is being drained.
+    def _pool_changed(self) -> None:
+        self.hints.publish_soon()
 
-        Raises:
-            StoreDraining: it is.
-        """
-        if self._draining:
-            raise StoreDraining(f"node {self.node_id} is being drained; use another node or undrain it")
+    def _deadline_set(self) -> None:
+        self._control.wake()
 
     def _end_quarantine(self, read_id: int) -> None:
         if self.attached_pool is not None:

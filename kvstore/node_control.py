@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import logging
 import secrets
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -32,18 +33,15 @@ from kvstore.grants import Grant
 from kvstore.messages import (
     NOTIFICATION,
     U64,
-    U64_F64,
     PeerGrant,
     Progress,
-    pack_grant,
     pack_peer_grant,
     pack_progress,
-    pack_ticket,
-    unpack_lease,
     unpack_load,
     unpack_peer_lease,
-    unpack_prepare,
 )
+from kvstore.pool_control import PoolControl
+from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Flag, Message, Op, pack_json, unpack_json
 
@@ -65,6 +63,7 @@ class NodeControl:
         self._core, self._on_mover_gone = core, on_mover_gone
         self._remote_leases: dict[int, float] = {}
         self._fence = MoverFence(core.config, core.mover, lambda: core.attached_pool)
+        self._pool = PoolControl(core)
         self.num_calls: dict[str, int] = {}
         self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
 
@@ -93,7 +92,15 @@ class NodeControl:
         self._server.stop()
 
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
-        op, payload, owner = message.op, message.payload, connection.owner
+        try:
+            return self._dispatch(connection, message)
+        except struct.error as error:
+            raise InvalidRequest(
+                f"{message.op.name}: {len(message.payload)} bytes are not a request of this version: {error}"
+            ) from error
+
+    def _dispatch(self, connection: Connection, message: Message) -> bytes | None:
+        op, payload = message.op, message.payload
         if op is Op.HELLO:
             return self._hello(connection, message)
         if not connection.role:
@@ -107,33 +114,12 @@ class NodeControl:
             return None
         if connection.role == "peer":
             return self._serve_peer(connection, message)
+        if op in PoolControl.OPS:
+            return self._pool.serve(connection, message)
         match op:
-            case Op.LOOKUP:
-                return U64.pack(self._core.lookup(decode_chain(payload)))
-            case Op.LEASE:
-                chain, ttl_s = unpack_lease(payload)
-                return pack_grant(self._core.lease(chain, owner, ttl_s))
-            case Op.RELEASE:
-                return U64.pack(self._core.release(U64.unpack(payload)[0], owner))
-            case Op.RENEW:
-                lease_id, ttl_s = U64_F64.unpack(payload)
-                return U64.pack(self._core.renew(lease_id, owner, ttl_s))
             case Op.LOAD:
                 self._load(connection, message)
                 return None
-            case Op.PREPARE_STORE:
-                chain, num_parts, part = unpack_prepare(payload)
-                if connection.pidfd < 0:
-                    raise ConfigError(
-                        "this kernel does not tell the store when this process ends, so it may read but not write; "
-                        "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
-                    )
-                return pack_ticket(self._core.prepare_store(chain, owner, num_parts, part))
-            case Op.COMPLETE_STORE:
-                self._complete(connection, message)
-                return None
-            case Op.ABORT_STORE:
-                return U64.pack(self._core.abort_store(U64.unpack(payload)[0], owner))
             case Op.LOOKUP_ALL:
                 threading.Thread(target=self._lookup_all, args=(connection, message), daemon=True).start()
                 return None
@@ -184,7 +170,7 @@ class NodeControl:
         if self._core.fetcher is None or chain.namespace not in self._core.block_bytes:
             raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
         version = self._core.versions.get(chain.namespace, 0)
-        grant = self._core.pool.pin_prefix(chain, connection.owner, time.monotonic() + ttl_s)
+        grant = self._core.pool.pin_prefix(chain, connection.owner, deadline_after(ttl_s))
         self._server.wake()
         load = Load(
             chain=chain,
@@ -199,7 +185,9 @@ class NodeControl:
         )
         load.num_ready = load.report.num_local = len(grant.slots)
         slots = np.asarray(grant.slots, dtype=np.int32)
-        if len(grant.slots) == len(chain):
+        if grant.num_refused:
+            load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
+        if grant.num_refused or len(grant.slots) == len(chain):
             load.send(pack_progress(Progress(grant.lease_id, 0, slots, load.report.to_json())), True)
             return
         if grant.slots:
@@ -209,14 +197,6 @@ class NodeControl:
     @staticmethod
     def _answer_load(connection: Connection, request: int, payload: bytes, last: bool) -> None:
         connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, request, payload)
-
-    def _complete(self, connection: Connection, message: Message) -> None:
-        (write_id,) = U64.unpack(message.payload)
-        published = self._core.pool.complete_store(write_id, connection.owner)
-        # Answered after the directory has heard, so that who waits for a save can find it from any node.
-        self._core.hints.publish_soon(
-            lambda: self._reply(connection, Op.COMPLETE_STORE, message.request, U64.pack(published))
-        )
 
     @staticmethod
     def _reply(connection: Connection, op: Op, request: int, payload: bytes) -> None:
@@ -275,7 +255,7 @@ class NodeControl:
                     f"blocks of this namespace have {known} bytes here, the peer wants {wanted.block_bytes}; "
                     "run one version of raykv everywhere"
                 )
-            deadline_s = time.monotonic() + wanted.ttl_s
+            deadline_s = deadline_after(wanted.ttl_s)
             grant = self._core.attached_pool.pin_prefix(wanted.chain, "peers", deadline_s)
             if grant.slots:
                 self._remote_leases[grant.lease_id] = deadline_s
@@ -325,12 +305,11 @@ class NodeControl:
             return True
         if core.fetcher is not None and core.fetcher.flights.num_waiting > 0:
             return True
-        return core.attached_pool is not None and core.attached_pool.num_leases() > 0
+        return self._pool.wants_ticks()
 
     def _tick(self) -> None:
         now_s = time.monotonic()
-        if self._core.attached_pool is not None:
-            self._core.attached_pool.expire(now_s)
+        self._pool.tick(now_s)
         self._fence.check()
         self._core.hints.answer_overdue()
         if self._core.fetcher is not None:

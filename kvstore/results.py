@@ -86,14 +86,29 @@ class SaveResult:
     """How a save ended.
 
     Args:
-        num_blocks: blocks [0, num_blocks) are in the store now, or just being written by somebody else.
-        num_written: how many of them this save wrote.
+        num_blocks: blocks [0, num_blocks) are in the store now, whoever wrote them.
+        num_written: how many blocks this save wrote.
         num_refused: blocks at the end for which no slot could be had; nothing of them is kept.
     """
 
     num_blocks: int
     num_written: int
     num_refused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """Blocks that `Client.pin` keeps in this node's memory until `Client.unpin`.
+
+    Args:
+        pin_id: names the pin to the store; 0 when no block was here.
+        num_blocks: blocks [0, num_blocks) of the hashes are kept.
+        num_refused: stored blocks behind them for which the budget of pins had no room.
+    """
+
+    pin_id: int
+    num_blocks: int
+    num_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

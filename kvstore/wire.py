@@ -38,6 +38,8 @@ class Op(IntEnum):
     LOAD = 11
     LOOKUP_ALL = 12
     STATS = 13
+    PIN = 14
+    AWAIT_STORE = 15
     PEER_LEASE = 20
     PEER_RELEASE = 21
     PEER_TRANSPORT = 22

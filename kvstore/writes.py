@@ -79,6 +79,7 @@ class WriteTable:
         self._writes: dict[int, _Write] = {}
         self._parts: dict[int, _Parts] = {}
         self._aside: dict[str, list[int]] = {}
+        self._num_clears: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -130,6 +131,7 @@ class WriteTable:
             num_resident=end - len(indexes),
             num_refused=len(hashes) - end,
             num_awaited=sum(own in writing for own in hashes[:end]) - len(indexes) if len(indexes) < end else 0,
+            num_clears=self._num_clears[chain.namespace] if self._num_clears else 0,
             generations=generations,
             epoch=self._epoch,
         )
@@ -280,6 +282,7 @@ class WriteTable:
 
     def clear(self, namespace: bytes) -> int:
         """Make a namespace a miss; returns how many blocks that concerned."""
+        self._num_clears[namespace] += 1
         num_cleared, lost = self._table.clear(namespace)
         for slot in lost.values():
             if (parts := self._parts.get(slot)) is not None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvstore import messages
 from kvstore.chain import Chain
 from kvstore.errors import ProtocolError
-from kvstore.grants import Grant, StoreTicket
+from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.transport import ReadRequest
 
 CHAIN = Chain(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
@@ -39,8 +39,20 @@ def test_load():
 
 @given(ids, ints)
 def test_grant(lease_id, slots):
-    grant = Grant(lease_id, tuple(slots))
+    grant = Grant(lease_id, tuple(slots), bytes(4 * len(slots)), 7, b"epoch678")
     assert messages.unpack_grant(messages.pack_grant(grant)) == grant
+
+
+@pytest.mark.parametrize("kind", [PinKind.HARD, PinKind.SOFT])
+@pytest.mark.parametrize("ttl_s", [0.5, float("inf")])
+def test_pin(kind, ttl_s):
+    assert messages.unpack_pin(messages.pack_pin(CHAIN, kind, ttl_s)) == (CHAIN, kind, ttl_s)
+
+
+@pytest.mark.parametrize("kind", [0, 3, 255])
+def test_another_kind_of_pin_is_refused(kind):
+    with pytest.raises(ProtocolError, match="hard or soft"):
+        messages.unpack_pin(bytes([kind]) + messages.pack_pin(CHAIN, PinKind.HARD, 1.0)[1:])
 
 
 @pytest.mark.parametrize(("num_parts", "part"), [(1, 0), (2, 1), (65535, 65534)])
@@ -56,8 +68,13 @@ def test_ticket(write_id, pairs):
         slots=tuple(b for _, b in pairs),
         num_resident=3,
         num_refused=4,
+        num_awaited=2,
+        num_clears=2**40,
+        generations=b"life" * len(pairs),
+        epoch=b"epoch678",
     )
     assert messages.unpack_ticket(messages.pack_ticket(ticket)) == ticket
+    assert messages.unpack_write_end(messages.pack_write_end(ticket)) == (write_id, b"epoch678", ticket.generations)
 
 
 @pytest.mark.parametrize("slots", [SLOTS, SLOTS[:0]])
