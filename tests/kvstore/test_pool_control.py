@@ -1,0 +1,274 @@
+"""The pool's rules at the doors of a node store: its socket, its verbs, its client."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from kvstore.chain import Chain
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.control_client import connect_local
+from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
+from kvstore.grants import PinKind
+from kvstore.messages import (
+    U64,
+    U64_F64,
+    pack_lease,
+    pack_pin,
+    pack_prepare,
+    pack_write_end,
+    unpack_grant,
+    unpack_ticket,
+)
+from kvstore.wire import Op
+
+
+def run_of(hashes) -> Chain:
+    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+
+
+@pytest.fixture
+def core(cluster):
+    return cluster.add("a")
+
+
+@pytest.fixture
+def worker(core, cluster):
+    return cluster.worker("a")
+
+
+@pytest.fixture
+def ask(core, worker):
+    """Ask over a connection of its own."""
+    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    os.close(fd)
+    yield lambda op, payload: client.call(op, payload, timeout_s=5.0)
+    client.close()
+
+
+def prepare(ask, hashes, num_parts=1, part=0):
+    return unpack_ticket(ask(Op.PREPARE_STORE, pack_prepare(run_of(hashes), num_parts, part)))
+
+
+def complete(ask, ticket) -> int:
+    return U64.unpack(ask(Op.COMPLETE_STORE, pack_write_end(ticket)))[0]
+
+
+def test_eight_clients_save_one_chain_at_once(cluster, core):
+    """Duplicates: one copy, and everybody's result says that all of it is stored."""
+    workers = [cluster.worker("a", 40, seed=1) for _ in range(8)]
+    hashes = cluster.hashes(32)
+    for worker in workers:
+        for cache, first in zip(worker.caches, workers[0].caches, strict=True):
+            cache.copy_(first)
+    jobs = [worker.client.save(hashes, list(range(32))) for worker in workers]
+    results = [job.result(20) for job in jobs]
+    assert [(result.num_blocks, result.num_refused) for result in results] == [(32, 0)] * 8
+    assert sum(result.num_written for result in results) == 32
+    stats = core.pool.stats()
+    assert (stats.num_idle, stats.num_writes, stats.num_published) == (32, 0, 32)
+    assert workers[7].load(hashes, range(32)).num_blocks == 32
+
+
+def test_a_save_takes_over_what_another_writer_gives_up(core, worker, cluster, ask, wait_until):
+    """Duplicates: the save waits while the first writer lives, and writes when it aborts."""
+    hashes = cluster.hashes(6)
+    first = prepare(ask, hashes[:4])
+    job = worker.client.save(hashes, list(range(6)))
+    wait_until(lambda: core.pool.stats().num_published == 2)
+    assert not job.done()
+    assert U64.unpack(ask(Op.ABORT_STORE, pack_write_end(first)))[0] == 4
+    result = job.result(10)
+    assert (result.num_blocks, result.num_written) == (6, 6)
+    assert worker.client.lookup(hashes, remote=False).num_local == 6
+
+
+def test_a_save_waits_only_so_long_for_another_writer_and_says_what_is_stored(core, worker, cluster, ask):
+    """Duplicates: bounded by the transfer timeout, here 3 s, and truthful."""
+    hashes = cluster.hashes(6)
+    worker.save(hashes[:2], range(2))
+    prepare(ask, hashes[:4])
+    result = worker.client.save(hashes, list(range(6))).result(10)
+    assert (result.num_blocks, result.num_written, result.num_refused) == (2, 2, 0)
+
+
+def test_a_save_is_not_repeated_after_a_clearing(core, worker, cluster, ask, wait_until):
+    """Bytes of the old weights are not stored under the new ones."""
+    hashes = cluster.hashes(4)
+    prepare(ask, hashes[:2])
+    job = worker.client.save(hashes, list(range(4)))
+    wait_until(lambda: core.pool.stats().num_published == 2)
+    core.clear(hashes.namespace_digest, 1)
+    assert job.result(10).num_blocks == 0
+    assert core.pool.stats().num_free == core.pool.stats().num_slots - 2
+    assert worker.client.lookup(hashes, remote=False).num_local == 0
+
+
+def test_two_ranks_write_parts_over_two_connections(core, worker, cluster, ask):
+    """Rule 4 at the socket: part and number of parts travel, and a reader never sees half."""
+    hashes = cluster.hashes(3)
+    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    os.close(fd)
+
+    def other(op, payload):
+        return client.call(op, payload, timeout_s=5.0)
+
+    one, two = prepare(ask, hashes, 2, 0), prepare(other, hashes, 2, 1)
+    assert one.slots == two.slots
+    assert complete(ask, one) == 0
+    assert worker.client.lookup(hashes, remote=False).num_local == 0
+    assert complete(other, two) == 3
+    assert worker.client.lookup(hashes, remote=False).num_local == 3
+    client.close()
+
+
+def test_a_rank_that_never_comes_is_given_up_after_the_lease_time(cluster, wait_until):
+    """Rules 4 and 10."""
+    core = cluster.add("b", lease_ttl_s=0.6, lease_margin_s=0.1)
+    worker, hashes = cluster.worker("b"), cluster.hashes(3)
+    ticket = core.prepare_store(run_of(hashes), "rank0", 2, 0)
+    assert core.complete_store(ticket.write_id, "rank0") == 0
+    wait_until(lambda: core.pool.stats().num_writing == 0)
+    assert worker.save(hashes, range(3)).num_written == 3
+
+
+def test_a_writer_over_ray_loses_its_slots_at_its_deadline(core, worker, cluster, wait_until):
+    """Rule 10: nobody sees when that owner dies."""
+    ticket = core.prepare_store(run_of(cluster.hashes(3)), "ray:x", ttl_s=0.3)
+    assert core.pool.stats().num_writing == 3
+    wait_until(lambda: core.pool.stats().num_writing == 0)
+    assert core.complete_store(ticket.write_id, "ray:x", ticket.generations, ticket.epoch) == 0
+
+
+def test_stale_tickets_are_refused_over_the_socket(core, worker, cluster, ask):
+    """Rule 5."""
+    ticket = prepare(ask, cluster.hashes(2))
+    assert ticket.epoch == core.epoch
+    before = core.pool.stats()
+    head = struct.pack("<Q", ticket.write_id)
+    for bad in (head + bytes(8) + ticket.generations, head + ticket.epoch + bytes(8), head + ticket.epoch):
+        with pytest.raises(StaleTicket):
+            ask(Op.COMPLETE_STORE, bad)
+        assert U64.unpack(ask(Op.ABORT_STORE, bad))[0] == 0
+        assert core.pool.stats() == before
+    assert complete(ask, ticket) == 2
+
+
+@pytest.mark.parametrize("op", [Op.RELEASE, Op.RENEW, Op.COMPLETE_STORE, Op.ABORT_STORE])
+def test_unknown_ids_over_the_socket_are_answered_with_nothing(core, ask, op):
+    for number in (0, 1, 2**64 - 1):
+        payload = U64_F64.pack(number, 5.0) if op is Op.RENEW else U64.pack(number)
+        if op in (Op.COMPLETE_STORE, Op.ABORT_STORE):
+            payload += core.epoch
+        assert U64.unpack(ask(op, payload))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "op",
+    [Op.LOOKUP, Op.LEASE, Op.PIN, Op.RELEASE, Op.RENEW, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.ABORT_STORE, Op.LOAD],
+)
+@pytest.mark.parametrize("payload", [b"", b"\1", b"\1" * 7])
+def test_bytes_that_are_no_request_are_refused_with_a_type(core, ask, op, payload):
+    """Malformed ids, times and chains: a typed refusal, no count changed, and the connection goes on."""
+    before = core.pool.stats()
+    with pytest.raises((InvalidRequest, ChainBroken, ProtocolError)):
+        ask(op, payload)
+    assert core.pool.stats() == before
+    assert len(ask(Op.RELEASE, U64.pack(0))) == 8
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_are_none_are_refused(core, worker, cluster, ask, ttl_s):
+    hashes = cluster.hashes(2)
+    worker.save(hashes, range(2))
+    lease = worker.client.lease(hashes)
+    if not ttl_s == 0.0:
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            ask(Op.AWAIT_STORE, pack_lease(run_of(hashes), ttl_s))
+    questions = [(Op.LEASE, pack_lease(run_of(hashes), ttl_s)), (Op.RENEW, U64_F64.pack(lease.lease_id, ttl_s))]
+    if ttl_s != float("inf"):
+        questions.append((Op.PIN, pack_pin(run_of(hashes), PinKind.HARD, ttl_s)))
+    for op, payload in questions:
+        with pytest.raises(InvalidRequest, match="ttl_s"):
+            ask(op, payload)
+    assert core.pool.num_leases() == 1
+    assert lease.release()
+
+
+def test_pin_and_unpin(core, worker, cluster):
+    hashes = cluster.hashes(4)
+    assert worker.client.pin(hashes).num_blocks == 0
+    worker.save(hashes, range(4))
+    pinned, preferred = worker.client.pin(hashes), worker.client.pin(hashes, soft=True)
+    assert (pinned.num_blocks, pinned.num_refused, preferred.num_blocks) == (4, 0, 4)
+    stats = core.pool.stats()
+    assert (stats.num_hard_pinned, stats.num_soft_pinned, stats.num_pinned) == (4, 4, 4)
+    assert worker.client.unpin(pinned)
+    assert not worker.client.unpin(pinned)
+    assert worker.client.unpin(preferred)
+    assert core.pool.num_leases() == 0
+
+
+def test_pins_end_with_their_time_and_with_their_owner(core, worker, cluster, wait_until):
+    """Rule 10."""
+    hashes = cluster.hashes(4)
+    worker.save(hashes, range(4))
+    other = cluster.client("a")
+    other.pin(hashes)
+    worker.client.pin(hashes, ttl_s=0.2)
+    assert core.pool.num_leases() == 2
+    wait_until(lambda: core.pool.num_leases() == 1)
+    other.close()
+    wait_until(lambda: core.pool.num_leases() == 0)
+
+
+def test_the_quota_of_hard_pins_is_refused_with_a_type(cluster):
+    """Rule 9."""
+    block_bytes = cluster.space.shape.block_bytes
+    core = cluster.add("q", capacity_bytes=max(1 << 16, 16 * block_bytes), block_bytes=(1 << 16) // 16)
+    worker = cluster.worker("q", 16)
+    num_slots = core.attach(cluster.space.digest, block_bytes)["num_slots"]
+    hashes = cluster.hashes(num_slots // 2 + 1)
+    worker.save(hashes, range(len(hashes)))
+    pinned = worker.client.pin(hashes)
+    assert (pinned.num_blocks, pinned.num_refused) == (num_slots // 2, 1)
+    other = cluster.hashes(1, seed=9)
+    worker.save(other, [0])
+    with pytest.raises(PoolExhausted, match="budget of pins"):
+        worker.client.pin(other)
+    assert worker.client.pin(other, soft=True).num_blocks == 1
+
+
+def test_a_grant_over_the_socket_names_lives(core, worker, cluster, ask):
+    """Rule 5: slots come with their generation and the store's epoch."""
+    hashes = cluster.hashes(3)
+    worker.save(hashes, range(3))
+    grant = unpack_grant(ask(Op.LEASE, pack_lease(run_of(hashes), 5.0)))
+    assert grant.epoch == core.epoch
+    assert tuple(np.frombuffer(grant.generations, "<u4")) == core.pool.generations(grant.slots)
+
+
+def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cluster, ask):
+    """The answer to a waiting save comes later; everybody else is served meanwhile."""
+    hashes = cluster.hashes(2)
+    ticket = prepare(ask, hashes)
+    told: list[int] = []
+    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    os.close(fd)
+
+    def wait():
+        told.append(U64.unpack(client.call(Op.AWAIT_STORE, pack_lease(run_of(hashes), 5.0), timeout_s=9.0))[0])
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for _ in range(20):
+        assert worker.client.lookup(hashes, remote=False).num_local == 0
+    assert told == []
+    assert complete(ask, ticket) == 2
+    thread.join(5)
+    assert told == [2]
+    client.close()
