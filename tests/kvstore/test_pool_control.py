@@ -186,7 +186,7 @@ def test_times_that_are_none_are_refused(core, worker, cluster, ask, ttl_s):
     hashes = cluster.hashes(2)
     worker.save(hashes, range(2))
     lease = worker.client.lease(hashes)
-    if not ttl_s == 0.0:
+    if ttl_s != 0.0:
         with pytest.raises(InvalidRequest, match="timeout_s"):
             ask(Op.AWAIT_STORE, pack_lease(run_of(hashes), ttl_s))
     questions = [(Op.LEASE, pack_lease(run_of(hashes), ttl_s)), (Op.RENEW, U64_F64.pack(lease.lease_id, ttl_s))]
