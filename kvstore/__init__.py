@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvstore.hashing import BlockHashes, Namespace
     from kvstore.layout import EngineLayout, Part
     from kvstore.lease import Lease
-    from kvstore.results import BlockFailure, Job, LoadResult, Match, MissReason, SaveResult
+    from kvstore.results import BlockFailure, Job, LoadResult, Match, MissReason, Pinned, SaveResult
     from kvstore.shape import KVShape, Planes
 
 __version__ = "0.1.0"
