@@ -86,8 +86,10 @@ class Load:
     send: Callable[[bytes, bool], None]
     is_open: Callable[[], bool] = lambda: True
     num_ready: int = 0
+    is_ended: bool = False
     tried: set[str] = field(default_factory=set)
     report: LoadReport = field(default_factory=LoadReport)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Fetcher:
@@ -143,11 +145,17 @@ class Fetcher:
         except Exception as error:
             logger.exception("a load failed unexpectedly")
             load.report.reason = f"{type(error).__name__}: {error}"
+        with load.lock:
+            # Whoever pinned the last block has said the last word already.
+            if load.num_ready < len(load.chain):
+                load.is_ended = True
+                self._tell(load, load.num_ready, (), is_last=True)
+
+    @staticmethod
+    def _tell(load: Load, first: int, slots: tuple[int, ...], *, is_last: bool) -> None:
         load.report.num_peer = load.num_ready - load.report.num_local
-        load.send(
-            pack_progress(Progress(load.lease_id, load.num_ready, np.empty(0, np.int32), load.report.to_json())),
-            True,
-        )
+        report = load.report.to_json() if is_last else b""
+        load.send(pack_progress(Progress(load.lease_id, first, np.asarray(slots, dtype=np.int32), report)), is_last)
 
     def _fill(self, load: Load) -> str | None:
         """Fetch until everything is pinned; returns why it ended early, "" at the end, None when parked."""
@@ -247,13 +255,17 @@ class Fetcher:
         reason = read.run()
         if not reason:
             self._peers.succeeded(node_id)
-            load.report.peers.append(node_id)
         return reason
 
     def pin_more(self, load: Load, limit: int | None = None) -> int:
-        """Pin what became readable since and tell the client; returns how many blocks that were."""
-        if not load.is_open():
-            return 0
+        """Pin what became readable since and tell the client; returns how many blocks that were.
+
+        The word on the last block carries the report, so that the client waits for nothing more.
+        """
+        with load.lock:
+            return 0 if load.is_ended or not load.is_open() else self._pin_more(load, limit)
+
+    def _pin_more(self, load: Load, limit: int | None) -> int:
         rest = load.chain.tail(load.num_ready)
         if limit is not None:
             rest = rest.head(limit - load.num_ready)
@@ -265,6 +277,5 @@ class Fetcher:
         if grant.slots:
             first = load.num_ready
             load.num_ready += len(grant.slots)
-            slots = np.asarray(grant.slots, dtype=np.int32)
-            load.send(pack_progress(Progress(load.lease_id, first, slots)), False)
+            self._tell(load, first, grant.slots, is_last=load.num_ready == len(load.chain))
         return len(grant.slots)

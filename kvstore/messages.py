@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.chain import Chain, decode_chain
 from kvstore.errors import ProtocolError
@@ -232,11 +233,11 @@ def unpack_peer_grant(payload: bytes) -> PeerGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoverRead:
-    """One READ asked of the mover, split there into chunks of up to `chunk_blocks`."""
+    """One READ asked of the mover, to be done and reported in chunks; `chunk_ends` are their ends, ascending."""
 
     read_id: int
     request: ReadRequest
-    chunk_blocks: int
+    chunk_ends: npt.NDArray[np.int32]
     timeout_s: float
 
 
@@ -245,15 +246,16 @@ def pack_mover_read(read: MoverRead) -> bytes:
     request = read.request
     peer = request.peer.encode()
     head = _READ.pack(
-        read.read_id, request.block_bytes, len(request.local_slots), read.chunk_blocks, read.timeout_s,
+        read.read_id, request.block_bytes, len(request.local_slots), len(read.chunk_ends), read.timeout_s,
         len(peer), len(request.notification),
     )  # fmt: skip
-    return b"".join((head, peer, request.notification, pack_ints(request.local_slots), pack_ints(request.remote_slots)))
+    ints = (request.local_slots, request.remote_slots, read.chunk_ends)
+    return b"".join((head, peer, request.notification, *map(pack_ints, ints)))
 
 
 def unpack_mover_read(payload: bytes) -> MoverRead:
     """Return what `pack_mover_read` packed."""
-    read_id, block_bytes, count, chunk_blocks, timeout_s, peer_len, note_len = _READ.unpack_from(payload)
+    read_id, block_bytes, count, num_chunks, timeout_s, peer_len, note_len = _READ.unpack_from(payload)
     at = _READ.size
     peer = payload[at : at + peer_len].decode()
     note = payload[at + peer_len : at + peer_len + note_len]
@@ -262,10 +264,11 @@ def unpack_mover_read(payload: bytes) -> MoverRead:
         peer=peer,
         block_bytes=block_bytes,
         local_slots=slots[:count],
-        remote_slots=slots[count:],
+        remote_slots=slots[count : 2 * count],
         notification=note,
     )
-    return MoverRead(read_id=read_id, request=request, chunk_blocks=chunk_blocks, timeout_s=timeout_s)
+    ends = slots[2 * count : 2 * count + num_chunks]
+    return MoverRead(read_id=read_id, request=request, chunk_ends=ends, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

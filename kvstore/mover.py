@@ -39,25 +39,6 @@ _NOTIFICATION_POLL_S = 0.002
 _STALLED_AFTER_S, _STALLED_POLL_S = 0.1, 0.001
 
 
-def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
-    """Return the end of each chunk of a READ: short ones first and last, full ones between.
-
-    What is copied out overlaps with reading the next chunk, so the first chunk decides when copying
-    begins and the last one how much of it is left at the end. What fits one chunk is not divided.
-    """
-    if num_blocks <= chunk_blocks:
-        return [num_blocks] if num_blocks else []
-    ends: list[int] = []
-    at, size = 0, max(1, chunk_blocks // 4)
-    while at < num_blocks:
-        left = num_blocks - at
-        step = min(size, max(1, left // 2) if left > max(1, chunk_blocks // 4) else left)
-        at += step
-        ends.append(at)
-        size = min(2 * size, chunk_blocks)
-    return ends
-
-
 @dataclass(slots=True)
 class _Job:
     read: MoverRead
@@ -134,7 +115,7 @@ class Mover:
     def _serve(self, message: Message) -> None:
         if message.op is Op.MOVER_READ:
             read = unpack_mover_read(message.payload)
-            ends = plan_chunks(len(read.request.local_slots), read.chunk_blocks)
+            ends = read.chunk_ends.tolist()
             self._moved_s = now_s = time.monotonic()
             self._jobs.setdefault(read.request.peer, deque()).append(_Job(read, ends, now_s, now_s))
         elif message.op is Op.MOVER_EXPECT:

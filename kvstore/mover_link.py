@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.control_server import Connection
 from kvstore.errors import KVStoreError, PeerLost, ProtocolError, TransferTimeout
 from kvstore.messages import (
@@ -204,7 +207,7 @@ class MoverLink:
         peer: PeerDescription,
         on_done: OnDone,
         *,
-        chunk_blocks: int,
+        chunk_ends: npt.NDArray[np.int32],
         timeout_s: float,
     ) -> int:
         """Have the mover read; returns the READ's id. `on_done` hears of every chunk on the control thread.
@@ -228,7 +231,7 @@ class MoverLink:
                     "num_slots": peer.num_slots,
                 }
                 connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, pack_json(description))
-            read = MoverRead(read_id=read_id, request=request, chunk_blocks=chunk_blocks, timeout_s=timeout_s)
+            read = MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s)
             if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, pack_mover_read(read)):
                 self._callbacks.pop(read_id, None)
                 raise PeerLost("this node's mover does not read its socket; it is being replaced")

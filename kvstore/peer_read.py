@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.chain import Chain
 from kvstore.errors import KVStoreError, LeaseError, PeerLost, TransferError, TransferTimeout
 from kvstore.flight import Flight
 from kvstore.messages import NOTIFICATION, MoverDone, PeerGrant
 from kvstore.peers import Peer
+from kvstore.segments import plan_chunks, plan_segments
 from kvstore.transport import PeerDescription, ReadRequest
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_SEGMENT_BLOCKS = 64
 _MOVER_GRACE_S = 1.0
 
 
@@ -43,8 +44,7 @@ class _Segment:
 class PeerRead:
     """One lease at one peer, and the READs under it.
 
-    The grant is read in segments, each about twice as long as the one before: while the mover reads one,
-    the next one's slots are claimed, so that the time to claim thousands of slots is not waited for.
+    The grant is read in segments (kvstore.segments): while the mover reads one, the next one's slots are claimed.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class PeerRead:
         self._error: KVStoreError | None = None
         self._given_up: set[int] = set()
         self._num_wanted = self._num_published = 0
+        self._told_s = 0.0
 
     def run(self) -> str:
         """Read everything; returns why it fell short, or nothing.
@@ -77,7 +78,7 @@ class PeerRead:
         """
         flight = Flight()
         entered: list[bytes] = []
-        started_s = time.monotonic()
+        self._told_s = time.monotonic()
         notified = False
         try:
             if self._is_quarantine_full():
@@ -85,20 +86,22 @@ class PeerRead:
             generation = self._grant.mover_generation
             name, description = self._peer.transport(generation, self._fetcher.call_s(self._load))
             refused = False
-            for first, count in self._plan():
-                piece = self._chain.tail(first).head(count)
+            first = 0
+            for ends in self._plan():
+                piece = self._chain.tail(first).head(ends[-1] - first)
                 ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
                 refused = ticket.num_refused > 0
                 if ticket.indexes:
                     hashes = [piece.hash_at(i) for i in ticket.indexes]
                     entered += self._fetcher.flights.enter(hashes, flight)
                     segment = _Segment(first, piece, ticket.write_id, ticket.indexes, ticket.slots)
-                    is_last = first + count == len(self._chain)
-                    self._post(segment, name, description, with_notification=is_last)
-                    notified = is_last
+                    notified = ends[-1] == len(self._chain)
+                    chunk_ends = _distinct(np.searchsorted(ticket.indexes, np.asarray(ends) - first))
+                    self._post(segment, name, description, chunk_ends, with_notification=notified)
                 if refused or self._error is not None:
                     break
-            return self._wait(started_s) or ("pool_full" if refused else "")
+                first = ends[-1]
+            return self._wait() or ("pool_full" if refused else "")
         finally:
             self._fetcher.flights.leave(entered, flight)
             if not (notified and self._num_published == self._num_wanted):
@@ -117,17 +120,20 @@ class PeerRead:
         stats = self._pool.stats()
         return stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots
 
-    def _plan(self) -> list[tuple[int, int]]:
-        """Return (first block, number of blocks) of each segment."""
-        total, segments, first = len(self._chain), [], 0
-        size = max(_FIRST_SEGMENT_BLOCKS, 2 * self._config.chunk_bytes // self._load.block_bytes)
-        while first < total:
-            count = size if total - first >= 2 * size else total - first
-            segments.append((first, count))
-            first, size = first + count, 2 * size
-        return segments
+    def _plan(self) -> list[list[int]]:
+        """Return the chunk ends of each segment."""
+        chunk_blocks = max(1, self._config.chunk_bytes // self._load.block_bytes)
+        return plan_segments(plan_chunks(len(self._chain), chunk_blocks))
 
-    def _post(self, segment: _Segment, name: str, description: PeerDescription, *, with_notification: bool) -> None:
+    def _post(
+        self,
+        segment: _Segment,
+        name: str,
+        description: PeerDescription,
+        chunk_ends: npt.NDArray[np.int32],
+        *,
+        with_notification: bool,
+    ) -> None:
         load, now_s = self._load, time.monotonic()
         left_s = min(self._valid_until_s, load.deadline_s, now_s + self._config.transfer_timeout_s) - now_s
         note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch) if with_notification else b""
@@ -146,14 +152,14 @@ class PeerRead:
                 request,
                 description,
                 lambda done, error: self._on_done(segment, done, error),
-                chunk_blocks=max(1, self._config.chunk_bytes // load.block_bytes),
+                chunk_ends=chunk_ends,
                 timeout_s=max(left_s, 1e-3),
             )
         except PeerLost as error:
             self._error = error
             self._end(segment, 0)
 
-    def _wait(self, started_s: float) -> str:
+    def _wait(self) -> str:
         load = self._load
         with self._lock:
             self._posted_all = True
@@ -171,8 +177,6 @@ class PeerRead:
                 if not self._fetcher.mover.abandon(segment.read_id):
                     self._pool.end_quarantine(f"read-{segment.read_id}")
             raise TransferTimeout("the mover did not report on a READ in time")
-        load.report.read_s += time.monotonic() - started_s
-        load.report.num_bytes += self._num_published * load.block_bytes
         if self._error is not None:
             raise self._error
         return "" if self._num_published == self._num_wanted else "lease_expired"
@@ -190,7 +194,8 @@ class PeerRead:
         )
         if covered:
             count = None if done.last else done.num_blocks
-            self._num_published += self._pool.complete_store(segment.write_id, self._owner, count=count)
+            published = self._pool.complete_store(segment.write_id, self._owner, count=count)
+            self._note(done, published)
             reached = self._first + segment.first + segment.indexes[done.num_blocks - 1] + 1
             if done.last:
                 reached = self._first + segment.first + len(segment.chain)
@@ -200,9 +205,20 @@ class PeerRead:
                 except LeaseError:
                     logger.debug("the client of a load left before its blocks came")
         if done.last:
-            self._load.report.num_descriptors += done.num_descriptors
             fetcher.hints.publish_soon()
             self._end(segment, 0)
+
+    def _note(self, done: MoverDone, num_published: int) -> None:
+        """Account for a chunk before the client hears of it: the last word to the client carries the report."""
+        report, now_s = self._load.report, time.monotonic()
+        self._num_published += num_published
+        report.num_bytes += num_published * self._load.block_bytes
+        report.read_s += now_s - self._told_s
+        self._told_s = now_s
+        if done.last:
+            report.num_descriptors += done.num_descriptors
+        if self._peer.node_id not in report.peers:
+            report.peers.append(self._peer.node_id)
 
     def _end(self, segment: _Segment, read_id: int) -> None:
         """Give up what a segment has not published; what READ `read_id` may still touch is set aside."""
@@ -213,3 +229,9 @@ class PeerRead:
                 self._given_up.add(read_id)
             if self._posted_all and all(s.ended for s in self._segments):
                 self._ended.set()
+
+
+def _distinct(ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Return chunk ends without those of chunks that became empty because all their blocks were here."""
+    kept: npt.NDArray[np.int32] = ends[np.diff(ends, prepend=0) > 0].astype(np.int32)
+    return kept

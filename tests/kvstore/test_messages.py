@@ -105,9 +105,9 @@ def test_mover_read(notification, peer):
     request = ReadRequest(
         peer=peer, block_bytes=1 << 20, local_slots=SLOTS, remote_slots=SLOTS[::-1], notification=notification
     )
-    read = messages.MoverRead(read_id=1, request=request, chunk_blocks=2, timeout_s=0.25)
+    read = messages.MoverRead(read_id=1, request=request, chunk_ends=np.array([1, 3], np.int32), timeout_s=0.25)
     back = messages.unpack_mover_read(messages.pack_mover_read(read))
-    assert (back.read_id, back.chunk_blocks, back.timeout_s) == (1, 2, 0.25)
+    assert (back.read_id, back.chunk_ends.tolist(), back.timeout_s) == (1, [1, 3], 0.25)
     assert (back.request.peer, back.request.block_bytes, back.request.notification) == (peer, 1 << 20, notification)
     assert back.request.local_slots.tolist() == SLOTS.tolist()
     assert back.request.remote_slots.tolist() == SLOTS[::-1].tolist()

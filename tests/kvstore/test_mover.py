@@ -7,43 +7,21 @@ import resource
 import tempfile
 import threading
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstore.control_client import connect_local
 from kvstore.control_server import ControlServer
 from kvstore.errors import PeerLost, TransferError, TransferTimeout
 from kvstore.messages import NOTIFICATION, U64
-from kvstore.mover import Mover, plan_chunks
+from kvstore.mover import Mover
 from kvstore.mover_link import MoverLink
+from kvstore.segments import plan_chunks
 from kvstore.transport import LoopbackNetwork, LoopbackTransport, PeerDescription, ReadRequest, ReadState
 from kvstore.wire import Flag, Message, Op, encode, pack_json
 
 SLOT_BYTES, NUM_SLOTS = 64, 32
-
-
-# Chunks.
-
-
-@given(st.integers(0, 5000), st.integers(1, 600))
-def test_chunks_cover_everything_once_and_none_is_too_long(num_blocks, chunk_blocks):
-    ends = plan_chunks(num_blocks, chunk_blocks)
-    sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
-    assert sum(sizes) == num_blocks
-    assert all(0 < size <= chunk_blocks for size in sizes)
-
-
-def test_the_first_and_last_chunks_are_short():
-    ends = plan_chunks(64, 16)
-    assert ends[0] == 4
-    assert ends[-1] - ends[-2] <= 4
-    assert max(b - a for a, b in pairwise(ends)) == 16
-    assert plan_chunks(1, 16) == [1]
-    assert plan_chunks(3, 1) == [1, 2, 3]
 
 
 # The pair.
@@ -137,7 +115,8 @@ class Pair:
             remote_slots=np.array(remote, np.int32),
             notification=note,
         )
-        read_id = self.link.read(request, self.description, on_done, chunk_blocks=chunk_blocks, timeout_s=timeout_s)
+        ends = np.array(plan_chunks(len(request.local_slots), chunk_blocks), np.int32)
+        read_id = self.link.read(request, self.description, on_done, chunk_ends=ends, timeout_s=timeout_s)
         return read_id, heard, ended
 
     def slots(self):

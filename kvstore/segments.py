@@ -1,0 +1,41 @@
+"""How a READ of many blocks is divided: segments are claimed as one, chunks are read and reported as one."""
+
+from __future__ import annotations
+
+_FIRST_SEGMENT_BLOCKS = 64
+
+
+def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
+    """Return the end of each chunk: short ones first and last, full ones between.
+
+    What is copied out overlaps with reading the next chunk, so the first chunk decides when copying
+    begins and the last one how much of it is left at the end. What fits one chunk is not divided.
+    """
+    if num_blocks <= chunk_blocks:
+        return [num_blocks] if num_blocks else []
+    shortest, ends, at = max(1, chunk_blocks // 4), list[int](), 0
+    size = shortest
+    while at < num_blocks:
+        left = num_blocks - at
+        at += min(size, left if left <= shortest else -(-left // 2))
+        ends.append(at)
+        size = min(2 * size, chunk_blocks)
+    return ends
+
+
+def plan_segments(chunk_ends: list[int]) -> list[list[int]]:
+    """Group chunks into segments, each about twice as long as the one before.
+
+    While one segment is read the next one's slots are claimed, so that the time to claim thousands is not waited for.
+
+    Returns:
+        The chunk ends of each segment, counted as in `chunk_ends`.
+    """
+    segments: list[list[int]] = [[]]
+    begin, size = 0, _FIRST_SEGMENT_BLOCKS
+    for end in chunk_ends:
+        if segments[-1] and segments[-1][-1] - begin >= size:
+            begin, size = segments[-1][-1], 2 * size
+            segments.append([])
+        segments[-1].append(end)
+    return segments if chunk_ends else []
