@@ -141,6 +141,8 @@ class Worker:
         num_bytes = num_blocks * self._space.shape.block_bytes
         self._bytes[:num_bytes] = _POISON
         hashes = self._hashes(round_number, num_blocks)
+        # As engines do: the scheduler looks up what a load then brings.
+        assert max(count for _, count in self._client.lookup(hashes).nodes) == num_blocks
         started_s = time.perf_counter()
         result = self._client.load(hashes, range(num_blocks)).result(_TIMEOUT_S)
         seconds = time.perf_counter() - started_s

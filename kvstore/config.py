@@ -69,7 +69,7 @@ class StoreConfig:
     max_hard_pinned_fraction: float = 0.5
     max_quarantined_fraction: float = 0.25
     max_quarantine_s: float = 30.0
-    chunk_bytes: int = 8 << 20
+    chunk_bytes: int = 16 << 20
     lane: str = "default"
 
     def __post_init__(self) -> None:

@@ -186,12 +186,17 @@ class Fetcher:
             return ""
         if len(tried) >= _MAX_PEERS_PER_LOAD:
             return "not_found"
-        load.report.num_locate_calls += 1
-        found = [node for node, _ in self.hints.locate(rest) if node not in tried]
+        hints = remembered = self.hints.recall(rest.hash_at(0))
+        if not remembered:
+            load.report.num_locate_calls += 1
+            hints = self.hints.locate(rest)
+        found = [node for node, _ in hints if node not in tried]
         usable = [node for node in found if self._peers.is_usable(node)]
         if not usable:
             # Or while we were asking.
             if self.pin_more(load):
+                return ""
+            if remembered:
                 return ""
             return "peer_lost" if found and set(found) - {self._own_id()} else "not_found"
         if time.monotonic() > load.deadline_s:
@@ -205,7 +210,8 @@ class Fetcher:
                 # Without a mover of its own this node has not learnt anything about the peer.
                 self._peers.failed(usable[0])
             reason = "timeout" if isinstance(error, TransferTimeout) else "peer_lost"
-        return reason if len(usable) == 1 else ""
+        # What was remembered may be old: then the directory is asked after all.
+        return reason if len(usable) == 1 and not remembered else ""
 
     def call_s(self, load: Load) -> float:
         """Return how long a call to a peer may take for this load, seconds."""

@@ -23,6 +23,8 @@ _RETRY_S = 1.0
 #: A directory that did not answer in time is asked again later than one that refused: each try costs a load its time.
 _RETRY_HUNG_S = 5.0
 _HEARTBEAT_S = 5.0
+#: How long a lookup's answer may stand in for asking again, and how many are kept.
+_REMEMBERED_S, _MAX_REMEMBERED = 2.0, 1024
 #: Who waits for a batch to be published waits no longer than this, plus a tick of the control thread.
 _ANSWER_WITHIN_S = 1.0
 
@@ -54,6 +56,7 @@ class Hints:
         self._asker: ControlClient | None = None
         self._ask_lock = threading.Lock()
         self._ask_after_s = 0.0
+        self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
         self._sequence = 0
         self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
 
@@ -115,6 +118,18 @@ class Hints:
                 logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
                 return []
         return [(str(node), int(count)) for node, count in unpack_json(answer)["nodes"]]
+
+    def remember(self, block_hash: bytes, nodes: list[tuple[str, int]]) -> None:
+        """Note where a run that begins with a block was found: an engine that looked up soon loads."""
+        # No lock, here and in `recall`: each step is one operation on the dict, and a lost hint costs a question.
+        if len(self._remembered) >= _MAX_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[block_hash] = (time.monotonic() + _REMEMBERED_S, nodes)
+
+    def recall(self, block_hash: bytes) -> list[tuple[str, int]]:
+        """Return, once, what `remember` was told a moment ago; empty otherwise."""
+        until_s, nodes = self._remembered.pop(block_hash, (0.0, []))
+        return nodes if time.monotonic() < until_s else []
 
     def stop(self) -> None:
         """End the thread and close the connections."""

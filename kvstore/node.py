@@ -136,7 +136,12 @@ class NodeCore(PoolVerbs):
         """Return (node, prefix length), this node first and as it is, the others as the directory hints."""
         found = [(self.node_id, self.lookup(chain))]
         if found[0][1] < len(chain):
-            found += [item for item in self.hints.locate(chain) if item[0] != self.node_id]
+            num_local = found[0][1]
+            others = [item for item in self.hints.locate(chain) if item[0] != self.node_id]
+            longer = [(node, count - num_local) for node, count in others if count > num_local]
+            if longer:
+                self.hints.remember(chain.hash_at(num_local), longer)
+            found += others
         return found
 
     def clear(self, namespace: bytes, version: int) -> int:

@@ -17,7 +17,7 @@ def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
     size = shortest
     while at < num_blocks:
         left = num_blocks - at
-        at += min(size, left if left <= shortest else -(-left // 2))
+        at += min(size, left if 2 * left <= 3 * shortest else -(-left // 2))
         ends.append(at)
         size = min(2 * size, chunk_blocks)
     return ends

@@ -81,3 +81,31 @@ def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf,
     assert hanging.locate(chain) == []
     assert time.monotonic() - started_s < 0.1
     hanging._thread.start()
+
+
+@pytest.fixture
+def own_hints():
+    def resolve():
+        raise AssertionError("nothing here asks the directory")
+
+    return Hints("a", resolve, 1.0)
+
+
+def test_what_a_lookup_found_is_recalled_once(own_hints):
+    own_hints.remember(b"x", [("b", 3)])
+    assert own_hints.recall(b"y") == []
+    assert own_hints.recall(b"x") == [("b", 3)]
+    assert own_hints.recall(b"x") == []
+
+
+def test_what_was_found_long_ago_is_not(own_hints, monkeypatch):
+    own_hints.remember(b"x", [("b", 3)])
+    later_s = time.monotonic() + 3.0
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert own_hints.recall(b"x") == []
+
+
+def test_only_so_much_is_remembered(own_hints):
+    for i in range(5000):
+        own_hints.remember(i.to_bytes(2, "little"), [("b", 1)])
+    assert sum(own_hints.recall(i.to_bytes(2, "little")) != [] for i in range(5000)) <= 1024

@@ -237,6 +237,34 @@ def test_a_fetch_of_64_blocks_costs_one_call_of_the_worker_and_two_of_the_stores
     assert same(one, range(64), two, range(64))
 
 
+def test_a_load_after_a_lookup_does_not_ask_the_directory_again(cluster):
+    one, two = two_nodes(cluster)
+    hashes = cluster.hashes(6)
+    one.save(hashes, range(6))
+    two.load(hashes[:2], range(2))
+    assert max(count for _, count in two.client.lookup(hashes).nodes) == 6
+    result = two.load(hashes, range(6))
+    assert (result.num_blocks, result.num_local, result.num_peer) == (6, 2, 4)
+    assert (result.num_locate_calls, result.num_lease_calls) == (0, 1)
+    assert same(one, range(6), two, range(6))
+
+
+def test_a_load_after_a_lookup_that_is_out_of_date_asks_the_directory(cluster):
+    one, two = two_nodes(cluster)
+    cluster.add("c")
+    three = cluster.worker("c", seed=3)
+    hashes = cluster.hashes(4)
+    one.save(hashes, range(4))
+    two.client.lookup(hashes)
+    three.load(hashes, range(4))
+    cluster.nodes["a"].pool.clear(hashes.namespace_digest)
+    cluster.nodes["a"].hints.publish_soon()
+    result = two.load(hashes, range(4))
+    assert (result.num_blocks, result.num_peer, result.num_lease_calls) == (4, 4, 2)
+    assert result.num_locate_calls >= 1
+    assert same(one, range(4), two, range(4))
+
+
 def test_eight_loads_of_one_prefix_make_one_peer_lease(cluster):
     one, two = two_nodes(cluster)
     workers = [two] + [cluster.worker("b", 20, seed=i) for i in range(3, 10)]
