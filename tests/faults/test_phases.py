@@ -21,8 +21,17 @@ BOUND_S = LOAD_S + 0.7 + 1.0 + 3.0
 
 
 @pytest.fixture(scope="module")
-def cluster(request, start_cluster):
-    return start_cluster(lane=request.param)
+def clusters():
+    return {}
+
+
+@pytest.fixture
+def cluster(request, clusters, start_cluster):
+    """The cluster of a lane, made once."""
+    if request.param not in clusters:
+        clusters[request.param] = start_cluster(lane=request.param)
+    yield clusters[request.param]
+    clusters[request.param].resume()
 
 
 class CopyGate:
