@@ -14,7 +14,7 @@ from kvstore.pool import Pool
 from poolcheck.chains import NAMESPACES, chain_of
 from poolcheck.model import Block, Held, Model, Write
 
-NUM_SLOTS, MAX_PINNED = 6, 4
+NUM_SLOTS, MAX_PINNED = 4, 3
 READS = ("read-1", "read-2")
 
 
@@ -124,6 +124,16 @@ class PoolMachine(RuleBasedStateMachine):
             return multiple()
         model.writes[ticket.write_id] = Write(owner, count, list(ticket.slots), kept)
         return ticket.write_id
+
+    @rule(chain=chains, owner=owners)
+    def store(self, chain, owner):
+        write_id = self.prepare(chain, owner, needs_parent=False)
+        if isinstance(write_id, int):
+            self.complete(write_id, owner, None)
+
+    @rule(chain=chains, owner=owners)
+    def use(self, chain, owner):
+        self.release(self.pin(chain, owner, 1), owner)
 
     @rule(write_id=writes, owner=owners, count=st.sampled_from((None, None, 1, 2)))
     def complete(self, write_id, owner, count):

@@ -71,6 +71,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.locks: list[ExploredLock] = []
+        #: Whether a lock was held since the last check; without its lock any line may change something.
+        self.changed = True
         self._current = -1
         self._error: BaseException | None = None
         self._waiting_for: dict[int, Callable[[], bool]] = {}
@@ -95,7 +97,8 @@ class Run:
             raise _Stop
         self.num_points += 1
         self.names.append(f"{me}:{name}")
-        if not any(lock.owner >= 0 for lock in self.locks):
+        if self.changed and not any(lock.owner >= 0 for lock in self.locks):
+            self.changed = bool(self.files)
             self._checked()
         self._hand_on(me, can_go_on=True)
 
@@ -265,6 +268,7 @@ class ExploredLock:
         if self._run.current < 0:
             return
         self.owner = -1
+        self._run.changed = True
         if self._run.files:
             self._run.step("release")
 

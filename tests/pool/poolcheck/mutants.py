@@ -51,7 +51,7 @@ class Verdict:
     seconds: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Watch:
     """A plugin of pytest that notes what ran and what failed how."""
 
@@ -64,7 +64,7 @@ class _Watch:
             self.num_passed += call.when == "call"
             return
         error: BaseException | None = call.excinfo.value
-        text = (str(error) or type(error).__name__).strip().splitlines()[0]
+        text = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[0]
         if call.when != "call":
             self.error = self.error or f"{item.nodeid}: {call.when} failed: {text}"
             return

@@ -20,7 +20,7 @@ from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import ControlClient, connect_local
 from kvstore.errors import ChainBroken
-from kvstore.messages import U64, U64_F64, U64_U16, pack_lease, pack_prepare, unpack_grant, unpack_ticket
+from kvstore.messages import U64, U64_F64, pack_lease, pack_prepare, unpack_grant, unpack_ticket
 from kvstore.wire import Op
 from poolcheck.chains import chain_of
 
@@ -79,7 +79,7 @@ class Worker:
     def write(self, tokens: str, *, publish: bool) -> None:
         """Claim, write in two halves, publish or give up."""
         chain = self.chain(tokens)
-        ticket = unpack_ticket(self.call(Op.PREPARE_STORE, pack_prepare(chain, 1)))
+        ticket = unpack_ticket(self.call(Op.PREPARE_STORE, pack_prepare(chain)))
         if not ticket.write_id:
             return
         half = self.slots.shape[1] // 2
@@ -87,7 +87,7 @@ class Worker:
             for index, slot in zip(ticket.indexes, ticket.slots, strict=True):
                 self.slots[slot][part] = self.stamp(chain.hash_at(index))[part]
         if publish:
-            self.call(Op.COMPLETE_STORE, U64_U16.pack(ticket.write_id, 0))
+            self.call(Op.COMPLETE_STORE, U64.pack(ticket.write_id))
         else:
             self.call(Op.ABORT_STORE, U64.pack(ticket.write_id))
         self.counts["blocks written"] += len(ticket.slots)
@@ -99,10 +99,10 @@ class Worker:
         for lease_id in (self.rng.choice(self.stale), latest + 1, latest + 2, self.rng.getrandbits(60)):
             assert not U64.unpack(self.call(Op.RELEASE, U64.pack(lease_id)))[0]
             assert not U64.unpack(self.call(Op.RENEW, U64_F64.pack(lease_id, 0.0)))[0]
-            self.call(Op.COMPLETE_STORE, U64_U16.pack(lease_id, 0))
+            self.call(Op.COMPLETE_STORE, U64.pack(lease_id))
             assert U64.unpack(self.call(Op.ABORT_STORE, U64.pack(lease_id)))[0] == 0
         try:
-            self.call(Op.PREPARE_STORE, pack_prepare(self.chain("zzz" + self.tokens(), 3), 1))
+            self.call(Op.PREPARE_STORE, pack_prepare(self.chain("zzz" + self.tokens(), 3)))
         except ChainBroken:
             self.counts["lies refused"] += 1
 
@@ -123,7 +123,7 @@ def main() -> None:
     worker.run(int(num_rounds))
     if "die" in sys.argv[6:]:
         worker.call(Op.LEASE, pack_lease(worker.chain("a"), 600.0))
-        worker.call(Op.PREPARE_STORE, pack_prepare(worker.chain("half written"), 1))
+        worker.call(Op.PREPARE_STORE, pack_prepare(worker.chain("half written")))
     sys.stdout.write(json.dumps(worker.counts))
     sys.stdout.flush()
     if "die" in sys.argv[6:]:

@@ -52,7 +52,7 @@ def write_clear_read(run: Run):
     world = World(run, 4)
     world.store("a", "before")
     claimed: list[bool] = []
-    late: list[str] = []
+    late: list[bool] = []
 
     def writer():
         ticket = world.claim("ab", "w")
@@ -63,13 +63,17 @@ def write_clear_read(run: Run):
             world.pool.complete_store(ticket.write_id, "w")
 
     def clearer():
-        late.extend("ab" if claimed else "")
+        late.extend(claimed)
         world.pool.clear(NAMESPACES[0])
-        # What a writer had claimed before the clearing began can never be found again; `a` was there before.
+        check_gone()
+
+    def check_gone():
+        # What a writer had claimed before the clearing began can never be found again.
         assert not late or world.pool.lookup(chain_of("ab")) == 0, "a block outlived the clearing"
+        assert not late or world.pool.lookup(chain_of("ab", start=1)) == 0, "a write that a clearing met was published"
 
     def at_end():
-        assert not late or world.pool.lookup(chain_of("ab")) == 0, "a write that a clearing met was published"
+        check_gone()
         world.at_rest("ab")
 
     return [writer, clearer, lambda: world.read("ab", "r")], at_end
@@ -238,6 +242,72 @@ def onboard_meets_pin(run: Run):
     return [onboard, reader], lambda: world.at_rest("abc", "y")
 
 
+def readers_of_a_cleared_block(run: Run):
+    """Two readers end together on a block that was cleared: its slot comes back once."""
+    world = World(run, 2)
+    world.store("a", "before")
+    grants = {owner: world.pin("a", owner) for owner in ("r1", "r2")}
+    world.pool.clear(NAMESPACES[0])
+
+    def reader(owner):
+        return lambda: world.unpin(grants[owner], owner)
+
+    return [reader("r1"), reader("r2"), lambda: world.store("xy", "w")], lambda: world.at_rest("x")
+
+
+def two_writers(run: Run):
+    """Two writers take free slots at once."""
+    world = World(run, 3)
+    return [lambda: world.store("ab", "w1"), lambda: world.store("x", "w2")], lambda: world.at_rest("ab", "x")
+
+
+def _rank(world: World, part: int, *, dies: bool = False):
+    """Write one half of each block, as one rank of two; a dead one is noticed after it stopped writing."""
+    owner = f"rank{part}"
+
+    def body():
+        ticket = world.pool.prepare_store(chain_of("ab"), owner, num_parts=2, part=part, parts_deadline_s=10.0)
+        for index, slot in zip(ticket.indexes, ticket.slots, strict=True):
+            world.stamp_half(slot, part, chain_of("ab").hash_at(index))
+            world.step("part written")
+            if dies:
+                break
+        if dies:
+            world.pool.release_owner(owner)
+        elif ticket.write_id:
+            world.pool.complete_store(ticket.write_id, owner)
+
+    return body
+
+
+def two_ranks(run: Run):
+    """Two ranks write half of each block; a reader never sees one without the other."""
+    world = World(run, 2)
+
+    def at_end():
+        assert world.pool.lookup(chain_of("ab")) == 2
+        world.at_rest("ab")
+
+    return [_rank(world, 0), _rank(world, 1), lambda: world.read("ab", "r")], at_end
+
+
+def a_rank_dies(run: Run):
+    """One of two ranks dies between: the block is lost for all, and can be stored again."""
+    world = World(run, 2)
+
+    def reader():
+        assert world.read("ab", "r") == 0, "half of a block can be read"
+
+    def at_end():
+        assert world.pool.lookup(chain_of("ab")) == 0, "half of a block can be found"
+        # The other rank may have come only after the death; nobody joins it any more.
+        world.pool.expire(11.0)
+        assert len(world.store("ab", "whole").slots) == 2
+        world.at_rest("ab")
+
+    return [_rank(world, 0), _rank(world, 1, dies=True), reader], at_end
+
+
 def dead_owner(run: Run):
     """An owner is given up while it completes its write and holds a lease."""
     world = World(run, 3)
@@ -287,6 +357,10 @@ SCENARIOS = {
         wrong_releases,
         duplicates,
         onboard_meets_pin,
+        readers_of_a_cleared_block,
+        two_writers,
+        two_ranks,
+        a_rank_dies,
         dead_owner,
     )
 }

@@ -45,6 +45,11 @@ class World:
         self.step("half written")
         self.memory[at + _HALF : at + 2 * _HALF] = block_hash[:_HALF]
 
+    def stamp_half(self, slot: int, part: int, block_hash: bytes) -> None:
+        """Write the half of a block that is one rank's."""
+        at = (2 * slot + part) * _HALF
+        self.memory[at : at + _HALF] = block_hash[:_HALF]
+
     def verify(self, slot: int, block_hash: bytes) -> None:
         """Read a block, in two halves, and compare."""
         at = slot * 2 * _HALF
