@@ -7,7 +7,16 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from kvstore.errors import ChainBroken, LeaseReleased
 from kvstore.pool import Pool
@@ -24,9 +33,9 @@ class PoolMachine(RuleBasedStateMachine):
     owners = st.sampled_from(("p", "q"))
     chains = st.builds(
         lambda tokens, namespace, start: chain_of(tokens, NAMESPACES[namespace], start % len(tokens)),
-        st.text("ab", min_size=1, max_size=5),
-        st.sampled_from((0, 0, 0, 1)),
-        st.sampled_from((0, 0, 0, 1, 2)),
+        st.text("ab", min_size=1, max_size=3),
+        st.sampled_from((0,) * 7 + (1,)),
+        st.sampled_from((0,) * 6 + (1, 2)),
     )
 
     def __init__(self):
@@ -34,6 +43,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool, self.model = Pool(NUM_SLOTS, MAX_PINNED), Model(NUM_SLOTS, MAX_PINNED)
         self.now_s = 0.0
         self.replayed: set[bytes] = set()
+
+    @initialize(chains=st.lists(chains, min_size=2, max_size=4))
+    def begin(self, chains):
+        for chain in chains:
+            self.store(chain, "p")
 
     @rule(chain=chains)
     def lookup(self, chain):
@@ -131,9 +145,10 @@ class PoolMachine(RuleBasedStateMachine):
         if isinstance(write_id, int):
             self.complete(write_id, owner, None)
 
-    @rule(chain=chains, owner=owners)
-    def use(self, chain, owner):
-        self.release(self.pin(chain, owner, 1), owner)
+    @rule(some=st.lists(chains, min_size=1, max_size=3), owner=owners)
+    def use(self, some, owner):
+        for chain in some:
+            self.release(self.pin(chain, owner, 1), owner)
 
     @rule(write_id=writes, owner=owners, count=st.sampled_from((None, None, 1, 2)))
     def complete(self, write_id, owner, count):
@@ -157,7 +172,7 @@ class PoolMachine(RuleBasedStateMachine):
     def end_quarantine(self, name):
         assert self.pool.end_quarantine(name) == len(self.model.aside.pop(name, []))
 
-    @precondition(lambda self: self.model.blocks)
+    @precondition(lambda self: len(self.model.blocks) == NUM_SLOTS)
     @rule(namespace=st.sampled_from(NAMESPACES))
     def clear(self, namespace):
         assert self.pool.clear(namespace) == self.model.clear(namespace)
