@@ -116,6 +116,9 @@ class WriteTable:
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
             run = [above, *run]
         stamp = table.order.touch(run)
+        if end < len(hashes):
+            # Kept blocks behind a refused one are not touched, and making room may have passed their place.
+            stamp = 0
         write_id, generations = 0, b""
         if indexes:
             write_id, generations = self._new_id(), table.lives(slots)

@@ -279,6 +279,20 @@ def test_a_full_pool_gives_a_partial_ticket():
     pool.check_integrity()
 
 
+def test_a_block_kept_behind_a_refused_one_can_be_evicted_afterwards():
+    pool = Pool(4)
+    store(pool, "aab")
+    pool.clear(NAMESPACES[0])
+    tail = pool.prepare_store(chain_of("aab", start=1), "w", needs_parent=False)
+    pool.complete_store(tail.write_id, "w")
+    full = pool.prepare_store(chain_of("xyz"), "w")
+    assert len(full.slots) == 3
+    # The root finds no slot; its child was kept meanwhile, and passed over when room was looked for.
+    assert pool.prepare_store(chain_of("aa"), "w").num_refused == 2
+    pool.check_integrity()
+    assert len(store(pool, "q")) == 1
+
+
 def test_claimed_slots_are_neighbours_in_chain_order():
     pool = Pool(16)
     assert store(pool, "abcdefgh") == tuple(range(8))
