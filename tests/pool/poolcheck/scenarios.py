@@ -115,7 +115,6 @@ def cancelled_transfer(run: Run):
 
     def writer():
         world.store("x", "w")
-        world.read("x", "w")
 
     return [fetch, transfer, writer], lambda: world.at_rest("x")
 

@@ -1,0 +1,50 @@
+"""The checks catch what they are there for: mutants by the dozen; and what is no mutant is not counted as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from poolcheck.mutations import MUTANTS
+from poolcheck.patch import DoesNotApply, Patch, check
+
+ROOT = Path(__file__).parents[2]
+#: Not the few that need a cluster in one process or take seconds; `make mutants` has them all.
+FAST = [mutant.name for mutant in MUTANTS if all("test_explorer" in test for test in mutant.tests)]
+
+
+def run(*arguments):
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{ROOT}"}
+    command = [sys.executable, "-m", "poolcheck.mutants", "--json", "--only-mutants", *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=110, check=False)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_the_fast_mutants_are_caught():
+    assert len(FAST) >= 14
+    code, report = run(*FAST)
+    assert [(row["name"], row["error"]) for row in report["mutants"] if row["error"] or not row["caught_by"]] == []
+    assert (code, report["num_caught"]) == (0, len(FAST))
+
+
+def test_every_mutant_applies_to_the_code_as_it_is():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 18
+    for mutant in MUTANTS:
+        assert mutant.tests
+        check(mutant.patches, ROOT)
+
+
+@pytest.mark.parametrize("old", ["no such text", "        self._yield("])
+def test_a_patch_that_does_not_fit_once_is_refused(old):
+    with pytest.raises(DoesNotApply, match=r"found \d+ times"):
+        check([Patch("kvstore.pool", old, "")], ROOT)
+
+
+def test_a_patch_that_is_no_program_is_refused():
+    with pytest.raises(SyntaxError):
+        check([Patch("kvstore.pool", "class Pool:", "class Pool")], ROOT)
