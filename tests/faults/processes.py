@@ -160,7 +160,7 @@ def store(folder, node_id, config):
             peer=remembered["name"], block_bytes=remembered["size"], local_slots=np.array(ticket.slots, np.int32),
             remote_slots=remembered["grant"].slots[:1],
         )  # fmt: skip
-        core.mover.read(request, remembered["description"], on_done, chunk_blocks=1, timeout_s=3.0)
+        core.mover.read(request, remembered["description"], on_done, chunk_ends=np.array([1], np.int32), timeout_s=3.0)
         assert ended.wait(10)
         core.pool.abort_store(ticket.write_id, "old")
         return errors[-1]
