@@ -44,10 +44,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.replayed: set[bytes] = set()
 
-    @initialize(chains=st.lists(chains, min_size=2, max_size=4))
-    def begin(self, chains):
-        for chain in chains:
-            self.store(chain, "p")
+    @initialize(some=st.sampled_from(((), ("ab", "ba"), ("a", "b", "ab"))), used=st.lists(chains, max_size=2))
+    def begin(self, some, used):
+        for tokens in some:
+            self.store(chain_of(tokens), "p")
+        for chain in used:
+            self.release(self.pin(chain, "p", 1), "p")
 
     @rule(chain=chains)
     def lookup(self, chain):
