@@ -20,11 +20,13 @@ from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import ControlClient, connect_local
 from kvstore.errors import ChainBroken
-from kvstore.messages import U64, U64_F64, pack_lease, pack_prepare, unpack_grant, unpack_ticket
+from kvstore.grants import StoreTicket
+from kvstore.messages import U64, U64_F64, pack_lease, pack_prepare, pack_write_end, unpack_grant, unpack_ticket
 from kvstore.wire import Op
 from poolcheck.chains import chain_of
 
 _CALL_S = 20.0
+_NOTHING = {"indexes": (), "slots": (), "num_resident": 0, "num_refused": 0}
 
 
 class Worker:
@@ -37,6 +39,7 @@ class Worker:
         arena = attach_arena(fd, int(self.control.hello["arena_bytes"]))
         self.slots = arena.bytes_view()[: arena.num_bytes // block_bytes * block_bytes].reshape(-1, block_bytes)
         self.namespace, self.rng, self.counts = namespace, random.Random(seed), Counter[str]()
+        self.epoch = bytes.fromhex(self.control.hello["epoch"])
         self.stale = [1]
 
     def call(self, op: Op, payload: bytes) -> bytes:
@@ -87,9 +90,9 @@ class Worker:
             for index, slot in zip(ticket.indexes, ticket.slots, strict=True):
                 self.slots[slot][part] = self.stamp(chain.hash_at(index))[part]
         if publish:
-            self.call(Op.COMPLETE_STORE, U64.pack(ticket.write_id))
+            self.call(Op.COMPLETE_STORE, pack_write_end(ticket))
         else:
-            self.call(Op.ABORT_STORE, U64.pack(ticket.write_id))
+            self.call(Op.ABORT_STORE, pack_write_end(ticket))
         self.counts["blocks written"] += len(ticket.slots)
 
     def lie(self) -> None:
@@ -99,8 +102,9 @@ class Worker:
         for lease_id in (self.rng.choice(self.stale), latest + 1, latest + 2, self.rng.getrandbits(60)):
             assert not U64.unpack(self.call(Op.RELEASE, U64.pack(lease_id)))[0]
             assert not U64.unpack(self.call(Op.RENEW, U64_F64.pack(lease_id, 0.0)))[0]
-            self.call(Op.COMPLETE_STORE, U64.pack(lease_id))
-            assert U64.unpack(self.call(Op.ABORT_STORE, U64.pack(lease_id)))[0] == 0
+            end = pack_write_end(StoreTicket(write_id=lease_id, epoch=self.epoch, **_NOTHING))
+            for op in (Op.COMPLETE_STORE, Op.ABORT_STORE):
+                assert U64.unpack(self.call(op, end))[0] == 0
         try:
             self.call(Op.PREPARE_STORE, pack_prepare(self.chain("zzz" + self.tokens(), 3)))
         except ChainBroken:
