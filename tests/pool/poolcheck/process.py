@@ -101,7 +101,7 @@ class Worker:
         latest = self.stale[-1]
         for lease_id in (self.rng.choice(self.stale), latest + 1, latest + 2, self.rng.getrandbits(60)):
             assert not U64.unpack(self.call(Op.RELEASE, U64.pack(lease_id)))[0]
-            assert not U64.unpack(self.call(Op.RENEW, U64_F64.pack(lease_id, 0.0)))[0]
+            assert not U64.unpack(self.call(Op.RENEW, U64_F64.pack(lease_id, 1.0)))[0]
             end = pack_write_end(StoreTicket(write_id=lease_id, epoch=self.epoch, **_NOTHING))
             for op in (Op.COMPLETE_STORE, Op.ABORT_STORE):
                 assert U64.unpack(self.call(op, end))[0] == 0
