@@ -181,8 +181,8 @@ class Fetcher:
 
     def _ask_a_peer(self, load: Load, rest: Chain, tried: set[str]) -> str:
         """Fetch from the best peer not tried yet; returns why there is no use in going on, or nothing."""
-        # It may have arrived here since the load began.
-        if self.pin_more(load):
+        # It may have arrived here since the load began; mostly it has not, and one look is cheaper than a pin.
+        if self.pool.lookup(rest.head(1)) and self.pin_more(load):
             return ""
         if len(tried) >= _MAX_PEERS_PER_LOAD:
             return "not_found"

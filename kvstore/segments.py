@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_FIRST_SEGMENT_BLOCKS = 64
+_FIRST_SEGMENT_BLOCKS, _GROWTH = 64, 16
 
 
 def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
@@ -24,9 +24,10 @@ def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
 
 
 def plan_segments(chunk_ends: list[int]) -> list[list[int]]:
-    """Group chunks into segments, each about twice as long as the one before.
+    """Group chunks into segments, each many times as long as the one before.
 
     While one segment is read the next one's slots are claimed, so that the time to claim thousands is not waited for.
+    Between two segments a lane that needs a round trip idles for it, so there are few.
 
     Returns:
         The chunk ends of each segment, counted as in `chunk_ends`.
@@ -35,7 +36,7 @@ def plan_segments(chunk_ends: list[int]) -> list[list[int]]:
     begin, size = 0, _FIRST_SEGMENT_BLOCKS
     for end in chunk_ends:
         if segments[-1] and segments[-1][-1] - begin >= size:
-            begin, size = segments[-1][-1], 2 * size
+            begin, size = segments[-1][-1], _GROWTH * size
             segments.append([])
         segments[-1].append(end)
     return segments if chunk_ends else []
