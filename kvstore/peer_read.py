@@ -35,7 +35,7 @@ class _Segment:
     first: int
     chain: Chain
     write_id: int
-    indexes: tuple[int, ...]
+    indexes: npt.NDArray[np.int64]
     slots: tuple[int, ...]
     read_id: int = 0
     ended: bool = False
@@ -92,11 +92,13 @@ class PeerRead:
                 ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
                 refused = ticket.num_refused > 0
                 if ticket.indexes:
-                    hashes = [piece.hash_at(i) for i in ticket.indexes]
+                    indexes, hashes = np.asarray(ticket.indexes), piece.hashes()
+                    if len(indexes) < len(hashes):
+                        hashes = [hashes[i] for i in ticket.indexes]
                     entered += self._fetcher.flights.enter(hashes, flight)
-                    segment = _Segment(first, piece, ticket.write_id, ticket.indexes, ticket.slots)
+                    segment = _Segment(first, piece, ticket.write_id, indexes, ticket.slots)
                     notified = ends[-1] == len(self._chain)
-                    chunk_ends = _distinct(np.searchsorted(ticket.indexes, np.asarray(ends) - first))
+                    chunk_ends = _distinct(np.searchsorted(indexes, np.asarray(ends) - first))
                     self._post(segment, name, description, chunk_ends, with_notification=notified)
                 if refused or self._error is not None:
                     break
@@ -141,7 +143,7 @@ class PeerRead:
             peer=name,
             block_bytes=load.block_bytes,
             local_slots=np.asarray(segment.slots, dtype=np.int32),
-            remote_slots=self._grant.slots[[segment.first + i for i in segment.indexes]],
+            remote_slots=self._grant.slots[segment.first + segment.indexes],
             notification=note,
         )
         with self._lock:
@@ -196,7 +198,7 @@ class PeerRead:
             count = None if done.last else done.num_blocks
             published = self._pool.complete_store(segment.write_id, self._owner, count=count)
             self._note(done, published)
-            reached = self._first + segment.first + segment.indexes[done.num_blocks - 1] + 1
+            reached = self._first + segment.first + int(segment.indexes[done.num_blocks - 1]) + 1
             if done.last:
                 reached = self._first + segment.first + len(segment.chain)
             if reached > self._load.num_ready:
