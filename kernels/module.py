@@ -1,0 +1,52 @@
+"""Load the .cu files of this folder: compiled by CuPy for the current device, once in a process and device."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+#: Every kernel template of a file, and the types it is made for.
+WORDS = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+INDEX_TYPES = {4: "int", 8: "long long"}
+KERNELS = {
+    "pack.cu": [f"{name}<{word}>" for name in ("pack_spans", "unpack_spans") for word in WORDS.values()],
+    "index.cu": [
+        f"{name}<{index}>"
+        for name in ("slots_to_pages", "pages_to_slots", "repack_pages", "last_pages")
+        for index in INDEX_TYPES.values()
+    ],
+}
+OPTIONS = ("-std=c++17",)
+
+
+def source_of(file: str) -> Path:
+    """Return the path of a .cu file."""
+    return Path(__file__).with_name(file)
+
+
+@functools.cache
+def load(file: str, device: int) -> dict[str, Any]:
+    """Compile a file for a device; the first call takes about a second.
+
+    Args:
+        file: a key of `KERNELS`.
+        device: index of the CUDA device.
+
+    Returns:
+        CuPy kernels by name, with the template's argument.
+
+    Raises:
+        ImportError: CuPy is not installed.
+    """
+    try:
+        import cupy
+    except ImportError as cause:
+        raise ImportError(
+            "copies of CUDA caches want CuPy, which is not installed; install raykv[cuda13] or raykv[cuda12], "
+            "whichever the driver supports"
+        ) from cause
+    names = KERNELS[file]
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=source_of(file).read_text(), options=OPTIONS, name_expressions=names)
+        return {name: module.get_function(name) for name in names}

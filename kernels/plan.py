@@ -1,0 +1,179 @@
+"""What a copy kernel has to know of one engine's cache; made and checked once, when the cache is registered.
+
+Letters of dims: B engine block, H head, P plane, T token, D dim. Views of any strides, on any device: the same
+plan drives the kernels on a GPU and, in tests, on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore.kernels.reference import torch_dtype
+from kvstore.kernels.spans import I64, Paging
+from kvstore.kernels.stored import Side, StoredBlock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """One tensor of a block: where its rows lie on both sides.
+
+    Args:
+        engine_bases: int64 `[n]`, address of block 0, token 0, head 0 of every layer and plane; where an engine keeps
+            the elements of a row apart, of every element too.
+        slot_offsets: int64 `[n]`, distance of the same row from the begin of its slot.
+        num_heads: heads held.
+        row_bytes: bytes that are contiguous on both sides for one token and head.
+        engine_block_stride: bytes between two engine blocks; the other strides likewise.
+        align_bytes: all of the above are multiples of it; a power of two, at most 16.
+    """
+
+    engine_bases: I64
+    slot_offsets: I64
+    num_heads: int
+    row_bytes: int
+    engine_block_stride: int
+    engine_head_stride: int
+    engine_token_stride: int
+    slot_head_stride: int
+    slot_token_stride: int
+    align_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CopyPlan:
+    """How to copy between one engine's cache and the slots of `stored`.
+
+    Args:
+        stored: the block as it lies in a slot.
+        paging: block sizes of both sides.
+        sections: the planes, then the side tensors.
+        device: where the engine's tensors are.
+        views: the engine's tensors, kept alive as long as the plan.
+    """
+
+    stored: StoredBlock
+    paging: Paging
+    sections: tuple[Section, ...]
+    device: torch.device
+    views: tuple[Tensor, ...]
+
+
+def plan_copy(
+    views: Sequence[Tensor],
+    stored: StoredBlock,
+    *,
+    layers: range | None = None,
+    heads: range | None = None,
+    sides: Sequence[Sequence[Tensor]] = (),
+) -> CopyPlan:
+    """Check an engine's tensors against the stored block and work out both sides' addresses.
+
+    Args:
+        views: per layer held one `[B, H, P, T, D]`, or per layer and plane one `[B, H, 1, T, D]` with the planes of
+            a layer adjacent; all of one shape, dtype, device and strides. T is the engine's block size. Only read
+            here; a copy out of slots writes them.
+        stored: the block of all layers and heads.
+        layers: layers of the block that the engine holds; default all.
+        heads: heads of the block that the engine holds; default all.
+        sides: for every side tensor of the block, views as above.
+
+    Raises:
+        ValueError: number, shape, dtype, device or strides do not fit, memory is shared between views or within one,
+            neither block size divides the other, or layers or heads are not in the block.
+    """
+    layers = range(stored.num_layers) if layers is None else layers
+    heads = range(stored.num_heads) if heads is None else heads
+    for name, held, count in (("layers", layers, stored.num_layers), ("heads", heads, stored.num_heads)):
+        if held.step != 1 or not 0 <= held.start < held.stop <= count:
+            raise ValueError(f"plan_copy: wanted {name} as a range within the {count} of a block, got {held}")
+    if len(sides) != len(stored.sides):
+        raise ValueError(f"plan_copy: wanted {len(stored.sides)} side tensors as stored, got {len(sides)}")
+    if not views or views[0].dim() != 5:
+        raise ValueError(
+            f"plan_copy: wanted views as [B, H, P, T, D], got {[list(view.shape) for view in views[:1]]}; permute the "
+            "engine's tensors into this order, which copies nothing"
+        )
+    first = views[0]
+    paging = Paging(
+        engine_block_size=first.shape[3], stored_block_size=stored.block_dims[4], num_blocks=first.shape[0]
+    )
+    groups = [list(views), *(list(side) for side in sides)]
+    sections = []
+    for index, (tensor, group) in enumerate(zip(stored.tensors, groups, strict=True)):
+        per_layer = _views_per_layer(tensor, group, len(layers))
+        _check_views(group, (paging.num_blocks, len(heads), tensor.num_planes // per_layer, first.shape[3]), tensor)
+        if group[0].device != first.device:
+            raise ValueError(f"plan_copy: wanted side tensors on {first.device}, got {group[0].device}")
+        sections.append(_section(stored, index, group, per_layer, layers, heads))
+    every = tuple(view for group in groups for view in group)
+    return CopyPlan(stored=stored, paging=paging, sections=tuple(sections), device=first.device, views=every)
+
+
+def _views_per_layer(tensor: Side, views: Sequence[Tensor], num_layers: int) -> int:
+    for per_layer in (1, tensor.num_planes):
+        if len(views) == num_layers * per_layer:
+            return per_layer
+    raise ValueError(
+        f"plan_copy: wanted {num_layers} views for {num_layers} layers with {tensor.num_planes} planes each, or "
+        f"{num_layers * tensor.num_planes} with one, got {len(views)}"
+    )
+
+
+def _check_views(views: Sequence[Tensor], sizes: tuple[int, ...], tensor: Side) -> None:
+    first = views[0]
+    wanted = ((*sizes, tensor.dim), torch_dtype(tensor.dtype), first.device, first.stride())
+    for index, view in enumerate(views):
+        got = (tuple(view.shape), view.dtype, view.device, view.stride())
+        if got != wanted:
+            raise ValueError(
+                f"plan_copy: wanted every view as {list(wanted[0])} of {wanted[1]} on {wanted[2]} with strides "
+                f"{wanted[3]}, got view {index} as {list(got[0])} of {got[1]} on {got[2]} with strides {got[3]}"
+            )
+    if len({view.data_ptr() for view in views}) != len(views):
+        raise ValueError(f"plan_copy: wanted {len(views)} views in memory of their own, got some at one address")
+    extent = 1
+    for stride, size in sorted((s, n) for n, s in zip(first.shape, first.stride(), strict=True) if n > 1):
+        if stride < extent:
+            raise ValueError(
+                f"plan_copy: wanted strides that do not overlap, got {first.stride()} for {list(first.shape)}; a copy "
+                "into an expanded view would write one place from many"
+            )
+        extent += stride * (size - 1)
+
+
+def _section(
+    stored: StoredBlock, index: int, views: Sequence[Tensor], per_layer: int, layers: range, heads: range
+) -> Section:
+    tensor, first = stored.tensors[index], views[0]
+    per_group, tokens, width = stored.block_dims[2], stored.block_dims[4], torch_dtype(tensor.dtype).itemsize
+    held = tensor.num_planes // per_layer
+    block, head, plane, token, dim = (stride * width for stride in first.stride())
+    # Elements of a row that lie apart become rows of their own.
+    num_pieces, row_bytes = (1, tensor.row_bytes) if tensor.dim == 1 or dim == width else (tensor.dim, width)
+
+    starts = np.array([view.data_ptr() for view in views], np.int64)[:, None, None]
+    inside = np.arange(held, dtype=np.int64)[:, None] * plane + np.arange(num_pieces, dtype=np.int64) * dim
+    bases = (starts + inside).ravel()
+
+    layer = np.arange(layers.start, layers.stop, dtype=np.int64)[:, None, None]
+    planes = np.arange(tensor.num_planes, dtype=np.int64)[:, None]
+    begin = layer // per_group * stored.group_bytes + heads.start * stored.head_bytes + stored.section_offset(index)
+    rows = ((layer % per_group) * tensor.num_planes + planes) * tokens * tensor.row_bytes
+    offsets = (begin + rows + np.arange(num_pieces, dtype=np.int64) * row_bytes).ravel()
+
+    # A stride over a dim of size 1 is never walked, and torch may have put anything there.
+    strides = (
+        block if first.shape[0] > 1 else 0,
+        head if len(heads) > 1 else 0,
+        token if first.shape[3] > 1 else row_bytes,
+        stored.head_bytes if len(heads) > 1 else 0,
+        tensor.row_bytes,
+    )
+    align_bytes = math.gcd(16, row_bytes, *strides, int(np.gcd.reduce(bases)), int(np.gcd.reduce(offsets)))
+    return Section(bases, offsets, len(heads), row_bytes, *strides, align_bytes)

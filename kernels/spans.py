@@ -1,0 +1,219 @@
+"""The list of spans that a copy kernel works on: which tokens move, and where they lie on both sides.
+
+A span is a run of tokens inside one engine block and one stored block. What must not be touched is in no span:
+a skipped prefix, tokens past the end, negative ids. So the mask is exact per token, costs no thread, and cannot
+be forgotten by a kernel. Everything is checked here, on the host, before anything is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+I64 = npt.NDArray[np.int64]
+Ids: TypeAlias = I64 | Tensor | Sequence[int]
+
+COLUMNS = ("block", "slot", "engine_token", "slot_token", "num_tokens")
+"""Columns of a span list, as `struct Span` of pack.cu has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paging:
+    """How tokens are cut into blocks on both sides.
+
+    Args:
+        engine_block_size: tokens of an engine block, or page.
+        stored_block_size: tokens of a stored block; one of the two divides the other.
+        num_blocks: blocks of the engine's cache.
+
+    Raises:
+        ValueError: sizes below 1, or neither block size divides the other.
+    """
+
+    engine_block_size: int
+    stored_block_size: int
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        engine, stored = self.engine_block_size, self.stored_block_size
+        if min(engine, stored, self.num_blocks) < 1:
+            raise ValueError(f"wanted block sizes and num_blocks >= 1, got {engine}, {stored} and {self.num_blocks}")
+        if engine % stored and stored % engine:
+            raise ValueError(
+                f"wanted the engine's block size to be a multiple or a divisor of the stored one, got {engine} and "
+                f"{stored} tokens; store blocks of a size that divides {engine}, or that {engine} divides"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Spans:
+    """A checked list of spans; made by `block_spans` and `token_spans` alone.
+
+    Args:
+        rows: int64 `[n, 5]`, see `COLUMNS`, each span of at least one token.
+        paging: block sizes that it was made for.
+        num_slots: its slots are below it.
+    """
+
+    rows: I64
+    paging: Paging
+    num_slots: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are copied."""
+        return int(self.rows[:, 4].sum())
+
+
+def block_spans(
+    paging: Paging,
+    block_ids: Ids,
+    slot_ids: Ids,
+    num_slots: int,
+    *,
+    num_tokens: int | None = None,
+    skip_prefix_tokens: int = 0,
+) -> Spans:
+    """List the spans of one run of tokens that begins with the first engine block and the first slot.
+
+    Args:
+        paging: block sizes of both sides.
+        block_ids: engine blocks of the run, on the host; where one is negative its tokens touch nothing.
+        slot_ids: slots of the run, on the host; likewise.
+        num_slots: ids are below it.
+        num_tokens: length of the run; a last partial block is no error. Default: what the lists hold, which then
+            has to be the same on both sides.
+        skip_prefix_tokens: this many tokens from the begin of the run are not touched, on either side.
+
+    Raises:
+        ValueError: ids of another dtype, out of range, twice in a list or of the wrong number, or a bad skip.
+    """
+    blocks = host_ids("block_ids", block_ids, paging.num_blocks)
+    slots = host_ids("slot_ids", slot_ids, num_slots)
+    engine, stored = paging.engine_block_size, paging.stored_block_size
+    if num_tokens is None:
+        num_tokens = len(blocks) * engine
+        if num_tokens != len(slots) * stored:
+            raise ValueError(
+                f"wanted as many tokens in engine blocks as in slots, got {len(blocks)} blocks of {engine} tokens and "
+                f"{len(slots)} slots of {stored}; pass num_tokens when the last one is partial"
+            )
+    _check_range(num_tokens, skip_prefix_tokens)
+    _check_count("block_ids", len(blocks), num_tokens, engine)
+    _check_count("slot_ids", len(slots), num_tokens, stored)
+    step = min(engine, stored)
+    begins = np.arange(skip_prefix_tokens // step * step, num_tokens, step, dtype=np.int64)
+    ends = np.minimum(begins + step, num_tokens)
+    if len(begins):
+        begins[0] = skip_prefix_tokens
+    rows = _rows(blocks[begins // engine], slots[begins // stored], begins % engine, begins % stored, ends - begins)
+    return Spans(rows=rows, paging=paging, num_slots=num_slots)
+
+
+def token_spans(
+    paging: Paging,
+    slot_mapping: Ids,
+    slot_ids: Ids,
+    num_slots: int,
+    *,
+    num_tokens: int | None = None,
+    skip_prefix_tokens: int = 0,
+) -> Spans:
+    """List the spans of one run of tokens whose places in the engine are given one by one.
+
+    Args:
+        paging: block sizes of both sides; the engine's may be 1.
+        slot_mapping: flat token slot of every token of the run, block * engine_block_size + offset, on the host;
+            a token whose slot is negative touches nothing, on either side.
+        slot_ids: slots of the run, on the host.
+        num_slots: as for `block_spans`.
+        num_tokens: length of the run; slot_mapping may be longer. Default: all of slot_mapping.
+        skip_prefix_tokens: as for `block_spans`. The full mapping and the full run are passed with it.
+
+    Raises:
+        ValueError: as for `block_spans`, or slot_mapping is shorter than the run.
+    """
+    engine, stored = paging.engine_block_size, paging.stored_block_size
+    mapping = host_ids("slot_mapping", slot_mapping, paging.num_blocks * engine, num_tokens)
+    slots = host_ids("slot_ids", slot_ids, num_slots)
+    num_tokens = len(mapping) if num_tokens is None else num_tokens
+    _check_range(num_tokens, skip_prefix_tokens)
+    if len(mapping) < num_tokens:
+        raise ValueError(f"slot_mapping: wanted a slot for each of {num_tokens} tokens, got {len(mapping)}")
+    _check_count("slot_ids", len(slots), num_tokens, stored)
+    places = mapping[skip_prefix_tokens:num_tokens]
+    tokens = np.arange(skip_prefix_tokens, num_tokens, dtype=np.int64)
+    if not len(tokens):
+        return Spans(rows=np.empty((0, len(COLUMNS)), np.int64), paging=paging, num_slots=num_slots)
+    # A run goes on while places are adjacent and neither side enters another block.
+    breaks = (np.diff(places) != 1) | (places[1:] % engine == 0) | (tokens[1:] % stored == 0)
+    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    lengths = np.diff(np.concatenate((first, [len(tokens)])))
+    places, tokens = places[first], tokens[first]
+    # Negative places stay negative under floor division, so their spans go.
+    rows = _rows(places // engine, slots[tokens // stored], places % engine, tokens % stored, lengths)
+    return Spans(rows=rows, paging=paging, num_slots=num_slots)
+
+
+def host_ids(name: str, ids: Ids, bound: int, num_used: int | None = None) -> I64:
+    """Return ids as int64 after checking them; the first `num_used` only when that is given.
+
+    Raises:
+        ValueError: not flat integers in host memory, not below `bound`, or one that is not negative comes twice.
+    """
+    if isinstance(ids, Tensor):
+        if ids.device.type != "cpu":
+            raise ValueError(
+                f"{name}: wanted ids in host memory, got a tensor on {ids.device}; ids are checked before anything is "
+                "launched, and fetching them would make the host wait for the stream: pass the engine's host copy"
+            )
+        ids = ids.numpy()
+    array = np.asarray(ids)
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"{name}: wanted a flat list of integers, got {array.dtype} of shape {list(array.shape)}")
+    array = array[:num_used]
+    if not array.size:
+        return np.empty(0, np.int64)
+    top = int(array.max())
+    if top >= bound:
+        raise ValueError(f"{name}: wanted ids below {bound}, got {top} at position {int(array.argmax())}")
+    used: I64 = array.astype(np.int64, copy=False)
+    ordered = np.sort(used)
+    twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
+    if twice.size:
+        raise ValueError(f"{name}: wanted every id once, got {int(twice[0])} more than once")
+    return used
+
+
+def _check_range(num_tokens: int, skip_prefix_tokens: int) -> None:
+    if num_tokens < 0 or not 0 <= skip_prefix_tokens <= num_tokens:
+        raise ValueError(
+            f"wanted num_tokens >= 0 and skip_prefix_tokens in [0, num_tokens], got {num_tokens} and "
+            f"{skip_prefix_tokens}"
+        )
+
+
+def _check_count(name: str, count: int, num_tokens: int, block_size: int) -> None:
+    wanted = -(-num_tokens // block_size)
+    if count != wanted:
+        raise ValueError(
+            f"{name}: wanted {wanted} for {num_tokens} tokens in blocks of {block_size}, got {count}; pass one for "
+            "every block of the run, -1 for those that are not to be touched"
+        )
+
+
+def _rows(*columns: I64) -> I64:
+    """Stack the columns, without the spans that lie nowhere on one side."""
+    rows = np.stack(columns, axis=1)
+    used = (rows[:, 0] >= 0) & (rows[:, 1] >= 0)
+    return rows if used.all() else np.ascontiguousarray(rows[used])

@@ -1,0 +1,133 @@
+"""pack.cu, executed on the CPU, against the token oracle: all bytes, guards included, on every commit."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from copy_case import CROSS, DTYPES, ORDERS, Case
+
+from kvstore.kernels.launch import Tables, launches
+
+
+def run_on_cpu(shim, case, to_slots, **options):
+    engines, buffer = [engine.on("cpu") for engine in case.engines], case.buffer.clone()
+    plan = case.plan(engines)
+    spans = case.spans(plan.paging)
+    tables = [Tables(s.engine_bases.ctypes.data, s.slot_offsets.ctypes.data) for s in plan.sections]
+    slots = case.slots_of(buffer)
+    raws = [engine.raw for engine in engines]
+    if to_slots:
+        shim.allow(*raws, writable=[slots])
+    else:
+        shim.allow(slots, writable=raws)
+    done = launches(plan, tables, spans, spans.rows.ctypes.data, slots, to_slots=to_slots, **options)
+    stores = [(launch, shim.run(launch)) for launch in done]
+    return engines, buffer, stores
+
+
+def assert_equal(case, got_engines, got_buffer, to_slots):
+    engines, buffer, _ = case.expected(to_slots)
+    assert torch.equal(got_buffer, buffer)
+    assert all(torch.equal(got.raw, want.raw) for got, want in zip(got_engines, engines, strict=True))
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize("seed", range(120))
+def test_random_copies(shim, seed, to_slots):
+    case = Case(seed)
+    engines, buffer, _ = run_on_cpu(shim, case, to_slots)
+    assert_equal(case, engines, buffer, to_slots)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize("order", ORDERS + CROSS)
+@pytest.mark.parametrize("token_mode", [True, False])
+def test_every_layout(shim, order, token_mode, to_slots):
+    for dtype in DTYPES:
+        case = Case(len(order) * 7 + to_slots, order, dtype, token_mode)
+        engines, buffer, _ = run_on_cpu(shim, case, to_slots)
+        assert_equal(case, engines, buffer, to_slots)
+
+
+@pytest.mark.parametrize("max_ctas", [1, 2, 7])
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_a_small_grid_copies_the_same(shim, max_ctas, to_slots):
+    for seed in range(8):
+        case = Case(1000 + seed)
+        engines, buffer, stores = run_on_cpu(shim, case, to_slots, max_ctas=max_ctas)
+        assert_equal(case, engines, buffer, to_slots)
+        assert all(launch.num_ctas <= max_ctas for launch, _ in stores)
+
+
+def test_the_grid_shrinks_with_the_skip_and_stores_only_what_moves(shim):
+    skipped, whole = 0, 0
+    for seed in range(40):
+        case = Case(2000 + seed)
+        _, _, stores = run_on_cpu(shim, case, to_slots=False)
+        pairs = case.expected(False)[2]
+        per_token = len(case.layers) * len(case.heads) * sum(t.num_planes * t.row_bytes for t in case.stored.tensors)
+        width = {"uint4": 16, "unsigned long long": 8, "unsigned int": 4, "unsigned short": 2, "unsigned char": 1}
+        moved = sum(count * width[launch.name.split("<")[1][:-1]] for launch, count in stores)
+        assert moved == len(pairs) * per_token
+        if not pairs:
+            assert stores == []  # a grid of no thread blocks is an error in CUDA
+        full, case.skip = case.skip, 0
+        _, _, all_stores = run_on_cpu(shim, case, to_slots=False)
+        if full:
+            skipped += sum(launch.num_ctas for launch, _ in stores)
+            whole += sum(launch.num_ctas for launch, _ in all_stores)
+    assert skipped < whole
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_window_of_slots_copies_a_part_of_the_list(shim, seed):
+    case = Case(3000 + seed, token_mode=False)
+    case.slot_ids = np.arange(len(case.slot_ids))
+    engines, buffer = [engine.on("cpu") for engine in case.engines], case.buffer.clone()
+    plan = case.plan(engines)
+    spans = case.spans(plan.paging)
+    tables = [Tables(s.engine_bases.ctypes.data, s.slot_offsets.ctypes.data) for s in plan.sections]
+    slots = case.slots_of(buffer)
+    shim.allow(*[engine.raw for engine in engines], writable=[slots])
+    for slot in range(case.num_slots):
+        at = np.flatnonzero(spans.rows[:, 1] == slot)
+        if len(at):
+            window = {"begin": int(at[0]), "end": int(at[-1]) + 1, "first_slot": slot}
+            for launch in launches(
+                plan, tables, spans, spans.rows.ctypes.data, slots[slot : slot + 1], to_slots=True, **window
+            ):
+                shim.run(launch)
+    assert_equal(case, engines, buffer, True)
+    with pytest.raises(ValueError, match="got spans in slots"):
+        case.num_tokens = case.num_slots * plan.paging.stored_block_size
+        list(launches(plan, tables, spans, 0, slots[:1], to_slots=True, first_slot=case.num_slots + 1)) or pytest.fail()
+
+
+def test_words_are_as_wide_as_both_sides_allow(shim):
+    seen = set()
+    for seed in range(60):
+        case = Case(4000 + seed)
+        engines, _, stores = run_on_cpu(shim, case, to_slots=True)
+        if stores:
+            launch = stores[0][0]
+            row_bytes = case.plan(engines).sections[0].row_bytes
+            seen.add(launch.name)
+            if "uint4" in launch.name:
+                assert math.gcd(row_bytes, 16) == 16
+    assert len(seen) == 5
+
+
+def test_the_shim_sees_a_copy_that_is_out_of_bounds(shim):
+    case = next(c for c in map(Case, range(5000, 5050)) if not c.token_mode and len(c.expected(True)[2]) > 20)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        original, case.slots_of = case.slots_of, lambda buffer: original(buffer)[: case.num_slots - 1]
+        case.num_slots -= 0
+        engines, buffer = [e.on("cpu") for e in case.engines], case.buffer.clone()
+        plan = case.plan(engines)
+        spans = case.spans(plan.paging)
+        tables = [Tables(s.engine_bases.ctypes.data, s.slot_offsets.ctypes.data) for s in plan.sections]
+        slots = original(buffer)
+        shim.allow(*[e.raw for e in engines], writable=[slots[: int(spans.rows[:, 1].max())]])
+        for launch in launches(plan, tables, spans, spans.rows.ctypes.data, slots, to_slots=True):
+            shim.run(launch)
