@@ -95,7 +95,9 @@ def launches(
         ValueError: the list is of other block sizes or names slots outside the window, or a copy is too large.
     """
     if spans.paging != plan.paging:
-        raise ValueError(f"wanted spans of {plan.paging}, got spans of {spans.paging}; make them with the plan's paging")
+        raise ValueError(
+            f"wanted spans of {plan.paging}, got spans of {spans.paging}; make them with the plan's paging"
+        )
     if max_ctas is not None and max_ctas < 1:
         raise ValueError(f"wanted max_ctas >= 1, got {max_ctas}")
     rows = spans.rows[begin:end]

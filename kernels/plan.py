@@ -100,9 +100,7 @@ def plan_copy(
             "engine's tensors into this order, which copies nothing"
         )
     first = views[0]
-    paging = Paging(
-        engine_block_size=first.shape[3], stored_block_size=stored.block_dims[4], num_blocks=first.shape[0]
-    )
+    paging = Paging(engine_block_size=first.shape[3], stored_block_size=stored.block_dims[4], num_blocks=first.shape[0])
     groups = [list(views), *(list(side) for side in sides)]
     sections = []
     for index, (tensor, group) in enumerate(zip(stored.tensors, groups, strict=True)):

@@ -53,12 +53,12 @@ def slot_sections(slots: Tensor, stored: StoredBlock) -> list[Tensor]:
         Per tensor `[S, G, H, L, P, T, D]`, as integers of its elements' width, sharing the slots' memory.
     """
     groups, heads, per_group, _, tokens, _ = stored.block_dims
-    whole = slots[:, : stored.block_bytes].unflatten(1, (groups, heads, stored.head_bytes))
+    whole = slots[:, : stored.block_bytes].view(-1, groups, heads, stored.head_bytes)
     sections, offset = [], 0
     for tensor in stored.tensors:
         num_bytes = per_group * tensor.num_planes * tokens * tensor.row_bytes
         part = whole[..., offset : offset + num_bytes].view(_BITS[torch_dtype(tensor.dtype).itemsize])
-        sections.append(part.unflatten(3, (per_group, tensor.num_planes, tokens, tensor.dim)))
+        sections.append(part.view(-1, groups, heads, per_group, tensor.num_planes, tokens, tensor.dim))
         offset += -(-num_bytes // 16) * 16
     return sections
 

@@ -112,8 +112,9 @@ def block_spans(
     step = min(engine, stored)
     begins = np.arange(skip_prefix_tokens // step * step, num_tokens, step, dtype=np.int64)
     ends = np.minimum(begins + step, num_tokens)
-    if len(begins):
-        begins[0] = skip_prefix_tokens
+    begins[:1] = skip_prefix_tokens
+    if skip_prefix_tokens == num_tokens:  # Perhaps inside a block, of which then nothing is left.
+        begins, ends = begins[:0], ends[:0]
     rows = _rows(blocks[begins // engine], slots[begins // stored], begins % engine, begins % stored, ends - begins)
     return Spans(rows=rows, paging=paging, num_slots=num_slots)
 

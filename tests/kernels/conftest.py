@@ -43,7 +43,8 @@ def shim(tmp_path_factory, repo_root):
     folder = tmp_path_factory.mktemp("shim")
     lines = ['#include "cuda_shim.h"']
     lines += [f'#include "{source_of(file)}"' for file in KERNELS]
-    lines += [f'static int k{at} = add("{name}", {name});' for at, name in enumerate(sum(KERNELS.values(), []))]
+    names = [name for kernels in KERNELS.values() for name in kernels]
+    lines += [f'static int k{at} = add("{name}", {name});' for at, name in enumerate(names)]
     (folder / "kernels.cpp").write_text("\n".join(lines) + "\n")
     library = folder / "kernels.so"
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas"]

@@ -33,11 +33,11 @@ class Engine:
         """The same bytes elsewhere, viewed alike."""
         raw = self.raw.to(device, copy=True)
         views = [
-            raw[view.storage_offset() * view.element_size() % 16 :][:0].view(view.dtype).set_(
+            torch.empty(0, dtype=view.dtype, device=device).set_(
                 raw.untyped_storage(), view.storage_offset(), view.shape, view.stride()
             )
             for view in self.views
-        ]  # fmt: skip
+        ]
         return Engine(raw, views)
 
 
@@ -59,7 +59,9 @@ def make_engine(rng, order, sizes, num_layers, dtype, shift=0):
         start = GUARD + index * step + shift * element.itemsize
         tensor = raw[start : start + num_bytes].view(element).view(padded)[..., : shape[-1]]
         if cross:
-            views += [t.permute([axes.replace("L", "").index(a) for a in "BHPTD"]) for t in tensor.unbind(axes.index("L"))]
+            views += [
+                t.permute([axes.replace("L", "").index(a) for a in "BHPTD"]) for t in tensor.unbind(axes.index("L"))
+            ]
         elif pairs:
             views.append(tensor.permute(0, 2, 1, 3)[:, :, None])
         else:
@@ -89,11 +91,11 @@ class Case:
         num_blocks, num_slots = (40, 30) if big else (9, 7)
         sizes = {"B": num_blocks, "H": len(self.heads), "T": engine_size}
         shift = int(rng.choice([0, 0, 1]))
-        self.engines = [
-            make_engine(rng, order if index == 0 or "L" not in order else "BPTHD", {**sizes, "P": t.num_planes, "D": t.dim},
-                        len(self.layers), t.dtype, shift)
-            for index, t in enumerate(self.stored.tensors)
-        ]  # fmt: skip
+        self.engines = []
+        for index, tensor in enumerate(self.stored.tensors):
+            axes = order if index == 0 or "L" not in order else "BPTHD"
+            dims = {**sizes, "P": tensor.num_planes, "D": tensor.dim}
+            self.engines.append(make_engine(rng, axes, dims, len(self.layers), tensor.dtype, shift))
         self.slot_bytes = self.stored.block_bytes + int(rng.choice([0, 4, 16])) * 4
         self.buffer = random_bytes(num_slots * self.slot_bytes + 2 * GUARD, rng)
         self.num_slots = num_slots
@@ -140,8 +142,12 @@ class Case:
         """Engines and buffer as the oracle leaves them."""
         engines, buffer = [engine.on("cpu") for engine in self.engines], self.buffer.clone()
         engine_size = engines[0].views[0].shape[3]
-        places = self.slot_mapping.tolist() if self.token_mode else oracle.flat_tokens(self.block_ids.tolist(), engine_size)
-        pairs = oracle.token_pairs(places, self.slot_ids.tolist(), self.stored.block_dims[4], self.num_tokens, self.skip)
+        places = (
+            self.slot_mapping.tolist() if self.token_mode else oracle.flat_tokens(self.block_ids.tolist(), engine_size)
+        )
+        pairs = oracle.token_pairs(
+            places, self.slot_ids.tolist(), self.stored.block_dims[4], self.num_tokens, self.skip
+        )
         views, slots = [engine.views for engine in engines], self.slots_of(buffer)
         if to_slots:
             oracle.pack_tokens(views, slots, self.stored, pairs, self.layers, self.heads)
