@@ -92,7 +92,8 @@ def launches(
         max_ctas: cap on thread blocks, so that a copy leaves multiprocessors to the model.
 
     Raises:
-        ValueError: the list is of other block sizes or names slots outside the window, or a copy is too large.
+        ValueError: the list is of other block sizes or names slots outside the window, the bounds are no part of it,
+            or a copy is too large.
     """
     if spans.paging != plan.paging:
         raise ValueError(
@@ -100,6 +101,9 @@ def launches(
         )
     if max_ctas is not None and max_ctas < 1:
         raise ValueError(f"wanted max_ctas >= 1, got {max_ctas}")
+    end = len(spans) if end is None else end
+    if not 0 <= begin <= end <= len(spans):
+        raise ValueError(f"wanted 0 <= begin <= end <= {len(spans)} spans, got {begin} and {end}")
     rows = spans.rows[begin:end]
     if not len(rows):
         return

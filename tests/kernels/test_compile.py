@@ -31,14 +31,14 @@ def compile_with_nvrtc(library, file, architecture, folder):
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 0, None, None) == 0
     for name in KERNELS[file]:
         assert nvrtc.nvrtcAddNameExpression(program, name.encode()) == 0
-    options = [*OPTIONS, f"--gpu-architecture=sm_{architecture}", "--Werror", "all-warnings"]
+    options = [*OPTIONS, f"--gpu-architecture=sm_{architecture}"]
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     status = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
-    assert status == 0, log.value.decode()
+    assert (status, log.value.decode().strip()) == (0, "")  # No warnings either.
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     cubin = ctypes.create_string_buffer(size.value)
     assert nvrtc.nvrtcGetCUBIN(program, cubin) == 0

@@ -103,6 +103,9 @@ def test_spans_of_another_layout_are_refused():
     good = block_spans(plan.paging, [0], [0], 3)
     with pytest.raises(ValueError, match="max_ctas"):
         list(launches(plan, [Tables(0, 0)], good, 0, slots, to_slots=True, max_ctas=0))
+    for begin, end in ((-1, 1), (0, 2), (1, 0)):
+        with pytest.raises(ValueError, match="wanted 0 <= begin <= end <= 1 spans"):
+            list(launches(plan, [Tables(0, 0)], good, 0, slots, to_slots=True, begin=begin, end=end))
 
 
 def test_offsets_are_64_bits_wide():

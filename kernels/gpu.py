@@ -1,0 +1,143 @@
+"""Copies of one registered CUDA cache: launches of pack.cu on the caller's stream. The one file that launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstore.kernels.launch import Launch, Tables, check_slots, launches
+from kvstore.kernels.module import load
+from kvstore.kernels.plan import CopyPlan
+from kvstore.kernels.spans import Spans
+
+
+def runner(file: str, device: torch.device, stream: torch.cuda.Stream | None = None) -> Callable[[Launch], None]:
+    """Return a function that launches kernels of a file.
+
+    Args:
+        file: a key of `module.KERNELS`.
+        device: a CUDA device.
+        stream: where they run; default the stream that is current when this is called.
+
+    Raises:
+        ImportError: CuPy is not installed.
+        ValueError: not a CUDA device.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"wanted a CUDA device, got {device}; kernels/reference.py copies CPU tensors")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kernels = load(file, index)
+    import cupy
+
+    chosen = torch.cuda.current_stream(index) if stream is None else stream
+    target = cupy.cuda.ExternalStream(chosen.cuda_stream, index)
+    on_device = cupy.cuda.Device(index)
+
+    def run(launch: Launch) -> None:
+        with on_device, target:
+            kernels[launch.name]((launch.num_ctas,), (launch.num_threads,), launch.args)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedSpans:
+    """A list of spans, and its copy on the device; the copy lives as long as this object."""
+
+    spans: Spans
+    rows: Tensor
+
+
+class GpuCopier:
+    """Copy between the CUDA cache of one plan and slots in device or pinned host memory.
+
+    Everything is checked before the first launch; all work is asynchronous on the stream that is given. Nothing is
+    waited for. The cache's tensors are kept alive; they, the slots and placed spans must stay until the stream is done.
+
+    Args:
+        plan: from `plan_copy` over CUDA tensors.
+
+    Raises:
+        ValueError: the plan's tensors are not on a CUDA device.
+        ImportError: CuPy is not installed.
+    """
+
+    def __init__(self, plan: CopyPlan) -> None:
+        self.plan = plan
+        runner("pack.cu", plan.device)  # Compiles now, and refuses other devices.
+        self._held = [
+            (torch.from_numpy(s.engine_bases).to(plan.device), torch.from_numpy(s.slot_offsets).to(plan.device))
+            for s in plan.sections
+        ]
+        self._tables = [Tables(bases.data_ptr(), offsets.data_ptr()) for bases, offsets in self._held]
+
+    def place(self, spans: Spans, stream: torch.cuda.Stream | None = None) -> PlacedSpans:
+        """Bring a list of spans to the device, in the order of the stream."""
+        with torch.cuda.stream(stream):
+            return PlacedSpans(spans, torch.from_numpy(spans.rows).to(self.plan.device, non_blocking=True))
+
+    def pack(
+        self,
+        spans: PlacedSpans,
+        slots: Tensor,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        first_slot: int = 0,
+        stream: torch.cuda.Stream | None = None,
+        max_ctas: int | None = None,
+    ) -> None:
+        """Copy the tokens of spans from the engine into slots.
+
+        Args:
+            spans: from `place`; tokens that are in no span are touched on neither side.
+            slots: uint8 `[S, slot_bytes]`, on the engine's device or in pinned host memory.
+            begin: the first span that is copied.
+            end: the span after the last; default all.
+            first_slot: the number that slots[0] has in the spans.
+            stream: where it runs; default the current one.
+            max_ctas: cap on thread blocks.
+
+        Raises:
+            ValueError: slots that cannot be reached, are too small or are not those of the spans; nothing was written.
+        """
+        self._copy(True, spans, slots, begin, end, first_slot, stream, max_ctas)
+
+    def unpack(
+        self,
+        slots: Tensor,
+        spans: PlacedSpans,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        first_slot: int = 0,
+        stream: torch.cuda.Stream | None = None,
+        max_ctas: int | None = None,
+    ) -> None:
+        """Copy the tokens of spans from slots into the engine; arguments as for `pack`."""
+        self._copy(False, spans, slots, begin, end, first_slot, stream, max_ctas)
+
+    def _copy(
+        self,
+        to_slots: bool,
+        placed: PlacedSpans,
+        slots: Tensor,
+        begin: int,
+        end: int | None,
+        first_slot: int,
+        stream: torch.cuda.Stream | None,
+        max_ctas: int | None,
+    ) -> None:
+        check_slots(self.plan, slots)
+        work = list(
+            launches(
+                self.plan, self._tables, placed.spans, placed.rows.data_ptr(), slots, to_slots=to_slots,
+                begin=begin, end=end, first_slot=first_slot, max_ctas=max_ctas,
+            )
+        )  # fmt: skip
+        run = runner("pack.cu", self.plan.device, stream)
+        for launch in work:
+            run(launch)

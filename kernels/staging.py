@@ -1,0 +1,194 @@
+"""A ring of staging buffers in device memory: kernels on one stream, copy engines on another, overlapped.
+
+    engine cache ◄─ kernels ─► chunk 0 | chunk 1 | chunk 2 ◄─ copy engines ─► slots in pinned host memory
+
+While the copy engines move chunk i, the kernels work on chunk i + 1. Each chunk has two events: `ready` when its
+writer is done, `drained` when its reader is. A ring serves one direction at a time; both at once take two rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore.kernels.dma import copy_runs
+from kvstore.kernels.gpu import GpuCopier, PlacedSpans
+from kvstore.kernels.launch import check_slots
+from kvstore.kernels.spans import I64, Ids, Spans, host_ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Spans [begin, end) of the list, in positions [first, stop) of the list of slots, through buffer `buffer`."""
+
+    begin: int
+    end: int
+    first: int
+    stop: int
+    buffer: int
+
+
+class StagingRing:
+    """Copy between a CUDA cache and slots in pinned host memory at the speed of the link.
+
+    Everything is asynchronous. Work starts after what is on the caller's stream, and the event that comes back is
+    done when all bytes are in place; arguments have to live until then.
+
+    Args:
+        copier: of the engine's cache.
+        layers: layers of the block that the engine holds.
+        heads: heads of the block that the engine holds.
+        chunk_bytes: aim for the bytes of one chunk; at least one block goes into one.
+        num_chunks: chunks of the ring.
+        max_ctas: cap on the thread blocks of a kernel, so that copies leave multiprocessors to the model.
+
+    Raises:
+        ValueError: fewer than two chunks, or layers that are no whole groups.
+    """
+
+    def __init__(
+        self,
+        copier: GpuCopier,
+        *,
+        layers: range | None = None,
+        heads: range | None = None,
+        chunk_bytes: int = 16 << 20,
+        num_chunks: int = 3,
+        max_ctas: int | None = None,
+    ) -> None:
+        stored, device = copier.plan.stored, copier.plan.device
+        if num_chunks < 2:
+            raise ValueError(f"StagingRing: wanted at least 2 chunks, got {num_chunks}; one cannot overlap with itself")
+        self._copier, self._max_ctas, self._num_chunks = copier, max_ctas, num_chunks
+        self._runs = stored.runs(layers or range(stored.num_layers), heads or range(stored.num_heads))
+        self._per_chunk = max(1, chunk_bytes // stored.block_bytes)
+        size = (num_chunks, self._per_chunk, stored.block_bytes)
+        # Zeros, so that what aligns side tensors in a slot is never another request's bytes.
+        self._buffers = torch.zeros(size, dtype=torch.uint8, device=device)
+        # Before the model's kernels: a short copy kernel that waited behind them would leave the link idle.
+        self._kernels, self._copies = _stream(device, -1), _stream(device, 0)
+        self._ready = [_event() for _ in range(num_chunks)]
+        self._drained = [_event() for _ in range(num_chunks)]
+        self._next = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the ring takes."""
+        return self._buffers.numel()
+
+    def save(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> torch.cuda.Event:
+        """Copy tokens from the engine into host slots.
+
+        Slots of which spans cover a part only are written by the kernel across the link, token by token; their
+        other bytes stay.
+
+        Args:
+            spans: slots in it are positions in `slot_ids`.
+            slots: uint8 `[S, slot_bytes]` in pinned host memory, written.
+            slot_ids: the slot of each position, on the host.
+
+        Returns:
+            An event that is done when all bytes are in place.
+
+        Raises:
+            ValueError: ids or slots do not fit; nothing was written.
+        """
+        ids, placed = self._begin(spans, slots, slot_ids)
+        covered = np.bincount(spans.rows[:, 1], weights=spans.rows[:, 4], minlength=len(ids))
+        partial = (covered > 0) & (covered < spans.paging.stored_block_size)
+        for chunk in self._chunks(spans, partial):
+            if chunk.first in np.flatnonzero(partial):
+                slot = int(ids[chunk.first])
+                self._copier.pack(
+                    placed, slots[slot : slot + 1], begin=chunk.begin, end=chunk.end, first_slot=chunk.first,
+                    stream=self._kernels, max_ctas=self._max_ctas,
+                )  # fmt: skip
+                continue
+            self._kernels.wait_event(self._drained[chunk.buffer])
+            self._copier.pack(
+                placed, self._buffers[chunk.buffer], begin=chunk.begin, end=chunk.end, first_slot=chunk.first,
+                stream=self._kernels, max_ctas=self._max_ctas,
+            )  # fmt: skip
+            self._ready[chunk.buffer].record(self._kernels)
+            self._copies.wait_event(self._ready[chunk.buffer])
+            targets, sources, lengths = self._addresses(slots, ids, spans, chunk)
+            copy_runs(targets, sources, lengths, self._copies.cuda_stream)
+            self._drained[chunk.buffer].record(self._copies)
+        self._copies.wait_stream(self._kernels)
+        return _recorded(self._copies)
+
+    def load(self, slots: Tensor, slot_ids: Ids, spans: Spans) -> torch.cuda.Event:
+        """Copy tokens from host slots into the engine; arguments as for `save`.
+
+        No byte of the engine that is in no span is written.
+        """
+        ids, placed = self._begin(spans, slots, slot_ids)
+        for chunk in self._chunks(spans, None):
+            self._copies.wait_event(self._drained[chunk.buffer])
+            sources, targets, lengths = self._addresses(slots, ids, spans, chunk)
+            copy_runs(targets, sources, lengths, self._copies.cuda_stream)
+            self._ready[chunk.buffer].record(self._copies)
+            self._kernels.wait_event(self._ready[chunk.buffer])
+            self._copier.unpack(
+                self._buffers[chunk.buffer], placed, begin=chunk.begin, end=chunk.end, first_slot=chunk.first,
+                stream=self._kernels, max_ctas=self._max_ctas,
+            )  # fmt: skip
+            self._drained[chunk.buffer].record(self._kernels)
+        return _recorded(self._kernels)
+
+    def _begin(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> tuple[I64, PlacedSpans]:
+        check_slots(self._copier.plan, slots)
+        ids = host_ids("slot_ids", slot_ids, len(slots))
+        if spans.num_slots != len(ids) or (len(ids) and int(ids.min()) < 0):
+            raise ValueError(
+                f"wanted slot_ids >= 0 for each of the {spans.num_slots} positions of the spans, got {len(ids)}; name "
+                "a position that is not to be touched by -1 when the spans are made"
+            )
+        if len(spans) and bool((np.diff(spans.rows[:, 1]) < 0).any()):
+            raise ValueError("wanted spans in the order of their positions; make them with slot_ids that ascend")
+        current = torch.cuda.current_stream(self._copier.plan.device)
+        self._kernels.wait_stream(current)
+        self._copies.wait_stream(current)
+        return ids, self._copier.place(spans, self._kernels)
+
+    def _chunks(self, spans: Spans, alone: np.ndarray[tuple[int], np.dtype[np.bool_]] | None) -> Iterator[_Chunk]:
+        """Cut the list at chunk boundaries; positions in `alone` are chunks by themselves."""
+        positions, begin = spans.rows[:, 1], 0
+        while begin < len(positions):
+            first = int(positions[begin])
+            stop = first + self._per_chunk
+            if alone is not None:
+                later = np.flatnonzero(alone[first : stop + 1])
+                if len(later):
+                    stop = min(stop, first + max(1, int(later[0])))
+            end = int(np.searchsorted(positions, stop))
+            yield _Chunk(begin, end, first, stop, self._next)
+            self._next = (self._next + 1) % self._num_chunks
+            begin = end
+
+    def _addresses(self, slots: Tensor, ids: I64, spans: Spans, chunk: _Chunk) -> tuple[I64, I64, I64]:
+        """Return addresses in the host's slots and in the buffer, and lengths, of the chunk's runs."""
+        used = np.unique(spans.rows[chunk.begin : chunk.end, 1])
+        buffer = self._buffers[chunk.buffer]
+        offsets, lengths = np.array(self._runs, np.int64).T
+        host = slots.data_ptr() + ids[used][:, None] * slots.stride(0) + offsets
+        device = buffer.data_ptr() + (used - chunk.first)[:, None] * buffer.stride(0) + offsets
+        return host.ravel(), device.ravel(), np.tile(lengths, len(used))
+
+
+def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    done = _event()
+    done.record(stream)
+    return done

@@ -1,0 +1,186 @@
+"""The kernels on a GPU: byte for byte what the oracle does, guards included."""
+
+import numpy as np
+import pytest
+import torch
+
+from copy_case import CROSS, DTYPES, ORDERS, Case
+from kvstore.kernels import index
+from kvstore.kernels import reference_index as index_oracle
+from kvstore.kernels import reference_tokens as oracle
+from kvstore.kernels.gpu import GpuCopier, runner
+from kvstore.kernels.plan import plan_copy
+from kvstore.kernels.spans import block_spans
+from kvstore.kernels.staging import StagingRing
+from kvstore.kernels.stored import StoredBlock
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+
+
+def placed_case(case, where):
+    engines = [engine.on(DEVICE) for engine in case.engines]
+    buffer = case.buffer.clone().pin_memory() if where == "pinned" else case.buffer.to(DEVICE)
+    return engines, buffer, GpuCopier(case.plan(engines))
+
+
+def assert_equal(case, engines, buffer, to_slots):
+    torch.cuda.synchronize()
+    wanted_engines, wanted_buffer, _ = case.expected(to_slots)
+    assert torch.equal(buffer.cpu(), wanted_buffer)
+    for got, want in zip(engines, wanted_engines, strict=True):
+        assert torch.equal(got.raw.cpu(), want.raw)
+
+
+def run(case, where, to_slots, **options):
+    engines, buffer, copier = placed_case(case, where)
+    slots, spans = case.slots_of(buffer), copier.place(case.spans(copier.plan.paging))
+    if to_slots:
+        copier.pack(spans, slots, **options)
+    else:
+        copier.unpack(slots, spans, **options)
+    assert_equal(case, engines, buffer, to_slots)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize("where", ["device", "pinned"])
+def test_random_copies(where, to_slots):
+    for seed in range(150):
+        run(Case(seed, big=seed % 3 == 0), where, to_slots, max_ctas=[None, 1, 16][seed % 3])
+
+
+@pytest.mark.parametrize("order", ORDERS + CROSS)
+def test_every_layout(order):
+    for seed, dtype in enumerate(DTYPES):
+        for token_mode in (True, False):
+            for to_slots in (True, False):
+                run(Case(seed, order, dtype, token_mode, big=True), "device", to_slots)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_the_staging_ring(to_slots, chunk_bytes):
+    for seed in range(60):
+        case = Case(seed, big=seed % 3 == 0)
+        engines, buffer, copier = placed_case(case, "pinned")
+        ring = StagingRing(copier, layers=case.layers, heads=case.heads, chunk_bytes=chunk_bytes)
+        slots, slot_ids = case.slots_of(buffer), case.slot_ids
+        used = slot_ids >= 0
+        spare = iter(np.setdiff1d(np.arange(case.num_slots), slot_ids))
+        real = np.array([slot if slot >= 0 else next(spare) for slot in slot_ids], np.int64)
+        case.slot_ids, count = np.where(used, np.arange(len(real)), -1), case.num_slots
+        case.num_slots = len(real)
+        spans = case.spans(copier.plan.paging)
+        case.slot_ids, case.num_slots = slot_ids, count
+        done = ring.save(spans, slots, real) if to_slots else ring.load(slots, real, spans)
+        done.synchronize()
+        wanted_engines, wanted_buffer, _ = case.expected(to_slots)
+        for got, want in zip(engines, wanted_engines, strict=True):
+            assert torch.equal(got.raw.cpu(), want.raw)
+        if not case.stored.sides:  # What aligns side tensors is copied, too, but belongs to nobody.
+            assert torch.equal(buffer, wanted_buffer)
+        want = oracle.slot_sections(case.slots_of(wanted_buffer), case.stored)
+        for section, wanted in zip(oracle.slot_sections(slots, case.stored), want, strict=True):
+            assert torch.equal(section, wanted)
+
+
+def test_offsets_beyond_two_to_the_31_elements():
+    stored = StoredBlock(block_dims=(1, 2, 1, 2, 4, 16), dtype="bfloat16")
+    raw = torch.zeros((5 << 30) // 2, dtype=torch.bfloat16, device=DEVICE)
+    view = raw.as_strided((2, 2, 2, 4, 16), ((1 << 31) + 8, 1 << 20, 1 << 19, 16, 1))
+    data = torch.from_numpy(np.random.default_rng(1).integers(1, 99, (2, 2, 4, 16))).to(torch.bfloat16)
+    view[1].copy_(data)
+    copier = GpuCopier(plan_copy([view], stored))
+    slots = torch.zeros(3, stored.block_bytes, dtype=torch.uint8, device=DEVICE)
+    spans = copier.place(block_spans(copier.plan.paging, [1], [2], 3))
+    copier.pack(spans, slots)
+    assert torch.equal(slots[2].view(torch.bfloat16).view(2, 2, 4, 16).cpu(), data)
+    view[1].zero_()
+    copier.unpack(slots, spans)
+    assert torch.equal(view[1].cpu(), data)
+    assert int(raw.count_nonzero()) == data.numel()
+
+
+def test_unlike_engines_share_a_block():
+    """Two writers in NHD with pages of 16, four readers in HND with pages of 4, one block of 32 tokens."""
+    stored = StoredBlock(block_dims=(2, 8, 2, 2, 32, 64), dtype="float16")
+    whole = torch.randn(4, 6, 2, 16, 8, 64, dtype=torch.float16, device=DEVICE)  # L B P T H D
+    slots = torch.zeros(4, stored.block_bytes, dtype=torch.uint8, device=DEVICE)
+    written = [3, 0, 5, 2]
+    for rank in range(2):
+        layers, heads = stored.part(rank, 2)
+        views = [whole[layer, ..., heads.start : heads.stop, :].permute(0, 3, 1, 2, 4) for layer in layers]
+        copier = GpuCopier(plan_copy(views, stored, layers=layers, heads=heads))
+        copier.pack(copier.place(block_spans(copier.plan.paging, written, [2, 1], 4)), slots)
+    pages = np.random.default_rng(0).permutation(40)[:16]
+    for tp_rank in range(4):
+        for pp_rank in range(2):
+            layers, heads = stored.part(tp_rank, 4, pp_rank, 2)
+            mine = torch.zeros(len(layers), 40, 2, 2, 4, 64, dtype=torch.float16, device=DEVICE)  # L B P H T D
+            views = [layer.transpose(1, 2) for layer in mine]
+            copier = GpuCopier(plan_copy(views, stored, layers=layers, heads=heads))
+            spans = block_spans(copier.plan.paging, pages, [2, 1], 4, skip_prefix_tokens=5)
+            copier.unpack(slots, copier.place(spans))
+            got = mine[:, pages].permute(0, 2, 3, 1, 4, 5).reshape(len(layers), 2, 2, 64, 64)  # L P H T D
+            want = whole[layers.start : layers.stop, written][..., heads.start : heads.stop, :]
+            want = want.permute(0, 2, 4, 1, 3, 5).reshape(len(layers), 2, 2, 64, 64)
+            assert torch.equal(got[..., 5:, :], want[..., 5:, :])
+            assert not got[..., :5, :].any()
+
+
+def test_what_cannot_be_reached_is_refused():
+    stored = StoredBlock(block_dims=(1, 1, 1, 1, 4, 16), dtype="uint8")
+    view = torch.zeros(3, 1, 1, 4, 16, dtype=torch.uint8, device=DEVICE)
+    copier = GpuCopier(plan_copy([view], stored))
+    spans = copier.place(block_spans(copier.plan.paging, [1], [0], 2))
+    with pytest.raises(ValueError, match="pageable"):
+        copier.pack(spans, torch.zeros(2, 64, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="CUDA device"):
+        GpuCopier(plan_copy([view.cpu()], stored))
+    with pytest.raises(ValueError, match="host memory"):
+        block_spans(copier.plan.paging, torch.tensor([1], device=DEVICE), [0], 2)
+    with pytest.raises(ValueError, match="at least 2 chunks"):
+        StagingRing(copier, num_chunks=1)
+
+
+def test_index_kernels():
+    run_launch = runner("index.cu", torch.device(DEVICE))
+    rng = np.random.default_rng(3)
+    for dtype in (torch.int32, torch.int64):
+        for page_size in (1, 4, 16):
+            lengths = rng.integers(0, 70, 300).tolist()
+            counts = [index_oracle.num_pages(length, page_size) for length in lengths]
+            pages = rng.permutation(sum(counts)).tolist()
+            batch = index.make_batch(lengths, page_size, DEVICE)
+            given = torch.tensor(pages, dtype=dtype, device=batch.device)
+            slots = index.pages_to_slots(batch, given, run_launch)
+            assert slots.tolist() == index_oracle.pages_to_slots(pages, lengths, page_size)
+            assert torch.equal(index.slots_to_pages(batch, slots, run_launch), given)
+            counts, last = index.last_pages(batch, slots, run_launch)
+            assert (counts.tolist(), last.tolist()) == index_oracle.last_pages(slots.tolist(), lengths, page_size)
+
+
+def test_blocks_below_the_skip_never_change_while_others_read_them():
+    """Another stream compares the shared tokens all the time; loads run beside it."""
+    stored = StoredBlock(block_dims=(1, 8, 4, 2, 64, 128), dtype="bfloat16")  # stored blocks larger than pages
+    caches = [torch.randint(0, 255, (64, 2, 16, 8, 256), dtype=torch.uint8, device=DEVICE) for _ in range(4)]
+    views = [cache.view(torch.bfloat16).permute(0, 3, 1, 2, 4) for cache in caches]
+    copier = GpuCopier(plan_copy(views, stored))
+    slots = torch.randint(0, 255, (8, stored.block_bytes), dtype=torch.uint8, device=DEVICE)
+    blocks = np.random.default_rng(0).permutation(64)[:32]
+    skip = 16 * 9 + 5  # inside the third stored block, and inside a page
+    spans = copier.place(block_spans(copier.plan.paging, blocks, np.arange(8), 8, skip_prefix_tokens=skip))
+    before = [cache.clone() for cache in caches]
+    shared = torch.from_numpy(blocks[:9]).to(DEVICE)
+    reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    torch.cuda.synchronize()
+    for _ in range(500):
+        copier.unpack(slots, spans, stream=writer)
+        with torch.cuda.stream(reader):
+            for cache, old in zip(caches, before, strict=True):
+                wrong += (cache[shared] != old[shared]).sum()
+                wrong += (cache[int(blocks[9]), :, :5] != old[int(blocks[9]), :, :5]).sum()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert all((cache != old).any() for cache, old in zip(caches, before, strict=True))
