@@ -66,8 +66,8 @@ def make_batch(lengths: Sequence[int] | I64, page_size: int, device: torch.devic
     starts = np.zeros((2, len(flat) + 1), np.int64)
     np.cumsum(flat, out=starts[0, 1:])
     np.cumsum(-(-flat // page_size), out=starts[1, 1:])
-    where = torch.device(device)
-    return Batch(lengths=flat, page_size=page_size, device=where, starts=torch.from_numpy(starts).to(where))
+    placed = torch.from_numpy(starts).to(device)
+    return Batch(lengths=flat, page_size=page_size, device=placed.device, starts=placed)
 
 
 def split_evenly(num_sequences: int, group: int) -> int:

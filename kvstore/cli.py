@@ -207,7 +207,7 @@ def doctor(ctx: click.Context, address: str | None, as_json: bool, idle_seconds:
 
 @main.group(cls=_Group)
 def bench() -> None:
-    """Measure on this machine, with two Ray nodes of its own. Compare rows of one run only."""
+    """Measure on this machine, with two Ray nodes of its own or its GPU. Compare rows of one run only."""
 
 
 @bench.command(short_help="GB/s of blocks between two nodes.")
@@ -245,6 +245,41 @@ def control(counts: tuple[int, ...], rounds: int, as_json: bool, output: Path | 
     _write(rows, as_json, output)
     if not as_json:
         show_rows(rows, ("op", "num_hashes"), lambda row: f"{row['p50_us']:,} / {row['p99_us']:,}", "us, p50 / p99")
+
+
+@bench.command(short_help="GB/s between an engine's cache and slots.")
+@click.option("--shape", "shapes", multiple=True, help="8B, 70B/TP8 or MLA; may be repeated. Default: all.")
+@click.option("--block-size", "sizes", multiple=True, type=int, help="Tokens; may be repeated. Default: 16 64.")
+@click.option("--num-blocks", "counts", multiple=True, type=int, help="May be repeated. Default: 8 16 64 256 1024.")
+@click.option("--max-bytes", default="2GiB", show_default=True, help="What would move more at once is left out.")
+@click.option("--rounds", default=7, show_default=True, help="The median counts.")
+@_json
+@_output
+def gpu(
+    shapes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    counts: tuple[int, ...],
+    max_bytes: str,
+    rounds: int,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """GB/s of blocks between a CUDA cache of separate layers, device memory and pinned host memory.
+
+    Ours beside one copy of the same bytes (the limit), a copy for each fragment, the driver's batch of fragments,
+    and torch's gather. Pack and unpack are in device memory; the other directions cross the link. No Ray is started.
+    """
+    from kvstore.bench_gpu import SHAPES, run_gpu
+
+    with progress() as say:
+        rows = run_gpu(
+            shapes or tuple(SHAPES), sizes or (16, 64), counts or (8, 16, 64, 256, 1024), rounds,
+            parse_bytes(max_bytes), say,
+        )  # fmt: skip
+    _write(rows, as_json, output)
+    if not as_json:
+        groups = ("shape", "block_size", "num_blocks", "direction")
+        show_rows(rows, groups, lambda row: f"{row['gb_per_s']:.1f}", "GB/s")
 
 
 def _write(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("raykv", "ray", "nixl-cu12", "nixl-cu13", "torch", "numpy")
+PACKAGES = ("raykv", "ray", "nixl-cu12", "nixl-cu13", "cupy-cuda12x", "cupy-cuda13x", "torch", "numpy")
 _GIT_S = 10.0
 
 
@@ -19,13 +20,24 @@ def provenance() -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return {"cpu", "num_cores", "memory_bytes", "kernel"}; cores are those this process may use."""
+    """Return {"cpu", "num_cores", "memory_bytes", "kernel", "gpus"}.
+
+    Cores are those this process may use; GPUs are named where it has used torch for them.
+    """
     return {
         "cpu": _first_value(Path("/proc/cpuinfo"), "model name") or platform.machine(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
+        "gpus": _gpus(),
     }
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def versions() -> dict[str, str]:

@@ -111,25 +111,31 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 
 def show_rows(
-    rows: list[dict[str, Any]], keys: tuple[str, str], cell: Callable[[dict[str, Any]], str], unit: str
+    rows: list[dict[str, Any]], keys: tuple[str, ...], cell: Callable[[dict[str, Any]], str], unit: str
 ) -> None:
-    """Print figures as a table: a line for each pair of `keys`, a column for each "way".
+    """Print figures as a table: a line for each combination of `keys`, a column for each "way".
 
     Args:
         rows: all with `keys` and "way".
-        keys: what identifies a line; the second is a number, of bytes if its name says so.
+        keys: what identifies a line; numbers are of bytes where the name says so.
         cell: the text of one figure.
         unit: of the figures; the title.
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table = Table(title=unit, title_justify="left")
     for heading in (*keys, *ways):
-        table.add_column(heading, justify="left" if heading == keys[0] else "right")
+        table.add_column(heading, justify="left" if isinstance(rows[0].get(heading), str) else "right")
     for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         found = {row["way"]: cell(row) for row in rows if tuple(row[key] for key in keys) == group}
-        shown = human_bytes(group[1]) if keys[1] == "block_bytes" else f"{group[1]:,}"
-        table.add_row(str(group[0]), shown, *(found.get(way, "") for way in ways))
+        shown = [_shown(key, value) for key, value in zip(keys, group, strict=True)]
+        table.add_row(*shown, *(found.get(way, "") for way in ways))
     Console().print(table)
+
+
+def _shown(key: str, value: str | int) -> str:
+    if isinstance(value, str):
+        return value
+    return human_bytes(value) if key.endswith("_bytes") else f"{value:,}"
 
 
 @contextlib.contextmanager

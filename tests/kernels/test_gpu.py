@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from copy_case import CROSS, DTYPES, ORDERS, Case
+from kvstore.bench_gpu import run_gpu
 from kvstore.kernels import index
 from kvstore.kernels import reference_index as index_oracle
 from kvstore.kernels import reference_tokens as oracle
@@ -184,3 +185,10 @@ def test_blocks_below_the_skip_never_change_while_others_read_them():
     torch.cuda.synchronize()
     assert int(wrong) == 0
     assert all((cache != old).any() for cache, old in zip(caches, before, strict=True))
+
+
+def test_the_benchmark_measures_every_way_and_checks_ours():
+    rows = run_gpu(["70B/TP8", "MLA"], [16], [3], 1, 1 << 30, lambda text: None)
+    assert {row["direction"] for row in rows} == {"pack", "unpack", "gpu_to_host", "host_to_gpu", "both"}
+    assert {"limit", "ours", "torch_gather", "memcpy_per_fragment"} <= {row["way"] for row in rows}
+    assert all(row["gb_per_s"] > 0 for row in rows)

@@ -1,0 +1,175 @@
+"""Benchmark: KV blocks between an engine's layer-separate cache, device memory and pinned host memory.
+
+Ours beside the limit, which is one copy of the same bytes, and beside what others do, all in one run and round by
+round in turn, so that noise hits all ways alike. Data is drawn fresh for each shape, destinations are poisoned before
+and compared after. A figure is bytes of KV over the median of event times. Rivals move fragments in the engine's own
+order; ours also bring heads outside, as slots want it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.bench_gpu_ways import Setup, Way, directions, in_slots
+from kvstore.errors import ConfigError
+from kvstore.kernels.gpu import GpuCopier
+from kvstore.kernels.plan import plan_copy
+from kvstore.kernels.reference import torch_dtype
+from kvstore.kernels.stored import StoredBlock
+from kvstore.shape import KVShape
+
+_POISON = 0xA5
+_DELAY_CYCLES = 2_000_000  # about a millisecond: the host has queued everything before the device begins
+_SPARE = 2  # the engine's cache and the arena are this many times as large as what is moved
+#: Name -> (layers, KV heads, head dim, planes), bfloat16.
+SHAPES = {
+    "8B": (32, 8, 128, "kv"),
+    "70B/TP8": (80, 1, 128, "kv"),
+    "MLA": (61, 1, 576, "single"),
+}
+
+
+def run_gpu(
+    names: Sequence[str],
+    block_sizes: Sequence[int],
+    counts: Sequence[int],
+    rounds: int,
+    max_bytes: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Return a row for every shape, block size, number of blocks, direction and way.
+
+    Args:
+        names: keys of `SHAPES`.
+        block_sizes: tokens per block.
+        counts: blocks that are moved at once.
+        rounds: the median of so many counts.
+        max_bytes: what would move more than this at once is left out.
+        say: shows progress.
+
+    Raises:
+        ConfigError: there is no CUDA device, or a shape is unknown.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("bench gpu: wanted a CUDA device, got none; run it where `nvidia-smi` shows one")
+    rows = []
+    for name in names:
+        if name not in SHAPES:
+            raise ConfigError(f"bench gpu: wanted a shape out of {', '.join(SHAPES)}, got {name!r}")
+        layers, heads, dim, planes = SHAPES[name]
+        for size in block_sizes:
+            shape = KVShape(
+                num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype="bfloat16", block_size=size, planes=planes
+            )
+            fitting = [count for count in counts if count * shape.block_bytes <= max_bytes]
+            if not fitting:
+                continue
+            say(f"{name}, blocks of {size} tokens")
+            whole = _setup(shape, max(fitting))
+            for count in fitting:
+                setup = _smaller(whole, count)
+                for direction, ways in directions(setup):
+                    medians = _measure(ways, rounds, _DELAY_CYCLES if direction in ("pack", "unpack") else 0)
+                    _check(setup, direction, ways["ours"])
+                    num_bytes = setup.num_bytes * (2 if direction == "both" else 1)
+                    rows += [
+                        {
+                            "shape": name,
+                            "block_size": size,
+                            "num_blocks": count,
+                            "direction": direction,
+                            "way": way,
+                            "gb_per_s": round(num_bytes / 1e9 / seconds, 2),
+                        }
+                        for way, seconds in medians.items()
+                    ]
+            del whole, setup
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _setup(shape: KVShape, num_blocks: int) -> Setup:
+    total = _SPARE * num_blocks
+    rng = np.random.default_rng()
+    dims = (shape.num_planes, total, shape.block_size, shape.num_kv_heads, shape.row_dim)
+    caches = []
+    for _ in range(shape.num_layers):
+        bits = torch.randint(-(2**15), 2**15, dims, dtype=torch.int16, device="cuda")
+        caches.append(bits.view(torch_dtype(shape.dtype)))
+    views = [cache.permute(1, 3, 0, 2, 4) for cache in caches]
+    copier = GpuCopier(plan_copy(views, StoredBlock(block_dims=shape.block_dims, dtype=shape.dtype)))
+    size = (num_blocks, shape.block_bytes)
+    return Setup(
+        shape=shape,
+        caches=caches,
+        copier=copier,
+        block_ids=rng.permutation(total)[:num_blocks],
+        slot_ids=rng.permutation(total)[:num_blocks],
+        host=torch.empty((total, shape.block_bytes), dtype=torch.uint8, pin_memory=True),
+        device=torch.empty(size, dtype=torch.uint8, device="cuda"),
+        flat=torch.randint(0, 256, size, dtype=torch.uint8, device="cuda"),
+    )
+
+
+def _smaller(whole: Setup, count: int) -> Setup:
+    return Setup(
+        shape=whole.shape,
+        caches=whole.caches,
+        copier=whole.copier,
+        block_ids=whole.block_ids[:count],
+        slot_ids=whole.slot_ids[:count],
+        host=whole.host,
+        device=whole.device[:count],
+        flat=whole.flat[:count],
+    )
+
+
+def _measure(ways: dict[str, Way], rounds: int, delay_cycles: int) -> dict[str, float]:
+    """Return the median seconds of each way; the first round warms up and does not count."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            if delay_cycles:
+                torch.cuda._sleep(delay_cycles)  # type: ignore[no-untyped-call]
+            begin.record()
+            way().record_event(end)
+            torch.cuda.synchronize()
+            if turn:
+                found[name].append(begin.elapsed_time(end) / 1e3)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def _check(setup: Setup, direction: str, ours: Way) -> None:
+    """Run ours once more over a poisoned destination and compare every byte."""
+    shape, ids = setup.shape, torch.from_numpy(setup.block_ids).cuda()
+    bits = [cache.view(torch.int16) for cache in setup.caches]
+    if direction in ("pack", "gpu_to_host", "both"):
+        (setup.device if direction == "pack" else setup.host).fill_(_POISON)
+        torch.cuda.synchronize()
+        ours()
+        torch.cuda.synchronize()
+        got = setup.device if direction == "pack" else setup.host[setup.slot_ids].cuda()
+    else:
+        got = setup.flat if direction == "unpack" else torch.randint_like(setup.flat, 256)
+        if direction == "unpack":
+            setup.device.copy_(got)
+        else:
+            setup.host[setup.slot_ids] = got.cpu()
+        for cache in bits:
+            cache[:, ids] = _POISON
+        torch.cuda.synchronize()
+        ours()
+        torch.cuda.synchronize()
+    pieces = in_slots(got, shape)
+    if not all(
+        torch.equal(pieces[:, layer].transpose(0, 1).view(torch.int16), cache[:, ids])
+        for layer, cache in enumerate(bits)
+    ):
+        raise AssertionError(f"bench gpu: {direction} delivered other bytes than were there")
