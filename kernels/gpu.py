@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvstore.kernels.driver import copy_run, launch, on_device
 from kvstore.kernels.launch import Launch, Tables, check_slots, launches
 from kvstore.kernels.module import load
 from kvstore.kernels.plan import CopyPlan
-from kvstore.kernels.spans import Spans
+from kvstore.kernels.spans import COLUMNS, Spans
+
+_MIN_ROWS = 1024
 
 
 def runner(file: str, device: torch.device, stream: torch.cuda.Stream | None = None) -> Callable[[Launch], None]:
@@ -30,25 +33,22 @@ def runner(file: str, device: torch.device, stream: torch.cuda.Stream | None = N
         raise ValueError(f"wanted a CUDA device, got {device}; kernels/reference.py copies CPU tensors")
     index = torch.cuda.current_device() if device.index is None else device.index
     kernels = load(file, index)
-    import cupy
+    handle = (torch.cuda.current_stream(index) if stream is None else stream).cuda_stream
 
-    chosen = torch.cuda.current_stream(index) if stream is None else stream
-    target = cupy.cuda.ExternalStream(chosen.cuda_stream, index)
-    on_device = cupy.cuda.Device(index)
-
-    def run(launch: Launch) -> None:
-        with on_device, target:
-            kernels[launch.name]((launch.num_ctas,), (launch.num_threads,), launch.args)
+    def run(work: Launch) -> None:
+        with on_device(index):
+            launch(kernels[work.name], work.num_ctas, work.num_threads, work.args, handle)
 
     return run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedSpans:
-    """A list of spans, and its copy on the device; the copy lives as long as this object."""
+    """A list of spans, and its copy on the device at `address`; `memory` keeps it alive."""
 
     spans: Spans
-    rows: Tensor
+    address: int
+    memory: Tensor
 
 
 class GpuCopier:
@@ -74,10 +74,24 @@ class GpuCopier:
         ]
         self._tables = [Tables(bases.data_ptr(), offsets.data_ptr()) for bases, offsets in self._held]
 
-    def place(self, spans: Spans, stream: torch.cuda.Stream | None = None) -> PlacedSpans:
-        """Bring a list of spans to the device, in the order of the stream."""
-        with torch.cuda.stream(stream):
-            return PlacedSpans(spans, torch.from_numpy(spans.rows).to(self.plan.device, non_blocking=True))
+    def place(self, spans: Spans, stream: torch.cuda.Stream | None = None, memory: Tensor | None = None) -> PlacedSpans:
+        """Bring a list of spans to the device, in the order of the stream.
+
+        Args:
+            spans: the list.
+            stream: where it is copied; default the current one.
+            memory: int64 on the device, long enough, which nothing reads that does not run on this stream; default
+                fresh memory.
+        """
+        chosen = torch.cuda.current_stream(self.plan.device) if stream is None else stream
+        if memory is None or memory.numel() < spans.rows.size:
+            with torch.cuda.stream(chosen):
+                size = max(spans.rows.size, _MIN_ROWS * len(COLUMNS))
+                memory = torch.empty(size, dtype=torch.int64, device=self.plan.device)
+        if len(spans):
+            with on_device(self.plan.device.index):
+                copy_run(memory.data_ptr(), spans.rows.ctypes.data, spans.rows.nbytes, chosen.cuda_stream)
+        return PlacedSpans(spans, memory.data_ptr(), memory)
 
     def pack(
         self,
@@ -103,13 +117,14 @@ class GpuCopier:
 
         Raises:
             ValueError: slots that cannot be reached, are too small or are not those of the spans; nothing was written.
+            RuntimeError: the driver refused a launch.
         """
         self._copy(True, spans, slots, begin, end, first_slot, stream, max_ctas)
 
     def unpack(
         self,
-        slots: Tensor,
         spans: PlacedSpans,
+        slots: Tensor,
         *,
         begin: int = 0,
         end: int | None = None,
@@ -134,10 +149,10 @@ class GpuCopier:
         check_slots(self.plan, slots)
         work = list(
             launches(
-                self.plan, self._tables, placed.spans, placed.rows.data_ptr(), slots, to_slots=to_slots,
+                self.plan, self._tables, placed.spans, placed.address, slots, to_slots=to_slots,
                 begin=begin, end=end, first_slot=first_slot, max_ctas=max_ctas,
             )
         )  # fmt: skip
         run = runner("pack.cu", self.plan.device, stream)
-        for launch in work:
-            run(launch)
+        for one in work:
+            run(one)

@@ -6,8 +6,10 @@ Every function returns a new tensor; no argument is changed.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,7 +155,7 @@ def repack_pages(
         raise ValueError(f"wanted at most {capacity} pages, got {batch.num_pages}")
     pages = torch.empty(batch.num_pages, dtype=table.dtype, device=batch.device)
     ids = torch.from_numpy(rows).to(batch.device)
-    stride = np.int64(table.stride(0))
+    stride = ctypes.c_int64(table.stride(0))
     _run(run, "repack_pages", batch, table, (table, stride, ids, _starts(batch)[1], _count(batch), pages))
     return pages
 
@@ -195,19 +197,17 @@ def _starts(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.starts[0], batch.starts[1]
 
 
-def _count(batch: Batch) -> np.uint32:
-    return np.uint32(len(batch.lengths))
+def _count(batch: Batch) -> ctypes.c_uint32:
+    return ctypes.c_uint32(len(batch.lengths))
 
 
-def _page(batch: Batch) -> np.uint32:
-    return np.uint32(batch.page_size)
+def _page(batch: Batch) -> ctypes.c_uint32:
+    return ctypes.c_uint32(batch.page_size)
 
 
-def _run(
-    run: Callable[[Launch], object], name: str, batch: Batch, like: Tensor, args: tuple[Tensor | np.generic, ...]
-) -> None:
+def _run(run: Callable[[Launch], object], name: str, batch: Batch, like: Tensor, args: Sequence[Any]) -> None:
     if not len(batch.lengths):
         return  # A grid of no thread blocks is an error.
-    packed = tuple(np.int64(arg.data_ptr()) if isinstance(arg, Tensor) else arg for arg in args)
+    packed = tuple(ctypes.c_int64(arg.data_ptr()) if isinstance(arg, Tensor) else arg for arg in args)
     num_ctas = min(len(batch.lengths), _MAX_CTAS)
     run(Launch(f"{name}<{INDEX_TYPES[like.element_size()]}>", num_ctas, _NUM_THREADS, packed))

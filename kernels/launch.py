@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,14 +22,25 @@ UNROLL = 4
 _MAX_ITEMS = 2**31 - 1
 
 
+class Copy(ctypes.Structure):
+    """`struct Copy` of pack.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("engine_bases", "slot_offsets", "spans", "slots")),
+        *((name, ctypes.c_int64) for name in ("engine_block", "engine_head", "engine_token")),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "slot_head", "slot_token")),
+        *((name, ctypes.c_uint32) for name in ("num_planes", "num_spans", "num_heads", "row_words", "lanes")),
+    ]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """One kernel launch: `args` are NumPy scalars of the kernel's parameter types."""
+    """One kernel launch: `args` are ctypes objects of the kernel's parameter types."""
 
     name: str
     num_ctas: int
     num_threads: int
-    args: tuple[np.generic, ...]
+    args: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,35 +124,21 @@ def launches(
         raise ValueError(
             f"wanted slots in [{first_slot}, {first_slot + slots.shape[0]}), got spans in slots {low} to {high}"
         )
-    max_tokens = int(rows[:, 4].max())
-    origin = slots.data_ptr() - first_slot * slots.stride(0)
+    max_tokens = min(plan.paging.engine_block_size, plan.paging.stored_block_size)
+    stride = slots.stride(0)
+    origin = slots.data_ptr() - first_slot * stride
     begin_address = spans_address + begin * spans.rows.strides[0]
     for section, table in zip(plan.sections, tables, strict=True):
-        word = math.gcd(section.align_bytes, slots.data_ptr(), slots.stride(0) if slots.shape[0] > 1 else 16)
+        word = math.gcd(section.align_bytes, slots.data_ptr(), stride if slots.shape[0] > 1 else 16)
         row_words = section.row_bytes // word
         num_ctas, lanes = _grid(section, len(rows), row_words * max_tokens * section.num_heads, max_ctas)
-        yield Launch(
-            f"{'pack' if to_slots else 'unpack'}_spans<{WORDS[word]}>",
-            num_ctas,
-            NUM_THREADS,
-            (
-                np.int64(table.engine_bases),
-                np.int64(table.slot_offsets),
-                np.uint32(len(section.engine_bases)),
-                np.int64(begin_address),
-                np.uint32(len(rows)),
-                np.int64(origin),
-                np.int64(section.engine_block_stride),
-                np.int64(section.engine_head_stride),
-                np.int64(section.engine_token_stride),
-                np.int64(slots.stride(0)),
-                np.int64(section.slot_head_stride),
-                np.int64(section.slot_token_stride),
-                np.uint32(section.num_heads),
-                np.uint32(row_words),
-                np.uint32(lanes),
-            ),
-        )
+        copy = Copy(
+            table.engine_bases, table.slot_offsets, begin_address, origin,
+            section.engine_block_stride, section.engine_head_stride, section.engine_token_stride,
+            stride, section.slot_head_stride, section.slot_token_stride,
+            len(section.engine_bases), len(rows), section.num_heads, row_words, lanes,
+        )  # fmt: skip
+        yield Launch(f"{'pack' if to_slots else 'unpack'}_spans<{WORDS[word]}>", num_ctas, NUM_THREADS, (copy,))
 
 
 def _grid(section: Section, num_spans: int, words: int, max_ctas: int | None) -> tuple[int, int]:

@@ -17,6 +17,8 @@ KERNELS = {
         for index in INDEX_TYPES.values()
     ],
 }
+#: Modules unload with their last reference, so they are kept beside the cache of their handles.
+_loaded: list[Any] = []
 OPTIONS = ("-std=c++17",)
 
 
@@ -26,7 +28,7 @@ def source_of(file: str) -> Path:
 
 
 @functools.cache
-def load(file: str, device: int) -> dict[str, Any]:
+def load(file: str, device: int) -> dict[str, int]:
     """Compile a file for a device; the first call takes about a second.
 
     Args:
@@ -34,7 +36,7 @@ def load(file: str, device: int) -> dict[str, Any]:
         device: index of the CUDA device.
 
     Returns:
-        CuPy kernels by name, with the template's argument.
+        Handles of the kernels by name, with the template's argument; valid as long as the process.
 
     Raises:
         ImportError: CuPy is not installed.
@@ -49,4 +51,6 @@ def load(file: str, device: int) -> dict[str, Any]:
     names = KERNELS[file]
     with cupy.cuda.Device(device):
         module = cupy.RawModule(code=source_of(file).read_text(), options=OPTIONS, name_expressions=names)
-        return {name: module.get_function(name) for name in names}
+        kernels = {name: module.get_function(name).kernel for name in names}
+    _loaded.append((module, kernels))
+    return {name: kernel.ptr for name, kernel in kernels.items()}

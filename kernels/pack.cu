@@ -26,58 +26,64 @@ struct Span {
     long long num_tokens;
 };
 
-struct Strides {  // all in bytes
+struct Copy {                       // one launch; strides in bytes
+    const long long* engine_bases;  // [num_planes]
+    const long long* slot_offsets;  // [num_planes]
+    const Span* spans;              // [num_spans]
+    long long slots;                // address that slot 0 has, or would have
     long long engine_block;
     long long engine_head;
     long long engine_token;
-    long long slot;
+    long long slot_stride;
     long long slot_head;
     long long slot_token;
+    unsigned num_planes;
+    unsigned num_spans;
+    unsigned num_heads;
+    unsigned row_words;
+    unsigned lanes;
 };
 
 constexpr unsigned kUnroll = 4;
 
 template <typename Word, bool kToSlots>
-__device__ __forceinline__ void copy_spans(const long long* __restrict__ engine_bases,
-                                           const long long* __restrict__ slot_offsets,
-                                           unsigned num_planes, const Span* __restrict__ spans,
-                                           unsigned num_spans, long long slots, Strides strides,
-                                           unsigned num_heads, unsigned row_words, unsigned lanes) {
+__device__ __forceinline__ void copy_spans(const Copy& copy) {
     const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
-    const unsigned num_groups = gridDim.x * (blockDim.x / lanes);
-    const unsigned lane = thread % lanes;
-    const unsigned num_items = num_spans * num_planes;  // the host keeps it below 2^31
-    const long long row_bytes = static_cast<long long>(row_words) * sizeof(Word);
-    const bool rows_adjoin = strides.engine_token == row_bytes && strides.slot_token == row_bytes;
+    const unsigned num_groups = gridDim.x * (blockDim.x / copy.lanes);
+    const unsigned lane = thread % copy.lanes;
+    const unsigned num_items = copy.num_spans * copy.num_planes;  // the host keeps it below 2^31
+    const long long row_bytes = static_cast<long long>(copy.row_words) * sizeof(Word);
+    const bool rows_adjoin = copy.engine_token == row_bytes && copy.slot_token == row_bytes;
 
-    for (unsigned item = thread / lanes; item < num_items; item += num_groups) {
-        const Span span = spans[item / num_planes];
-        const unsigned plane = item % num_planes;
-        const long long engine = engine_bases[plane] + span.block * strides.engine_block +
-                                 span.engine_token * strides.engine_token;
-        const long long slot = slots + slot_offsets[plane] + span.slot * strides.slot +
-                               span.slot_token * strides.slot_token;
+    for (unsigned item = thread / copy.lanes; item < num_items; item += num_groups) {
+        const Span span = copy.spans[item / copy.num_planes];
+        const unsigned plane = item % copy.num_planes;
+        char* engine =
+            reinterpret_cast<char*>(copy.engine_bases[plane] + span.block * copy.engine_block +
+                                    span.engine_token * copy.engine_token);
+        char* slot = reinterpret_cast<char*>(copy.slots + copy.slot_offsets[plane] +
+                                             span.slot * copy.slot_stride +
+                                             span.slot_token * copy.slot_token);
         // Where tokens follow each other on both sides, all of a head's tokens are one long row.
         const unsigned num_tokens = static_cast<unsigned>(span.num_tokens);
-        const unsigned words = rows_adjoin ? row_words * num_tokens : row_words;
-        const unsigned total = row_words * num_tokens * num_heads;
+        const unsigned words = rows_adjoin ? copy.row_words * num_tokens : copy.row_words;
+        const unsigned total = copy.row_words * num_tokens * copy.num_heads;
 
-        for (unsigned first = lane; first < total; first += lanes * kUnroll) {
+        for (unsigned first = lane; first < total; first += copy.lanes * kUnroll) {
             Word held[kUnroll];
-            long long targets[kUnroll];
+            char* targets[kUnroll];
 #pragma unroll
             for (unsigned step = 0; step < kUnroll; ++step) {
-                const unsigned index = first + step * lanes;
+                const unsigned index = first + step * copy.lanes;
                 if (index < total) {
                     const unsigned row = index / words;
-                    const unsigned head = row % num_heads;
-                    const unsigned token = row / num_heads;
+                    const unsigned head = row % copy.num_heads;
+                    const unsigned token = row / copy.num_heads;
                     const long long inside =
                         static_cast<long long>(index - row * words) * sizeof(Word);
-                    const long long at_engine =
-                        engine + head * strides.engine_head + token * strides.engine_token + inside;
-                    const long long at_slot =
-                        slot + head * strides.slot_head + token * strides.slot_token + inside;
+                    char* at_engine =
+                        engine + head * copy.engine_head + token * copy.engine_token + inside;
+                    char* at_slot = slot + head * copy.slot_head + token * copy.slot_token + inside;
                     targets[step] = kToSlots ? at_slot : at_engine;
                     held[step] =
                         __ldcs(reinterpret_cast<const Word*>(kToSlots ? at_engine : at_slot));
@@ -85,7 +91,7 @@ __device__ __forceinline__ void copy_spans(const long long* __restrict__ engine_
             }
 #pragma unroll
             for (unsigned step = 0; step < kUnroll; ++step) {
-                if (first + step * lanes < total) {
+                if (first + step * copy.lanes < total) {
                     __stcs(reinterpret_cast<Word*>(targets[step]), held[step]);
                 }
             }
@@ -94,27 +100,11 @@ __device__ __forceinline__ void copy_spans(const long long* __restrict__ engine_
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(256)
-    pack_spans(const long long* engine_bases, const long long* slot_offsets, unsigned num_planes,
-               const Span* spans, unsigned num_spans, long long slots, long long engine_block,
-               long long engine_head, long long engine_token, long long slot_stride,
-               long long slot_head, long long slot_token, unsigned num_heads, unsigned row_words,
-               unsigned lanes) {
-    const Strides strides = {engine_block, engine_head, engine_token,
-                             slot_stride,  slot_head,   slot_token};
-    copy_spans<Word, true>(engine_bases, slot_offsets, num_planes, spans, num_spans, slots, strides,
-                           num_heads, row_words, lanes);
+__global__ void __launch_bounds__(256) pack_spans(const Copy copy) {
+    copy_spans<Word, true>(copy);
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(256)
-    unpack_spans(const long long* engine_bases, const long long* slot_offsets, unsigned num_planes,
-                 const Span* spans, unsigned num_spans, long long slots, long long engine_block,
-                 long long engine_head, long long engine_token, long long slot_stride,
-                 long long slot_head, long long slot_token, unsigned num_heads, unsigned row_words,
-                 unsigned lanes) {
-    const Strides strides = {engine_block, engine_head, engine_token,
-                             slot_stride,  slot_head,   slot_token};
-    copy_spans<Word, false>(engine_bases, slot_offsets, num_planes, spans, num_spans, slots,
-                            strides, num_heads, row_words, lanes);
+__global__ void __launch_bounds__(256) unpack_spans(const Copy copy) {
+    copy_spans<Word, false>(copy);
 }

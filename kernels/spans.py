@@ -110,12 +110,16 @@ def block_spans(
     _check_count("block_ids", len(blocks), num_tokens, engine)
     _check_count("slot_ids", len(slots), num_tokens, stored)
     step = min(engine, stored)
-    begins = np.arange(skip_prefix_tokens // step * step, num_tokens, step, dtype=np.int64)
-    ends = np.minimum(begins + step, num_tokens)
-    begins[:1] = skip_prefix_tokens
-    if skip_prefix_tokens == num_tokens:  # Perhaps inside a block, of which then nothing is left.
-        begins, ends = begins[:0], ends[:0]
-    rows = _rows(blocks[begins // engine], slots[begins // stored], begins % engine, begins % stored, ends - begins)
+    first, last = skip_prefix_tokens // step, -(-num_tokens // step)
+    rows = np.zeros((last - first if skip_prefix_tokens < num_tokens else 0, len(COLUMNS)), np.int64)
+    if len(rows):
+        rows[:, 0], rows[:, 2] = _places(blocks, first, last, engine // step, step)
+        rows[:, 1], rows[:, 3] = _places(slots, first, last, stored // step, step)
+        rows[:, 4] = step
+        rows[0, 2:4] += skip_prefix_tokens - first * step
+        rows[0, 4] -= skip_prefix_tokens - first * step
+        rows[-1, 4] -= last * step - num_tokens
+        rows = _on_both_sides(rows)
     return Spans(rows=rows, paging=paging, num_slots=num_slots)
 
 
@@ -160,7 +164,8 @@ def token_spans(
     lengths = np.diff(np.concatenate((first, [len(tokens)])))
     places, tokens = places[first], tokens[first]
     # Negative places stay negative under floor division, so their spans go.
-    rows = _rows(places // engine, slots[tokens // stored], places % engine, tokens % stored, lengths)
+    columns = (places // engine, slots[tokens // stored], places % engine, tokens % stored, lengths)
+    rows = _on_both_sides(np.stack(columns, axis=1))
     return Spans(rows=rows, paging=paging, num_slots=num_slots)
 
 
@@ -190,8 +195,8 @@ def host_ids(name: str, ids: Ids, bound: int, num_used: int | None = None) -> I6
         raise ValueError(f"{name}: wanted ids below {bound}, got {top} at position {int(array.argmax())}")
     used: I64 = array.astype(np.int64, copy=False)
     ordered = np.sort(used)
-    twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
-    if twice.size:
+    same = ordered[1:] == ordered[:-1]
+    if same.any() and (twice := ordered[1:][same & (ordered[1:] >= 0)]).size:
         raise ValueError(f"{name}: wanted every id once, got {int(twice[0])} more than once")
     return used
 
@@ -213,8 +218,16 @@ def _check_count(name: str, count: int, num_tokens: int, block_size: int) -> Non
         )
 
 
-def _rows(*columns: I64) -> I64:
-    """Stack the columns, without the spans that lie nowhere on one side."""
-    rows = np.stack(columns, axis=1)
-    used = (rows[:, 0] >= 0) & (rows[:, 1] >= 0)
-    return rows if used.all() else np.ascontiguousarray(rows[used])
+def _places(ids: I64, first: int, last: int, per_block: int, step: int) -> tuple[I64, I64 | int]:
+    """Return the block of every step in [first, last), and the first token of the step within it."""
+    if per_block == 1:
+        return ids[first:last], 0
+    steps = np.arange(first, last, dtype=np.int64)
+    return ids[steps // per_block], steps % per_block * step
+
+
+def _on_both_sides(rows: I64) -> I64:
+    """Leave out the spans that lie nowhere on one side."""
+    if int(rows[:, :2].min()) >= 0:
+        return rows
+    return np.ascontiguousarray(rows[(rows[:, 0] >= 0) & (rows[:, 1] >= 0)])

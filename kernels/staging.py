@@ -8,17 +8,19 @@ writer is done, `drained` when its reader is. A ring serves one direction at a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore.kernels.dma import copy_runs
+from kvstore.kernels.driver import copy_runs, on_device
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.launch import check_slots
 from kvstore.kernels.spans import I64, Ids, Spans, host_ids
+
+_NONE: I64 = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,14 @@ class StagingRing:
         self._buffers = torch.zeros(size, dtype=torch.uint8, device=device)
         # Before the model's kernels: a short copy kernel that waited behind them would leave the link idle.
         self._kernels, self._copies = _stream(device, -1), _stream(device, 0)
+        for stream in (self._kernels, self._copies):
+            stream.wait_stream(torch.cuda.current_stream(device))
         self._ready = [_event() for _ in range(num_chunks)]
         self._drained = [_event() for _ in range(num_chunks)]
         self._next = 0
+        self._started = _event()
+        self._rows: Tensor | None = None
+        self._known: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -98,27 +105,22 @@ class StagingRing:
             ValueError: ids or slots do not fit; nothing was written.
         """
         ids, placed = self._begin(spans, slots, slot_ids)
-        covered = np.bincount(spans.rows[:, 1], weights=spans.rows[:, 4], minlength=len(ids))
-        partial = (covered > 0) & (covered < spans.paging.stored_block_size)
+        partial = _partial_positions(spans, len(ids))
         for chunk in self._chunks(spans, partial):
-            if chunk.first in np.flatnonzero(partial):
+            if len(partial) and chunk.first in partial:
                 slot = int(ids[chunk.first])
-                self._copier.pack(
-                    placed, slots[slot : slot + 1], begin=chunk.begin, end=chunk.end, first_slot=chunk.first,
-                    stream=self._kernels, max_ctas=self._max_ctas,
-                )  # fmt: skip
+                self._launch(self._copier.pack, placed, slots[slot : slot + 1], chunk)
                 continue
+            buffer = self._buffers[chunk.buffer]
             self._kernels.wait_event(self._drained[chunk.buffer])
-            self._copier.pack(
-                placed, self._buffers[chunk.buffer], begin=chunk.begin, end=chunk.end, first_slot=chunk.first,
-                stream=self._kernels, max_ctas=self._max_ctas,
-            )  # fmt: skip
+            self._launch(self._copier.pack, placed, buffer, chunk)
             self._ready[chunk.buffer].record(self._kernels)
             self._copies.wait_event(self._ready[chunk.buffer])
-            targets, sources, lengths = self._addresses(slots, ids, spans, chunk)
-            copy_runs(targets, sources, lengths, self._copies.cuda_stream)
+            host, device, lengths = self._addresses(slots, ids, spans, chunk)
+            self._move(host, device, lengths)
             self._drained[chunk.buffer].record(self._copies)
-        self._copies.wait_stream(self._kernels)
+        if len(partial):
+            self._copies.wait_stream(self._kernels)
         return _recorded(self._copies)
 
     def load(self, slots: Tensor, slot_ids: Ids, spans: Spans) -> torch.cuda.Event:
@@ -127,44 +129,56 @@ class StagingRing:
         No byte of the engine that is in no span is written.
         """
         ids, placed = self._begin(spans, slots, slot_ids)
-        for chunk in self._chunks(spans, None):
+        for chunk in self._chunks(spans, _NONE):
             self._copies.wait_event(self._drained[chunk.buffer])
-            sources, targets, lengths = self._addresses(slots, ids, spans, chunk)
-            copy_runs(targets, sources, lengths, self._copies.cuda_stream)
+            host, device, lengths = self._addresses(slots, ids, spans, chunk)
+            self._move(device, host, lengths)
             self._ready[chunk.buffer].record(self._copies)
             self._kernels.wait_event(self._ready[chunk.buffer])
-            self._copier.unpack(
-                self._buffers[chunk.buffer], placed, begin=chunk.begin, end=chunk.end, first_slot=chunk.first,
-                stream=self._kernels, max_ctas=self._max_ctas,
-            )  # fmt: skip
+            self._launch(self._copier.unpack, placed, self._buffers[chunk.buffer], chunk)
             self._drained[chunk.buffer].record(self._kernels)
         return _recorded(self._kernels)
 
+    def _launch(self, copy: Callable[..., None], placed: PlacedSpans, slots: Tensor, chunk: _Chunk) -> None:
+        copy(
+            placed, slots, begin=chunk.begin, end=chunk.end, first_slot=chunk.first, stream=self._kernels,
+            max_ctas=self._max_ctas,
+        )  # fmt: skip
+
+    def _move(self, targets: I64, sources: I64, lengths: I64) -> None:
+        with on_device(self._buffers.device.index):
+            copy_runs(targets, sources, lengths, self._copies.cuda_stream)
+
     def _begin(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> tuple[I64, PlacedSpans]:
-        check_slots(self._copier.plan, slots)
+        if slots is not self._known:  # Asking the driver what memory this is takes longer than the rest.
+            check_slots(self._copier.plan, slots)
+            self._known = slots
         ids = host_ids("slot_ids", slot_ids, len(slots))
         if spans.num_slots != len(ids) or (len(ids) and int(ids.min()) < 0):
             raise ValueError(
                 f"wanted slot_ids >= 0 for each of the {spans.num_slots} positions of the spans, got {len(ids)}; name "
                 "a position that is not to be touched by -1 when the spans are made"
             )
-        if len(spans) and bool((np.diff(spans.rows[:, 1]) < 0).any()):
+        if len(spans) > 1 and int(np.diff(spans.rows[:, 1]).min()) < 0:
             raise ValueError("wanted spans in the order of their positions; make them with slot_ids that ascend")
-        current = torch.cuda.current_stream(self._copier.plan.device)
-        self._kernels.wait_stream(current)
-        self._copies.wait_stream(current)
-        return ids, self._copier.place(spans, self._kernels)
+        if spans.paging != self._copier.plan.paging:
+            raise ValueError(f"wanted spans of {self._copier.plan.paging}, got spans of {spans.paging}")
+        self._started.record(torch.cuda.current_stream(self._copier.plan.device))
+        self._kernels.wait_event(self._started)
+        self._copies.wait_event(self._started)
+        placed = self._copier.place(spans, self._kernels, self._rows)
+        self._rows = placed.memory
+        return ids, placed
 
-    def _chunks(self, spans: Spans, alone: np.ndarray[tuple[int], np.dtype[np.bool_]] | None) -> Iterator[_Chunk]:
-        """Cut the list at chunk boundaries; positions in `alone` are chunks by themselves."""
+    def _chunks(self, spans: Spans, alone: I64) -> Iterator[_Chunk]:
+        """Cut the list at chunk boundaries; positions in `alone`, which ascend, are chunks by themselves."""
         positions, begin = spans.rows[:, 1], 0
         while begin < len(positions):
             first = int(positions[begin])
             stop = first + self._per_chunk
-            if alone is not None:
-                later = np.flatnonzero(alone[first : stop + 1])
-                if len(later):
-                    stop = min(stop, first + max(1, int(later[0])))
+            later = alone[np.searchsorted(alone, first) :][:1].tolist()
+            if later:
+                stop = min(stop, max(first + 1, later[0]))
             end = int(np.searchsorted(positions, stop))
             yield _Chunk(begin, end, first, stop, self._next)
             self._next = (self._next + 1) % self._num_chunks
@@ -172,12 +186,23 @@ class StagingRing:
 
     def _addresses(self, slots: Tensor, ids: I64, spans: Spans, chunk: _Chunk) -> tuple[I64, I64, I64]:
         """Return addresses in the host's slots and in the buffer, and lengths, of the chunk's runs."""
-        used = np.unique(spans.rows[chunk.begin : chunk.end, 1])
+        used = spans.rows[chunk.begin : chunk.end, 1]
+        if len(used) > 1:  # The spans of a slot follow each other.
+            used = used[np.concatenate(([True], used[1:] != used[:-1]))]
         buffer = self._buffers[chunk.buffer]
         offsets, lengths = np.array(self._runs, np.int64).T
         host = slots.data_ptr() + ids[used][:, None] * slots.stride(0) + offsets
         device = buffer.data_ptr() + (used - chunk.first)[:, None] * buffer.stride(0) + offsets
         return host.ravel(), device.ravel(), np.tile(lengths, len(used))
+
+
+def _partial_positions(spans: Spans, num_positions: int) -> I64:
+    """Return the positions of which spans cover some tokens but not all."""
+    size = spans.paging.stored_block_size
+    if spans.num_tokens == num_positions * size:
+        return _NONE
+    covered = np.bincount(spans.rows[:, 1], weights=spans.rows[:, 4], minlength=num_positions)
+    return np.flatnonzero((covered > 0) & (covered < size))
 
 
 def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:

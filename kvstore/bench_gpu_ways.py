@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.kernels.dma import copy_runs, merge_runs
+from kvstore.kernels.driver import copy_run, copy_runs, merge_runs, on_device
 from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.reference import torch_dtype
 from kvstore.kernels.spans import block_spans
@@ -62,7 +62,7 @@ def _device_ways(setup: Setup, to_slots: bool) -> dict[str, Way]:
         if to_slots:
             copier.pack(spans, setup.device)
         else:
-            copier.unpack(setup.device, spans)
+            copier.unpack(spans, setup.device)
         return current
 
     def torch_gather() -> torch.cuda.Stream:
@@ -80,6 +80,7 @@ def _device_ways(setup: Setup, to_slots: bool) -> dict[str, Way]:
 def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
     ring, stream = StagingRing(setup.copier), _new_stream()
     targets, sources, lengths = _fragments(setup, to_host)
+    listed = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
     count = len(setup.block_ids)
     adjacent = np.arange(count)
 
@@ -102,12 +103,14 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
         return way
 
     def batch() -> torch.cuda.Stream:
-        copy_runs(targets, sources, lengths, stream.cuda_stream)
+        with on_device(0):
+            copy_runs(targets, sources, lengths, stream.cuda_stream)
         return stream
 
     def each() -> torch.cuda.Stream:
-        for run in range(len(lengths)):
-            copy_runs(targets[run : run + 1], sources[run : run + 1], lengths[run : run + 1], stream.cuda_stream)
+        with on_device(0):
+            for target, source, length in listed:
+                copy_run(target, source, length, stream.cuda_stream)
         return stream
 
     def torch_gather() -> torch.cuda.Stream:

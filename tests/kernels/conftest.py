@@ -27,8 +27,7 @@ class Shim:
 
     def run(self, launch):
         """Run one launch; return how many stores it made."""
-        cells = [ctypes.create_string_buffer(arg.tobytes(), arg.nbytes) for arg in launch.args]
-        args = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
+        args = (ctypes.c_void_p * len(launch.args))(*map(ctypes.addressof, launch.args))
         faults = self._library.launch(launch.name.encode(), launch.num_ctas, launch.num_threads, args)
         assert faults == 0, f"{launch.name}: {faults} accesses out of bounds or not aligned"
         return self._library.stores()

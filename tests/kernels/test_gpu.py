@@ -1,5 +1,7 @@
 """The kernels on a GPU: byte for byte what the oracle does, guards included."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -39,7 +41,7 @@ def run(case, where, to_slots, **options):
     if to_slots:
         copier.pack(spans, slots, **options)
     else:
-        copier.unpack(slots, spans, **options)
+        copier.unpack(spans, slots, **options)
     assert_equal(case, engines, buffer, to_slots)
 
 
@@ -97,7 +99,7 @@ def test_offsets_beyond_two_to_the_31_elements():
     copier.pack(spans, slots)
     assert torch.equal(slots[2].view(torch.bfloat16).view(2, 2, 4, 16).cpu(), data)
     view[1].zero_()
-    copier.unpack(slots, spans)
+    copier.unpack(spans, slots)
     assert torch.equal(view[1].cpu(), data)
     assert int(raw.count_nonzero()) == data.numel()
 
@@ -121,7 +123,7 @@ def test_unlike_engines_share_a_block():
             views = [layer.transpose(1, 2) for layer in mine]
             copier = GpuCopier(plan_copy(views, stored, layers=layers, heads=heads))
             spans = block_spans(copier.plan.paging, pages, [2, 1], 4, skip_prefix_tokens=5)
-            copier.unpack(slots, copier.place(spans))
+            copier.unpack(copier.place(spans), slots)
             got = mine[:, pages].permute(0, 2, 3, 1, 4, 5).reshape(len(layers), 2, 2, 64, 64)  # L P H T D
             want = whole[layers.start : layers.stop, written][..., heads.start : heads.stop, :]
             want = want.permute(0, 2, 4, 1, 3, 5).reshape(len(layers), 2, 2, 64, 64)
@@ -177,7 +179,7 @@ def test_blocks_below_the_skip_never_change_while_others_read_them():
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     torch.cuda.synchronize()
     for _ in range(500):
-        copier.unpack(slots, spans, stream=writer)
+        copier.unpack(spans, slots, stream=writer)
         with torch.cuda.stream(reader):
             for cache, old in zip(caches, before, strict=True):
                 wrong += (cache[shared] != old[shared]).sum()
@@ -192,3 +194,21 @@ def test_the_benchmark_measures_every_way_and_checks_ours():
     assert {row["direction"] for row in rows} == {"pack", "unpack", "gpu_to_host", "host_to_gpu", "both"}
     assert {"limit", "ours", "torch_gather", "memcpy_per_fragment"} <= {row["way"] for row in rows}
     assert all(row["gb_per_s"] > 0 for row in rows)
+
+
+def test_a_thread_that_never_used_cuda_can_copy():
+    case = Case(7, "BPTHD", "bfloat16", token_mode=False)
+    engines, buffer, copier = placed_case(case, "pinned")
+    spans, failed = case.spans(copier.plan.paging), []
+
+    def copy():
+        try:
+            copier.pack(copier.place(spans), case.slots_of(buffer))
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join(60)
+    assert failed == []
+    assert_equal(case, engines, buffer, True)

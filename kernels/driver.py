@@ -1,9 +1,12 @@
-"""Copies of many runs of bytes by the copy engines, in one driver call: device to host and back."""
+"""The few calls of the CUDA driver that a copy makes, without what a general binding costs for each call."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +42,39 @@ def merge_runs(targets: I64, sources: I64, lengths: I64) -> tuple[I64, I64, I64]
     return targets[first], sources[first], np.add.reduceat(lengths, first)
 
 
+@contextlib.contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Make a device's primary context, the one that torch uses, current in this thread, whichever thread it is."""
+    driver = _driver()
+    _check(driver.cuCtxPushCurrent_v2(_primary_context(index)), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def launch(function: int, num_ctas: int, num_threads: int, args: Sequence[Any], stream: int) -> None:
+    """Launch a kernel; `args` are ctypes objects of its parameters' types, copied when this returns.
+
+    Raises:
+        RuntimeError: the driver refused; nothing was launched.
+    """
+    pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
+    status = _driver().cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, stream, pointers, None)
+    _check(status, "cuLaunchKernel")
+
+
+def copy_run(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """Copy one run of bytes on a stream; host memory that is not pinned has been read when this returns.
+
+    Raises:
+        RuntimeError: the driver refused; nothing was queued.
+    """
+    _check(_driver().cuMemcpyAsync(target, source, num_bytes, stream), "cuMemcpyAsync")
+
+
 def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
-    """Copy runs of bytes on a stream; nothing is waited for.
+    """Copy runs of bytes on a stream, in one call where the driver has one; nothing is waited for.
 
     Host memory must be pinned, or the copy is neither fast nor asynchronous.
 
@@ -54,20 +88,18 @@ def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
         RuntimeError: the driver refused; runs may or may not have been queued.
     """
     targets, sources, lengths = merge_runs(targets, sources, lengths)
-    driver = _driver()
-    batch = getattr(driver, "cuMemcpyBatchAsync_v2", None)
+    # Version 2 of the batch call came with CUDA 13; an older driver takes one call for each run.
+    batch = getattr(_driver(), "cuMemcpyBatchAsync_v2", None)
     if batch is None or len(lengths) < _BATCH_FROM:
         for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
-            _check(
-                driver.cuMemcpyAsync(_u64(target), _u64(source), _u64(length), ctypes.c_void_p(stream)), "cuMemcpyAsync"
-            )
+            copy_run(target, source, length, stream)
         return
     held = [np.ascontiguousarray(array) for array in (targets, sources, lengths)]
     attributes = _Attributes(_SOURCE_IN_STREAM_ORDER, _Location(0, 0), _Location(0, 0), 0)
     first = ctypes.c_size_t(0)
     status = batch(
-        *(ctypes.c_void_p(array.ctypes.data) for array in held), _u64(len(lengths)),
-        ctypes.byref(attributes), ctypes.byref(first), _u64(1), ctypes.c_void_p(stream),
+        *(ctypes.c_void_p(array.ctypes.data) for array in held), ctypes.c_size_t(len(lengths)),
+        ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
     )  # fmt: skip
     _check(status, "cuMemcpyBatchAsync")
 
@@ -83,11 +115,18 @@ def _check(status: int, call: str) -> None:
         )
 
 
-def _u64(value: int) -> ctypes.c_uint64:
-    return ctypes.c_uint64(value)
+@functools.cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    # Retained for the life of the process, as torch does.
+    context = ctypes.c_void_p()
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(index)), "cuDevicePrimaryCtxRetain")
+    return context
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    # Version 2 of the batch call came with CUDA 13; an older driver takes one call for each run.
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer, count = ctypes.c_void_p, ctypes.c_uint
+    driver.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer)
+    driver.cuLaunchKernel.argtypes = (pointer, *(count,) * 7, pointer, pointer, pointer)
+    return driver
