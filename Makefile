@@ -7,7 +7,7 @@ BIN := .venv/bin
 ARGS ?=
 MINUTES ?= 10
 
-.PHONY: help setup demo test mutants check lint format wheel example-vllm bench soak clean
+.PHONY: help setup demo test test-gpu mutants check lint format wheel example-vllm bench soak clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -20,6 +20,9 @@ demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json
 
 test: setup  ## the tests; ARGS="-k pool -x" is passed to pytest
 	@$(BIN)/python -m pytest -q tests $(ARGS)
+
+test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy and pytest
+	@PYTHONPATH=. $(or $(PYTHON),python3) -m pytest -q tests/kernels -m gpu $(ARGS)
 
 mutants: setup  ## put the bugs that block pools have had back one by one; the checks have to catch each
 	@PYTHONPATH=tests/pool:. $(BIN)/python -m poolcheck.mutants $(ARGS)
