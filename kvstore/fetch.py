@@ -147,12 +147,12 @@ class Fetcher:
             load.report.reason = f"{type(error).__name__}: {error}"
         with load.lock:
             # Whoever pinned the last block has said the last word already.
-            if load.num_ready < len(load.chain):
-                load.is_ended = True
+            if not load.is_ended:
                 self._tell(load, load.num_ready, (), is_last=True)
 
     @staticmethod
     def _tell(load: Load, first: int, slots: tuple[int, ...], *, is_last: bool) -> None:
+        load.is_ended = is_last
         load.report.num_peer = load.num_ready - load.report.num_local
         report = load.report.to_json() if is_last else b""
         load.send(pack_progress(Progress(load.lease_id, first, np.asarray(slots, dtype=np.int32), report)), is_last)

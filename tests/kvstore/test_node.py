@@ -237,6 +237,16 @@ def test_a_fetch_of_64_blocks_costs_one_call_of_the_worker_and_two_of_the_stores
     assert same(one, range(64), two, range(64))
 
 
+def test_adopting_what_is_here_already_ends_at_once(cluster):
+    one, _ = two_nodes(cluster)
+    hashes = cluster.hashes(6)
+    one.save(hashes, range(6))
+    began_s = time.monotonic()
+    assert cluster.nodes["a"].adopt([chain_of(hashes).encode()], 5.0) == 6
+    assert time.monotonic() - began_s < 2.0
+    assert pool(cluster, "a").num_pinned == 0
+
+
 def test_a_load_after_a_lookup_does_not_ask_the_directory_again(cluster):
     one, two = two_nodes(cluster)
     hashes = cluster.hashes(6)
