@@ -210,6 +210,8 @@ class _Soak:
             self._target.store.clear(space())
         elif choice.fault is Fault.KILL_CLIENT:
             self._fleet.kill(client)
+            # A store killed just before may be another by now: where it is, its clients learn from this.
+            self._target.wait_serving(RECOVERY_S["store"])
             limit_s = RECOVERY_S[what]
             until(lambda: self._fleet.num_done(client), limit_s, f"operations of client {client} after it was killed")
         elif choice.fault is Fault.STOP_CLIENT:
