@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import tempfile
 import threading
@@ -140,3 +141,17 @@ def test_kv_of_cleared_weights_is_found(desk):
     engine.close()
     desk.end()
     assert "wanted KV of one version from 1 on, got versions [0" in desk.findings[0]
+
+
+def test_a_save_that_leaves_blocks_out_at_once_is_found(desk, monkeypatch):
+    """Leaving them to whoever writes them takes the time of waiting for him."""
+    from kvstore import client, jobs
+
+    def hasty(*args, **kwargs):
+        result = jobs.run_save(*args, **kwargs)
+        return dataclasses.replace(result, num_blocks=max(result.num_blocks - 1, 0))
+
+    monkeypatch.setattr(client, "run_save", hasty)
+    desk.work(200)
+    desk.end()
+    assert "save of" in desk.findings[0]
