@@ -33,6 +33,11 @@ class _Attributes(ctypes.Structure):
     ]
 
 
+#: One set of attributes, from the first run on. Never written.
+_IN_STREAM_ORDER = _Attributes(_SOURCE_IN_STREAM_ORDER, _Location(0, 0), _Location(0, 0), 0)
+_FIRST = ctypes.c_size_t(0)
+
+
 def merge_runs(targets: I64, sources: I64, lengths: I64) -> tuple[I64, I64, I64]:
     """Join runs that follow each other on both sides; order and bytes stay the same."""
     if len(lengths) < 2:
@@ -76,6 +81,8 @@ def copy_run(target: int, source: int, num_bytes: int, stream: int) -> None:
 def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
     """Copy runs of bytes on a stream, in one call where the driver has one; nothing is waited for.
 
+    Runs that follow each other on both sides should have been merged.
+
     Host memory must be pinned, or the copy is neither fast nor asynchronous.
 
     Args:
@@ -87,19 +94,17 @@ def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
     Raises:
         RuntimeError: the driver refused; runs may or may not have been queued.
     """
-    targets, sources, lengths = merge_runs(targets, sources, lengths)
     # Version 2 of the batch call came with CUDA 13; an older driver takes one call for each run.
     batch = getattr(_driver(), "cuMemcpyBatchAsync_v2", None)
     if batch is None or len(lengths) < _BATCH_FROM:
         for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
             copy_run(target, source, length, stream)
         return
-    held = [np.ascontiguousarray(array) for array in (targets, sources, lengths)]
-    attributes = _Attributes(_SOURCE_IN_STREAM_ORDER, _Location(0, 0), _Location(0, 0), 0)
-    first = ctypes.c_size_t(0)
+    held = np.array((targets, sources, lengths), np.int64)
+    address, row_bytes = held.ctypes.data, held.strides[0]
     status = batch(
-        *(ctypes.c_void_p(array.ctypes.data) for array in held), ctypes.c_size_t(len(lengths)),
-        ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
+        address, address + row_bytes, address + 2 * row_bytes, len(lengths),
+        ctypes.byref(_IN_STREAM_ORDER), ctypes.byref(_FIRST), 1, stream,
     )  # fmt: skip
     _check(status, "cuMemcpyBatchAsync")
 
@@ -129,4 +134,7 @@ def _driver() -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_uint
     driver.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer)
     driver.cuLaunchKernel.argtypes = (pointer, *(count,) * 7, pointer, pointer, pointer)
+    if hasattr(driver, "cuMemcpyBatchAsync_v2"):
+        size = ctypes.c_size_t
+        driver.cuMemcpyBatchAsync_v2.argtypes = (*(pointer,) * 3, size, pointer, pointer, size, pointer)
     return driver

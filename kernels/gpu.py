@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore.kernels.driver import copy_run, launch, on_device
-from kvstore.kernels.launch import Launch, Tables, check_slots, launches
+from kvstore.kernels.launch import Launch, Tables, check_slots, check_window, launches
 from kvstore.kernels.module import load
 from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.spans import COLUMNS, Spans
@@ -29,9 +29,7 @@ def runner(file: str, device: torch.device, stream: torch.cuda.Stream | None = N
         ImportError: CuPy is not installed.
         ValueError: not a CUDA device.
     """
-    if device.type != "cuda":
-        raise ValueError(f"wanted a CUDA device, got {device}; kernels/reference.py copies CPU tensors")
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _cuda_index(device)
     kernels = load(file, index)
     handle = (torch.cuda.current_stream(index) if stream is None else stream).cuda_stream
 
@@ -40,6 +38,12 @@ def runner(file: str, device: torch.device, stream: torch.cuda.Stream | None = N
             launch(kernels[work.name], work.num_ctas, work.num_threads, work.args, handle)
 
     return run
+
+
+def _cuda_index(device: torch.device) -> int:
+    if device.type != "cuda":
+        raise ValueError(f"wanted a CUDA device, got {device}; kernels/reference.py copies CPU tensors")
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +71,8 @@ class GpuCopier:
 
     def __init__(self, plan: CopyPlan) -> None:
         self.plan = plan
-        runner("pack.cu", plan.device)  # Compiles now, and refuses other devices.
+        self._index = _cuda_index(plan.device)
+        self._kernels = load("pack.cu", self._index)
         self._held = [
             (torch.from_numpy(s.engine_bases).to(plan.device), torch.from_numpy(s.slot_offsets).to(plan.device))
             for s in plan.sections
@@ -89,7 +94,7 @@ class GpuCopier:
                 size = max(spans.rows.size, _MIN_ROWS * len(COLUMNS))
                 memory = torch.empty(size, dtype=torch.int64, device=self.plan.device)
         if len(spans):
-            with on_device(self.plan.device.index):
+            with on_device(self._index):
                 copy_run(memory.data_ptr(), spans.rows.ctypes.data, spans.rows.nbytes, chosen.cuda_stream)
         return PlacedSpans(spans, memory.data_ptr(), memory)
 
@@ -147,12 +152,31 @@ class GpuCopier:
         max_ctas: int | None,
     ) -> None:
         check_slots(self.plan, slots)
-        work = list(
-            launches(
-                self.plan, self._tables, placed.spans, placed.address, slots, to_slots=to_slots,
-                begin=begin, end=end, first_slot=first_slot, max_ctas=max_ctas,
-            )
+        check_window(self.plan, placed.spans, slots.shape[0], begin, end, first_slot, max_ctas)
+        chosen = torch.cuda.current_stream(self.plan.device) if stream is None else stream
+        with on_device(self._index):
+            self.launch_checked(to_slots, placed, slots, begin, end, first_slot, chosen.cuda_stream, max_ctas)
+
+    def launch_checked(
+        self,
+        to_slots: bool,
+        placed: PlacedSpans,
+        slots: Tensor,
+        begin: int,
+        end: int | None,
+        first_slot: int,
+        stream: int,
+        max_ctas: int | None,
+    ) -> None:
+        """Do what `pack` and `unpack` do for a caller that has checked all of it and is on the device.
+
+        Raises:
+            RuntimeError: the driver refused a launch.
+        """
+        work = launches(
+            self.plan, self._tables, placed.spans, placed.address, slots, to_slots=to_slots,
+            begin=begin, end=end, first_slot=first_slot, max_ctas=max_ctas,
         )  # fmt: skip
-        run = runner("pack.cu", self.plan.device, stream)
-        for one in work:
-            run(one)
+        # All of them first: a refusal leaves nothing half done.
+        for one in list(work):
+            launch(self._kernels[one.name], one.num_ctas, one.num_threads, one.args, stream)

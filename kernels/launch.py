@@ -76,6 +76,33 @@ def check_slots(plan: CopyPlan, slots: Tensor) -> None:
         )
 
 
+def check_window(
+    plan: CopyPlan, spans: Spans, num_slots: int, begin: int, end: int | None, first_slot: int, max_ctas: int | None
+) -> None:
+    """Refuse a part of a list that does not fit the plan or the slots at hand.
+
+    Raises:
+        ValueError: the list is of other block sizes or names slots outside the window, the bounds are no part of it,
+            or max_ctas is below 1.
+    """
+    if spans.paging != plan.paging:
+        raise ValueError(
+            f"wanted spans of {plan.paging}, got spans of {spans.paging}; make them with the plan's paging"
+        )
+    if max_ctas is not None and max_ctas < 1:
+        raise ValueError(f"wanted max_ctas >= 1, got {max_ctas}")
+    end = len(spans) if end is None else end
+    if not 0 <= begin <= end <= len(spans):
+        raise ValueError(f"wanted 0 <= begin <= end <= {len(spans)} spans, got {begin} and {end}")
+    if begin == end:
+        return
+    low, high = int(spans.rows[begin:end, 1].min()), int(spans.rows[begin:end, 1].max())
+    if low < first_slot or high >= first_slot + num_slots:
+        raise ValueError(
+            f"wanted slots in [{first_slot}, {first_slot + num_slots}), got spans in slots {low} to {high}"
+        )
+
+
 def launches(
     plan: CopyPlan,
     tables: list[Tables],
@@ -91,12 +118,14 @@ def launches(
 ) -> Iterator[Launch]:
     """Yield one launch for every section of the plan, none when there is nothing to copy.
 
+    Its arguments are those that `check_window` and `check_slots` have passed.
+
     Args:
         plan: of the engine's cache.
         tables: of every section.
         spans: the whole list, on the host.
         spans_address: the same list where the kernel can read it.
-        slots: uint8 `[S, slot_bytes]`, already checked.
+        slots: uint8 `[S, slot_bytes]`.
         to_slots: whether the engine is the source.
         begin: the first span that is copied.
         end: the span after the last; default all.
@@ -104,26 +133,11 @@ def launches(
         max_ctas: cap on thread blocks, so that a copy leaves multiprocessors to the model.
 
     Raises:
-        ValueError: the list is of other block sizes or names slots outside the window, the bounds are no part of it,
-            or a copy is too large.
+        ValueError: a copy is too large.
     """
-    if spans.paging != plan.paging:
-        raise ValueError(
-            f"wanted spans of {plan.paging}, got spans of {spans.paging}; make them with the plan's paging"
-        )
-    if max_ctas is not None and max_ctas < 1:
-        raise ValueError(f"wanted max_ctas >= 1, got {max_ctas}")
-    end = len(spans) if end is None else end
-    if not 0 <= begin <= end <= len(spans):
-        raise ValueError(f"wanted 0 <= begin <= end <= {len(spans)} spans, got {begin} and {end}")
-    rows = spans.rows[begin:end]
-    if not len(rows):
+    num_spans = (len(spans) if end is None else end) - begin
+    if num_spans < 1:
         return
-    low, high = int(rows[:, 1].min()), int(rows[:, 1].max())
-    if low < first_slot or high >= first_slot + slots.shape[0]:
-        raise ValueError(
-            f"wanted slots in [{first_slot}, {first_slot + slots.shape[0]}), got spans in slots {low} to {high}"
-        )
     max_tokens = min(plan.paging.engine_block_size, plan.paging.stored_block_size)
     stride = slots.stride(0)
     origin = slots.data_ptr() - first_slot * stride
@@ -131,12 +145,12 @@ def launches(
     for section, table in zip(plan.sections, tables, strict=True):
         word = math.gcd(section.align_bytes, slots.data_ptr(), stride if slots.shape[0] > 1 else 16)
         row_words = section.row_bytes // word
-        num_ctas, lanes = _grid(section, len(rows), row_words * max_tokens * section.num_heads, max_ctas)
+        num_ctas, lanes = _grid(section, num_spans, row_words * max_tokens * section.num_heads, max_ctas)
         copy = Copy(
             table.engine_bases, table.slot_offsets, begin_address, origin,
             section.engine_block_stride, section.engine_head_stride, section.engine_token_stride,
             stride, section.slot_head_stride, section.slot_token_stride,
-            len(section.engine_bases), len(rows), section.num_heads, row_words, lanes,
+            len(section.engine_bases), num_spans, section.num_heads, row_words, lanes,
         )  # fmt: skip
         yield Launch(f"{'pack' if to_slots else 'unpack'}_spans<{WORDS[word]}>", num_ctas, NUM_THREADS, (copy,))
 

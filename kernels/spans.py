@@ -175,6 +175,8 @@ def host_ids(name: str, ids: Ids, bound: int, num_used: int | None = None) -> I6
     Raises:
         ValueError: not flat integers in host memory, not below `bound`, or one that is not negative comes twice.
     """
+    if isinstance(ids, range) and ids.step == 1 and ids.start >= 0 and len(ids) and ids.stop <= bound:
+        return np.arange(ids.start, ids.stop, dtype=np.int64)[:num_used]
     if isinstance(ids, Tensor):
         if ids.device.type != "cpu":
             raise ValueError(

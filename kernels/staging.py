@@ -8,16 +8,16 @@ writer is done, `drained` when its reader is. A ring serves one direction at a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore.kernels.driver import copy_runs, on_device
+from kvstore.kernels.driver import copy_runs, merge_runs, on_device
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans
-from kvstore.kernels.launch import check_slots
+from kvstore.kernels.launch import check_slots, check_window
 from kvstore.kernels.spans import I64, Ids, Spans, host_ids
 
 _NONE: I64 = np.empty(0, np.int64)
@@ -77,6 +77,8 @@ class StagingRing:
             stream.wait_stream(torch.cuda.current_stream(device))
         self._ready = [_event() for _ in range(num_chunks)]
         self._drained = [_event() for _ in range(num_chunks)]
+        self._addresses = [buffer.data_ptr() for buffer in self._buffers]
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._next = 0
         self._started = _event()
         self._rows: Tensor | None = None
@@ -104,21 +106,25 @@ class StagingRing:
         Raises:
             ValueError: ids or slots do not fit; nothing was written.
         """
-        ids, placed = self._begin(spans, slots, slot_ids)
-        partial = _partial_positions(spans, len(ids))
-        for chunk in self._chunks(spans, partial):
-            if len(partial) and chunk.first in partial:
-                slot = int(ids[chunk.first])
-                self._launch(self._copier.pack, placed, slots[slot : slot + 1], chunk)
-                continue
-            buffer = self._buffers[chunk.buffer]
-            self._kernels.wait_event(self._drained[chunk.buffer])
-            self._launch(self._copier.pack, placed, buffer, chunk)
-            self._ready[chunk.buffer].record(self._kernels)
-            self._copies.wait_event(self._ready[chunk.buffer])
-            host, device, lengths = self._addresses(slots, ids, spans, chunk)
-            self._move(host, device, lengths)
-            self._drained[chunk.buffer].record(self._copies)
+        ids = self._check(spans, slots, slot_ids)
+        with on_device(self._index):
+            placed = self._start(spans)
+            partial = _partial_positions(spans, len(ids))
+            moves: _Moves | None = None
+            for chunk in self._chunks(spans, partial):
+                if len(partial) and chunk.first in partial:
+                    slot = int(ids[chunk.first])
+                    self._launch(True, placed, slots[slot : slot + 1], chunk)
+                    continue
+                self._kernels.wait_event(self._drained[chunk.buffer])
+                self._launch(True, placed, self._buffers[chunk.buffer], chunk)
+                self._ready[chunk.buffer].record(self._kernels)
+                self._copies.wait_event(self._ready[chunk.buffer])
+                # Only now, while the first kernel runs.
+                moves = moves or self._moves(slots, ids)
+                host, device, lengths = moves.of(spans, chunk, self._addresses[chunk.buffer])
+                copy_runs(host, device, lengths, self._copies.cuda_stream)
+                self._drained[chunk.buffer].record(self._copies)
         if len(partial):
             self._copies.wait_stream(self._kernels)
         return _recorded(self._copies)
@@ -128,28 +134,29 @@ class StagingRing:
 
         No byte of the engine that is in no span is written.
         """
-        ids, placed = self._begin(spans, slots, slot_ids)
-        for chunk in self._chunks(spans, _NONE):
-            self._copies.wait_event(self._drained[chunk.buffer])
-            host, device, lengths = self._addresses(slots, ids, spans, chunk)
-            self._move(device, host, lengths)
-            self._ready[chunk.buffer].record(self._copies)
-            self._kernels.wait_event(self._ready[chunk.buffer])
-            self._launch(self._copier.unpack, placed, self._buffers[chunk.buffer], chunk)
-            self._drained[chunk.buffer].record(self._kernels)
+        ids = self._check(spans, slots, slot_ids)
+        with on_device(self._index):
+            self._join()
+            moves, placed = self._moves(slots, ids), None
+            for chunk in self._chunks(spans, _NONE):
+                self._copies.wait_event(self._drained[chunk.buffer])
+                host, device, lengths = moves.of(spans, chunk, self._addresses[chunk.buffer])
+                copy_runs(device, host, lengths, self._copies.cuda_stream)
+                self._ready[chunk.buffer].record(self._copies)
+                # Only now, while the first bytes are on their way.
+                placed = placed or self._place(spans)
+                self._kernels.wait_event(self._ready[chunk.buffer])
+                self._launch(False, placed, self._buffers[chunk.buffer], chunk)
+                self._drained[chunk.buffer].record(self._kernels)
         return _recorded(self._kernels)
 
-    def _launch(self, copy: Callable[..., None], placed: PlacedSpans, slots: Tensor, chunk: _Chunk) -> None:
-        copy(
-            placed, slots, begin=chunk.begin, end=chunk.end, first_slot=chunk.first, stream=self._kernels,
-            max_ctas=self._max_ctas,
-        )  # fmt: skip
+    def _launch(self, to_slots: bool, placed: PlacedSpans, slots: Tensor, chunk: _Chunk) -> None:
+        self._copier.launch_checked(
+            to_slots, placed, slots, chunk.begin, chunk.end, chunk.first, self._kernels.cuda_stream, self._max_ctas
+        )
 
-    def _move(self, targets: I64, sources: I64, lengths: I64) -> None:
-        with on_device(self._buffers.device.index):
-            copy_runs(targets, sources, lengths, self._copies.cuda_stream)
-
-    def _begin(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> tuple[I64, PlacedSpans]:
+    def _check(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> I64:
+        """Check everything that a copy is given; return the slot of each position."""
         if slots is not self._known:  # Asking the driver what memory this is takes longer than the rest.
             check_slots(self._copier.plan, slots)
             self._known = slots
@@ -159,16 +166,26 @@ class StagingRing:
                 f"wanted slot_ids >= 0 for each of the {spans.num_slots} positions of the spans, got {len(ids)}; name "
                 "a position that is not to be touched by -1 when the spans are made"
             )
-        if len(spans) > 1 and int(np.diff(spans.rows[:, 1]).min()) < 0:
+        positions = spans.rows[:, 1]
+        if bool((positions[1:] < positions[:-1]).any()):
             raise ValueError("wanted spans in the order of their positions; make them with slot_ids that ascend")
-        if spans.paging != self._copier.plan.paging:
-            raise ValueError(f"wanted spans of {self._copier.plan.paging}, got spans of {spans.paging}")
-        self._started.record(torch.cuda.current_stream(self._copier.plan.device))
+        check_window(self._copier.plan, spans, len(ids), 0, None, 0, self._max_ctas)
+        return ids
+
+    def _join(self) -> None:
+        """Let both streams begin after what is on the caller's."""
+        self._started.record(torch.cuda.current_stream(self._index))
         self._kernels.wait_event(self._started)
         self._copies.wait_event(self._started)
+
+    def _place(self, spans: Spans) -> PlacedSpans:
         placed = self._copier.place(spans, self._kernels, self._rows)
         self._rows = placed.memory
-        return ids, placed
+        return placed
+
+    def _start(self, spans: Spans) -> PlacedSpans:
+        self._join()
+        return self._place(spans)
 
     def _chunks(self, spans: Spans, alone: I64) -> Iterator[_Chunk]:
         """Cut the list at chunk boundaries; positions in `alone`, which ascend, are chunks by themselves."""
@@ -176,24 +193,42 @@ class StagingRing:
         while begin < len(positions):
             first = int(positions[begin])
             stop = first + self._per_chunk
-            later = alone[np.searchsorted(alone, first) :][:1].tolist()
-            if later:
+            if len(alone) and (later := alone[np.searchsorted(alone, first) :][:1].tolist()):
                 stop = min(stop, max(first + 1, later[0]))
-            end = int(np.searchsorted(positions, stop))
+            end = int(positions.searchsorted(stop))
             yield _Chunk(begin, end, first, stop, self._next)
             self._next = (self._next + 1) % self._num_chunks
             begin = end
 
-    def _addresses(self, slots: Tensor, ids: I64, spans: Spans, chunk: _Chunk) -> tuple[I64, I64, I64]:
-        """Return addresses in the host's slots and in the buffer, and lengths, of the chunk's runs."""
+    def _moves(self, slots: Tensor, ids: I64) -> _Moves:
+        stride, block_bytes = slots.stride(0), self._copier.plan.stored.block_bytes
+        mergeable = len(self._runs) == 1 and self._runs[0][1] == stride == block_bytes
+        return _Moves(
+            slots.data_ptr() + ids * stride, block_bytes, self._runs, mergeable and bool((np.diff(ids) == 1).any())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Where the slot of every position lies on the host, and which runs of it are moved."""
+
+    addresses: I64
+    block_bytes: int
+    runs: list[tuple[int, int]]
+    mergeable: bool
+
+    def of(self, spans: Spans, chunk: _Chunk, buffer: int) -> tuple[I64, I64, I64]:
+        """Return addresses on the host and in the buffer, and lengths, of the runs of a chunk."""
         used = spans.rows[chunk.begin : chunk.end, 1]
-        if len(used) > 1:  # The spans of a slot follow each other.
-            used = used[np.concatenate(([True], used[1:] != used[:-1]))]
-        buffer = self._buffers[chunk.buffer]
-        offsets, lengths = np.array(self._runs, np.int64).T
-        host = slots.data_ptr() + ids[used][:, None] * slots.stride(0) + offsets
-        device = buffer.data_ptr() + (used - chunk.first)[:, None] * buffer.stride(0) + offsets
-        return host.ravel(), device.ravel(), np.tile(lengths, len(used))
+        if (again := used[1:] == used[:-1]).any():  # The spans of a slot follow each other.
+            used = used[np.concatenate(([True], ~again))]
+        host, device = self.addresses[used], buffer + (used - chunk.first) * self.block_bytes
+        if len(self.runs) == 1:
+            offset, length = self.runs[0]
+            moves = (host + offset, device + offset, np.full(len(used), length, np.int64))
+            return merge_runs(*moves) if self.mergeable else moves
+        offsets, lengths = np.array(self.runs, np.int64).T
+        return (host[:, None] + offsets).ravel(), (device[:, None] + offsets).ravel(), np.tile(lengths, len(used))
 
 
 def _partial_positions(spans: Spans, num_positions: int) -> I64:

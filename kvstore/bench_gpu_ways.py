@@ -81,10 +81,12 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
     ring, stream = StagingRing(setup.copier), _new_stream()
     targets, sources, lengths = _fragments(setup, to_host)
     listed = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
+    current = torch.cuda.current_stream()
     count = len(setup.block_ids)
     adjacent = np.arange(count)
 
     def limit() -> torch.cuda.Stream:
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             near, far = setup.host[:count], setup.flat
             (near if to_host else far).copy_(far if to_host else near, non_blocking=True)
@@ -92,7 +94,7 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
 
     def ours_into(slot_ids: np.ndarray[Any, np.dtype[np.int64]]) -> Way:
         def way() -> torch.cuda.Stream:
-            spans = block_spans(setup.copier.plan.paging, setup.block_ids, adjacent, count)
+            spans = block_spans(setup.copier.plan.paging, setup.block_ids, range(count), count)
             if to_host:
                 done = ring.save(spans, setup.host, slot_ids)
             else:
@@ -103,11 +105,13 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
         return way
 
     def batch() -> torch.cuda.Stream:
+        stream.wait_stream(current)
         with on_device(0):
             copy_runs(targets, sources, lengths, stream.cuda_stream)
         return stream
 
     def each() -> torch.cuda.Stream:
+        stream.wait_stream(current)
         with on_device(0):
             for target, source, length in listed:
                 copy_run(target, source, length, stream.cuda_stream)
@@ -115,6 +119,7 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
 
     def torch_gather() -> torch.cuda.Stream:
         ids = torch.from_numpy(setup.block_ids).cuda()
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for layer, cache in enumerate(setup.caches):
                 piece = _in_layers(setup.host[:count], setup.shape)[layer]
@@ -142,13 +147,15 @@ def _both_ways(setup: Setup) -> dict[str, Way]:
     rings, streams = [StagingRing(setup.copier) for _ in range(2)], [_new_stream() for _ in range(2)]
     others = np.setdiff1d(np.arange(setup.caches[0].shape[1]), setup.block_ids)[:count]
     other_slots = np.setdiff1d(np.arange(len(setup.host)), setup.slot_ids)[:count]
-    extra = torch.empty_like(setup.flat)
+    extra, current = torch.empty_like(setup.flat), torch.cuda.current_stream()
 
     def joined() -> torch.cuda.Stream:
         streams[0].wait_stream(streams[1])
         return streams[0]
 
     def limit() -> torch.cuda.Stream:
+        for stream in streams:
+            stream.wait_stream(current)
         with torch.cuda.stream(streams[0]):
             setup.host[:count].copy_(setup.flat, non_blocking=True)
         with torch.cuda.stream(streams[1]):
@@ -157,8 +164,8 @@ def _both_ways(setup: Setup) -> dict[str, Way]:
 
     def ours() -> torch.cuda.Stream:
         paging = setup.copier.plan.paging
-        saved = rings[0].save(block_spans(paging, setup.block_ids, np.arange(count), count), setup.host, setup.slot_ids)
-        loaded = rings[1].load(setup.host, other_slots, block_spans(paging, others, np.arange(count), count))
+        saved = rings[0].save(block_spans(paging, setup.block_ids, range(count), count), setup.host, setup.slot_ids)
+        loaded = rings[1].load(setup.host, other_slots, block_spans(paging, others, range(count), count))
         streams[0].wait_event(saved)
         streams[1].wait_event(loaded)
         return joined()

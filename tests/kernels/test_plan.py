@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvstore.kernels.launch import Tables, check_slots, launches
+from kvstore.kernels.launch import check_slots, check_window
 from kvstore.kernels.plan import plan_copy
 from kvstore.kernels.spans import Paging, block_spans
 from kvstore.kernels.stored import Side, StoredBlock
@@ -96,16 +96,20 @@ def test_slots_that_cannot_be_reached_are_refused():
 def test_spans_of_another_layout_are_refused():
     plan = plan_copy(views(), STORED)
     other = Paging(engine_block_size=8, stored_block_size=8, num_blocks=4)
-    slots = torch.zeros(3, STORED.block_bytes, dtype=torch.uint8)
     spans = block_spans(other, [0], [0], 3)
     with pytest.raises(ValueError, match="num_blocks=4"):
-        list(launches(plan, [Tables(0, 0)], spans, 0, slots, to_slots=True))
-    good = block_spans(plan.paging, [0], [0], 3)
+        check_window(plan, spans, 3, 0, None, 0, None)
+    good = block_spans(plan.paging, [0], [2], 3)
+    check_window(plan, good, 3, 0, None, 0, None)
+    check_window(plan, good, 1, 0, 1, 2, 7)
     with pytest.raises(ValueError, match="max_ctas"):
-        list(launches(plan, [Tables(0, 0)], good, 0, slots, to_slots=True, max_ctas=0))
+        check_window(plan, good, 3, 0, None, 0, 0)
     for begin, end in ((-1, 1), (0, 2), (1, 0)):
         with pytest.raises(ValueError, match="wanted 0 <= begin <= end <= 1 spans"):
-            list(launches(plan, [Tables(0, 0)], good, 0, slots, to_slots=True, begin=begin, end=end))
+            check_window(plan, good, 3, begin, end, 0, None)
+    for num_slots, first in ((2, 0), (3, 3)):
+        with pytest.raises(ValueError, match="got spans in slots 2 to 2"):
+            check_window(plan, good, num_slots, 0, None, first, None)
 
 
 def test_offsets_are_64_bits_wide():
