@@ -13,7 +13,7 @@
 //
 // Threads: `lanes` neighbouring threads copy one (span, plane); groups of them stride over all
 // pairs, so the grid may be of any size and a small one leaves multiprocessors to the model. Within
-// a pair neighbouring threads copy neighbouring words of the engine; each thread has kUnroll loads
+// a pair neighbouring threads copy neighbouring words of the slot; each thread has kUnroll loads
 // in flight before its first store. Loads and stores stream (.cs): nothing here is read twice.
 //
 // Offsets are 64 bits wide wherever they can span more than one block of one plane.
@@ -65,9 +65,9 @@ __device__ __forceinline__ void copy_spans(const Copy& copy) {
                                              span.slot * copy.slot_stride +
                                              span.slot_token * copy.slot_token);
         // Where tokens follow each other on both sides, all of a head's tokens are one long row.
-        const unsigned num_tokens = static_cast<unsigned>(span.num_tokens);
-        const unsigned words = rows_adjoin ? copy.row_words * num_tokens : copy.row_words;
-        const unsigned total = copy.row_words * num_tokens * copy.num_heads;
+        const unsigned head_words = copy.row_words * static_cast<unsigned>(span.num_tokens);
+        const unsigned row_words = rows_adjoin ? head_words : copy.row_words;
+        const unsigned total = head_words * copy.num_heads;
 
         for (unsigned first = lane; first < total; first += copy.lanes * kUnroll) {
             Word held[kUnroll];
@@ -76,11 +76,11 @@ __device__ __forceinline__ void copy_spans(const Copy& copy) {
             for (unsigned step = 0; step < kUnroll; ++step) {
                 const unsigned index = first + step * copy.lanes;
                 if (index < total) {
-                    const unsigned row = index / words;
-                    const unsigned head = row % copy.num_heads;
-                    const unsigned token = row / copy.num_heads;
+                    const unsigned head = index / head_words;
+                    const unsigned in_head = index - head * head_words;
+                    const unsigned token = in_head / row_words;
                     const long long inside =
-                        static_cast<long long>(index - row * words) * sizeof(Word);
+                        static_cast<long long>(in_head - token * row_words) * sizeof(Word);
                     char* at_engine =
                         engine + head * copy.engine_head + token * copy.engine_token + inside;
                     char* at_slot = slot + head * copy.slot_head + token * copy.slot_token + inside;
