@@ -58,7 +58,7 @@ class StagingRing:
         *,
         layers: range | None = None,
         heads: range | None = None,
-        chunk_bytes: int = 16 << 20,
+        chunk_bytes: int = 32 << 20,
         num_chunks: int = 3,
         max_ctas: int | None = None,
     ) -> None:

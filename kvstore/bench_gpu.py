@@ -3,8 +3,8 @@
 Ours beside the limit, which is one copy of the same bytes, and beside what others do, all in one run and round by
 round in turn, so that noise hits all ways alike. Data is drawn fresh for each shape, destinations are poisoned before
 and compared after. A figure is bytes of KV over the median of event times, with the device kept busy until the host has
-queued its work, as a forward pass does before a save; "from_idle" counts what the host does first, too. Rivals move fragments in the engine's own
-order; ours also bring heads outside, as slots want it.
+queued its work, as a forward pass does before a save; "from_idle" counts what the host does first, too. Rivals move
+fragments in the engine's own order; ours also bring heads outside, as slots want it.
 """
 
 from __future__ import annotations
