@@ -19,8 +19,6 @@ NUM_THREADS = 256
 WARP = 32
 #: Loads that one thread has in flight, kUnroll of pack.cu.
 UNROLL = 4
-#: Spans that are copied plane by plane before the next ones, group_spans of pack.cu.
-GROUP_SPANS = 16
 _MAX_ITEMS = 2**31 - 1
 
 
@@ -32,7 +30,6 @@ class Copy(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("engine_block", "engine_head", "engine_token")),
         *((name, ctypes.c_int64) for name in ("slot_stride", "slot_head", "slot_token")),
         *((name, ctypes.c_uint32) for name in ("num_planes", "num_spans", "num_heads", "row_words", "lanes")),
-        ("group_spans", ctypes.c_uint32),
     ]
 
 
@@ -154,7 +151,6 @@ def launches(
             section.engine_block_stride, section.engine_head_stride, section.engine_token_stride,
             stride, section.slot_head_stride, section.slot_token_stride,
             len(section.engine_bases), num_spans, section.num_heads, row_words, lanes,
-            min(GROUP_SPANS, num_spans),
         )  # fmt: skip
         yield Launch(f"{'pack' if to_slots else 'unpack'}_spans<{WORDS[word]}>", num_ctas, NUM_THREADS, (copy,))
 

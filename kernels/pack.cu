@@ -42,7 +42,6 @@ struct Copy {                       // one launch; strides in bytes
     unsigned num_heads;
     unsigned row_words;
     unsigned lanes;
-    unsigned group_spans;  // spans that are copied plane by plane before the next ones
 };
 
 constexpr unsigned kUnroll = 4;
@@ -57,14 +56,8 @@ __device__ __forceinline__ void copy_spans(const Copy& copy) {
     const bool rows_adjoin = copy.engine_token == row_bytes && copy.slot_token == row_bytes;
 
     for (unsigned item = thread / copy.lanes; item < num_items; item += num_groups) {
-        // All spans of a group in one plane, then in the next: engines are large, and copies that
-        // run side by side in one tensor share the translations of its addresses.
-        const unsigned first_span = item / (copy.group_spans * copy.num_planes) * copy.group_spans;
-        const unsigned in_group = item - first_span * copy.num_planes;
-        const unsigned left = copy.num_spans - first_span;
-        const unsigned width = left < copy.group_spans ? left : copy.group_spans;
-        const unsigned plane = in_group / width;
-        const Span span = copy.spans[first_span + in_group - plane * width];
+        const Span span = copy.spans[item / copy.num_planes];
+        const unsigned plane = item % copy.num_planes;
         char* engine =
             reinterpret_cast<char*>(copy.engine_bases[plane] + span.block * copy.engine_block +
                                     span.engine_token * copy.engine_token);
