@@ -114,22 +114,16 @@ def recover(cluster, hashes, eventually, victims=()):
 
 PHASES = ("lease", "read", "publish", "copy")
 VICTIMS = ("source_mover", "source", "reader_mover", "reader")
-OVER_TCP = [
+KILLED = [
     *((phase, victim) for victim in VICTIMS for phase in PHASES),
     ("ask", "directory"),
     ("publish", "directory"),
 ]
-#: Where the lane makes a difference.
-OVER_DEFAULT = [
-    *((phase, victim) for victim in ("source_mover", "reader_mover") for phase in PHASES),
-    ("read", "source"),
-]
-CASES = [
-    *(pytest.param(lane, *case) for lane, cases in (("default", OVER_DEFAULT), ("tcp", OVER_TCP)) for case in cases)
-]
+LANES = ("default", "tcp")
 
 
-@pytest.mark.parametrize(("cluster", "phase", "victim"), CASES, indirect=["cluster"])
+@pytest.mark.parametrize("cluster", LANES, indirect=True)
+@pytest.mark.parametrize(("phase", "victim"), KILLED)
 def test_killed(cluster, reach, eventually, phase, victim):
     met = reach(cluster, phase)
     pid = cluster.send(victim, signal.SIGKILL)
@@ -159,7 +153,7 @@ STOPPED = [
 ]
 
 
-@pytest.mark.parametrize("cluster", ["tcp"], indirect=True)
+@pytest.mark.parametrize("cluster", LANES, indirect=True)
 @pytest.mark.parametrize(("phase", "victim"), STOPPED)
 def test_stopped_and_resumed(cluster, reach, eventually, phase, victim):
     met = reach(cluster, phase)
