@@ -1,9 +1,10 @@
 """A worker process without an engine: loads one chain on several connections and says what the arena then holds.
 
-    python loader.py CONTROL_PATH CHAIN_HEX NUM_THREADS TIMEOUT_S
+    python loader.py CONTROL_PATH CHAIN_HEX NUM_THREADS TIMEOUT_S BLOCK_BYTES [hold]
 
 It says "ready", begins at the first line of its standard input, and answers with a list of [number of blocks,
-digest of their bytes], one for each connection.
+digest of their bytes], one for each connection. With "hold" it says "copying" while it reads the bytes under its
+lease, and goes on at the next line.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from kvstore.messages import U64, pack_load, unpack_progress
 from kvstore.wire import Op
 
 
-def load(client, arena, chain, block_bytes, timeout_s):
+def load(client, arena, chain, block_bytes, timeout_s, hold):
     slots, lease_id = [], 0
     for _, payload in client.call_stream(Op.LOAD, pack_load(chain, 30.0, timeout_s), timeout_s=timeout_s + 5):
         progress = unpack_progress(payload)
         lease_id = progress.lease_id
         slots += progress.slots.tolist()
+    if hold:
+        print("copying", flush=True)
+        sys.stdin.readline()
     digest = hashlib.sha256()
     for slot in slots:
         digest.update(arena.memory[slot * block_bytes : (slot + 1) * block_bytes])
@@ -34,7 +38,7 @@ def load(client, arena, chain, block_bytes, timeout_s):
     return [len(slots), digest.hexdigest()]
 
 
-def main(path, encoded, num_threads, timeout_s, block_bytes):
+def main(path, encoded, num_threads, timeout_s, block_bytes, hold=""):
     chain, results = decode_chain(bytes.fromhex(encoded)), []
     clients, arena = [], None
     for _ in range(int(num_threads)):
@@ -45,7 +49,7 @@ def main(path, encoded, num_threads, timeout_s, block_bytes):
     sys.stdin.readline()
 
     def one(client):
-        results.append(load(client, arena, chain, int(block_bytes), float(timeout_s)))
+        results.append(load(client, arena, chain, int(block_bytes), float(timeout_s), hold))
 
     threads = [threading.Thread(target=one, args=(client,)) for client in clients]
     for thread in threads:

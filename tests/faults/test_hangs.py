@@ -152,10 +152,17 @@ def test_a_directory_that_stopped_fails_no_save_and_no_local_load(cluster, event
     cluster.settle()
 
 
-def start_loader(cluster, hashes, num_threads, timeout_s=10.0):
+def start_loader(cluster, hashes, num_threads, timeout_s=10.0, *options):
     client = cluster.engines["reader"].client
     script = str(Path(__file__).with_name("loader.py"))
-    arguments = (client._path, client._chain(hashes).encode().hex(), num_threads, timeout_s, client.slot_bytes)
+    arguments = (
+        client._path,
+        client._chain(hashes).encode().hex(),
+        num_threads,
+        timeout_s,
+        client.slot_bytes,
+        *options,
+    )
     child = subprocess.Popen(
         [sys.executable, script, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -202,13 +209,17 @@ def test_fifty_loads_of_five_processes_make_one_fetch(cluster, eventually):
     cluster.settle()
 
 
-@pytest.mark.parametrize("phase", ["lease", "read", "publish"])
+@pytest.mark.parametrize("phase", ["lease", "read", "publish", "copy"])
 def test_a_worker_that_is_killed_while_it_loads_leaves_nothing(cluster, eventually, phase):
     hashes = saved(cluster, eventually)
     reader = cluster.stores["reader"]
-    child = start_loader(cluster, hashes, 2)
+    child = start_loader(cluster, hashes, 2, 10.0, *(["hold"] if phase == "copy" else []))
     try:
-        if phase == "read":
+        if phase == "copy":
+            begin(child)
+            assert [child.stdout.readline() for _ in range(2)] == ["copying\n"] * 2
+            assert cluster.stats("reader")["pool"]["num_pinned"] == 64
+        elif phase == "read":
             reader.ask("mover", do_="shut")
             begin(child)
             eventually(lambda: reader.ask("mover", do_="held") == ["read"])
