@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import sys
+import threading
 import time
 from typing import Any
 
@@ -53,6 +54,7 @@ class NodeStore:
         self._stopping = False
         self._mover: Any = None
         self._mover_numbers = itertools.count(1)
+        self._mover_lock = threading.Lock()
         self._core = NodeCore(
             node_id,
             self._config,
@@ -61,7 +63,7 @@ class NodeStore:
             self._resolve_directory,
             self._replace_mover,
         )
-        self._start_mover()
+        threading.Thread(target=self._bring_up_mover, args=(0.0,), name="raykv-mover-up", daemon=True).start()
 
     # Finding each other.
 
@@ -91,24 +93,27 @@ class NodeStore:
         )
 
     def _replace_mover(self) -> None:
-        if self._stopping:
-            return
-        logger.warning("node %s: the mover died; starting another", self._node_id)
-        pause_s = _REPLACE_PAUSE_S
-        while True:
-            time.sleep(pause_s)
-            if self._stopping:
-                return
-            self._start_mover()
-            try:
-                call("mover", self._mover.pid.remote(), _MOVER_UP_WITHIN_S)
-                if self._core.wait_ready(self._config.call_timeout_s):
+        if not self._stopping:
+            logger.warning("node %s: the mover died; starting another", self._node_id)
+            self._bring_up_mover(_REPLACE_PAUSE_S)
+
+    def _bring_up_mover(self, pause_s: float) -> None:
+        """Start movers until one is ready: also the first may fail to, when this process was stopped meanwhile."""
+        with self._mover_lock:
+            while not self._stopping and not self._core.wait_ready(0.0):
+                time.sleep(pause_s)
+                if self._stopping:
                     return
-            except KVStoreError as error:
-                logger.warning("node %s: the mover did not start: %s", self._node_id, error)
-            # One that died before it was ready ends here too; a slow one must not stay beside the next.
-            ray.kill(self._mover)
-            pause_s = min(2 * pause_s, _MAX_REPLACE_PAUSE_S)
+                self._start_mover()
+                try:
+                    call("mover", self._mover.pid.remote(), _MOVER_UP_WITHIN_S)
+                    if self._core.wait_ready(self._config.call_timeout_s):
+                        return
+                except KVStoreError as error:
+                    logger.warning("node %s: the mover did not start: %s", self._node_id, error)
+                # One that died before it was ready ends here too; a slow one must not stay beside the next.
+                ray.kill(self._mover)
+                pause_s = min(2 * max(pause_s, _REPLACE_PAUSE_S), _MAX_REPLACE_PAUSE_S)
 
     # For the supervisor and the public Store object.
 
