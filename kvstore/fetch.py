@@ -71,9 +71,10 @@ class Load:
     """One load in progress: a lease that grows, and the client that waits for it.
 
     `send(progress, is_last)` tells the client and may be called from any thread; `is_open` says whether it still
-    listens: once it does not, nothing more is pinned for it. `tried` are the peers asked so far. `version` is the
-    namespace's clearing that the load began under, taken before its first pin: after a later one it takes nothing
-    more, or a chain would be put together from the KV of old and of new weights.
+    listens: once it does not, nothing more is pinned for it. `tried` are the peers asked so far, `fell_short` why
+    the last one was not enough. `version` is the namespace's clearing that the load began under, taken before its
+    first pin: after a later one it takes nothing more, or a chain would be put together from the KV of old and of
+    new weights.
     """
 
     chain: Chain
@@ -88,6 +89,7 @@ class Load:
     num_ready: int = 0
     is_ended: bool = False
     tried: set[str] = field(default_factory=set)
+    fell_short: str = ""
     report: LoadReport = field(default_factory=LoadReport)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -198,7 +200,7 @@ class Fetcher:
                 return ""
             if remembered:
                 return ""
-            return "peer_lost" if found and set(found) - {self._own_id()} else "not_found"
+            return load.fell_short or ("peer_lost" if set(found) - {self._own_id()} else "not_found")
         if time.monotonic() > load.deadline_s:
             return "timeout"
         tried.add(usable[0])
@@ -210,8 +212,9 @@ class Fetcher:
                 # Without a mover of its own this node has not learnt anything about the peer.
                 self._peers.failed(usable[0])
             reason = "timeout" if isinstance(error, TransferTimeout) else "peer_lost"
-        # What was remembered may be old: then the directory is asked after all.
-        return reason if len(usable) == 1 and not remembered else ""
+        load.fell_short = reason
+        # No other peer helps against a full pool here. What was remembered may be old: then the directory is asked.
+        return reason if reason == "pool_full" or (len(usable) == 1 and not remembered) else ""
 
     def call_s(self, load: Load) -> float:
         """Return how long a call to a peer may take for this load, seconds."""

@@ -459,12 +459,15 @@ def test_a_pool_that_is_too_small_takes_the_front(cluster):
     assert same(one, range(8), one, range(20, 28))
 
 
-def test_a_fetch_into_a_full_pool_ends_with_a_reason(cluster):
+@pytest.mark.parametrize("after_a_lookup", [False, True])
+def test_a_fetch_into_a_full_pool_ends_with_a_reason(cluster, after_a_lookup):
     cluster.add("a")
     small(cluster, "b")
     one, two = cluster.worker("a", seed=1), cluster.worker("b", seed=2)
     hashes = cluster.hashes(20)
     one.save(hashes, range(20))
+    if after_a_lookup:
+        assert two.client.lookup(hashes).num_blocks == 20
     result = two.load(hashes, range(20))
     assert 0 < result.num_blocks <= 8
     assert {f.reason for f in result.failed} == {MissReason.POOL_FULL}
