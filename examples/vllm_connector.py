@@ -175,7 +175,7 @@ class RaykvConnector(KVConnectorBase_V1):
             if result is None:
                 self._failed_ids |= set(part.block_ids[part.skip_tokens // self._space.shape.block_size :])
             else:
-                self._failed_ids |= {failure.block_id for failure in result.failed}
+                self._failed_ids |= result.failed_block_ids
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: all layers of a block arrive together."""

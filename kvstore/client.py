@@ -21,7 +21,8 @@ from kvstore.arena import attach_arena
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.control_client import ControlClient, connect_local
-from kvstore.copier import Copier, Ids
+from kvstore.copier import HostCopier
+from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
@@ -33,7 +34,7 @@ from kvstore.errors import (
 from kvstore.grants import PinKind
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
-from kvstore.layout import EngineLayout, Part
+from kvstore.layout import EngineLayout, Part, detect_layout
 from kvstore.lease import Lease
 from kvstore.messages import (
     U64,
@@ -93,7 +94,7 @@ class Client:
             self._arena.close()
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
-        self._copier: Copier | None = None
+        self._copier: EngineCopier | None = None
         self._lookups: ControlClient | None = None
         threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
@@ -121,9 +122,11 @@ class Client:
             StoreUnavailable: this client was closed.
         """
         self._check_open()
-        copier = Copier(caches, self.space.shape, self._arena, self.slot_bytes, self.num_slots, axes, self._part)
-        self._copier = copier
-        return copier.layout
+        layout = detect_layout(caches, self.space.shape, axes, self._part)
+        if not layout.device.startswith("cpu"):
+            raise LayoutMismatch(f"wanted tensors on the CPU, got {layout.device}; this version copies CPU caches only")
+        self._copier = HostCopier(caches, layout, self.space.shape, self._arena, self.slot_bytes, self.num_slots)
+        return layout
 
     # Questions.
 
@@ -229,16 +232,15 @@ class Client:
             NamespaceMismatch, ChainBroken, InvalidRequest: an argument is wrong; nothing changed. ChainBroken
                 comes from the job when the parent turns out not to be stored.
         """
-        copier, ids = self._registered(), None
-        chain = self._chain(hashes)
+        copier, chain = self._registered(), self._chain(hashes)
         chain.check_unique()
-        ids = copier.check_ids(block_ids, len(chain))
+        pages = self._pages(copier, block_ids, chain)
         copier.check_unchanged()
         guard, call_timeout_s, wait_s = CopyGuard(), self._call_timeout_s, self.config.transfer_timeout_s
 
         def run() -> SaveResult:
             try:
-                return run_save(self._job_connection(), copier, chain, ids, guard, call_timeout_s, wait_s)
+                return run_save(self._job_connection(), copier, chain, pages, guard, call_timeout_s, wait_s)
             finally:
                 self._give_back()
 
@@ -268,23 +270,21 @@ class Client:
         Raises:
             NamespaceMismatch, InvalidRequest: an argument is wrong; nothing changed.
         """
-        copier = self._registered()
-        chain = self._chain(hashes)
-        ids = copier.check_ids(block_ids, len(chain))
+        copier, chain = self._registered(), self._chain(hashes)
+        pages = self._pages(copier, block_ids, chain)
         copier.check_unchanged()
         if not isinstance(skip_prefix_tokens, int) or skip_prefix_tokens < 0:
             raise InvalidRequest(f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_prefix_tokens!r}")
         chain.check_unique()
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
-        skip = divmod(skip_prefix_tokens, self.space.shape.block_size)
-        return self._load(copier, chain, ids, skip, timeout, f"load of {len(chain)} blocks")
+        return self._load(copier, chain, pages, skip_prefix_tokens, timeout, f"load of {len(chain)} blocks")
 
     def prefetch(self, hashes: BlockHashes, *, timeout_s: float | None = None) -> Job[LoadResult]:
         """Bring blocks from other nodes into this node's memory, without an engine."""
         chain = self._chain(hashes)
         chain.check_unique()
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
-        return self._load(None, chain, None, (0, 0), timeout, f"prefetch of {len(chain)} blocks")
+        return self._load(None, chain, None, 0, timeout, f"prefetch of {len(chain)} blocks")
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for running jobs, give everything back and unmap the arena; may be called again."""
@@ -379,19 +379,25 @@ class Client:
             self._arena.close()
 
     def _load(
-        self, copier: Copier | None, chain: Chain, ids: Ids | None, skip: tuple[int, int], timeout_s: float, what: str
+        self,
+        copier: EngineCopier | None,
+        chain: Chain,
+        pages: EnginePages | None,
+        skip_tokens: int,
+        timeout_s: float,
+        what: str,
     ) -> Job[LoadResult]:
-        guard = CopyGuard()
+        guard, num_skipped = CopyGuard(), skip_tokens // self.space.shape.block_size
 
         def run() -> LoadResult:
-            if skip[0] >= len(chain):
+            if num_skipped >= len(chain):
                 return LoadResult(num_blocks=len(chain))
             try:
                 connection = self._job_connection()
             except StoreUnavailable as error:
-                return failed_load(skip[0], ids, len(chain), f"store_lost: {error}")
+                return failed_load(num_skipped, pages, len(chain), f"store_lost: {error}")
             try:
-                return run_load(connection, copier, chain, ids, skip, guard, self.config, timeout_s)
+                return run_load(connection, copier, chain, pages, skip_tokens, guard, self.config, timeout_s)
             finally:
                 self._give_back()
 
@@ -424,10 +430,13 @@ class Client:
             )
         return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
 
-    def _registered(self) -> Copier:
+    def _registered(self) -> EngineCopier:
         if self._copier is None:
             raise InvalidRequest("no cache is registered; call register_kv_caches(...) first")
         return self._copier
+
+    def _pages(self, copier: EngineCopier, block_ids: object, chain: Chain) -> EnginePages:
+        return engine_pages(block_ids, copier.layout, self.space.shape.block_size, chain.start, len(chain))
 
     def _slot_view(self, slot: int) -> memoryview:
         self._check_open()

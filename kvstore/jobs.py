@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.control_client import ControlClient
-from kvstore.copier import Copier, Ids
+from kvstore.engine_copy import EngineCopier, EnginePages
 from kvstore.errors import JobAbandoned, KVStoreError, StoreUnavailable, TransferError
 from kvstore.messages import (
     U64,
@@ -59,9 +59,9 @@ class CopyGuard:
 
 def run_save(
     connection: ControlClient,
-    copier: Copier,
+    copier: EngineCopier,
     chain: Chain,
-    ids: Ids,
+    pages: EnginePages,
     guard: CopyGuard,
     call_timeout_s: float,
     wait_s: float,
@@ -72,7 +72,7 @@ def run_save(
         connection: taken for as long as each call lasts.
         copier: the engine's cache.
         chain: the blocks to store.
-        ids: the engine's block of each.
+        pages: where their tokens lie in the engine.
         guard: stands before each copy.
         call_timeout_s: for each call.
         wait_s: for others.
@@ -94,7 +94,7 @@ def run_save(
                 if not cleared:
                     with guard.copying():
                         indexes = np.asarray(ticket.indexes, dtype=np.int64)
-                        copier.into_slots(ids[indexes], np.asarray(ticket.slots, dtype=np.int64))
+                        copier.into_slots(pages, indexes, np.asarray(ticket.slots, dtype=np.int64))
                     answer = connection.call(Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
                     num_published = U64.unpack(answer)[0]
                 else:
@@ -119,10 +119,10 @@ def run_save(
 
 def run_load(
     connection: ControlClient,
-    copier: Copier | None,
+    copier: EngineCopier | None,
     chain: Chain,
-    ids: Ids | None,
-    skip: tuple[int, int],
+    pages: EnginePages | None,
+    skip_tokens: int,
     guard: CopyGuard,
     config: StoreConfig,
     timeout_s: float,
@@ -133,13 +133,13 @@ def run_load(
         connection: taken for as long as the load lasts.
         copier: the engine's cache; None only brings the blocks into this node's memory.
         chain: the blocks wanted.
-        ids: the engine's block of each.
-        skip: (whole blocks at the front that are not wanted, tokens of the next that must not be written).
+        pages: where their tokens lie in the engine; None without a copier.
+        skip_tokens: tokens at the front that must not be written; blocks that lie in them are not asked for.
         guard: stands before each copy.
         config: of the store.
         timeout_s: for fetching.
     """
-    first, first_token = skip
+    first = skip_tokens // pages.stored_block_size if pages is not None else 0
     ttl_s = config.lease_ttl_s
     asked_s, ready, lease_id = time.monotonic(), 0, 0
     report: dict[str, Any] = {"reason": "store_lost: the node store ended the load early"}
@@ -153,11 +153,11 @@ def run_load(
                 progress = unpack_progress(payload)
                 lease_id = progress.lease_id
                 if count := len(progress.slots):
-                    if copier is not None and ids is not None:
+                    if copier is not None and pages is not None:
                         at = first + progress.first
-                        token = first_token if progress.first == 0 else 0
+                        indexes = np.arange(at, at + count, dtype=np.int64)
                         with guard.copying():
-                            copier.out_of_slots(progress.slots.astype(np.int64), ids[at : at + count], token)
+                            copier.out_of_slots(pages, indexes, progress.slots.astype(np.int64), skip_tokens)
                     ready = progress.first + count
                 if progress.report:
                     report = json.loads(progress.report)
@@ -178,7 +178,7 @@ def run_load(
         ready, report = 0, {**report, "reason": "lease_expired"}
     return LoadResult(
         num_blocks=first + ready,
-        failed=_failures(first + ready, ids, len(chain), str(report.get("reason") or "")),
+        failed=_failures(first + ready, pages, len(chain), str(report.get("reason") or "")),
         num_local=int(report.get("num_local", 0)),
         num_peer=int(report.get("num_peer", 0)),
         peers=tuple(report.get("peers", ())),
@@ -190,18 +190,18 @@ def run_load(
     )
 
 
-def failed_load(usable: int, ids: Ids | None, total: int, reason: str) -> LoadResult:
+def failed_load(usable: int, pages: EnginePages | None, total: int, reason: str) -> LoadResult:
     """Return the result of a load that ended before it began."""
-    return LoadResult(num_blocks=usable, failed=_failures(usable, ids, total, reason))
+    return LoadResult(num_blocks=usable, failed=_failures(usable, pages, total, reason))
 
 
-def _failures(usable: int, ids: Ids | None, total: int, reason: str) -> tuple[BlockFailure, ...]:
+def _failures(usable: int, pages: EnginePages | None, total: int, reason: str) -> tuple[BlockFailure, ...]:
     if usable >= total:
         return ()
     names = {kind.value for kind in MissReason}
     word = reason.split(":", 1)[0]
     kind = MissReason(word) if word in names else MissReason.OTHER if reason else MissReason.NOT_FOUND
     return tuple(
-        BlockFailure(index=i, block_id=-1 if ids is None else int(ids[i]), reason=kind, detail=reason)
+        BlockFailure(index=i, block_ids=pages.of_block(i) if pages else (), reason=kind, detail=reason)
         for i in range(usable, total)
     )

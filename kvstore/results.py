@@ -31,17 +31,18 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockFailure:
-    """One block that a load did not deliver; the engine's block may hold anything and must be recomputed.
+    """One block that a load did not deliver; its tokens may hold anything and must be recomputed.
 
     Args:
         index: position in the hashes given to `load`.
-        block_id: the engine's block.
+        block_ids: the engine's blocks that hold its tokens: one, unless the engine's blocks are smaller than the
+            stored ones. Larger ones come in the failures of several blocks. None without an engine.
         reason: why.
         detail: one sentence for a log.
     """
 
     index: int
-    block_id: int
+    block_ids: tuple[int, ...]
     reason: MissReason
     detail: str = ""
 
@@ -77,8 +78,8 @@ class LoadResult:
 
     @property
     def failed_block_ids(self) -> frozenset[int]:
-        """The engine's blocks that hold nothing usable."""
-        return frozenset(failure.block_id for failure in self.failed)
+        """The engine's blocks that hold a token which was not delivered."""
+        return frozenset(block_id for failure in self.failed for block_id in failure.block_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,7 +177,7 @@ class Worker:
         self._counts["blocks", "verified"] += verified
         self._counts["blocks", "from peers"] += result.num_peer
         self._counts["loads", _kind(result)] += 1
-        if [failure.block_id for failure in result.failed] != ids[result.num_blocks :]:
+        if [block_id for failure in result.failed for block_id in failure.block_ids] != ids[result.num_blocks :]:
             self._finding(f"a load of {ids} names other failed blocks: {result}")
         self._count_misses(result)
 

@@ -81,7 +81,7 @@ class Engine:
         usable = slice(skipped, result.num_blocks)
         assert self.num_right(hashes[usable], ids[usable]) == max(0, result.num_blocks - skipped)
         assert [failure.index for failure in result.failed] == list(range(result.num_blocks, len(hashes)))
-        assert [failure.block_id for failure in result.failed] == ids[result.num_blocks :]
+        assert [block_id for failure in result.failed for block_id in failure.block_ids] == ids[result.num_blocks :]
         return result
 
     def prefetch(self, hashes: Any) -> Any:

@@ -327,7 +327,7 @@ def test_close_unmaps_the_arena_whatever_errors_of_its_jobs_are_kept(cluster):
 def test_an_aborted_save_leaves_nothing(world, unchanged, monkeypatch):
     cluster, worker = world
 
-    def fail(ids, slots):
+    def fail(pages, indexes, slots):
         raise RuntimeError("the copy failed")
 
     monkeypatch.setattr(worker.client._copier, "into_slots", fail)

@@ -121,7 +121,7 @@ def test_partial_hit(cluster):
     result = two.load(hashes, range(10, 16))
     assert result.num_blocks == 4
     assert same(one, range(4), two, range(10, 14))
-    assert [(f.index, f.block_id, f.reason) for f in result.failed] == [
+    assert [(f.index, *f.block_ids, f.reason) for f in result.failed] == [
         (4, 14, MissReason.NOT_FOUND),
         (5, 15, MissReason.NOT_FOUND),
     ]
@@ -624,7 +624,7 @@ def test_a_store_that_stops_under_a_client_fails_closed(cluster):
     result = one.load(hashes, range(10, 13))
     assert result.num_blocks == 0
     assert [f.reason for f in result.failed] == [MissReason.STORE_LOST] * 3
-    assert [f.block_id for f in result.failed] == [10, 11, 12]
+    assert [f.block_ids for f in result.failed] == [(10,), (11,), (12,)]
     with pytest.raises((PeerLost, StoreUnavailable)):
         one.client.lookup(hashes)
     with pytest.raises((PeerLost, StoreNotRunning)):

@@ -1,0 +1,166 @@
+"""What the client asks of a copier: whatever moves blocks between one engine's cache and the arena's slots.
+
+An engine cuts tokens into blocks of its own size, a multiple or a divisor of the stored one, so blocks of the
+engine and slots do not pair up. A job therefore speaks of tokens: it begins with the first token of its first
+hash, and `EnginePages` says where in the engine each of its tokens lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+from kvstore.kernels.plan import CopyPlan, plan_copy
+from kvstore.kernels.spans import Paging, Spans, block_spans
+from kvstore.kernels.stored import StoredBlock
+from kvstore.layout import EngineLayout, canonical_views
+from kvstore.shape import KVShape
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EnginePages:
+    """Where the tokens of one job lie in the engine; made by `engine_pages`.
+
+    Token t of the job lies in engine block `ids[(offset_tokens + t) // engine_block_size]`, at token
+    `(offset_tokens + t) % engine_block_size` of it.
+
+    Args:
+        ids: int64, engine blocks in the order of the chain, each once.
+        offset_tokens: tokens of the first engine block before the job's first one; a multiple of the stored size.
+        engine_block_size: tokens of an engine block.
+        stored_block_size: tokens of a stored block; one of the two divides the other.
+    """
+
+    ids: I64
+    offset_tokens: int
+    engine_block_size: int
+    stored_block_size: int
+
+    def of_block(self, index: int) -> tuple[int, ...]:
+        """Return the engine blocks that hold tokens of stored block `index` of the job."""
+        begin = self.offset_tokens + index * self.stored_block_size
+        end = begin + self.stored_block_size
+        held = self.ids[begin // self.engine_block_size : -(-end // self.engine_block_size)]
+        return tuple(held.tolist())
+
+
+class EngineCopier(Protocol):
+    """The registered cache of one engine, and the arena's slots.
+
+    Copies return when the bytes are in place: the calling thread waits. Nothing besides the named blocks,
+    and in them the tokens of the job, is ever written.
+    """
+
+    @property
+    def layout(self) -> EngineLayout:
+        """How the cache is arranged."""
+
+    def check_unchanged(self) -> None:
+        """Refuse tensors that were resized or restrided since they were registered.
+
+        Raises:
+            LayoutMismatch: they were; register them again.
+        """
+
+    def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Copy out of the engine into slots.
+
+        Args:
+            pages: where the job's tokens lie. Only read.
+            indexes: ascending int64, which stored blocks of the job; all of each is copied.
+            slots: int64, the slot of each; all different.
+        """
+
+    def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
+        """Copy out of slots into the engine.
+
+        Args:
+            pages: where the job's tokens lie; written, but for the tokens of other blocks.
+            indexes: ascending int64, which stored blocks of the job.
+            slots: int64, the slot of each. Only read.
+            skip_tokens: not a byte of the job's tokens below this one is written; counted from the job's first
+                token, whichever blocks are copied.
+        """
+
+    def close(self) -> None:
+        """Let go of the arena, so that it can be unmapped whoever still knows this object; it copies no more."""
+
+
+def engine_pages(
+    block_ids: object, layout: EngineLayout, stored_block_size: int, start: int, num_blocks: int
+) -> EnginePages:
+    """Check the engine's block ids of a job.
+
+    Args:
+        block_ids: flat integers: every engine block that holds a token of the job, in order.
+        layout: of the engine.
+        stored_block_size: tokens of a stored block.
+        start: place of the job's first block in its chain; the chain's first token is the first of an engine block.
+        num_blocks: stored blocks of the job.
+
+    Raises:
+        InvalidRequest: no integers, not as many as the job needs, out of range, or a block named twice.
+    """
+    try:
+        ids = np.asarray(block_ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"block_ids: wanted a flat list of integers, got something else ({error})") from error
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise InvalidRequest(f"block_ids: wanted a flat list of integers, got {ids.dtype} of shape {ids.shape}")
+    engine = layout.block_size
+    offset_tokens = start * stored_block_size % engine
+    wanted = -(-(offset_tokens + num_blocks * stored_block_size) // engine) if num_blocks else 0
+    if len(ids) != wanted:
+        raise InvalidRequest(
+            f"block_ids: wanted {wanted}, blocks of {engine} tokens for {num_blocks} hashes of {stored_block_size} "
+            f"tokens from the {offset_tokens}th token of the first block on, got {len(ids)}"
+        )
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= layout.num_blocks):
+        raise InvalidRequest(
+            f"block_ids: wanted ids in [0, {layout.num_blocks}), got {int(ids.min())} to {int(ids.max())}"
+        )
+    ids = ids.astype(np.int64)
+    if ids.size and int(np.bincount(ids).max()) > 1:
+        raise InvalidRequest("block_ids: wanted each block once, got a block twice")
+    return EnginePages(
+        ids=ids, offset_tokens=offset_tokens, engine_block_size=engine, stored_block_size=stored_block_size
+    )
+
+
+def engine_plan(caches: Any, layout: EngineLayout, shape: KVShape) -> CopyPlan:
+    """Work out where rows of the engine's cache and of slots lie, for a copier of any kind.
+
+    Raises:
+        LayoutMismatch: the caches are not as registered, or the layout is of another shape.
+    """
+    views: Sequence[Any] = canonical_views(caches, layout, shape)
+    return plan_copy(views, StoredBlock(block_dims=shape.block_dims, dtype=shape.dtype))
+
+
+def job_spans(
+    paging: Paging, pages: EnginePages, indexes: I64, slots: I64, num_slots: int, skip_tokens: int = 0
+) -> Spans:
+    """List what is copied for some stored blocks of a job; arguments as for `EngineCopier.out_of_slots`."""
+    stored, engine = paging.stored_block_size, paging.engine_block_size
+    first, end = (int(indexes[0]), int(indexes[-1]) + 1) if len(indexes) else (0, 0)
+    begin = pages.offset_tokens + first * stored
+    # The run begins with the engine block that holds `begin`; what comes before it there is nobody's.
+    lead = begin % engine
+    num_tokens = lead + (end - first) * stored if end else 0
+    slot_ids = np.full(num_tokens // stored, -1, np.int64)
+    slot_ids[lead // stored + indexes - first] = slots
+    return block_spans(
+        paging,
+        pages.ids[begin // engine : -(-(begin - lead + num_tokens) // engine)],
+        slot_ids,
+        num_slots,
+        num_tokens=num_tokens,
+        skip_prefix_tokens=min(num_tokens, lead + max(0, skip_tokens - first * stored)),
+    )
