@@ -6,10 +6,12 @@ fresh for each round, destinations are poisoned before and compared after. The f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from kvstore.actors.calls import call
 from kvstore.actors.cluster import Store, start
 from kvstore.arena import Arena, create_arena
 from kvstore.config import UCX_DEFAULTS, StoreConfig, set_ucx_lane
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.hashing import Namespace
 from kvstore.shape import KVShape
 from kvstore.transport import PeerDescription, ReadRequest
@@ -136,8 +139,8 @@ class Worker:
         result = self._client.save(self._hashes(round_number, num_blocks), range(num_blocks)).result(_TIMEOUT_S)
         assert result.num_written == num_blocks, result
 
-    def load(self, round_number: int, num_blocks: int) -> tuple[float, int]:
-        """Load what the other node saved; returns (seconds, descriptors), after comparing every byte."""
+    def load(self, round_number: int, num_blocks: int) -> float:
+        """Load what the other node saved; returns the seconds, after comparing every byte."""
         num_bytes = num_blocks * self._space.shape.block_bytes
         self._bytes[:num_bytes] = _POISON
         hashes = self._hashes(round_number, num_blocks)
@@ -149,7 +152,7 @@ class Worker:
         assert result.num_peer == num_blocks, result
         if not np.array_equal(self._bytes[:num_bytes], _random_bytes(num_bytes, round_number)):
             raise AssertionError("our load delivered other bytes than were saved")
-        return seconds, result.num_descriptors
+        return seconds
 
     def put(self, seed: int, num_bytes: int) -> list[Any]:
         """Put fresh data into Ray's object store on this node."""
@@ -166,14 +169,22 @@ class Worker:
         return self._space.block_hashes(tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run found: rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}, and what went wrong where."""
+
+    rows: list[dict[str, Any]]
+    failures: list[str]
+
+
 def run_transfer(
     lanes: list[str],
     block_bytes: list[int],
     load_bytes: int,
     rounds: int,
     progress: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Measure every way for every lane and block size.
+) -> Measured:
+    """Measure every way for every lane and block size; one that fails takes no other's rows along.
 
     Args:
         lanes: "default" and "tcp".
@@ -183,77 +194,99 @@ def run_transfer(
         progress: is told what is being measured.
 
     Returns:
-        Rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}.
+        Rows; that of "load" also has "of_nixl", the median over the rounds of its speed as a share of what
+        "nixl_huge_pages" had in the same round.
+
+    Raises:
+        InvalidRequest: a block size that no shape has; nothing was measured.
     """
+    if unknown := [size for size in block_bytes if size not in SHAPES]:
+        raise InvalidRequest(f"block_bytes: wanted some of {sorted(SHAPES)}, got {unknown}")
     rows: list[dict[str, Any]] = []
+    failures: list[str] = []
     with two_nodes(object_store_bytes=4 * load_bytes + (64 << 20)) as nodes:
         for lane in lanes:
             for size in block_bytes:
-                progress(f"lane {lane}, blocks of {size >> 10} KiB")
-                for way, seconds in _measure(nodes, lane, size, load_bytes, rounds).items():
-                    rows.append(
-                        {
-                            "lane": lane,
-                            "block_bytes": size,
-                            "way": way,
-                            "gb_per_s": round(load_bytes / statistics.median(seconds) / 1e9, 3),
-                            "load_bytes": load_bytes,
-                        }
-                    )
+                what = f"lane {lane}, blocks of {size >> 10} KiB"
+                progress(what)
+                try:
+                    rows += _rows(lane, size, load_bytes, _measure(nodes, lane, size, load_bytes, rounds))
+                except KVStoreError as error:
+                    failures.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
+    return Measured(rows, failures)
+
+
+def _rows(lane: str, block_bytes: int, load_bytes: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    rows = []
+    for way, seconds in times.items():
+        row = {
+            "lane": lane,
+            "block_bytes": block_bytes,
+            "way": way,
+            "gb_per_s": round(load_bytes / statistics.median(seconds) / 1e9, 3),
+            "load_bytes": load_bytes,
+        }
+        if way == "load":
+            # Round by round: what slows a shared machine down slows both of a pair.
+            pairs = zip(times["nixl_huge_pages"], seconds, strict=True)
+            row["of_nixl"] = round(statistics.median(raw / load for raw, load in pairs), 3)
+        rows.append(row)
     return rows
 
 
 def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rounds: int) -> dict[str, list[float]]:
     num_blocks = load_bytes // block_bytes
     config = StoreConfig(name=f"bench-{lane}-{block_bytes >> 10}", capacity_bytes=(rounds + 2) * load_bytes, lane=lane)
-    store = start(config, None, _TIMEOUT_S)
-    space = Namespace(model="bench", shape=shape_of(block_bytes))
-    workers = [on_node(Worker, node).remote(store, space, num_blocks) for node in nodes]
-    raw = _raw_pair(nodes, lane, f"{config.name}-a", load_bytes, block_bytes, True, False)
-    huge = _raw_pair(nodes, lane, f"{config.name}-b", load_bytes, block_bytes, True, True)
     times: dict[str, list[float]] = {}
-    try:
+    with contextlib.ExitStack() as started:
+        store = start(config, None, _TIMEOUT_S)
+        started.callback(store.stop)
+        space = Namespace(model="bench", shape=shape_of(block_bytes))
+        workers = [on_node(Worker, node).remote(store, space, num_blocks) for node in nodes]
+        _kill_at_end(started, workers)
+        raw = _raw_pair(started, nodes, lane, f"{config.name}-a", load_bytes, block_bytes, True, False)
+        huge = _raw_pair(started, nodes, lane, f"{config.name}-b", load_bytes, block_bytes, True, True)
         for number in range(rounds + 1):
             seen = {
                 "memcpy": call("memcpy", raw[1].memcpy.remote(load_bytes), _TIMEOUT_S),
                 "nixl": _read_raw(raw, number, load_bytes),
-                "nixl_huge_pages": _read_raw(huge, number, load_bytes),
             }
             call("save", workers[0].save.remote(number, num_blocks), _TIMEOUT_S)
-            seen["load"] = call("load", workers[1].load.remote(number, num_blocks), _TIMEOUT_S)[0]
+            # One right after the other, for the sake of their ratio.
+            seen["nixl_huge_pages"] = _read_raw(huge, number, load_bytes)
+            seen["load"] = call("load", workers[1].load.remote(number, num_blocks), _TIMEOUT_S)
             refs = call("put", workers[0].put.remote(number, load_bytes), _TIMEOUT_S)
             seen["ray"] = call("get", workers[1].get.remote(refs), _TIMEOUT_S)
             del refs
             if number:  # The first round connects and warms up.
                 for way, seconds in seen.items():
                     times.setdefault(way, []).append(seconds)
-    finally:
-        for handle in (*workers, *raw, *huge):
-            ray.kill(handle)
-        store.stop()
-    times["nixl_untuned"] = _measure_untuned(nodes, lane, config.name, load_bytes, block_bytes, rounds)
+    with contextlib.ExitStack() as started:
+        # By themselves: each agent as the wrapper builds it spins on a core all the time.
+        spinning = _raw_pair(started, nodes, lane, config.name, load_bytes, block_bytes, False, False)
+        times["nixl_untuned"] = [_read_raw(spinning, number, load_bytes) for number in range(rounds + 1)][1:]
     return times
 
 
-def _measure_untuned(
-    nodes: list[str], lane: str, name: str, load_bytes: int, block_bytes: int, rounds: int
-) -> list[float]:
-    """Measure agents as the wrapper builds them, by themselves: each of them spins on a core all the time."""
-    raw = _raw_pair(nodes, lane, name, load_bytes, block_bytes, False, False)
-    try:
-        return [_read_raw(raw, number, load_bytes) for number in range(rounds + 1)][1:]
-    finally:
-        for handle in raw:
-            ray.kill(handle)
+def _kill_at_end(started: contextlib.ExitStack, handles: list[Any]) -> None:
+    started.callback(lambda: [ray.kill(handle) for handle in handles])
 
 
 def _raw_pair(
-    nodes: list[str], lane: str, name: str, load_bytes: int, block_bytes: int, tuned: bool, huge_pages: bool
+    started: contextlib.ExitStack,
+    nodes: list[str],
+    lane: str,
+    name: str,
+    load_bytes: int,
+    block_bytes: int,
+    tuned: bool,
+    huge_pages: bool,
 ) -> list[Any]:
     ends = [
         on_node(RawEnd, node).remote(lane, f"{name}-{i}", 2 * load_bytes, block_bytes, tuned, huge_pages)
         for i, node in enumerate(nodes)
     ]
+    _kill_at_end(started, ends)
     description = call("raw", ends[0].describe.remote(), _TIMEOUT_S)
     call("raw", ends[1].add_peer.remote(description), _TIMEOUT_S)
     return ends

@@ -109,16 +109,15 @@ class _Agent:
 
 
 def _make_agent(nixl: ModuleType, name: str, address: int, num_bytes: int, progress_delay_us: int | None) -> _Agent:
+    what = "start NIXL's UCX backend (with an NVIDIA GPU here a UCX_TLS that is set has to name cuda_copy too)"
     try:
         handle = nixl.nixlAgent(name, _agent_config(nixl, telemetry=True, progress_delay_us=progress_delay_us))
         backend = handle.createBackend("UCX", {})
+        what = f"register {num_bytes} bytes with NIXL over UCX (on InfiniBand memlock must be unlimited)"
         registration = nixl.nixlRegDList(nixl.DRAM_SEG, np.array([[address, num_bytes, 0]], dtype=np.uint64))
         handle.registerMem(registration, [backend])
     except Exception as error:
-        raise RegistrationFailed(
-            f"could not register {num_bytes} bytes with NIXL over UCX: {error}; "
-            "see `kvstore doctor` (on InfiniBand memlock must be unlimited)"
-        ) from error
+        raise RegistrationFailed(f"could not {what}: {error}; see `kvstore doctor`") from error
     return _Agent(handle, backend, registration)
 
 

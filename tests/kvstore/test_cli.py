@@ -221,7 +221,7 @@ def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tm
     def run_transfer(lanes, block_bytes, load_bytes, rounds, progress):
         assert (lanes, block_bytes, load_bytes, rounds) == (["tcp"], [65536], 1 << 20, 2)
         progress("half")
-        return TRANSFER
+        return bench_transfer.Measured(TRANSFER, [])
 
     monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
     words = ["bench", "transfer", "--lane", "tcp", "--block-bytes", "64KiB", "--load-bytes", "1MiB", "--rounds", "2"]
@@ -235,6 +235,50 @@ def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tm
     shown = run(*words).stdout
     for words_shown in ("GB/s", "64 KiB", "nixl", "load", "3.00", "2.90"):
         assert words_shown in shown
+
+
+def test_bench_transfer_prints_what_it_has_when_a_lane_fails(monkeypatch):
+    from kvstore.actors import bench_transfer
+
+    def run_transfer(lanes, block_bytes, load_bytes, rounds, progress):
+        assert lanes == ["default", "tcp"]
+        return bench_transfer.Measured(TRANSFER, ["lane default: RegistrationFailed: no such lane"])
+
+    monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
+    result = run("bench", "transfer", "--json", "--lane", "all")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == TRANSFER
+    assert "no such lane" in result.stderr
+    assert "2.90" in run("bench", "transfer").stdout
+
+
+def test_bench_transfer_knows_its_block_sizes():
+    result = run("bench", "transfer", "--json", "--block-bytes", "3MiB")
+    assert result.exit_code == 2
+    assert "65536" in json.loads(result.stdout)["text"]
+
+
+def test_a_lane_that_cannot_be_measured_takes_no_other_rows_along(monkeypatch):
+    import contextlib
+
+    from kvstore.actors import bench_transfer
+    from kvstore.errors import RegistrationFailed
+
+    def measure(nodes, lane, size, load_bytes, rounds):
+        if lane == "default":
+            raise RegistrationFailed("no such lane")
+        return {"nixl_huge_pages": [1.0, 2.0, 3.0], "load": [2.0, 2.0, 4.0]}
+
+    monkeypatch.setattr(bench_transfer, "two_nodes", lambda **_: contextlib.nullcontext(["a", "b"]))
+    monkeypatch.setattr(bench_transfer, "_measure", measure)
+    found = bench_transfer.run_transfer(["default", "tcp"], [64 << 10], 1 << 20, 3, lambda text: None)
+    assert [(row["lane"], row["way"], row.get("of_nixl")) for row in found.rows] == [
+        ("tcp", "nixl_huge_pages", None),
+        ("tcp", "load", 0.75),
+    ]
+    assert len(found.failures) == 1
+    assert "lane default" in found.failures[0]
+    assert "no such lane" in found.failures[0]
 
 
 def test_bench_control_shows_percentiles(monkeypatch):

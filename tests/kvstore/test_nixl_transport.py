@@ -233,6 +233,28 @@ def test_memory_that_cannot_be_registered_is_a_typed_error(monkeypatch):
         NixlTransport(f"refused-{os.getpid()}", 0, 4096)
 
 
+def test_a_backend_that_does_not_start_is_told_apart_from_memory_that_is_refused(monkeypatch):
+    bindings = load_bindings()
+
+    class Agent:
+        def __init__(self, name, config):
+            pass
+
+        def createBackend(self, kind, settings):
+            raise RuntimeError("NIXL_ERR_BACKEND")
+
+    class Refusing:
+        nixlAgent = Agent
+
+        def __getattr__(self, name):
+            return getattr(bindings, name)
+
+    monkeypatch.setattr(nixl_transport, "load_bindings", Refusing)
+    with pytest.raises(RegistrationFailed, match=r"UCX backend.*UCX_TLS.*cuda_copy.*NIXL_ERR_BACKEND") as caught:
+        NixlTransport(f"refused-{os.getpid()}", 0, 4096)
+    assert "4096 bytes" not in str(caught.value)
+
+
 def test_the_ucx_plugin_loads_with_dram():
     assert "DRAM_SEG" in plugin_memory_types()["UCX"]
 
