@@ -227,6 +227,13 @@ class ControlServer:
                 messages = connection.decoder.stream(data)
         except BlockingIOError:
             return
+        except ConnectionResetError as error:
+            # Of a local client that closed with an answer unread. The kernel says so once, before what the client
+            # had sent until then, which may be that it is gone for good.
+            if not connection.local:
+                logger.debug("%s: %s", connection.owner, error)
+                self._close(connection)
+            return
         except (OSError, ProtocolError) as error:
             logger.debug("%s: %s", connection.owner, error)
             self._close(connection)

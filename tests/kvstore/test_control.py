@@ -57,6 +57,8 @@ class Echo:
             raise ZeroDivisionError("a bug")
         if message.op is Op.STATS:
             return None
+        if message.op is Op.PIN:
+            assert self.release.wait(3.0)
         if message.op is Op.LOAD:
             for i in range(3):
                 connection.send(Op.LOAD, Flag.PROGRESS, message.request, bytes([i]))
@@ -367,6 +369,19 @@ def test_goodbye_means_gone(echo, wait_until):
     client.close()
     time.sleep(0.05)
     assert len(echo.gone) == 1
+
+
+def test_goodbye_is_heard_also_of_a_client_that_left_an_answer_unread(echo, wait_until):
+    """The kernel then says that the connection was reset, before it gives out what the client had said."""
+    client = local(echo)
+    owner = client.hello["owner"]
+    client._send(Op.LOOKUP, Flag.REQUEST, b"an answer that nobody reads")
+    client._send(Op.PIN, Flag.ONE_WAY, b"keeps the server busy until the client is gone")
+    wait_until(lambda: Op.PIN in echo.seen)
+    client.send(Op.GOODBYE)
+    client.close()
+    echo.release.set()
+    wait_until(lambda: [c.owner for c in echo.gone] == [owner])
 
 
 def test_a_remote_connection_that_closes_is_gone(echo, wait_until):
