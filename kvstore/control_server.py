@@ -32,7 +32,7 @@ _SO_PEERPIDFD = 77
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One client of the server. `owner` is unique per connection; `role` is set by its HELLO.
+    """One client of the server. `role` is set by its HELLO, and of a peer also `owner`; else that is its own.
 
     `pidfd` watches the process that connected, whoever else holds the socket by now; -1 when there is none
     (a remote one) or the kernel cannot name it. `ended` says that the process is gone, or said goodbye.

@@ -28,8 +28,8 @@ _READ = struct.Struct("<QIIIdHH")
 _DONE = struct.Struct("<QIBBdI")
 U64 = struct.Struct("<Q")
 U64_F64 = struct.Struct("<Qd")
-#: Lease id and epoch: what a finished READ notifies.
-NOTIFICATION = struct.Struct("<Q8s")
+#: Lease id, epoch of the store that granted it, epoch of the store that read: what a finished READ notifies.
+NOTIFICATION = struct.Struct("<Q8s8s")
 
 
 def pack_ints(values: Sequence[int] | IndexArray) -> bytes:

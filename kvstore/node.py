@@ -74,7 +74,7 @@ class NodeCore(PoolVerbs):
         self.block_bytes: dict[bytes, int] = {}
         self.closed_to_peers = False
         self.mover = MoverLink(self._end_quarantine)
-        self._peers = PeerBook(node_id, resolve_peer, config.call_timeout_s)
+        self._peers = PeerBook(node_id, self.epoch, resolve_peer, config.call_timeout_s)
         self.hints = Hints(node_id, resolve_directory, config.call_timeout_s)
         self.fetcher: Fetcher | None = None
         remove_stale_sockets(socket_dir())

@@ -5,7 +5,6 @@ Runs on the one thread of kvstore.control_server, so nothing here may block.
 
 from __future__ import annotations
 
-import base64
 import logging
 import secrets
 import struct
@@ -23,26 +22,18 @@ from kvstore.errors import (
     ConfigError,
     IncompatibleStore,
     InvalidRequest,
-    LayoutMismatch,
-    PeerLost,
     ProtocolError,
 )
 from kvstore.fence import MoverFence
 from kvstore.fetch import Load
-from kvstore.grants import Grant
 from kvstore.messages import (
-    NOTIFICATION,
-    U64,
-    PeerGrant,
     Progress,
-    pack_peer_grant,
     pack_progress,
     unpack_load,
-    unpack_peer_lease,
 )
+from kvstore.peer_control import PeerControl
 from kvstore.pool_control import PoolControl
 from kvstore.pool_verbs import deadline_after
-from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Flag, Message, Op, pack_json, unpack_json
 
 if TYPE_CHECKING:
@@ -61,9 +52,9 @@ class NodeControl:
 
     def __init__(self, core: NodeCore, on_mover_gone: Callable[[], None]) -> None:
         self._core, self._on_mover_gone = core, on_mover_gone
-        self._remote_leases: dict[int, float] = {}
         self._fence = MoverFence(core.config, core.mover, lambda: core.attached_pool)
         self._pool = PoolControl(core)
+        self._peers = PeerControl(core, self.wake)
         self.num_calls: dict[str, int] = {}
         self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
 
@@ -108,12 +99,12 @@ class NodeControl:
         self.num_calls[op.name] = self.num_calls.get(op.name, 0) + 1
         if connection.role == "mover":
             if op is Op.MOVER_NOTIFICATIONS:
-                self._notified(payload)
+                self._peers.notified(payload)
             else:
                 self._core.mover.serve(connection, message)
             return None
         if connection.role == "peer":
-            return self._serve_peer(connection, message)
+            return self._peers.serve(connection, message)
         if op in PoolControl.OPS:
             return self._pool.serve(connection, message)
         match op:
@@ -139,7 +130,25 @@ class NodeControl:
                 f"this node store speaks protocol {PROTOCOL_VERSION}, got {value.get('protocol')}; "
                 "run one version of raykv everywhere"
             )
-        answer = pack_json(
+        role = value.get("role")
+        if role == "mover" and connection.local and connection.pidfd < 0:
+            raise ConfigError("this kernel cannot name the mover's process (Linux 5.3 can), so it could not be fenced")
+        if connection.local and role in ("client", "mover"):
+            connection.role = role
+            self._server.end_replaced(str(value.get("replaces", "")), connection)
+            answer, fds = self._greeting(connection), (self._core.arena.fd,)
+            connection.send(Op.HELLO, Flag.REPLY, message.request, answer, fds)
+            return None
+        if not connection.local and role == "peer":
+            if not secrets.compare_digest(str(value.get("token")), self._core.token):
+                raise IncompatibleStore("wrong token: this address now belongs to another life of the store")
+            connection.owner = self._peers.owner_in(value)
+            connection.role = "peer"
+            return self._greeting(connection)
+        raise ProtocolError(f"wanted role client or mover locally, or peer remotely, got {role!r}")
+
+    def _greeting(self, connection: Connection) -> bytes:
+        return pack_json(
             {
                 "protocol": PROTOCOL_VERSION,
                 "epoch": self._core.epoch.hex(),
@@ -149,20 +158,6 @@ class NodeControl:
                 "arena_bytes": self._core.arena.num_bytes,
             }
         )
-        role = value.get("role")
-        if role == "mover" and connection.local and connection.pidfd < 0:
-            raise ConfigError("this kernel cannot name the mover's process (Linux 5.3 can), so it could not be fenced")
-        if connection.local and role in ("client", "mover"):
-            connection.role = role
-            self._server.end_replaced(str(value.get("replaces", "")), connection)
-            connection.send(Op.HELLO, Flag.REPLY, message.request, answer, (self._core.arena.fd,))
-            return None
-        if not connection.local and role == "peer":
-            if not secrets.compare_digest(str(value.get("token")), self._core.token):
-                raise IncompatibleStore("wrong token: this address now belongs to another life of the store")
-            connection.role = "peer"
-            return answer
-        raise ProtocolError(f"wanted role client or mover locally, or peer remotely, got {role!r}")
 
     def _load(self, connection: Connection, message: Message) -> None:
         chain, ttl_s, timeout_s = unpack_load(message.payload)
@@ -209,81 +204,6 @@ class NodeControl:
     def _stats(self, connection: Connection, message: Message) -> None:
         self._reply(connection, Op.STATS, message.request, pack_json(self._core.stats()))
 
-    def _serve_peer(self, connection: Connection, message: Message) -> bytes | None:
-        match message.op:
-            case Op.PEER_LEASE:
-                return self._peer_lease(connection, message.payload)
-            case Op.PEER_RELEASE:
-                lease_id = U64.unpack(message.payload)[0]
-                self._core.pool.release(lease_id, "peers")
-                self._remote_lease_ended(lease_id)
-                return b""
-            case Op.PEER_TRANSPORT:
-                own = self._core.mover.own
-                if own is None:
-                    raise PeerLost(f"the mover of node {self._core.node_id} is being replaced; try again")
-                return pack_json(
-                    {
-                        "generation": own.generation,
-                        "agent": base64.b64encode(own.agent).decode(),
-                        "address": own.address,
-                        "slot_bytes": self._core.slot_bytes,
-                        "num_slots": self._core.pool.stats().num_slots,
-                    }
-                )
-            case _:
-                raise ProtocolError(f"a node store does not serve {message.op.name} to a peer")
-
-    def _peer_lease(self, connection: Connection, payload: bytes) -> bytes:
-        wanted = unpack_peer_lease(payload)
-        if self._core.closed_to_peers:
-            self._core.check_serving()
-        if wanted.slot_format != BLOCK_ORDER_VERSION:
-            raise LayoutMismatch(
-                f"blocks here are in byte order {BLOCK_ORDER_VERSION}, the peer wants {wanted.slot_format}; "
-                "run one version of raykv everywhere"
-            )
-        namespace = wanted.chain.namespace
-        if wanted.namespace_version > self._core.versions.get(namespace, 0):
-            self._core.clear(namespace, wanted.namespace_version)
-        version, own = self._core.versions.get(namespace, 0), self._core.mover.own
-        grant = Grant(0, ())
-        if self._core.attached_pool is not None and own is not None and version == wanted.namespace_version:
-            known = self._core.block_bytes.get(namespace, wanted.block_bytes)
-            if wanted.block_bytes != known:
-                raise LayoutMismatch(
-                    f"blocks of this namespace have {known} bytes here, the peer wants {wanted.block_bytes}; "
-                    "run one version of raykv everywhere"
-                )
-            deadline_s = deadline_after(wanted.ttl_s)
-            grant = self._core.attached_pool.pin_prefix(wanted.chain, "peers", deadline_s)
-            if grant.slots:
-                self._remote_leases[grant.lease_id] = deadline_s
-                self._core.mover.expect_notifications(len(self._remote_leases))
-                self._server.wake()
-            else:
-                self._core.attached_pool.release(grant.lease_id, "peers")
-        return pack_peer_grant(
-            PeerGrant(
-                lease_id=grant.lease_id if grant.slots else 0,
-                epoch=self._core.epoch,
-                namespace_version=version,
-                mover_generation=own.generation if own is not None else 0,
-                slots=np.asarray(grant.slots, dtype=np.int32),
-            )
-        )
-
-    def _notified(self, payload: bytes) -> None:
-        """A peer's READ under one of our leases is through: its pins can go early."""
-        for lease_id, epoch in NOTIFICATION.iter_unpack(payload):
-            if epoch == self._core.epoch:
-                self._core.pool.release(lease_id, "peers")
-                self._remote_lease_ended(lease_id)
-
-    def _remote_lease_ended(self, lease_id: int) -> None:
-        if self._remote_leases.pop(lease_id, None) is not None:
-            self._core.mover.expect_notifications(len(self._remote_leases))
-
     def _gone(self, connection: Connection) -> None:
         if connection.role == "mover":
             if self._core.mover.gone(connection):
@@ -314,5 +234,4 @@ class NodeControl:
         self._core.hints.answer_overdue()
         if self._core.fetcher is not None:
             self._core.fetcher.flights.give_up_overdue()
-        for lease_id in [i for i, deadline_s in self._remote_leases.items() if deadline_s < now_s]:
-            self._remote_lease_ended(lease_id)
+        self._peers.tick(now_s)

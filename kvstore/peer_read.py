@@ -138,7 +138,9 @@ class PeerRead:
     ) -> None:
         load, now_s = self._load, time.monotonic()
         left_s = min(self._valid_until_s, load.deadline_s, now_s + self._config.transfer_timeout_s) - now_s
-        note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch) if with_notification else b""
+        note = b""
+        if with_notification:
+            note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch, self._pool.epoch)
         request = ReadRequest(
             peer=name,
             block_bytes=load.block_bytes,

@@ -71,11 +71,13 @@ class PeerBook:
     """All peers of one store.
 
     Args:
+        own_epoch: this life of the store, by which its peers know the owner of their leases.
         resolve: finds a node's address through the cluster; called on first contact and after failures only.
     """
 
-    def __init__(self, own_node_id: str, resolve: Resolver, timeout_s: float) -> None:
-        self.own_node_id, self._resolve, self._timeout_s = own_node_id, resolve, timeout_s
+    def __init__(self, own_node_id: str, own_epoch: bytes, resolve: Resolver, timeout_s: float) -> None:
+        self.own_node_id, self._own_epoch = own_node_id, own_epoch
+        self._resolve, self._timeout_s = resolve, timeout_s
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._failures: dict[str, tuple[int, float]] = {}
@@ -103,6 +105,7 @@ class PeerBook:
                 "protocol": PROTOCOL_VERSION,
                 "token": address.token,
                 "node": self.own_node_id,
+                "epoch": self._own_epoch.hex(),
             }
             client = connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
         except KVStoreError as error:

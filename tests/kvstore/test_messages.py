@@ -99,7 +99,7 @@ def test_peer_grant():
         assert getattr(back, name) == getattr(grant, name)
 
 
-@pytest.mark.parametrize("notification", [b"", messages.NOTIFICATION.pack(1, b"epoch678")])
+@pytest.mark.parametrize("notification", [b"", messages.NOTIFICATION.pack(1, b"epoch678", b"reader78")])
 @pytest.mark.parametrize("peer", ["", "node/ä/1"])
 def test_mover_read(notification, peer):
     request = ReadRequest(

@@ -188,7 +188,7 @@ def test_a_read_tells_of_every_chunk_and_ends_once(pair):
 
 
 def test_only_the_last_chunk_notifies(pair):
-    note = NOTIFICATION.pack(7, b"12345678")
+    note = NOTIFICATION.pack(7, b"12345678", b"readers.")
     _, _, ended = pair.read(range(16), range(16), note=note)
     assert ended.wait(3)
     assert [r.notification for r in pair.transport.posted][:-1] == [b""] * (len(pair.transport.posted) - 1)
@@ -308,7 +308,7 @@ def test_no_notification_while_an_earlier_read_of_the_peer_may_still_go_on(pair,
     give_up(read, num_posted=1)
     pair.transport.running, pair.transport.stopped_peers = False, set()
     pair.transport.poll, poll = (lambda handle: ReadState.RUNNING if handle == 1 else poll(handle)), pair.transport.poll
-    note = NOTIFICATION.pack(7, b"12345678")
+    note = NOTIFICATION.pack(7, b"12345678", b"readers.")
     _, heard, ended = pair.read([5], [5], note=note)
     assert ended.wait(3)
     assert heard[-1][1] is None
@@ -397,13 +397,13 @@ def test_a_new_mover_is_a_new_generation_that_knows_slots_but_no_peers(pair):
 
 
 def test_notifications_are_passed_on_only_while_leases_are_open(pair, wait_until):
-    note = NOTIFICATION.pack(9, b"abcdefgh")
+    note = NOTIFICATION.pack(9, b"abcdefgh", b"readers.")
     pair.network.inboxes[b"own"].append(note)
     time.sleep(0.1)
     assert pair.notes == []
     pair.network.inboxes[b"own"].append(b"of another size")
     pair.link.expect_notifications(1)
-    wait_until(lambda: pair.notes == [(9, b"abcdefgh")])
+    wait_until(lambda: pair.notes == [(9, b"abcdefgh", b"readers.")])
     pair.link.expect_notifications(0)
 
 

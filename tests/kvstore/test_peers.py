@@ -16,7 +16,7 @@ def book(monkeypatch):
     def nowhere(node_id):
         raise PeerLost(f"{node_id} is away")
 
-    made = PeerBook("own", nowhere, 1.0)
+    made = PeerBook("own", b"ownepoch", nowhere, 1.0)
     made.now_s = 100.0
     monkeypatch.setattr(peers.time, "monotonic", lambda: made.now_s)
     yield made

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvstore.errors import InvalidRequest, LeaseReleased, StaleTicket
-from kvstore.messages import NOTIFICATION
 from kvstore.pool import Pool
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 
@@ -118,24 +115,3 @@ def test_a_part_that_is_none(pool, unchanged, num_parts, part):
 
 def test_a_quarantine_and_an_owner_and_a_namespace_that_never_were(pool, unchanged):
     assert pool.end_quarantine("read-9") == pool.release_owner("nobody") == pool.clear(NAMESPACES[1]) == 0
-
-
-def test_a_notification_for_another_life_of_the_store_frees_nothing(cluster, wait_until):
-    """The mover of a peer that read from the store's former life says so to the present one."""
-    cluster.add("a")
-    one = cluster.worker("a")
-    one.save(cluster.hashes(3), range(3))
-    core = cluster.nodes["a"]
-    grant = core.pool.pin_prefix(core.pool.hot_chains(8)[0], "peers", time.monotonic() + 60.0)
-    assert len(grant.slots) == 3
-    inbox = cluster.network.inboxes[cluster.movers["a"].transport.describe()]
-    core._control._remote_leases[grant.lease_id] = time.monotonic() + 60.0
-    core.mover.expect_notifications(1)
-    inbox.append(NOTIFICATION.pack(grant.lease_id, FOREIGN_EPOCH))
-    wait_until(lambda: not inbox)
-    # The next one comes on the same connection, so by then the first has been seen.
-    other = core.pool.pin_prefix(core.pool.hot_chains(8)[0], "peers", time.monotonic() + 60.0)
-    inbox.append(NOTIFICATION.pack(other.lease_id, core.epoch))
-    wait_until(lambda: core.pool.num_leases() == 1)
-    assert core.pool.release(grant.lease_id, "peers"), "a lease was given back for another life of the store"
-    core._control._remote_lease_ended(grant.lease_id)

@@ -12,6 +12,7 @@ _LINES = "tests/pool/test_explorer.py::test_a_preemption_at_every_line_of_the_po
 _MODEL = "tests/pool/test_model.py::TestPoolMachine::runTest"
 _FAULTS = "tests/pool/test_faults.py::test_a_fault_at_every_step"
 _STALE = "tests/pool/test_stale.py"
+_PEERS = "tests/kvstore/test_peer_control.py"
 
 #: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
 _GAP = Patch(
@@ -159,8 +160,8 @@ MUTANTS = (
     Mutant(
         name="no epoch in notifications",
         source="vLLM: a peer restarts at the same address",
-        patches=(Patch("kvstore.node_control", "if epoch == self._core.epoch:", "if True:"),),
-        tests=(f"{_STALE}::test_a_notification_for_another_life_of_the_store_frees_nothing",),
+        patches=(Patch("kvstore.peer_control", "if epoch == self._core.epoch:", "if True:"),),
+        tests=(f"{_PEERS}::test_a_notification_for_another_life_of_the_store_frees_nothing",),
     ),
     Mutant(
         name="expire under a reader",
