@@ -32,6 +32,8 @@ class ControlClient:
         self._sock = sock
         self._lock = threading.Lock()
         self._decoder = Decoder()
+        # Filled again and again: a new buffer for each answer would come from the kernel, page by page.
+        self._received = memoryview(bytearray(_RECEIVE_BYTES))
         self._backlog: list[Message] = []
         self._request = 0
         self._timeout_s = 0.0
@@ -50,7 +52,7 @@ class ControlClient:
             with self._lock:
                 self.num_calls += 1
                 request = self._send(op, Flag.REQUEST, payload)
-                message = self._receive(request, time.monotonic() + timeout_s)
+                message = self._receive(request, timeout_s)
         finally:
             if self.closed:
                 self._let_go()
@@ -70,7 +72,7 @@ class ControlClient:
                 self.num_calls += 1
                 request = self._send(op, Flag.REQUEST, payload)
                 while not finished:
-                    message = self._receive(request, time.monotonic() + timeout_s)
+                    message = self._receive(request, timeout_s)
                     if message.flag is Flag.ERROR:
                         finished = True
                         raise unpack_error(message.payload)
@@ -122,14 +124,17 @@ class ControlClient:
             raise PeerLost(f"{self.name}: connection lost while sending {op.name}: {error}") from error
         return self._request
 
-    def _receive(self, request: int, deadline_s: float) -> Message:
+    def _receive(self, request: int, timeout_s: float) -> Message:
+        deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
         while True:
-            for i, message in enumerate(self._backlog):
-                if message.request == request:
-                    return self._backlog.pop(i)
+            if self._backlog:
+                for i, message in enumerate(self._backlog):
+                    if message.request == request:
+                        return self._backlog.pop(i)
+                left_s = deadline_s - time.monotonic()
             try:
-                self._set_timeout(deadline_s)
-                data = self._sock.recv(_RECEIVE_BYTES)
+                self._set_timeout(left_s)
+                data = self._received[: self._sock.recv_into(self._received)]
             except (BlockingIOError, TimeoutError) as error:
                 self.close()
                 raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed") from error
@@ -142,14 +147,17 @@ class ControlClient:
             if self._stream:
                 self._backlog.extend(self._decoder.stream(data))
             else:
-                message_or_none = self._decoder.packet(data)
-                if message_or_none is not None:
-                    self._backlog.append(message_or_none)
+                whole = self._decoder.packet(data)
+                if whole is not None and whole.request == request and not self._backlog:
+                    return whole
+                if whole is not None:
+                    self._backlog.append(whole)
+            left_s = deadline_s - time.monotonic()
 
-    def _set_timeout(self, deadline_s: float) -> None:
+    def _set_timeout(self, left_s: float) -> None:
         # A kernel-side receive timeout saves a poll() per call against settimeout(). It is set a little longer
         # than wanted, so that a run of calls with one timeout sets it once.
-        wanted = max(deadline_s - time.monotonic(), 1e-3)
+        wanted = max(left_s, 1e-3)
         if not wanted <= self._timeout_s <= 1.2 * wanted:
             self._timeout_s = 1.1 * wanted
             value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
+import select
 import signal
 import socket
 import struct
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvstore.errors import KVStoreError, ProtocolError
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 _RECEIVE_BYTES = 256 << 10
 _SOCKET_BUFFER_BYTES = 1 << 20
 _SO_PEERPIDFD = 77
+#: How long the thread sleeps when nothing happens and nothing ends with time.
+_IDLE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -114,9 +117,12 @@ class ControlServer:
     ) -> None:
         self._handler, self._on_gone, self._holds = handler, on_gone, holds
         self._on_tick, self._wants_ticks, self._tick_s = on_tick, wants_ticks, tick_s
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        #: What to do when a descriptor has something to read.
+        self._when_ready: dict[int, Callable[[], None]] = {}
+        self._received = memoryview(bytearray(_RECEIVE_BYTES))
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._watch(self._wake_read, self._woken)
         self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
         self._stopping = False
         self._num_connections = 0
@@ -146,7 +152,7 @@ class ControlServer:
     def _listen(self, sock: socket.socket) -> None:
         sock.listen(128)
         self._listeners.append(sock)
-        self._selector.register(sock, selectors.EVENT_READ, sock)
+        self._watch(sock.fileno(), partial(self._accept, sock))
 
     def start(self) -> None:
         """Begin to serve."""
@@ -154,7 +160,7 @@ class ControlServer:
 
     def wake(self) -> None:
         """Make the thread look at its timers; it does so by itself after each message that it serves."""
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread.ident:
             return
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"x")
@@ -166,35 +172,40 @@ class ControlServer:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
+    def _watch(self, fd: int, then: Callable[[], None]) -> None:
+        self._when_ready[fd] = then
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        if self._when_ready.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
+
     def _run(self) -> None:
-        next_tick_s = 0.0
+        wait_s = next_tick_s = 0.0
         while not self._stopping:
-            wanted = self._wants_ticks()
-            for key, _ in self._selector.select(self._tick_s if wanted else 5.0):
+            # Looked up before any is served: what one of them closes must not lend its number to another.
+            ready = [self._when_ready[fd] for fd, _ in self._epoll.poll(wait_s)]
+            for then in ready:
                 try:
-                    self._ready(key)
+                    then()
                 except Exception:
-                    logger.exception("control: unexpected error; the connection is closed")
-                    if isinstance(key.data, Connection):
-                        self._close(key.data)
+                    logger.exception("control: unexpected error")
             now_s = time.monotonic()
-            if wanted and now_s >= next_tick_s:
+            wait_s = next_tick_s - now_s
+            if wait_s <= 0:
+                # Asked once a tick and not after each message, so once more after the last one.
+                wanted = self._wants_ticks()
+                wait_s = self._tick_s if wanted or ready else _IDLE_S
                 next_tick_s = now_s + self._tick_s
-                self._on_tick()
-                self._let_go_of_closed()
+                if wanted:
+                    self._on_tick()
+                    self._let_go_of_closed()
         self._shut_down()
 
-    def _ready(self, key: selectors.SelectorKey) -> None:
-        if isinstance(key.data, socket.socket):
-            self._accept(key.data)
-        elif isinstance(key.data, Connection):
-            if key.fileobj == key.data.pidfd:
-                self._owner_died(key.data)
-            else:
-                self._read(key.data)
-        else:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
 
     def _accept(self, listener: socket.socket) -> None:
         sock, _ = listener.accept()
@@ -208,23 +219,27 @@ class ControlServer:
             connection.pid = struct.unpack("3i", credentials)[0]
             connection.pidfd = _peer_pidfd(sock, connection.pid)
             if connection.pidfd >= 0:
-                self._selector.register(connection.pidfd, selectors.EVENT_READ, connection)
+                self._watch(connection.pidfd, partial(self._owner_died, connection))
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._watch(sock.fileno(), partial(self._read, connection))
 
     def _read(self, connection: Connection) -> None:
+        if connection.closed:
+            return
+        messages: list[Message] | tuple[Message, ...] = ()
         try:
-            data = connection.sock.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            data = self._received[: connection.sock.recv_into(self._received, 0, socket.MSG_DONTWAIT)]
             if not data:
                 self._close(connection)
                 return
-            if connection.local:
-                message = connection.decoder.packet(data)
-                messages = [] if message is None else [message]
-            else:
+            if not connection.local:
                 messages = connection.decoder.stream(data)
+            elif (message := connection.decoder.packet(data)) is not None:
+                messages = (message,)
+            for message in messages:
+                self._serve(connection, message)
         except BlockingIOError:
             return
         except ConnectionResetError as error:
@@ -237,9 +252,9 @@ class ControlServer:
         except (OSError, ProtocolError) as error:
             logger.debug("%s: %s", connection.owner, error)
             self._close(connection)
-            return
-        for message in messages:
-            self._serve(connection, message)
+        except Exception:
+            logger.exception("control: unexpected error; the connection is closed")
+            self._close(connection)
 
     def _serve(self, connection: Connection, message: Message) -> None:
         if message.op is Op.GOODBYE:
@@ -265,8 +280,7 @@ class ControlServer:
         if connection.closed:
             return
         connection.closed = True
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.sock)
+        self._unwatch(connection.sock.fileno())
         # Shut down first, so that a thread that is sending ends; closed only then, or its next packet could go
         # to another client whose connection got the same descriptor.
         connection.shut_down()
@@ -298,11 +312,11 @@ class ControlServer:
     def _forget(self, connection: Connection) -> None:
         pidfd, connection.pidfd = connection.pidfd, -1
         if pidfd >= 0:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(pidfd)
+            self._unwatch(pidfd)
             os.close(pidfd)
-        self._connections.discard(connection)
-        self._on_gone(connection)
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._on_gone(connection)
 
     def _shut_down(self) -> None:
         for listener in self._listeners:
@@ -313,7 +327,7 @@ class ControlServer:
             if connection.pidfd >= 0:
                 os.close(connection.pidfd)
         self._connections.clear()
-        self._selector.close()
+        self._epoll.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
         if self._path:

@@ -229,7 +229,7 @@ class NodeCore(PoolVerbs):
             "draining": self._draining,
             "num_abandoned_reads": self.mover.num_abandoned,
             "num_fenced_movers": self._control.num_fenced,
-            "calls": dict(self._control.num_calls),
+            "calls": self._control.num_calls,
             "pool": None if self.attached_pool is None else asdict(self.attached_pool.stats()),
             "nixl": None,
         }

@@ -10,6 +10,7 @@ import secrets
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -55,13 +56,18 @@ class NodeControl:
         self._fence = MoverFence(core.config, core.mover, lambda: core.attached_pool)
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
-        self.num_calls: dict[str, int] = {}
+        self._num_calls: Counter[Op] = Counter()
         self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
 
     @property
     def port(self) -> int:
         """TCP port for peers."""
         return self._server.port
+
+    @property
+    def num_calls(self) -> dict[str, int]:
+        """How many messages of each kind were served."""
+        return {op.name: count for op, count in self._num_calls.items()}
 
     @property
     def num_fenced(self) -> int:
@@ -92,11 +98,14 @@ class NodeControl:
 
     def _dispatch(self, connection: Connection, message: Message) -> bytes | None:
         op, payload = message.op, message.payload
+        if connection.role == "client" and (verb := self._pool.verbs.get(op)) is not None:
+            self._num_calls[op] += 1
+            return verb(connection, message)
         if op is Op.HELLO:
             return self._hello(connection, message)
         if not connection.role:
             raise ProtocolError("wanted HELLO first")
-        self.num_calls[op.name] = self.num_calls.get(op.name, 0) + 1
+        self._num_calls[op] += 1
         if connection.role == "mover":
             if op is Op.MOVER_NOTIFICATIONS:
                 self._peers.notified(payload)
@@ -105,8 +114,6 @@ class NodeControl:
             return None
         if connection.role == "peer":
             return self._peers.serve(connection, message)
-        if op in PoolControl.OPS:
-            return self._pool.serve(connection, message)
         match op:
             case Op.LOAD:
                 self._load(connection, message)

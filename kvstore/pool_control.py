@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvstore.chain import decode_chain
-from kvstore.control_server import Connection
+from kvstore.control_server import Connection, Handler
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.messages import (
     U64,
@@ -26,64 +26,66 @@ if TYPE_CHECKING:
 
 
 class PoolControl:
-    """Serves the operations of `OPS`.
+    """Serves the operations of `verbs`: each takes a message and returns the answer, None when that comes later.
+
+    A verb that raises KVStoreError changed nothing.
 
     Args:
         core: the node store.
     """
 
-    OPS = frozenset(
-        {
-            Op.LOOKUP, Op.LEASE, Op.PIN, Op.RELEASE, Op.RENEW,
-            Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.ABORT_STORE, Op.AWAIT_STORE,
-        }
-    )  # fmt: skip
-
     def __init__(self, core: NodeCore) -> None:
         self._core = core
+        self.verbs: dict[Op, Handler] = {
+            Op.LOOKUP: self._lookup,
+            Op.LEASE: self._lease,
+            Op.PIN: self._pin,
+            Op.RELEASE: self._release,
+            Op.RENEW: self._renew,
+            Op.PREPARE_STORE: self._prepare_store,
+            Op.COMPLETE_STORE: self._complete_store,
+            Op.ABORT_STORE: self._abort_store,
+            Op.AWAIT_STORE: self._await_store,
+        }
         # Deadline of each save that waits for others to have written the same blocks.
         self._waiting: dict[int, float] = {}
 
-    def serve(self, connection: Connection, message: Message) -> bytes | None:
-        """Serve one message; None when the answer comes later.
+    def _lookup(self, connection: Connection, message: Message) -> bytes:
+        return U64.pack(self._core.lookup(decode_chain(message.payload)))
 
-        Raises:
-            KVStoreError: refused; nothing changed.
-        """
-        core, payload, owner = self._core, message.payload, connection.owner
-        match message.op:
-            case Op.LOOKUP:
-                return U64.pack(core.lookup(decode_chain(payload)))
-            case Op.LEASE:
-                chain, ttl_s = unpack_lease(payload)
-                return pack_grant(core.lease(chain, owner, ttl_s))
-            case Op.PIN:
-                chain, kind, ttl_s = unpack_pin(payload)
-                return pack_grant(core.pin(chain, owner, kind, ttl_s))
-            case Op.RELEASE:
-                return U64.pack(core.release(U64.unpack(payload)[0], owner))
-            case Op.RENEW:
-                lease_id, ttl_s = U64_F64.unpack(payload)
-                return U64.pack(core.renew(lease_id, owner, ttl_s))
-            case Op.PREPARE_STORE:
-                chain, num_parts, part = unpack_prepare(payload)
-                if connection.pidfd < 0:
-                    raise ConfigError(
-                        "this kernel does not tell the store when this process ends, so it may read but not write; "
-                        "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
-                    )
-                return pack_ticket(core.prepare_store(chain, owner, num_parts, part))
-            case Op.COMPLETE_STORE:
-                write_id, epoch, generations = unpack_write_end(payload)
-                num_published = core.pool.complete_store(write_id, owner, generations=generations, epoch=epoch)
-                self._reply_when_known(connection, message, num_published)
-                return None
-            case Op.ABORT_STORE:
-                write_id, epoch, generations = unpack_write_end(payload)
-                return U64.pack(core.abort_store(write_id, owner, generations, epoch))
-            case _:
-                self._await_store(connection, message)
-                return None
+    def _lease(self, connection: Connection, message: Message) -> bytes:
+        chain, ttl_s = unpack_lease(message.payload)
+        return pack_grant(self._core.lease(chain, connection.owner, ttl_s))
+
+    def _pin(self, connection: Connection, message: Message) -> bytes:
+        chain, kind, ttl_s = unpack_pin(message.payload)
+        return pack_grant(self._core.pin(chain, connection.owner, kind, ttl_s))
+
+    def _release(self, connection: Connection, message: Message) -> bytes:
+        return U64.pack(self._core.release(U64.unpack(message.payload)[0], connection.owner))
+
+    def _renew(self, connection: Connection, message: Message) -> bytes:
+        lease_id, ttl_s = U64_F64.unpack(message.payload)
+        return U64.pack(self._core.renew(lease_id, connection.owner, ttl_s))
+
+    def _prepare_store(self, connection: Connection, message: Message) -> bytes:
+        chain, num_parts, part = unpack_prepare(message.payload)
+        if connection.pidfd < 0:
+            raise ConfigError(
+                "this kernel does not tell the store when this process ends, so it may read but not write; "
+                "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
+            )
+        return pack_ticket(self._core.prepare_store(chain, connection.owner, num_parts, part))
+
+    def _complete_store(self, connection: Connection, message: Message) -> None:
+        write_id, epoch, generations = unpack_write_end(message.payload)
+        pool = self._core.pool
+        num_published = pool.complete_store(write_id, connection.owner, generations=generations, epoch=epoch)
+        self._reply_when_known(connection, message, num_published)
+
+    def _abort_store(self, connection: Connection, message: Message) -> bytes:
+        write_id, epoch, generations = unpack_write_end(message.payload)
+        return U64.pack(self._core.abort_store(write_id, connection.owner, generations, epoch))
 
     def _await_store(self, connection: Connection, message: Message) -> None:
         chain, timeout_s = unpack_lease(message.payload)

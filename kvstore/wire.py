@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.errors import KVStoreError, ProtocolError, all_error_types
 
@@ -65,9 +64,12 @@ class Flag(IntEnum):
     ERROR = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One whole message; `request` pairs answers with questions."""
+#: Calling the enums would cost more than all else that is done to a header.
+_OPS, _FLAGS = {int(op): op for op in Op}, {int(flag): flag for flag in Flag}
+
+
+class Message(NamedTuple):
+    """One whole message; `request` pairs answers with questions. A tuple: two are made for each call."""
 
     op: Op
     flag: Flag
@@ -78,6 +80,8 @@ class Message:
 def encode(message: Message, fragment_bytes: int = FRAGMENT_BYTES) -> list[bytes]:
     """Return the packets of a message, in order."""
     payload = message.payload
+    if len(payload) <= fragment_bytes:
+        return [HEADER.pack(_MAGIC, message.op, message.flag, 0, len(payload), message.request) + payload]
     last = max(0, (len(payload) - 1) // fragment_bytes)
     packets = []
     for i in range(last + 1):
@@ -95,8 +99,8 @@ class Decoder:
         self._parts: list[bytes] = []
         self._num_bytes = 0
 
-    def packet(self, packet: bytes) -> Message | None:
-        """Take one packet; return the message that it completes, if it does.
+    def packet(self, packet: bytes | memoryview) -> Message | None:
+        """Take one packet, and copy what is kept of it; return the message that it completes, if it does.
 
         Raises:
             ProtocolError: the packet is not of this protocol.
@@ -106,23 +110,23 @@ class Decoder:
         magic, op, flag, more, length, request = HEADER.unpack_from(packet)
         if magic != _MAGIC or len(packet) != HEADER.size + length:
             raise ProtocolError(f"wanted a {_MAGIC!r} packet of {HEADER.size + length} bytes, got {len(packet)}")
-        self._num_bytes += length
-        if self._num_bytes > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"wanted at most {MAX_MESSAGE_BYTES} bytes in a message, got more")
-        if more:
-            self._parts.append(packet[HEADER.size :])
-            return None
-        payload = packet[HEADER.size :]
-        if self._parts:
-            payload = b"".join((*self._parts, payload))
+        payload = bytes(packet[HEADER.size :])
+        if more or self._parts:
+            self._num_bytes += length
+            if self._num_bytes > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"wanted at most {MAX_MESSAGE_BYTES} bytes in a message, got more")
+            self._parts.append(payload)
+            if more:
+                return None
+            payload = b"".join(self._parts)
             self._parts.clear()
-        self._num_bytes = 0
+            self._num_bytes = 0
         try:
-            return Message(Op(op), Flag(flag), request, payload)
-        except ValueError as error:
-            raise ProtocolError(f"unknown op {op} or flag {flag}: {error}") from error
+            return Message(_OPS[op], _FLAGS[flag], request, payload)
+        except KeyError as error:
+            raise ProtocolError(f"wanted a known op and flag, got op {op} and flag {flag}") from error
 
-    def stream(self, data: bytes) -> list[Message]:
+    def stream(self, data: bytes | memoryview) -> list[Message]:
         """Take bytes of a stream in whatever pieces they come; return the messages completed by them.
 
         Raises:
