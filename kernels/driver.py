@@ -38,11 +38,21 @@ _IN_STREAM_ORDER = _Attributes(_SOURCE_IN_STREAM_ORDER, _Location(0, 0), _Locati
 _FIRST = ctypes.c_size_t(0)
 
 
-def merge_runs(targets: I64, sources: I64, lengths: I64) -> tuple[I64, I64, I64]:
-    """Join runs that follow each other on both sides; order and bytes stay the same."""
+def merge_runs(targets: I64, sources: I64, lengths: I64, pieces: I64 | None = None) -> tuple[I64, I64, I64]:
+    """Join runs that follow each other on both sides; order and bytes stay the same.
+
+    Args:
+        targets: int64 `[n]`, addresses.
+        sources: int64 `[n]`, addresses.
+        lengths: int64 `[n]`, bytes.
+        pieces: int64 `[n]`, the piece of registered memory that each run lies in: runs of two pieces stay apart,
+            because the driver takes no copy that goes from one registration into the next. Default: one piece.
+    """
     if len(lengths) < 2:
         return targets, sources, lengths
     breaks = (targets[1:] != targets[:-1] + lengths[:-1]) | (sources[1:] != sources[:-1] + lengths[:-1])
+    if pieces is not None:
+        breaks |= pieces[1:] != pieces[:-1]
     first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     return targets[first], sources[first], np.add.reduceat(lengths, first)
 
@@ -50,12 +60,11 @@ def merge_runs(targets: I64, sources: I64, lengths: I64) -> tuple[I64, I64, I64]
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
     """Make a device's primary context, the one that torch uses, current in this thread, whichever thread it is."""
-    driver = _driver()
-    _check(driver.cuCtxPushCurrent_v2(_primary_context(index)), "cuCtxPushCurrent")
+    check(libcuda().cuCtxPushCurrent_v2(_primary_context(index)), "cuCtxPushCurrent")
     try:
         yield
     finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        libcuda().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def launch(function: int, num_ctas: int, num_threads: int, args: Sequence[Any], stream: int) -> None:
@@ -65,8 +74,8 @@ def launch(function: int, num_ctas: int, num_threads: int, args: Sequence[Any], 
         RuntimeError: the driver refused; nothing was launched.
     """
     pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
-    status = _driver().cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, stream, pointers, None)
-    _check(status, "cuLaunchKernel")
+    status = libcuda().cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, stream, pointers, None)
+    check(status, "cuLaunchKernel")
 
 
 def copy_run(target: int, source: int, num_bytes: int, stream: int) -> None:
@@ -75,7 +84,7 @@ def copy_run(target: int, source: int, num_bytes: int, stream: int) -> None:
     Raises:
         RuntimeError: the driver refused; nothing was queued.
     """
-    _check(_driver().cuMemcpyAsync(target, source, num_bytes, stream), "cuMemcpyAsync")
+    check(libcuda().cuMemcpyAsync(target, source, num_bytes, stream), "cuMemcpyAsync")
 
 
 def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
@@ -95,7 +104,7 @@ def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
         RuntimeError: the driver refused; runs may or may not have been queued.
     """
     # Version 2 of the batch call came with CUDA 13; an older driver takes one call for each run.
-    batch = getattr(_driver(), "cuMemcpyBatchAsync_v2", None)
+    batch = getattr(libcuda(), "cuMemcpyBatchAsync_v2", None)
     if batch is None or len(lengths) < _BATCH_FROM:
         for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
             copy_run(target, source, length, stream)
@@ -106,13 +115,14 @@ def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
         address, address + row_bytes, address + 2 * row_bytes, len(lengths),
         ctypes.byref(_IN_STREAM_ORDER), ctypes.byref(_FIRST), 1, stream,
     )  # fmt: skip
-    _check(status, "cuMemcpyBatchAsync")
+    check(status, "cuMemcpyBatchAsync")
 
 
-def _check(status: int, call: str) -> None:
+def check(status: int, call: str) -> None:
+    """Raise RuntimeError for what a call of the driver answered, unless that is success."""
     if status != _SUCCESS:
         name = ctypes.c_char_p()
-        _driver().cuGetErrorName(ctypes.c_int(status), ctypes.byref(name))
+        libcuda().cuGetErrorName(ctypes.c_int(status), ctypes.byref(name))
         shown = name.value.decode() if name.value else str(status)
         raise RuntimeError(
             f"{call}: the driver answered {shown}; host memory has to be pinned or registered, and the stream and "
@@ -124,12 +134,13 @@ def _check(status: int, call: str) -> None:
 def _primary_context(index: int) -> ctypes.c_void_p:
     # Retained for the life of the process, as torch does.
     context = ctypes.c_void_p()
-    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(index)), "cuDevicePrimaryCtxRetain")
+    check(libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), ctypes.c_int(index)), "cuDevicePrimaryCtxRetain")
     return context
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def libcuda() -> ctypes.CDLL:
+    """Return the driver's library; the caller makes a device current first, and checks what a call answers."""
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, count = ctypes.c_void_p, ctypes.c_uint
     driver.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer)

@@ -203,6 +203,21 @@ def host_ids(name: str, ids: Ids, bound: int, num_used: int | None = None) -> I6
     return used
 
 
+def slots_of_positions(spans: Spans, slot_ids: Ids, num_slots: int) -> I64:
+    """Return the slot of each position of a list whose slots are positions.
+
+    Raises:
+        ValueError: not one slot for each, one that is negative, out of range or named twice.
+    """
+    ids = host_ids("slot_ids", slot_ids, num_slots)
+    if spans.num_slots != len(ids) or (len(ids) and int(ids.min()) < 0):
+        raise ValueError(
+            f"wanted slot_ids >= 0 for each of the {spans.num_slots} positions of the spans, got {len(ids)}; name "
+            "a position that is not to be touched by -1 when the spans are made"
+        )
+    return ids
+
+
 def _check_range(num_tokens: int, skip_prefix_tokens: int) -> None:
     if num_tokens < 0 or not 0 <= skip_prefix_tokens <= num_tokens:
         raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvstore.kernels.driver import copy_runs, merge_runs, on_device
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.launch import check_slots, check_window
-from kvstore.kernels.spans import I64, Ids, Spans, host_ids
+from kvstore.kernels.spans import I64, Ids, Spans, slots_of_positions
 
 _NONE: I64 = np.empty(0, np.int64)
 
@@ -47,6 +47,8 @@ class StagingRing:
         chunk_bytes: aim for the bytes of one chunk; at least one block goes into one.
         num_chunks: chunks of the ring.
         max_ctas: cap on the thread blocks of a kernel, so that copies leave multiprocessors to the model.
+        slots_per_piece: host slots are registered in pieces of so many, from slot 0 on, and no copy may go from one
+            into the next; default all in one. The first piece has to be there before the first copy.
 
     Raises:
         ValueError: fewer than two chunks, or layers that are no whole groups.
@@ -61,11 +63,13 @@ class StagingRing:
         chunk_bytes: int = 32 << 20,
         num_chunks: int = 3,
         max_ctas: int | None = None,
+        slots_per_piece: int | None = None,
     ) -> None:
         stored, device = copier.plan.stored, copier.plan.device
         if num_chunks < 2:
             raise ValueError(f"StagingRing: wanted at least 2 chunks, got {num_chunks}; one cannot overlap with itself")
         self._copier, self._max_ctas, self._num_chunks = copier, max_ctas, num_chunks
+        self._slots_per_piece = slots_per_piece
         self._runs = stored.runs(layers or range(stored.num_layers), heads or range(stored.num_heads))
         self._per_chunk = max(1, chunk_bytes // stored.block_bytes)
         size = (num_chunks, self._per_chunk, stored.block_bytes)
@@ -88,6 +92,11 @@ class StagingRing:
     def num_bytes(self) -> int:
         """Device memory that the ring takes."""
         return self._buffers.numel()
+
+    @property
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """All streams that the ring queues work on: once they are through, it touches nothing any more."""
+        return self._kernels, self._copies
 
     def save(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> torch.cuda.Event:
         """Copy tokens from the engine into host slots.
@@ -160,12 +169,7 @@ class StagingRing:
         if slots is not self._known:  # Asking the driver what memory this is takes longer than the rest.
             check_slots(self._copier.plan, slots)
             self._known = slots
-        ids = host_ids("slot_ids", slot_ids, len(slots))
-        if spans.num_slots != len(ids) or (len(ids) and int(ids.min()) < 0):
-            raise ValueError(
-                f"wanted slot_ids >= 0 for each of the {spans.num_slots} positions of the spans, got {len(ids)}; name "
-                "a position that is not to be touched by -1 when the spans are made"
-            )
+        ids = slots_of_positions(spans, slot_ids, len(slots))
         positions = spans.rows[:, 1]
         if bool((positions[1:] < positions[:-1]).any()):
             raise ValueError("wanted spans in the order of their positions; make them with slot_ids that ascend")
@@ -203,9 +207,9 @@ class StagingRing:
     def _moves(self, slots: Tensor, ids: I64) -> _Moves:
         stride, block_bytes = slots.stride(0), self._copier.plan.stored.block_bytes
         mergeable = len(self._runs) == 1 and self._runs[0][1] == stride == block_bytes
-        return _Moves(
-            slots.data_ptr() + ids * stride, block_bytes, self._runs, mergeable and bool((np.diff(ids) == 1).any())
-        )
+        mergeable = mergeable and bool((np.diff(ids) == 1).any())
+        pieces = ids // self._slots_per_piece if mergeable and self._slots_per_piece else None
+        return _Moves(slots.data_ptr() + ids * stride, block_bytes, self._runs, mergeable, pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,7 @@ class _Moves:
     block_bytes: int
     runs: list[tuple[int, int]]
     mergeable: bool
+    pieces: I64 | None
 
     def of(self, spans: Spans, chunk: _Chunk, buffer: int) -> tuple[I64, I64, I64]:
         """Return addresses on the host and in the buffer, and lengths, of the runs of a chunk."""
@@ -226,7 +231,8 @@ class _Moves:
         if len(self.runs) == 1:
             offset, length = self.runs[0]
             moves = (host + offset, device + offset, np.full(len(used), length, np.int64))
-            return merge_runs(*moves) if self.mergeable else moves
+            pieces = None if self.pieces is None else self.pieces[used]
+            return merge_runs(*moves, pieces) if self.mergeable else moves
         offsets, lengths = np.array(self.runs, np.int64).T
         return (host[:, None] + offsets).ravel(), (device[:, None] + offsets).ravel(), np.tile(lengths, len(used))
 

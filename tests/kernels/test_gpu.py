@@ -1,5 +1,6 @@
 """The kernels on a GPU: byte for byte what the oracle does, guards included."""
 
+import mmap
 import threading
 
 import numpy as np
@@ -8,9 +9,10 @@ import torch
 
 from copy_case import CROSS, DTYPES, ORDERS, Case
 from kvstore.bench_gpu import run_gpu
-from kvstore.kernels import index
+from kvstore.kernels import host_register, index
 from kvstore.kernels import reference_index as index_oracle
 from kvstore.kernels import reference_tokens as oracle
+from kvstore.kernels.direct import DirectCopies
 from kvstore.kernels.gpu import GpuCopier, runner
 from kvstore.kernels.plan import plan_copy
 from kvstore.kernels.spans import block_spans
@@ -60,31 +62,83 @@ def test_every_layout(order):
                 run(Case(seed, order, dtype, token_mode, big=True), "device", to_slots)
 
 
+def copied_through(case, copies_of, to_slots):
+    """Copy a case through a ring or directly; returns engines and buffer."""
+    engines, buffer, copier = placed_case(case, "pinned")
+    slots, slot_ids = case.slots_of(buffer), case.slot_ids
+    used = slot_ids >= 0
+    spare = iter(np.setdiff1d(np.arange(case.num_slots), slot_ids))
+    real = np.array([slot if slot >= 0 else next(spare) for slot in slot_ids], np.int64)
+    case.slot_ids, count = np.where(used, np.arange(len(real)), -1), case.num_slots
+    case.num_slots = len(real)
+    spans = case.spans(copier.plan.paging)
+    case.slot_ids, case.num_slots = slot_ids, count
+    copies = copies_of(copier)
+    done = copies.save(spans, slots, real) if to_slots else copies.load(slots, real, spans)
+    done.synchronize()
+    return engines, buffer
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 5000, 1 << 20])
 @pytest.mark.parametrize("to_slots", [True, False])
 def test_the_staging_ring(to_slots, chunk_bytes):
     for seed in range(60):
         case = Case(seed, big=seed % 3 == 0)
-        engines, buffer, copier = placed_case(case, "pinned")
-        ring = StagingRing(copier, layers=case.layers, heads=case.heads, chunk_bytes=chunk_bytes)
-        slots, slot_ids = case.slots_of(buffer), case.slot_ids
-        used = slot_ids >= 0
-        spare = iter(np.setdiff1d(np.arange(case.num_slots), slot_ids))
-        real = np.array([slot if slot >= 0 else next(spare) for slot in slot_ids], np.int64)
-        case.slot_ids, count = np.where(used, np.arange(len(real)), -1), case.num_slots
-        case.num_slots = len(real)
-        spans = case.spans(copier.plan.paging)
-        case.slot_ids, case.num_slots = slot_ids, count
-        done = ring.save(spans, slots, real) if to_slots else ring.load(slots, real, spans)
-        done.synchronize()
+        engines, buffer = copied_through(
+            case, lambda c, k=case: StagingRing(c, layers=k.layers, heads=k.heads, chunk_bytes=chunk_bytes), to_slots
+        )
         wanted_engines, wanted_buffer, _ = case.expected(to_slots)
         for got, want in zip(engines, wanted_engines, strict=True):
             assert torch.equal(got.raw.cpu(), want.raw)
         if not case.stored.sides:  # What aligns side tensors is copied, too, but belongs to nobody.
             assert torch.equal(buffer, wanted_buffer)
         want = oracle.slot_sections(case.slots_of(wanted_buffer), case.stored)
-        for section, wanted in zip(oracle.slot_sections(slots, case.stored), want, strict=True):
+        for section, wanted in zip(oracle.slot_sections(case.slots_of(buffer), case.stored), want, strict=True):
             assert torch.equal(section, wanted)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_direct_copies(to_slots):
+    for seed in range(40):
+        case = Case(seed)
+        engines, buffer = copied_through(case, lambda c: DirectCopies(c.plan), to_slots)
+        assert_equal(case, engines, buffer, to_slots)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_slots_of_memory_that_is_registered_in_pieces(direct):
+    """Neighbouring slots lie on both sides of a boundary, and neighbouring engine blocks belong to them."""
+    stored = StoredBlock(block_dims=(1, 2, 2, 2, 16, 64), dtype="bfloat16")  # 16 KiB
+    cache = torch.randint(-99, 99, (8, 2, 2, 2, 16, 64), device=DEVICE).to(torch.bfloat16)
+    views = list(cache.unbind(2))
+    copier = GpuCopier(plan_copy(views, stored))
+    memory = mmap.mmap(-1, 8 * stored.block_bytes)
+    raw = np.frombuffer(memory, np.uint8)
+    slots = torch.from_numpy(raw).view(8, stored.block_bytes)
+    pieces = [raw.ctypes.data + at * stored.block_bytes for at in (0, 3, 6)]
+    host_register.check_same_addresses(0)
+    for address, count in zip(pieces, (3, 3, 2), strict=True):
+        host_register.register(address, count * stored.block_bytes, 0)
+    with pytest.raises(RuntimeError, match="ALREADY_REGISTERED"):
+        host_register.register(pieces[0], 4096, 0)
+    copies = (
+        DirectCopies(copier.plan, slots_per_piece=3)
+        if direct
+        else StagingRing(copier, chunk_bytes=1 << 20, slots_per_piece=3)
+    )
+    spans = block_spans(copier.plan.paging, range(1, 8), range(7), 7)
+    copies.save(spans, slots, range(1, 8)).synchronize()
+    before = cache.clone()
+    assert torch.equal(slots[1:].view(torch.bfloat16).view(7, 2, 2, 2, 16, 64), before[1:].cpu())
+    cache.zero_()
+    copies.load(slots, range(1, 8), spans).synchronize()
+    assert torch.equal(cache[1:], before[1:])
+    assert not cache[0].any()
+    for address in pieces:
+        host_register.unregister(address, 0)
+    with pytest.raises(RuntimeError, match="NOT_REGISTERED"):
+        host_register.unregister(pieces[0], 0)
+    del raw, slots
 
 
 def test_offsets_beyond_two_to_the_31_elements():
