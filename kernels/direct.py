@@ -14,6 +14,7 @@ from kvstore.kernels.launch import check_slots, check_window
 from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.runs import RunTable
 from kvstore.kernels.spans import I64, Ids, Spans, slots_of_positions
+from kvstore.kernels.streams import own_stream
 
 
 class DirectCopies:
@@ -31,7 +32,7 @@ class DirectCopies:
         self._plan, self._table = plan, RunTable(plan, slots_per_piece)
         device = plan.device
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies = own_stream(device)
         self._known: Tensor | None = None
 
     @property

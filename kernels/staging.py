@@ -19,6 +19,7 @@ from kvstore.kernels.driver import copy_runs, merge_runs, on_device
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.launch import check_slots, check_window
 from kvstore.kernels.spans import I64, Ids, Spans, slots_of_positions
+from kvstore.kernels.streams import own_stream
 
 _NONE: I64 = np.empty(0, np.int64)
 
@@ -76,7 +77,7 @@ class StagingRing:
         # Zeros, so that what aligns side tensors in a slot is never another request's bytes.
         self._buffers = torch.zeros(size, dtype=torch.uint8, device=device)
         # Before the model's kernels: a short copy kernel that waited behind them would leave the link idle.
-        self._kernels, self._copies = _stream(device, -1), _stream(device, 0)
+        self._kernels, self._copies = own_stream(device, -1), own_stream(device)
         for stream in (self._kernels, self._copies):
             stream.wait_stream(torch.cuda.current_stream(device))
         self._ready = [_event() for _ in range(num_chunks)]
@@ -244,10 +245,6 @@ def _partial_positions(spans: Spans, num_positions: int) -> I64:
         return _NONE
     covered = np.bincount(spans.rows[:, 1], weights=spans.rows[:, 4], minlength=num_positions)
     return np.flatnonzero((covered > 0) & (covered < size))
-
-
-def _stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
 
 
 def _event() -> torch.cuda.Event:

@@ -1,0 +1,40 @@
+"""CUDA streams that nobody shares: torch hands out the same 32 to everybody, so two of its streams may be one."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+
+from kvstore.kernels.driver import check, libcuda, on_device
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
+
+
+def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """Make a stream; it ends when nothing refers to it any more and its work is through.
+
+    Args:
+        device: a CUDA device.
+        priority: lower numbers are served first; 0 is the ordinary one.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    handle = ctypes.c_void_p()
+    with on_device(index):
+        status = libcuda().cuStreamCreateWithPriority(
+            ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority)
+        )
+        check(status, "cuStreamCreateWithPriority")
+    assert handle.value is not None
+    stream = torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
+    weakref.finalize(stream, _destroy, handle.value, index).atexit = False
+    return stream
+
+
+def _destroy(handle: int, index: int) -> None:
+    with on_device(index):
+        libcuda().cuStreamDestroy_v2(ctypes.c_void_p(handle))
