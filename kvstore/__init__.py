@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.config import StoreConfig
     from kvstore.errors import KVStoreError
+    from kvstore.handoff import FetchResult, HandoffTicket
     from kvstore.hashing import BlockHashes, Namespace
     from kvstore.layout import EngineLayout, Part
     from kvstore.lease import Lease
@@ -26,6 +27,8 @@ __all__ = [
     "BlockHashes",
     "Client",
     "EngineLayout",
+    "FetchResult",
+    "HandoffTicket",
     "Job",
     "KVShape",
     "KVStoreError",
@@ -52,6 +55,8 @@ _MODULE_OF = {
     "Client": "client",
     "StoreConfig": "config",
     "KVStoreError": "errors",
+    "FetchResult": "handoff",
+    "HandoffTicket": "handoff",
     "BlockHashes": "hashing",
     "Namespace": "hashing",
     "EngineLayout": "layout",

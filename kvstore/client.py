@@ -32,6 +32,8 @@ from kvstore.errors import (
     StoreUnavailable,
 )
 from kvstore.grants import PinKind
+from kvstore.handoff import FetchResult, HandoffTicket, expiry_after
+from kvstore.handoff_jobs import check_ticket, failed_fetch, published_pages, run_fetch, run_publish
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout, Part, detect_layout
@@ -286,6 +288,101 @@ class Client:
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
         return self._load(None, chain, None, 0, timeout, f"prefetch of {len(chain)} blocks")
 
+    # Hand-off.
+
+    def publish(self, block_ids: object, *, ttl_s: float | None = None) -> HandoffTicket:
+        """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
+
+        They are no cache: no lookup finds them. When this returns the engine's blocks are its own again.
+
+        Args:
+            block_ids: the engine's blocks of a request, in order, from its first token on.
+            ttl_s: how long they are kept unless fetched before; the configured lease time when None. They are
+                kept no longer than this client is open.
+
+        Returns:
+            What the other client needs, to be sent there by any means.
+
+        Raises:
+            InvalidRequest: an argument is wrong; nothing changed.
+            PoolExhausted: the store has no room for all of the blocks; nothing changed.
+            StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
+        """
+        copier = self._registered()
+        pages, num_blocks = published_pages(block_ids, copier, self.space.shape.block_size)
+        copier.check_unchanged()
+        keep_s = self.config.lease_ttl_s if ttl_s is None else ttl_s
+        if not 0 < keep_s < math.inf:
+            raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
+        guard = CopyGuard()
+        ticket = HandoffTicket(
+            node_id=self.node_id,
+            epoch=bytes.fromhex(self.epoch),
+            namespace=self.space.digest,
+            num_blocks=num_blocks,
+            block_bytes=self.space.shape.block_bytes,
+            expires_s=expiry_after(keep_s),
+            part=self._part_numbers(),
+        )
+
+        def run() -> HandoffTicket:
+            try:
+                connection, limit_s = self._job_connection(), self._call_timeout_s
+                return run_publish(connection, self._call, copier, pages, ticket, keep_s, guard, limit_s)
+            finally:
+                self._give_back()
+
+        # The calls in it have their own timeouts.
+        published: HandoffTicket = self._submit(run, f"publication of {num_blocks} blocks", guard).result(None)
+        return published
+
+    def fetch(self, ticket: HandoffTicket, block_ids: object, *, timeout_s: float | None = None) -> Job[FetchResult]:
+        """Bring the blocks of a ticket into the engine's cache, wherever they were published.
+
+        A ticket is good for one fetch that delivers everything; one that failed may be tried again in time.
+
+        Args:
+            ticket: of `publish`.
+            block_ids: the engine's block for each of the ticket's.
+            timeout_s: give up after this long; the configured transfer timeout when None.
+
+        Returns:
+            A job; its result names the usable prefix and each block that is not, with a reason. Blocks after the
+            usable prefix may hold anything.
+
+        Raises:
+            NamespaceMismatch: the ticket is of another namespace; nothing changed.
+            LayoutMismatch: it is of another part or order of bytes; nothing changed.
+            InvalidRequest: another argument is wrong; nothing changed.
+        """
+        copier = self._registered()
+        check_ticket(ticket, self.space, self._part_numbers())
+        pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
+        copier.check_unchanged()
+        guard, limit_s = CopyGuard(), self.config.transfer_timeout_s if timeout_s is None else timeout_s
+
+        def run() -> FetchResult:
+            try:
+                connection = self._job_connection()
+            except StoreUnavailable as error:
+                return failed_fetch(pages, ticket, f"store_lost: {error}")
+            try:
+                return run_fetch(connection, copier, pages, ticket, guard, self.config, limit_s)
+            finally:
+                self._give_back()
+
+        return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard)
+
+    def withdraw(self, ticket: HandoffTicket) -> bool:
+        """Take back what this node's store holds for a ticket, because nobody will fetch it any more.
+
+        Returns:
+            Whether it was still held; False also for a ticket of another node.
+        """
+        if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
+            return False
+        return bool(U64.unpack(self._call(Op.HANDOFF_WITHDRAW, ticket.key))[0])
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for running jobs, give everything back and unmap the arena; may be called again."""
         if self._closed:
@@ -406,6 +503,10 @@ class Client:
     def _submit(self, run: Callable[[], Any], what: str, guard: CopyGuard) -> Job[Any]:
         self._check_open()
         return Job(self._jobs.submit(run), what, guard.abandon)
+
+    def _part_numbers(self) -> tuple[int, int, int, int]:
+        part = self._part or Part(0, 1, 0, 1)
+        return part.tp_rank, part.tp_size, part.pp_rank, part.pp_size
 
     def _check_open(self) -> None:
         if self._closed:

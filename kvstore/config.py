@@ -50,6 +50,7 @@ class StoreConfig:
         call_timeout_s: how long one control call may take.
         max_pinned_fraction: share of the slots that leases may hold at once.
         max_hard_pinned_fraction: share of the slots that hard pins may hold at once.
+        max_handoff_fraction: share of the slots that published hand-offs may hold at once.
         max_quarantined_fraction: share of the slots that may wait for abandoned transfers; beyond it the mover
             that posted them is killed and replaced, which ends them.
         max_quarantine_s: how long an abandoned transfer may keep slots waiting before the same is done.
@@ -67,6 +68,7 @@ class StoreConfig:
     call_timeout_s: float = 5.0
     max_pinned_fraction: float = 0.9
     max_hard_pinned_fraction: float = 0.5
+    max_handoff_fraction: float = 0.5
     max_quarantined_fraction: float = 0.25
     max_quarantine_s: float = 30.0
     chunk_bytes: int = 16 << 20
@@ -89,7 +91,8 @@ class StoreConfig:
             raise ConfigError(
                 f"lease_ttl_s: wanted more than twice lease_margin_s={self.lease_margin_s}, got {self.lease_ttl_s}"
             )
-        for field in ("max_pinned_fraction", "max_hard_pinned_fraction", "max_quarantined_fraction"):
+        fractions = ("max_pinned_fraction", "max_hard_pinned_fraction", "max_handoff_fraction")
+        for field in (*fractions, "max_quarantined_fraction"):
             if not 0 < getattr(self, field) <= 1:
                 raise ConfigError(f"{field}: wanted a share in (0, 1], got {getattr(self, field)}")
         if self.chunk_bytes < 1 << 12:

@@ -83,6 +83,11 @@ class NodeCore(PoolVerbs):
         self._control.start(self.control_path, host)
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, self.epoch.hex())
 
+    @property
+    def peers(self) -> PeerBook:
+        """The stores of other nodes."""
+        return self._peers
+
     # Verbs that Ray callers use too.
 
     def peer_address(self) -> PeerAddress:
@@ -231,6 +236,7 @@ class NodeCore(PoolVerbs):
             "num_fenced_movers": self._control.num_fenced,
             "calls": self._control.num_calls,
             "pool": None if self.attached_pool is None else asdict(self.attached_pool.stats()),
+            **self._control.handoffs.stats(),
             "nixl": None,
         }
         if self.mover.own is not None:

@@ -27,6 +27,7 @@ from kvstore.errors import (
 )
 from kvstore.fence import MoverFence
 from kvstore.fetch import Load
+from kvstore.handoff_control import HandoffControl
 from kvstore.messages import (
     Progress,
     pack_progress,
@@ -56,6 +57,7 @@ class NodeControl:
         self._fence = MoverFence(core.config, core.mover, lambda: core.attached_pool)
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
+        self.handoffs = HandoffControl(core, self._peers.began, self._peers.ended)
         self._num_calls: Counter[Op] = Counter()
         self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
 
@@ -86,6 +88,7 @@ class NodeControl:
 
     def stop(self) -> None:
         """Close all connections and end the thread."""
+        self.handoffs.fetcher.stop()
         self._server.stop()
 
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
@@ -109,11 +112,16 @@ class NodeControl:
         if connection.role == "mover":
             if op is Op.MOVER_NOTIFICATIONS:
                 self._peers.notified(payload)
+                self.handoffs.notified(payload)
             else:
                 self._core.mover.serve(connection, message)
             return None
         if connection.role == "peer":
+            if op in HandoffControl.PEER_OPS:
+                return self.handoffs.serve_peer(connection, message)
             return self._peers.serve(connection, message)
+        if op in HandoffControl.OPS:
+            return self.handoffs.serve(connection, message)
         match op:
             case Op.LOAD:
                 self._load(connection, message)
@@ -217,14 +225,17 @@ class NodeControl:
                 threading.Thread(target=self._on_mover_gone, name="raykv-mover-gone", daemon=True).start()
         elif self._core.attached_pool is not None and connection.role == "client" and connection.ended:
             dropped = self._core.attached_pool.release_owner(connection.owner)
+            dropped += self.handoffs.release_owner(connection.owner)
             if dropped:
-                logger.info("client %s is gone: %d leases and writes came back", connection.owner, dropped)
+                logger.info("client %s is gone: %d leases, writes and hand-offs came back", connection.owner, dropped)
 
     def _holds(self, connection: Connection) -> bool:
         if connection.role == "mover":
             return True  # What it posted may still write until its process is gone.
         pool = self._core.attached_pool
-        return connection.role == "client" and pool is not None and pool.holds(connection.owner)
+        if connection.role != "client" or pool is None:
+            return False
+        return pool.holds(connection.owner) or self.handoffs.holds(connection.owner)
 
     def _wants_ticks(self) -> bool:
         core = self._core
@@ -232,11 +243,12 @@ class NodeControl:
             return True
         if core.fetcher is not None and core.fetcher.flights.num_waiting > 0:
             return True
-        return self._pool.wants_ticks()
+        return self._pool.wants_ticks() or self.handoffs.wants_ticks()
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         self._pool.tick(now_s)
+        self.handoffs.tick(now_s)
         self._fence.check()
         self._core.hints.answer_overdue()
         if self._core.fetcher is not None:

@@ -53,7 +53,7 @@ class PeerControl:
                 f"epoch: wanted {len(self._core.epoch)} bytes in hexadecimal, got {hello.get('epoch')!r}; "
                 "run one version of raykv everywhere"
             )
-        return _owner(epoch)
+        return owner_of(epoch)
 
     def serve(self, connection: Connection, message: Message) -> bytes:
         """Serve one message of a peer.
@@ -76,12 +76,12 @@ class PeerControl:
         """A peer's READ under one of our leases is through: its pins can go early."""
         for lease_id, epoch, reader_epoch in NOTIFICATION.iter_unpack(payload):
             if epoch == self._core.epoch:
-                self._release(lease_id, _owner(reader_epoch))
+                self._release(lease_id, owner_of(reader_epoch))
 
     def tick(self, now_s: float) -> None:
         """Forget the leases whose time is over; the pool has dropped them."""
         for lease_id in [i for i, deadline_s in self._leases.items() if deadline_s < now_s]:
-            self._ended(lease_id)
+            self.ended(lease_id)
 
     def _lease(self, owner: str, payload: bytes) -> bytes:
         core, wanted = self._core, unpack_peer_lease(payload)
@@ -107,9 +107,7 @@ class PeerControl:
             deadline_s = deadline_after(wanted.ttl_s)
             grant = core.attached_pool.pin_prefix(wanted.chain, owner, deadline_s)
             if grant.slots:
-                self._leases[grant.lease_id] = deadline_s
-                core.mover.expect_notifications(len(self._leases))
-                self._wake()
+                self.began(grant.lease_id, deadline_s)
             else:
                 core.attached_pool.release(grant.lease_id, owner)
         return pack_peer_grant(
@@ -139,12 +137,20 @@ class PeerControl:
     def _release(self, lease_id: int, owner: str) -> None:
         # Of a lease that somebody else holds nothing ends, also not the polling for its notification.
         if self._core.pool.release(lease_id, owner):
-            self._ended(lease_id)
+            self.ended(lease_id)
 
-    def _ended(self, lease_id: int) -> None:
+    def began(self, lease_id: int, deadline_s: float) -> None:
+        """Expect a notification for a lease, or for a claim, until its deadline."""
+        self._leases[lease_id] = deadline_s
+        self._core.mover.expect_notifications(len(self._leases))
+        self._wake()
+
+    def ended(self, lease_id: int) -> None:
+        """Expect none any more."""
         if self._leases.pop(lease_id, None) is not None:
             self._core.mover.expect_notifications(len(self._leases))
 
 
-def _owner(epoch: bytes) -> str:
+def owner_of(epoch: bytes) -> str:
+    """Return who owns the leases of the store of this epoch."""
     return f"store-{epoch.hex()}"

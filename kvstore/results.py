@@ -26,6 +26,11 @@ class MissReason(Enum):
     BUSY = "busy"
     ABANDONED = "abandoned"
     STORE_LOST = "store_lost"
+    STALE = "stale"
+    USED = "used"
+    EXPIRED = "expired"
+    WITHDRAWN = "withdrawn"
+    OWNER_GONE = "owner_gone"
     OTHER = "other"
 
 

@@ -52,6 +52,13 @@ class Op(IntEnum):
     MOVER_STATS = 37
     LOCATE = 40
     PUBLISH = 41
+    HANDOFF_PREPARE = 50
+    HANDOFF_COMPLETE = 51
+    HANDOFF_WITHDRAW = 52
+    HANDOFF_FETCH = 53
+    HANDOFF_END = 54
+    PEER_CLAIM = 55
+    PEER_CLAIM_END = 56
 
 
 class Flag(IntEnum):

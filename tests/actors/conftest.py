@@ -84,6 +84,19 @@ class Engine:
         assert [block_id for failure in result.failed for block_id in failure.block_ids] == ids[result.num_blocks :]
         return result
 
+    def publish(self, hashes: Any, ids: list[int], **options: Any) -> Any:
+        """Stamp blocks and publish them for a hand-off; returns the ticket."""
+        self.write(hashes, ids)
+        return self.client.publish(ids, **options)
+
+    def fetch(self, ticket: Any, hashes: Any, ids: list[int], timeout_s: float | None = None) -> Any:
+        """Fetch over poisoned blocks; what the result calls usable must be right, byte for byte."""
+        self.poison(ids)
+        result = self.client.fetch(ticket, ids, timeout_s=timeout_s).result(60)
+        assert self.num_right(hashes[: result.num_blocks], ids[: result.num_blocks]) == result.num_blocks
+        assert [failure.index for failure in result.failed] == list(range(result.num_blocks, len(hashes)))
+        return result
+
     def prefetch(self, hashes: Any) -> Any:
         return self.client.prefetch(hashes).result(60)
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvstore.copier import Copier
+from kvstore.copier import HostCopier
 from kvstore.results import MissReason
 
 LOAD_S = 1.0
@@ -39,14 +39,14 @@ class CopyGate:
 
     def __init__(self, monkeypatch):
         self.open, self.held = threading.Event(), threading.Event()
-        copy = Copier.out_of_slots
+        copy = HostCopier.out_of_slots
 
         def gated(*args, **options):
             self.held.set()
             assert self.open.wait(20)
             return copy(*args, **options)
 
-        monkeypatch.setattr(Copier, "out_of_slots", gated)
+        monkeypatch.setattr(HostCopier, "out_of_slots", gated)
 
 
 class Phase:

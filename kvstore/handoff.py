@@ -1,0 +1,129 @@
+"""A hand-off's ticket: what the publisher of a request's blocks sends to the worker that goes on with it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+import time
+from dataclasses import dataclass, field
+
+from kvstore.chain import HASH_BYTES, Chain
+from kvstore.errors import InvalidRequest
+from kvstore.results import LoadResult
+from kvstore.shape import BLOCK_ORDER_VERSION
+
+TICKET_VERSION = 1
+NONCE_BYTES = 16
+
+_MAGIC = b"RKVH"
+_HEAD = struct.Struct(f"<4sHH8s{NONCE_BYTES}s32sIIH4Hd")
+_WHOLE = (0, 1, 0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffTicket:
+    """Names blocks that one client published for one fetch. Small, picklable, or bytes by `to_bytes`.
+
+    It is worth nothing to another life of the store that it names, nor with any field changed: the store knows
+    the blocks by a digest of all of them. Who holds it can read the blocks, once.
+
+    Args:
+        node_id: the node whose store has the blocks.
+        epoch: the life of that store.
+        nonce: drawn for this ticket alone.
+        namespace: digest of what the blocks mean; covers their shape.
+        num_blocks: stored blocks, from the request's first token on.
+        block_bytes: of each.
+        block_order: version of the order of bytes in a block.
+        part: which part of each block was published, as (tp_rank, tp_size, pp_rank, pp_size).
+        expires_s: when the store takes the blocks back, in seconds since 1970 by the publisher's clock. For people
+            and routers: only the store decides.
+    """
+
+    node_id: str
+    epoch: bytes
+    namespace: bytes
+    num_blocks: int
+    block_bytes: int
+    expires_s: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    block_order: int = BLOCK_ORDER_VERSION
+    part: tuple[int, int, int, int] = _WHOLE
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a fetch of it moves."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def key(self) -> bytes:
+        """32 bytes by which the store that has the blocks knows them."""
+        return hashlib.sha256(b"raykv/handoff/1" + self.to_bytes()).digest()
+
+    def to_bytes(self) -> bytes:
+        """Return the ticket as bytes, for channels that carry nothing else."""
+        node = self.node_id.encode()
+        head = _HEAD.pack(
+            _MAGIC, TICKET_VERSION, len(node), self.epoch, self.nonce, self.namespace, self.num_blocks,
+            self.block_bytes, self.block_order, *self.part, self.expires_s,
+        )  # fmt: skip
+        return head + node
+
+    @staticmethod
+    def from_bytes(data: bytes) -> HandoffTicket:
+        """Return the ticket that `to_bytes` wrote.
+
+        Raises:
+            InvalidRequest: these are not the bytes of a ticket of this version.
+        """
+        try:
+            magic, version, node_len, epoch, nonce, namespace, num_blocks, block_bytes, order, *part, expires_s = (
+                _HEAD.unpack_from(data)
+            )
+            node = data[_HEAD.size :].decode()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {len(data)} others ({error})") from error
+        if magic != _MAGIC or version != TICKET_VERSION or len(node) != node_len:
+            raise InvalidRequest(
+                f"ticket: wanted a ticket of version {TICKET_VERSION}, got {data[:6]!r}...; "
+                "run one version of raykv everywhere"
+            )
+        return HandoffTicket(
+            node_id=node,
+            epoch=epoch,
+            nonce=nonce,
+            namespace=namespace,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            block_order=order,
+            part=(part[0], part[1], part[2], part[3]),
+            expires_s=expires_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchResult(LoadResult):
+    """How a fetch ended: as a load's result, with blocks counted from the ticket's first.
+
+    Args:
+        route: the memory that the blocks went through: "host" is the nodes' arenas.
+    """
+
+    route: str = "host"
+
+
+def expiry_after(ttl_s: float) -> float:
+    """Return the time that lies `ttl_s` seconds ahead, for a ticket's `expires_s`."""
+    return time.time() + ttl_s
+
+
+def one_time_chain(root: bytes, num_blocks: int) -> Chain:
+    """Return a chain that is no content's and that no lookup can know: for slots that are filled and never published.
+
+    Args:
+        root: 32 bytes that were never used before.
+        num_blocks: its length.
+    """
+    stem = hashlib.sha256(b"raykv/one-time/1" + root).digest()[: HASH_BYTES - 4]
+    return Chain(root, root, 0, b"".join(stem + i.to_bytes(4, "little") for i in range(num_blocks)))

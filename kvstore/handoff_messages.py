@@ -1,0 +1,153 @@
+"""Payloads of the messages that a hand-off needs: between a client and its store, and between two stores."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.messages import pack_ints, unpack_ints
+from kvstore.transport import IndexArray
+
+_PREPARE = struct.Struct("<32s32sI")
+_COMPLETE = struct.Struct("<32sd")
+_FETCH = struct.Struct("<32s32s8sIdd")
+_CLAIM = struct.Struct("<32s32sIIIQd")
+_CLAIMED = struct.Struct("<Q8sQQI")
+#: The id of a fetch or a claim, and whether the blocks arrived.
+END = struct.Struct("<QB")
+
+
+def pack_prepare_handoff(key: bytes, namespace: bytes, num_blocks: int) -> bytes:
+    """Ask for slots to publish blocks in."""
+    return _PREPARE.pack(key, namespace, num_blocks)
+
+
+def unpack_prepare_handoff(payload: bytes) -> tuple[bytes, bytes, int]:
+    """Return (key, namespace, number of blocks) that `pack_prepare_handoff` packed."""
+    key, namespace, num_blocks = _PREPARE.unpack(payload)
+    return key, namespace, num_blocks
+
+
+def pack_complete_handoff(key: bytes, ttl_s: float) -> bytes:
+    """Say that the bytes are in place, and how long they are to be kept."""
+    return _COMPLETE.pack(key, ttl_s)
+
+
+def unpack_complete_handoff(payload: bytes) -> tuple[bytes, float]:
+    """Return (key, seconds) that `pack_complete_handoff` packed."""
+    key, ttl_s = _COMPLETE.unpack(payload)
+    return key, ttl_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchRequest:
+    """What a client asks of its own store: the blocks of a ticket, wherever they are.
+
+    Args:
+        key: of the ticket.
+        namespace: of the ticket, and of the client.
+        epoch: of the store that has the blocks.
+        node_id: that store's node.
+        num_blocks: of the ticket.
+        ttl_s: how long the client wants to hold blocks that it copies straight out of the publisher's slots.
+        timeout_s: give up after this long.
+    """
+
+    key: bytes
+    namespace: bytes
+    epoch: bytes
+    node_id: str
+    num_blocks: int
+    ttl_s: float
+    timeout_s: float
+
+
+def pack_fetch(fetch: FetchRequest) -> bytes:
+    """Pack a fetch."""
+    head = _FETCH.pack(fetch.key, fetch.namespace, fetch.epoch, fetch.num_blocks, fetch.ttl_s, fetch.timeout_s)
+    return head + fetch.node_id.encode()
+
+
+def unpack_fetch(payload: bytes) -> FetchRequest:
+    """Return what `pack_fetch` packed."""
+    key, namespace, epoch, num_blocks, ttl_s, timeout_s = _FETCH.unpack_from(payload)
+    return FetchRequest(
+        key=key,
+        namespace=namespace,
+        epoch=epoch,
+        node_id=payload[_FETCH.size :].decode(),
+        num_blocks=num_blocks,
+        ttl_s=ttl_s,
+        timeout_s=timeout_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerClaim:
+    """What a store asks of the one that has the blocks: the right to read them, alone, for `ttl_s` seconds."""
+
+    key: bytes
+    namespace: bytes
+    num_blocks: int
+    block_bytes: int
+    slot_format: int
+    namespace_version: int
+    ttl_s: float
+
+
+def pack_peer_claim(claim: PeerClaim) -> bytes:
+    """Pack a claim."""
+    return _CLAIM.pack(
+        claim.key, claim.namespace, claim.num_blocks, claim.block_bytes, claim.slot_format, claim.namespace_version,
+        claim.ttl_s,
+    )  # fmt: skip
+
+
+def unpack_peer_claim(payload: bytes) -> PeerClaim:
+    """Return what `pack_peer_claim` packed."""
+    key, namespace, num_blocks, block_bytes, slot_format, version, ttl_s = _CLAIM.unpack(payload)
+    return PeerClaim(
+        key=key,
+        namespace=namespace,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        slot_format=slot_format,
+        namespace_version=version,
+        ttl_s=ttl_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerClaimed:
+    """A peer's answer to a claim: where the blocks are, for one life of its mover; or why not, in `reason`."""
+
+    claim_id: int
+    epoch: bytes
+    namespace_version: int
+    mover_generation: int
+    slots: IndexArray
+    reason: str = ""
+
+
+def pack_peer_claimed(claimed: PeerClaimed) -> bytes:
+    """Pack a peer's answer."""
+    head = _CLAIMED.pack(
+        claimed.claim_id, claimed.epoch, claimed.namespace_version, claimed.mover_generation, len(claimed.slots)
+    )
+    return head + pack_ints(claimed.slots) + claimed.reason.encode()
+
+
+def unpack_peer_claimed(payload: bytes) -> PeerClaimed:
+    """Return what `pack_peer_claimed` packed."""
+    claim_id, epoch, version, generation, count = _CLAIMED.unpack_from(payload)
+    end = _CLAIMED.size + 4 * count
+    return PeerClaimed(
+        claim_id=claim_id,
+        epoch=epoch,
+        namespace_version=version,
+        mover_generation=generation,
+        slots=unpack_ints(payload[_CLAIMED.size : end]) if count else np.empty(0, np.int32),
+        reason=payload[end:].decode(),
+    )

@@ -1,0 +1,223 @@
+"""What this node's clients have published for hand-offs: filled slots that nobody can look up.
+
+To the pool a published block is a write that never ends: no lookup finds it, no directory hears of it, nothing evicts
+it, and giving the write up frees its slot at once. This table knows why each is kept, for whom, and until when.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest, PoolExhausted
+from kvstore.handoff import one_time_chain
+from kvstore.pool import Pool
+
+#: Of how many tickets that are over it is remembered why.
+_MAX_REMEMBERED = 4096
+#: Set in the id of every claim, and in no lease's, so that one notification can name either.
+CLAIM_BIT = 1 << 63
+
+_REASONS = {
+    "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
+    "expired": "expired: nobody fetched the blocks of this ticket in time; publish with a longer ttl_s",
+    "withdrawn": "withdrawn: the publisher took the blocks of this ticket back",
+    "owner_gone": "owner_gone: the client that published the blocks of this ticket was closed or died",
+    "cleared": "cleared: the namespace was cleared after the blocks were published",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to read published blocks, alone: `slots` keep their bytes until it ends."""
+
+    claim_id: int
+    slots: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Handoff:
+    key: bytes
+    namespace: bytes
+    version: int
+    owner: str
+    write_owner: str
+    write_id: int
+    slots: tuple[int, ...]
+    complete: bool = False
+    deadline_s: float = float("inf")
+    claim_id: int = 0
+    claim_owner: str = ""
+    claim_deadline_s: float = float("inf")
+    #: Why it goes as soon as nobody reads it any more.
+    over: str = ""
+
+
+class HandoffTable:
+    """The published blocks of one node. Any thread may call any verb.
+
+    Args:
+        pool: of the arena; raises while there is none.
+        max_slots: how many slots hand-offs may hold at once.
+    """
+
+    def __init__(self, pool: Callable[[], Pool], max_slots: Callable[[], int]) -> None:
+        self._pool, self._max_slots = pool, max_slots
+        self._lock = threading.Lock()
+        self._handoffs: dict[bytes, _Handoff] = {}
+        self._claims: dict[int, _Handoff] = {}
+        self._over: OrderedDict[bytes, str] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self.num_slots = 0
+
+    def __len__(self) -> int:
+        return len(self._handoffs)
+
+    def prepare(self, key: bytes, owner: str, namespace: bytes, version: int, num_blocks: int) -> tuple[int, ...]:
+        """Claim slots for blocks that `owner` is going to write.
+
+        They come back when it withdraws or is gone, before `complete` never by themselves.
+
+        Raises:
+            PoolExhausted: there is no room for all of them; nothing changed.
+            InvalidRequest: no blocks, or a key that was used before; nothing changed.
+        """
+        if num_blocks < 1:
+            raise InvalidRequest(f"wanted at least 1 block to publish, got {num_blocks}")
+        write_owner = f"handoff-{next(self._numbers)}"
+        with self._lock:
+            if key in self._handoffs or key in self._over:
+                raise InvalidRequest("wanted a ticket that was never used, got a known one; publish anew")
+            if self.num_slots + num_blocks > self._max_slots():
+                raise PoolExhausted(
+                    f"wanted {num_blocks} slots for a hand-off, but hand-offs hold {self.num_slots} of the "
+                    f"{self._max_slots()} they may; fetch or withdraw what is published, or raise max_handoff_fraction"
+                )
+            ticket = self._pool().prepare_store(one_time_chain(key, num_blocks), write_owner, needs_parent=False)
+            if ticket.num_refused:
+                self._pool().abort_store(ticket.write_id, write_owner)
+                raise PoolExhausted(
+                    f"wanted {num_blocks} slots for a hand-off, got {len(ticket.slots)}: the others are pinned or "
+                    "being written; release leases or add capacity"
+                )
+            self._handoffs[key] = _Handoff(
+                key, namespace, version, owner, write_owner, ticket.write_id, ticket.slots
+            )  # fmt: skip
+            self.num_slots += num_blocks
+            return ticket.slots
+
+    def complete(self, key: bytes, owner: str, deadline_s: float) -> bool:
+        """Say that all bytes are in place; from now on `owner` keeps them, until `deadline_s` at most.
+
+        Who knows the key may do so: a client prepares on one connection and keeps on another.
+
+        Returns:
+            False when the hand-off is not being written (any more).
+        """
+        with self._lock:
+            handoff = self._handoffs.get(key)
+            if handoff is None or handoff.complete:
+                return False
+            handoff.complete, handoff.owner, handoff.deadline_s = True, owner, deadline_s
+            return True
+
+    def withdraw(self, key: bytes) -> bool:
+        """Take blocks back, once nobody reads them; False when there are none of that key."""
+        with self._lock:
+            handoff = self._handoffs.get(key)
+            if handoff is None or handoff.over:
+                return False
+            self._end(handoff, "withdrawn")
+            return True
+
+    def claim(self, key: bytes, owner: str, namespace: bytes, version: int, deadline_s: float) -> Claim | str:
+        """Give one reader the right to the blocks of a ticket, or say why not.
+
+        Args:
+            key: of the ticket.
+            owner: the reader.
+            namespace: the reader's.
+            version: the namespace's last clearing, as this node knows it.
+            deadline_s: the slots keep their bytes until then, unless the reader says before that it is through.
+        """
+        with self._lock:
+            handoff = self._handoffs.get(key)
+            if handoff is not None and handoff.version != version and not handoff.claim_id:
+                self._end(handoff, "cleared")
+            if handoff is not None and handoff.over:
+                return _REASONS[handoff.over]
+            if key in self._over:
+                return _REASONS[self._over[key]]
+            if handoff is None or not handoff.complete or handoff.namespace != namespace:
+                return "not_found: this store has no such ticket; it may be forged, or too long over"
+            if handoff.claim_id:
+                return "used: another fetch of this ticket is under way"
+            if handoff.deadline_s < time.monotonic():
+                self._end(handoff, "expired")
+                return _REASONS["expired"]
+            handoff.claim_id = CLAIM_BIT | next(self._numbers)
+            handoff.claim_owner, handoff.claim_deadline_s = owner, deadline_s
+            self._claims[handoff.claim_id] = handoff
+            return Claim(handoff.claim_id, handoff.slots)
+
+    def end_claim(self, claim_id: int, owner: str, *, used: bool) -> bool:
+        """A reader is through: if the blocks arrived (`used`) their slots are free, else they may be claimed again.
+
+        Returns:
+            False when `owner` has no such claim (any more); nothing changed.
+        """
+        with self._lock:
+            handoff = self._claims.get(claim_id)
+            if handoff is None or handoff.claim_owner != owner:
+                return False
+            self._end_claim(handoff, "used" if used else "")
+            return True
+
+    def release_owner(self, owner: str) -> int:
+        """Take back what a client published or was reading that is gone; returns how many hand-offs."""
+        with self._lock:
+            read = [handoff for handoff in self._claims.values() if handoff.claim_owner == owner]
+            for handoff in read:
+                self._end_claim(handoff, "")
+            owned = [handoff for handoff in self._handoffs.values() if handoff.owner == owner and not handoff.over]
+            for handoff in owned:
+                self._end(handoff, "owner_gone")
+            return len(read) + len(owned)
+
+    def holds(self, owner: str) -> bool:
+        """Whether an owner has published something, or reads it."""
+        with self._lock:
+            return any(owner in (handoff.owner, handoff.claim_owner) for handoff in self._handoffs.values())
+
+    def expire(self, now_s: float) -> list[int]:
+        """End every claim and every hand-off whose time is over; returns the ids of those claims."""
+        with self._lock:
+            late = [handoff for handoff in self._claims.values() if handoff.claim_deadline_s < now_s]
+            claim_ids = [handoff.claim_id for handoff in late]
+            for handoff in late:
+                self._end_claim(handoff, "")
+            for handoff in [h for h in self._handoffs.values() if h.deadline_s < now_s and not h.over]:
+                self._end(handoff, "expired")
+            return claim_ids
+
+    def _end_claim(self, handoff: _Handoff, over: str) -> None:
+        del self._claims[handoff.claim_id]
+        handoff.claim_id, handoff.claim_owner, handoff.claim_deadline_s = 0, "", float("inf")
+        handoff.over = over or handoff.over
+        if handoff.over:
+            self._end(handoff, handoff.over)
+
+    def _end(self, handoff: _Handoff, over: str) -> None:
+        handoff.over = over
+        if handoff.claim_id:
+            return
+        del self._handoffs[handoff.key]
+        self.num_slots -= len(handoff.slots)
+        self._pool().abort_store(handoff.write_id, handoff.write_owner)
+        self._over[handoff.key] = over
+        if len(self._over) > _MAX_REMEMBERED:
+            self._over.popitem(last=False)
