@@ -17,7 +17,7 @@ import pytest
 
 from kvstore.control_client import ControlClient
 from kvstore.control_server import Connection
-from kvstore.copier import Copier
+from kvstore.copier import HostCopier
 from kvstore.errors import TransferError
 from kvstore.transport import ReadState
 from kvstore.wire import Flag, Op
@@ -94,7 +94,7 @@ class Faults:
     def in_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Stand before every copy between engine blocks and slots."""
         for name in ("into_slots", "out_of_slots"):
-            monkeypatch.setattr(Copier, name, self.before(getattr(Copier, name), f"copy {name}"))
+            monkeypatch.setattr(HostCopier, name, self.before(getattr(HostCopier, name), f"copy {name}"))
 
 
 class FaultyTransport:
