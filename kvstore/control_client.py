@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
@@ -40,8 +40,17 @@ class ControlClient:
         self._stream = sock.family != socket.AF_UNIX
         self.closed = False
 
-    def call(self, op: Op, payload: bytes = b"", *, timeout_s: float) -> bytes:
+    def call(
+        self, op: Op, payload: bytes = b"", *, timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> bytes:
         """Ask and return the payload of the answer.
+
+        Args:
+            op: what is asked.
+            payload: of the question.
+            timeout_s: for the answer.
+            meanwhile: called while the answer is on its way, with the connection taken. What it raises closes the
+                connection, for the answer stays unread.
 
         Raises:
             KVStoreError: what the other side raised, of the same class.
@@ -52,6 +61,12 @@ class ControlClient:
             with self._lock:
                 self.num_calls += 1
                 request = self._send(op, Flag.REQUEST, payload)
+                if meanwhile is not None:
+                    try:
+                        meanwhile()
+                    except BaseException:
+                        self.close()
+                        raise
                 message = self._receive(request, timeout_s)
         finally:
             if self.closed:

@@ -205,7 +205,7 @@ class Fetcher:
             return "timeout"
         tried.add(usable[0])
         try:
-            reason = self._fetch_from(load, rest, usable[0])
+            reason = self._fetch_from(load, rest, usable[0], dict(hints)[usable[0]])
         except (TransferError, StoreUnavailable) as error:
             logger.warning("fetch from node %s failed: %s", usable[0], error)
             if self.mover.own is not None:
@@ -234,34 +234,33 @@ class Fetcher:
     def _own_id(self) -> str:
         return self._peers.own_node_id
 
-    def _fetch_from(self, load: Load, rest: Chain, node_id: str) -> str:
-        """Lease the run at one peer and read what it grants; returns why it fell short, or nothing."""
+    def _fetch_from(self, load: Load, chain: Chain, node_id: str, num_hinted: int) -> str:
+        """Lease a run at one peer and read what it grants; returns why it fell short, or nothing."""
         peer = self._peers.get(node_id)
         asked_s = time.monotonic()
         ttl_s = min(self.config.lease_ttl_s, load.ttl_s)
-        load.report.num_lease_calls += 1
-        grant = peer.lease(
-            PeerLease(
-                chain=rest,
-                block_bytes=load.block_bytes,
-                slot_format=self._slot_format,
-                namespace_version=load.version,
-                ttl_s=ttl_s,
-            ),
-            self.call_s(load),
-        )
-        if grant.epoch != peer.epoch:
-            self._peers.failed(node_id)
-            return "peer_lost"
-        if grant.namespace_version > load.version:
-            self._adopt_version(rest.namespace, grant.namespace_version)
-            return "cleared"
-        if len(grant.slots) == 0:
-            return "not_found"
         valid_until_s = asked_s + ttl_s - self.config.lease_margin_s
-        chain = rest.head(len(grant.slots))
-        read = PeerRead(self, load, peer, grant, chain, valid_until_s, f"fetch-{next(self._owners)}")
-        reason = read.run()
+        wanted = PeerLease(
+            chain=chain,
+            block_bytes=load.block_bytes,
+            slot_format=self._slot_format,
+            namespace_version=load.version,
+            ttl_s=ttl_s,
+        )
+        with PeerRead(self, load, peer, chain, valid_until_s, f"fetch-{next(self._owners)}") as read:
+            if read.is_quarantine_full():
+                return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
+            load.report.num_lease_calls += 1
+            grant = peer.lease(wanted, self.call_s(load), lambda: read.claim_first(num_hinted))
+            if grant.epoch != peer.epoch:
+                self._peers.failed(node_id)
+                return "peer_lost"
+            if grant.namespace_version > load.version:
+                self._adopt_version(chain.namespace, grant.namespace_version)
+                return "cleared"
+            if len(grant.slots) == 0:
+                return "not_found"
+            reason = read.run(grant)
         if not reason:
             self._peers.succeeded(node_id)
         return reason

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOVER_GRACE_S = 1.0
+_NO_SLOTS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,70 +45,105 @@ class _Segment:
 class PeerRead:
     """One lease at one peer, and the READs under it.
 
-    The grant is read in segments (kvstore.segments): while the mover reads one, the next one's slots are claimed.
+    The slots of the first segment (kvstore.segments) are claimed while the peer is asked, those of each later one
+    while the mover reads the one before. A context manager: what was claimed and not read is given up at its end.
+
+    Args:
+        fetcher: of this node.
+        load: who wants the blocks.
+        peer: who is asked for them.
+        chain: the blocks that it is asked for.
+        valid_until_s: what is in place before counts: by the clock taken before the peer is asked.
+        owner: of the writes.
     """
 
     def __init__(
-        self,
-        fetcher: Fetcher,
-        load: Load,
-        peer: Peer,
-        grant: PeerGrant,
-        chain: Chain,
-        valid_until_s: float,
-        owner: str,
+        self, fetcher: Fetcher, load: Load, peer: Peer, chain: Chain, valid_until_s: float, owner: str
     ) -> None:
-        self._fetcher, self._load, self._peer, self._grant = fetcher, load, peer, grant
+        self._fetcher, self._load, self._peer = fetcher, load, peer
         self._pool, self._config, self._owner = fetcher.pool, fetcher.config, owner
         self._chain, self._valid_until_s = chain, valid_until_s
+        self._grant = PeerGrant(lease_id=0, epoch=b"", namespace_version=0, mover_generation=0, slots=_NO_SLOTS)
         self._first = load.num_ready
+        self._flight, self._entered = Flight(), list[bytes]()
+        self._claimed: _Segment | None = None
+        self._is_full = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._segments: list[_Segment] = []
-        self._posted_all = False
+        self._posted_all = self._notified = False
         self._error: KVStoreError | None = None
         self._given_up: set[int] = set()
         self._num_wanted = self._num_published = 0
         self._told_s = 0.0
 
-    def run(self) -> str:
-        """Read everything; returns why it fell short, or nothing.
+    def __enter__(self) -> PeerRead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._drop_claim()
+        self._fetcher.flights.leave(self._entered, self._flight)
+        if self._grant.lease_id and not (self._notified and self._num_published == self._num_wanted):
+            self._give_back()
+
+    def is_quarantine_full(self) -> bool:
+        """Whether so many slots wait for transfers that were given up that nothing more is to be read."""
+        stats = self._pool.stats()
+        return stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots
+
+    def claim_first(self, num_hinted: int) -> None:
+        """Claim the slots of the first segment of what the peer is said to have; what goes wrong is told by `run`."""
+        try:
+            if plan := self._plan(min(num_hinted, len(self._chain))):
+                self._claimed = self._claim(0, plan[0][-1])
+        except KVStoreError as error:
+            self._error = error
+
+    def run(self, grant: PeerGrant) -> str:
+        """Read everything that the peer granted; returns why it fell short, or nothing.
 
         Raises:
             TransferError: the peer or the mover failed; what may still be written is quarantined.
         """
-        flight = Flight()
-        entered: list[bytes] = []
-        self._told_s = time.monotonic()
-        notified = False
-        try:
-            if self._is_quarantine_full():
-                return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
-            generation = self._grant.mover_generation
-            name, description = self._peer.transport(generation, self._fetcher.call_s(self._load))
-            refused = False
-            first = 0
-            for ends in self._plan():
-                piece = self._chain.tail(first).head(ends[-1] - first)
-                ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
-                refused = ticket.num_refused > 0
-                if ticket.indexes:
-                    indexes, hashes = np.asarray(ticket.indexes), piece.hashes()
-                    if len(indexes) < len(hashes):
-                        hashes = [hashes[i] for i in ticket.indexes]
-                    entered += self._fetcher.flights.enter(hashes, flight)
-                    segment = _Segment(first, piece, ticket.write_id, indexes, ticket.slots)
-                    notified = ends[-1] == len(self._chain)
-                    chunk_ends = _distinct(np.searchsorted(indexes, np.asarray(ends) - first))
-                    self._post(segment, name, description, chunk_ends, with_notification=notified)
-                if refused or self._error is not None:
-                    break
-                first = ends[-1]
-            return self._wait() or ("pool_full" if refused else "")
-        finally:
-            self._fetcher.flights.leave(entered, flight)
-            if not (notified and self._num_published == self._num_wanted):
-                self._give_back()
+        self._grant, self._told_s = grant, time.monotonic()
+        self._chain = self._chain.head(len(grant.slots))
+        if self._error is not None:
+            raise self._error
+        name, description = self._peer.transport(grant.mover_generation, self._fetcher.call_s(self._load))
+        first = 0
+        for ends in self._plan(len(self._chain)):
+            segment = self._claimed
+            if segment is None or (segment.first, len(segment.chain)) != (first, ends[-1] - first):
+                self._drop_claim()
+                segment = self._claim(first, ends[-1])
+            self._claimed = None
+            if segment is not None:
+                self._notified = ends[-1] == len(self._chain)
+                chunk_ends = _distinct(np.searchsorted(segment.indexes, np.asarray(ends) - first))
+                self._post(segment, name, description, chunk_ends, with_notification=self._notified)
+            if self._is_full or self._error is not None:
+                break
+            first = ends[-1]
+        return self._wait() or ("pool_full" if self._is_full else "")
+
+    def _claim(self, first: int, end: int) -> _Segment | None:
+        """Claim slots for blocks [first, end) of the chain; None when there is none to be read."""
+        piece = self._chain.tail(first).head(end - first)
+        ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
+        self._is_full = ticket.num_refused > 0
+        if not ticket.indexes:
+            return None
+        indexes, hashes = np.asarray(ticket.indexes), piece.hashes()
+        if len(indexes) < len(hashes):
+            hashes = [hashes[i] for i in ticket.indexes]
+        self._entered += self._fetcher.flights.enter(hashes, self._flight)
+        return _Segment(first, piece, ticket.write_id, indexes, ticket.slots)
+
+    def _drop_claim(self) -> None:
+        """Give up slots that were claimed and not read into."""
+        if self._claimed is not None:
+            self._pool.abort_store(self._claimed.write_id, self._owner)
+            self._claimed = None
 
     def _give_back(self) -> None:
         """Release the peer's pins, but not while a READ that was given up may still be reading them."""
@@ -118,14 +154,10 @@ class PeerRead:
         fetcher, peer, lease_id = self._fetcher, self._peer, self._grant.lease_id
         fetcher.mover.when_terminal(self._given_up, lambda: fetcher.release_at_peer(peer, lease_id))
 
-    def _is_quarantine_full(self) -> bool:
-        stats = self._pool.stats()
-        return stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots
-
-    def _plan(self) -> list[list[int]]:
+    def _plan(self, num_blocks: int) -> list[list[int]]:
         """Return the chunk ends of each segment."""
         chunk_blocks = max(1, self._config.chunk_bytes // self._load.block_bytes)
-        return plan_segments(plan_chunks(len(self._chain), chunk_blocks))
+        return plan_segments(plan_chunks(num_blocks, chunk_blocks))
 
     def _post(
         self,

@@ -43,9 +43,10 @@ class Peer:
     epoch: bytes
     _transport: tuple[int, PeerDescription] | None = field(default=None)
 
-    def lease(self, lease: PeerLease, timeout_s: float) -> PeerGrant:
-        """Ask for a lease: one blocking call."""
-        return unpack_peer_grant(self.client.call(Op.PEER_LEASE, pack_peer_lease(lease), timeout_s=timeout_s))
+    def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None]) -> PeerGrant:
+        """Ask for a lease: one blocking call; `meanwhile` is called, and must not raise, before it is waited for."""
+        payload = pack_peer_lease(lease)
+        return unpack_peer_grant(self.client.call(Op.PEER_LEASE, payload, timeout_s=timeout_s, meanwhile=meanwhile))
 
     def release(self, lease_id: int) -> None:
         """Give a lease back without waiting."""
