@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -24,7 +25,7 @@ from kvstore.errors import (
     StoreUnavailable,
 )
 from kvstore.hashing import BlockHashes, Namespace
-from kvstore.layout import Part
+from kvstore.part import Part
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +51,20 @@ class Store:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.config, self._owns_ray = StoreConfig.from_json(state["config"]), False
 
-    def client(self, space: Namespace, part: Part | None = None, *, node_id: str | None = None) -> Client:
+    def client(
+        self, space: Namespace, part: Part | Sequence[int] | None = None, *, node_id: str | None = None
+    ) -> Client:
         """Open a client on this process's node.
 
         Args:
             space: what the blocks mean.
-            part: for one rank of several; whole blocks only in this version.
+            part: which part of each block this rank of several holds: (tp_rank, tp_size, pp_rank, pp_size).
             node_id: another node whose store shares this machine, as in a cluster simulated on one host.
 
         Raises:
             StoreNotRunning: this node has no store, or it is on another machine.
             ConfigError: the store's slots are too small for these blocks.
+            LayoutMismatch: these blocks cannot be divided among so many ranks.
         """
         handle = node_store(node_id, self.config.name)
         path = call("node store", handle.control_path.remote(), _CALL_S)

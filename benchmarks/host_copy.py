@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvstore.detect import detect_layout
+from kvstore.engine_copy import engine_plan
 from kvstore.kernels import host_copy, reference
-from kvstore.layout import canonical_views, detect_layout
+from kvstore.layout import canonical_views
 from kvstore.provenance import provenance
 from kvstore.shape import KVShape
 
@@ -37,7 +39,7 @@ def measure(name: str) -> list[dict[str, Any]]:
     caches = LAYOUTS[name](NUM_BLOCKS + 16)
     layout = detect_layout(caches, SHAPE)
     views = canonical_views(caches, layout, SHAPE)
-    fragments = host_copy.fragments_of(views, SHAPE.block_dims)
+    tables = host_copy.fragments_of(engine_plan(caches, layout, SHAPE))
     num_bytes = NUM_BLOCKS * SHAPE.block_bytes
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
     slots = flat.view(NUM_BLOCKS, SHAPE.block_bytes)
@@ -52,8 +54,8 @@ def measure(name: str) -> list[dict[str, Any]]:
         for way, load, save in (
             (
                 "compiled",
-                lambda b=blocks, i=ids: host_copy.unpack(fragments, slots, i, b),
-                lambda b=blocks, i=ids: host_copy.pack(fragments, b, slots, i),
+                lambda b=blocks, i=ids: host_copy.unpack(tables, slots, i, b),
+                lambda b=blocks, i=ids: host_copy.pack(tables, b, slots, i),
             ),
             (
                 "torch",

@@ -1,8 +1,9 @@
 """Launcher of host_copy.ll: one call copies many fragments of many blocks in host memory, without the interpreter.
 
 A KV block of an engine is scattered over layers, planes and heads; its slot is one run. `fragments_of` lists,
-once per layout, the runs that both sides share; a copy is then one call into compiled code for all blocks.
-The idea of one table of fragments for all blocks is the one of the CUDA kernels; tests compare with the oracle.
+once for a run of tokens within a block, the bytes that both sides hold contiguously; a copy is then one call into
+compiled code for all blocks. The idea of one table of fragments for all blocks is the one of the CUDA kernels;
+tests compare with the oracle.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from kvstore.kernels.plan import CopyPlan, Section
+
 I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """The runs of one block that are contiguous on both sides.
+    """The runs of one tensor of a block that are contiguous on both sides.
 
     Args:
         engine_addresses: int64 `[n]`, address of each run in engine block 0.
@@ -43,61 +46,65 @@ class Fragments:
     num_blocks: int
 
 
-def fragments_of(views: Sequence[Tensor], block_dims: Sequence[int], first_token: int = 0) -> Fragments:
-    """List the runs of a block.
+def fragments_of(
+    plan: CopyPlan, engine_token: int = 0, slot_token: int = 0, num_tokens: int | None = None
+) -> tuple[Fragments, ...]:
+    """List the runs of some adjacent tokens of a block, in tables for `pack` and `unpack`.
 
     Args:
-        views: CPU tensors, per layer one `[B, H, P, T, D]`, or per layer and plane one `[B, H, 1, T, D]` with
-            the planes of a layer adjacent; all with the same strides. The caller keeps them alive.
-        block_dims: sizes [G, H, L, P, T, D] of a slot, contiguous in this order.
-        first_token: tokens below it are left out; in [0, T].
+        plan: of the engine's cache; on the CPU. The caller keeps it alive.
+        engine_token: where the tokens begin in an engine block.
+        slot_token: where they begin in a stored block.
+        num_tokens: how many; default: all that the smaller of the blocks holds.
+
+    Returns:
+        One table for the planes, and one for every side tensor.
 
     Raises:
-        ValueError: shapes, strides, devices or first_token do not fit.
+        ValueError: the tensors are not on the CPU, or the tokens are not within both blocks.
     """
-    groups, heads, layers, planes, tokens, dim = block_dims
-    first, per_layer = views[0], len(views) // (groups * layers)
-    held = planes // per_layer if per_layer else 0
-    wanted = (first.shape[0], heads, held, tokens, dim)
-    if len(views) != groups * layers * per_layer or per_layer not in (1, planes) or not 0 <= first_token <= tokens:
+    engine_size, stored_size = plan.paging.engine_block_size, plan.paging.stored_block_size
+    count = min(engine_size, stored_size) if num_tokens is None else num_tokens
+    if (
+        min(engine_token, slot_token, count) < 0
+        or engine_token + count > engine_size
+        or slot_token + count > stored_size
+    ):
         raise ValueError(
-            f"fragments_of: wanted {groups * layers} views, or as many times {planes}, and first_token in "
-            f"[0, {tokens}], got {len(views)} views and first_token={first_token}"
+            f"fragments_of: wanted tokens within engine blocks of {engine_size} and stored ones of {stored_size}, got "
+            f"{count} from {engine_token} and {slot_token} on"
         )
-    for view in views:
-        if tuple(view.shape) != wanted or view.stride() != first.stride() or view.device.type != "cpu":
-            raise ValueError(
-                f"fragments_of: wanted CPU views {list(wanted)} with strides {first.stride()}, "
-                f"got {list(view.shape)} with {view.stride()} on {view.device}"
-            )
-    # Addresses of all rows on both sides in the order of the slot: a row is one token's dim, or one element of
-    # it where the engine keeps the elements apart.
-    width = first.element_size()
-    num_rows, row_bytes = (1, dim * width) if dim == 1 or first.stride(4) == 1 else (dim, width)
-    starts = np.array([view.data_ptr() for view in views], dtype=np.int64)
-    starts = starts.reshape(groups, 1, layers, per_layer, 1, 1, 1)
-    head, plane, token, row = (
-        np.arange(size, dtype=np.int64) * stride * width
-        for size, stride in zip((heads, held, tokens, num_rows), first.stride()[1:], strict=True)
-    )
-    inside = head[:, None, None, None] + plane[:, None, None] + token[:, None] + row
-    rows = (starts + inside[None, :, None, None]).reshape(-1, tokens, num_rows)
-    places = np.arange(0, rows.size * row_bytes, row_bytes, dtype=np.int64).reshape(rows.shape)
-    engine, slot = rows[:, first_token:].ravel(), places[:, first_token:].ravel()
-    if not len(engine):
-        return Fragments(engine, slot, engine, engine, first.stride(0) * width, first.shape[0])
-    breaks = np.flatnonzero((np.diff(engine) != row_bytes) | (np.diff(slot) != row_bytes)) + 1
-    begins = np.concatenate(([0], breaks))
-    lengths = np.diff(np.concatenate((begins, [len(engine)]))) * row_bytes
-    engine, slot = engine[begins], slot[begins]
-    return Fragments(engine, slot, lengths, np.argsort(engine), first.stride(0) * width, first.shape[0])
+    if plan.device.type != "cpu":
+        raise ValueError(f"fragments_of: wanted an engine's tensors on the CPU, got {plan.device}")
+    return tuple(_fragments(plan, section, engine_token, slot_token, count) for section in plan.sections)
 
 
-def pack(fragments: Fragments, block_ids: I64, slots: Tensor, slot_ids: I64) -> None:
+def _fragments(plan: CopyPlan, section: Section, engine_token: int, slot_token: int, count: int) -> Fragments:
+    heads, tokens = np.arange(section.num_heads, dtype=np.int64)[:, None], np.arange(count, dtype=np.int64)
+
+    def rows(begins: I64, head_stride: int, token_stride: int, first: int) -> I64:
+        inside = heads * head_stride + (first + tokens) * token_stride
+        return (begins[:, None, None] + inside).ravel()
+
+    engine = rows(section.engine_bases, section.engine_head_stride, section.engine_token_stride, engine_token)
+    slot = rows(section.slot_offsets, section.slot_head_stride, section.slot_token_stride, slot_token)
+    if len(slot):
+        order = np.argsort(slot, kind="stable")
+        engine, slot = engine[order], slot[order]
+        begins = np.flatnonzero((np.diff(engine) != section.row_bytes) | (np.diff(slot) != section.row_bytes)) + 1
+        begins = np.concatenate(([0], begins))
+        lengths = np.diff(np.concatenate((begins, [len(slot)]))) * section.row_bytes
+        engine, slot = engine[begins], slot[begins]
+    else:
+        lengths = slot
+    return Fragments(engine, slot, lengths, np.argsort(engine), section.engine_block_stride, plan.paging.num_blocks)
+
+
+def pack(tables: Sequence[Fragments], block_ids: I64, slots: Tensor, slot_ids: I64) -> None:
     """Copy engine blocks into slots: block_ids[i] goes to slot slot_ids[i].
 
     Args:
-        fragments: of the engine's layout; its tensors are only read.
+        tables: from `fragments_of`; the engine's tensors are only read.
         block_ids: int64 `[n]`; a pair with a negative id touches nothing.
         slots: uint8 `[S, slot_bytes]` on the CPU, contiguous, written.
         slot_ids: int64 `[n]`, none of the used ones twice.
@@ -105,19 +112,21 @@ def pack(fragments: Fragments, block_ids: I64, slots: Tensor, slot_ids: I64) -> 
     Raises:
         ValueError: ids or the slots' form do not fit; nothing was written.
     """
-    order = fragments.engine_order
-    blocks, ids = _pairs(block_ids, fragments.num_blocks, slot_ids, _check_slots(fragments, slots))
-    _launch(
-        slots.data_ptr() + ids * slots.stride(0), blocks * fragments.block_stride_bytes,
-        fragments.slot_offsets[order], fragments.engine_addresses[order], fragments.lengths[order],
-    )  # fmt: skip
+    blocks, ids = _pairs(block_ids, tables[0].num_blocks, slot_ids, _check_slots(tables, slots))
+    targets = slots.data_ptr() + ids * slots.stride(0)
+    for table in tables:
+        order = table.engine_order
+        _launch(
+            targets, blocks * table.block_stride_bytes,
+            table.slot_offsets[order], table.engine_addresses[order], table.lengths[order],
+        )  # fmt: skip
 
 
-def unpack(fragments: Fragments, slots: Tensor, slot_ids: I64, block_ids: I64) -> None:
+def unpack(tables: Sequence[Fragments], slots: Tensor, slot_ids: I64, block_ids: I64) -> None:
     """Copy slots into engine blocks: slot slot_ids[i] goes to block_ids[i].
 
     Args:
-        fragments: of the engine's layout; its tensors are written, in named blocks only.
+        tables: from `fragments_of`; the engine's tensors are written, in named blocks only.
         slots: uint8 `[S, slot_bytes]` on the CPU, contiguous. Only read.
         slot_ids: int64 `[n]`; a pair with a negative id touches nothing.
         block_ids: int64 `[n]`, none of the used ones twice.
@@ -125,16 +134,15 @@ def unpack(fragments: Fragments, slots: Tensor, slot_ids: I64, block_ids: I64) -
     Raises:
         ValueError: ids or the slots' form do not fit; nothing was written.
     """
-    ids, blocks = _pairs(slot_ids, _check_slots(fragments, slots), block_ids, fragments.num_blocks)
-    _launch(
-        blocks * fragments.block_stride_bytes, slots.data_ptr() + ids * slots.stride(0),
-        fragments.engine_addresses, fragments.slot_offsets, fragments.lengths,
-    )  # fmt: skip
+    ids, blocks = _pairs(slot_ids, _check_slots(tables, slots), block_ids, tables[0].num_blocks)
+    sources = slots.data_ptr() + ids * slots.stride(0)
+    for table in tables:
+        _launch(blocks * table.block_stride_bytes, sources, table.engine_addresses, table.slot_offsets, table.lengths)
 
 
-def _check_slots(fragments: Fragments, slots: Tensor) -> int:
+def _check_slots(tables: Sequence[Fragments], slots: Tensor) -> int:
     """Return how many slots there are."""
-    wanted = int(fragments.slot_offsets[-1] + fragments.lengths[-1]) if len(fragments.lengths) else 0
+    wanted = max(int(table.slot_offsets[-1] + table.lengths[-1]) if len(table.lengths) else 0 for table in tables)
     if slots.dim() != 2 or not slots.is_contiguous() or slots.element_size() != 1 or slots.device.type != "cpu":
         raise ValueError(
             f"wanted slots as contiguous uint8 [slots, bytes] on the CPU, got {slots.dtype} {list(slots.shape)} "

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from kvstore.errors import KVStoreError
     from kvstore.handoff import FetchResult, HandoffTicket
     from kvstore.hashing import BlockHashes, Namespace
-    from kvstore.layout import EngineLayout, Part
+    from kvstore.layout import EngineLayout
     from kvstore.lease import Lease
+    from kvstore.part import Part
     from kvstore.results import BlockFailure, Job, LoadResult, Match, MissReason, Pinned, SaveResult
     from kvstore.shape import KVShape, Planes
 
@@ -60,7 +61,7 @@ _MODULE_OF = {
     "BlockHashes": "hashing",
     "Namespace": "hashing",
     "EngineLayout": "layout",
-    "Part": "layout",
+    "Part": "part",
     "Lease": "lease",
     "BlockFailure": "results",
     "Job": "results",

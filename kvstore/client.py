@@ -12,8 +12,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.control_client import ControlClient, connect_local
 from kvstore.copier import HostCopier
+from kvstore.detect import detect_layout
 from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages
 from kvstore.errors import (
     InvalidRequest,
@@ -36,7 +38,7 @@ from kvstore.handoff import FetchResult, HandoffTicket, expiry_after
 from kvstore.handoff_jobs import check_ticket, failed_fetch, published_pages, run_fetch, run_publish
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
-from kvstore.layout import EngineLayout, Part, detect_layout
+from kvstore.layout import EngineLayout
 from kvstore.lease import Lease
 from kvstore.messages import (
     U64,
@@ -45,6 +47,7 @@ from kvstore.messages import (
     pack_pin,
     unpack_grant,
 )
+from kvstore.part import Part, as_part
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult
 from kvstore.wire import Op, pack_json, unpack_json
 
@@ -59,23 +62,21 @@ class Client:
     Args:
         control_path: the node store's socket; `Store.client` knows it.
         space: what the blocks mean. Hashes of another namespace are refused.
-        part: which part of each block this process holds; None for all of it.
+        part: which part of each block this process holds, as `Part` or (tp_rank, tp_size, pp_rank, pp_size); None
+            for all of it. A block can be found when all parts of it were saved.
 
     Raises:
         StoreNotRunning: nobody answers at `control_path`.
         IncompatibleStore: the store runs another protocol version.
-        ConfigError: the store's slots are too small for this namespace's blocks.
-        LayoutMismatch: `part` is not the whole block; this version cannot split blocks.
+        ConfigError: the store's slots are too small for this namespace's blocks, or `part` is no part.
+        LayoutMismatch: heads or layer groups of the namespace's shape do not divide by the number of ranks.
     """
 
-    def __init__(self, control_path: str, space: Namespace, part: Part | None = None) -> None:
-        if part is not None and (part.tp_size, part.pp_size) != (1, 1):
-            raise LayoutMismatch(
-                f"wanted whole blocks, got part {part.tp_rank} of {part.tp_size} (tensor) and {part.pp_rank} of "
-                f"{part.pp_size} (pipeline); this version stores blocks of one rank only"
-            )
+    def __init__(self, control_path: str, space: Namespace, part: Part | Sequence[int] | None = None) -> None:
+        self.part = as_part(part)
+        self.part.check(space.shape)
         self.space = space
-        self._path, self._part = control_path, part
+        self._path = control_path
         self._closed = self._lost = self._unmapped = False
         self._unmapping: threading.Thread | None = None
         self._local = threading.local()
@@ -113,7 +114,8 @@ class Client:
         """Say where this engine's cache is; its layout is found from shape and strides.
 
         Args:
-            caches: list or dict of per-layer tensors, of per-layer (K, V) pairs, or one cross-layer tensor.
+            caches: list or dict of per-layer tensors, of per-layer (K, V) pairs, or one cross-layer tensor; the heads
+                and layers of this client's part, in blocks of a multiple or a divisor of the stored size.
             axes: names the dimensions where shapes alone are ambiguous, see kvstore.layout.
 
         Returns:
@@ -124,7 +126,7 @@ class Client:
             StoreUnavailable: this client was closed.
         """
         self._check_open()
-        layout = detect_layout(caches, self.space.shape, axes, self._part)
+        layout = detect_layout(caches, self.space.shape, axes, self.part)
         if not layout.device.startswith("cpu"):
             raise LayoutMismatch(f"wanted tensors on the CPU, got {layout.device}; this version copies CPU caches only")
         self._copier = HostCopier(caches, layout, self.space.shape, self._arena, self.slot_bytes, self.num_slots)
@@ -224,11 +226,13 @@ class Client:
         """Store engine blocks; those that the store has already are skipped.
 
         The engine must not overwrite the blocks before the job is done, or was abandoned. A block becomes
-        findable only when all its bytes are in place, and when the job is done other nodes can find it too.
+        findable only when all its bytes are in place, and when the job is done other nodes can find it too. With a
+        part of several, all ranks save the same hashes, and each one's job is done when all parts are there.
 
         Args:
             hashes: a chain from its root, or from a block that is stored.
-            block_ids: the engine's block of each hash.
+            block_ids: the engine's blocks that hold the tokens of the hashes, in order: one for each hash when the
+                block sizes are alike. All tokens of the hashes are stored, and no others.
 
         Raises:
             NamespaceMismatch, ChainBroken, InvalidRequest: an argument is wrong; nothing changed. ChainBroken
@@ -242,7 +246,7 @@ class Client:
 
         def run() -> SaveResult:
             try:
-                return run_save(self._job_connection(), copier, chain, pages, guard, call_timeout_s, wait_s)
+                return run_save(self._job_connection(), copier, chain, pages, self.part, guard, call_timeout_s, wait_s)
             finally:
                 self._give_back()
 
@@ -260,7 +264,8 @@ class Client:
 
         Args:
             hashes: the blocks wanted, a run of a chain.
-            block_ids: the engine's block for each.
+            block_ids: the engine's blocks for their tokens, in order: one for each hash when the block sizes are
+                alike. Tokens before and behind the run in the first and the last one are not written.
             skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is
                 written, whether or not they end at a block.
             timeout_s: give up fetching after this long; the configured transfer timeout when None.
@@ -322,7 +327,7 @@ class Client:
             num_blocks=num_blocks,
             block_bytes=self.space.shape.block_bytes,
             expires_s=expiry_after(keep_s),
-            part=self._part_numbers(),
+            part=astuple(self.part),
         )
 
         def run() -> HandoffTicket:
@@ -356,7 +361,7 @@ class Client:
             InvalidRequest: another argument is wrong; nothing changed.
         """
         copier = self._registered()
-        check_ticket(ticket, self.space, self._part_numbers())
+        check_ticket(ticket, self.space, astuple(self.part))
         pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
         copier.check_unchanged()
         guard, limit_s = CopyGuard(), self.config.transfer_timeout_s if timeout_s is None else timeout_s
@@ -503,10 +508,6 @@ class Client:
     def _submit(self, run: Callable[[], Any], what: str, guard: CopyGuard) -> Job[Any]:
         self._check_open()
         return Job(self._jobs.submit(run), what, guard.abandon)
-
-    def _part_numbers(self) -> tuple[int, int, int, int]:
-        part = self._part or Part(0, 1, 0, 1)
-        return part.tp_rank, part.tp_size, part.pp_rank, part.pp_size
 
     def _check_open(self) -> None:
         if self._closed:

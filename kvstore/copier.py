@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstore.arena import Arena
-from kvstore.engine_copy import I64, EnginePages
-from kvstore.layout import EngineLayout, canonical_views, same_layout
+from kvstore.engine_copy import I64, EnginePages, engine_plan, job_spans
+from kvstore.layout import EngineLayout, same_layout
 from kvstore.shape import KVShape
 
 if TYPE_CHECKING:
     import torch
+
+    from kvstore.kernels import host_copy
+
+#: Tables for blocks of which a skipped prefix covers a part; engines repeat few of them.
+_NUM_SKIP_TABLES = 8
 
 
 class HostCopier:
@@ -37,10 +44,15 @@ class HostCopier:
 
         from kvstore.kernels import host_copy
 
-        self._kernels, self._layout = host_copy, layout
-        self._caches, self._block_dims = caches, shape.block_dims
-        self._views = canonical_views(caches, layout, shape)
-        self._fragments = host_copy.fragments_of(self._views, shape.block_dims)
+        self._kernels, self._caches, self._layout = host_copy, caches, layout
+        plan = engine_plan(caches, layout, shape)
+        self._paging = plan.paging
+        sizes = (plan.paging.engine_block_size, plan.paging.stored_block_size)
+        self._same_size = sizes[0] == sizes[1]
+        # A table for every place that a run can have in both blocks, and some for skipped prefixes.
+        tables = functools.lru_cache(max(sizes) // min(sizes) + _NUM_SKIP_TABLES)
+        self._tables = tables(functools.partial(host_copy.fragments_of, plan))
+        self._tables(0, 0, min(sizes))
         buffer = torch.from_numpy(arena.bytes_view())
         self._slots: torch.Tensor = buffer[: slot_bytes * num_slots].view(num_slots, slot_bytes)
         # Compiled now, so that the first copy does not wait for it.
@@ -57,19 +69,27 @@ class HostCopier:
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
         """Copy out of the engine into slots, without the interpreter lock; see `EngineCopier`."""
-        self._kernels.pack(self._fragments, pages.ids[indexes], self._slots, slots)
+        for tables, blocks, ids in self._runs(pages, indexes, slots, 0):
+            self._kernels.pack(tables, blocks, self._slots, ids)
 
     def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
         """Copy out of slots into the engine, without the interpreter lock; see `EngineCopier`."""
-        num_skipped, first_token = divmod(skip_tokens, pages.stored_block_size)
-        if skip_tokens and len(indexes) and indexes[0] <= num_skipped:
-            whole = int(np.searchsorted(indexes, num_skipped + (first_token > 0)))
-            if first_token and whole and indexes[whole - 1] == num_skipped:
-                rest = self._kernels.fragments_of(self._views, self._block_dims, first_token)
-                at = slice(whole - 1, whole)
-                self._kernels.unpack(rest, self._slots, slots[at], pages.ids[indexes[at]])
-            indexes, slots = indexes[whole:], slots[whole:]
-        self._kernels.unpack(self._fragments, self._slots, slots, pages.ids[indexes])
+        for tables, blocks, ids in self._runs(pages, indexes, slots, skip_tokens):
+            self._kernels.unpack(tables, self._slots, ids, blocks)
+
+    def _runs(
+        self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int
+    ) -> Iterator[tuple[tuple[host_copy.Fragments, ...], I64, I64]]:
+        """Yield (tables, engine blocks, slots) of the runs of tokens that lie alike in their blocks."""
+        stored = self._paging.stored_block_size
+        if self._same_size and len(indexes) and skip_tokens <= stored * int(indexes[0]):
+            yield self._tables(0, 0, stored), pages.ids[indexes], slots
+            return
+        rows = job_spans(self._paging, pages, indexes, slots, len(self._slots), skip_tokens).rows
+        places, kinds = np.unique(rows[:, 2:], axis=0, return_inverse=True)
+        for kind, place in enumerate(places.tolist()):
+            chosen = rows[kinds.ravel() == kind]
+            yield self._tables(*place), chosen[:, 0], chosen[:, 1]
 
     def close(self) -> None:
         """Let go of the arena; see `EngineCopier`."""

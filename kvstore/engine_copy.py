@@ -7,7 +7,6 @@ hash, and `EnginePages` says where in the engine each of its tokens lies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -135,13 +134,15 @@ def engine_pages(
 
 
 def engine_plan(caches: Any, layout: EngineLayout, shape: KVShape) -> CopyPlan:
-    """Work out where rows of the engine's cache and of slots lie, for a copier of any kind.
+    """Work out where the rows of the engine's part and of slots lie, for a copier of any kind.
 
     Raises:
         LayoutMismatch: the caches are not as registered, or the layout is of another shape.
     """
-    views: Sequence[Any] = canonical_views(caches, layout, shape)
-    return plan_copy(views, StoredBlock(block_dims=shape.block_dims, dtype=shape.dtype))
+    views = canonical_views(caches, layout, shape)
+    layers, heads = layout.part.ranges(shape)
+    stored = StoredBlock(block_dims=shape.block_dims, dtype=shape.dtype)
+    return plan_copy(views, stored, layers=layers, heads=heads)
 
 
 def job_spans(

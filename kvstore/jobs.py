@@ -25,6 +25,7 @@ from kvstore.messages import (
     unpack_progress,
     unpack_ticket,
 )
+from kvstore.part import Part
 from kvstore.results import BlockFailure, LoadResult, MissReason, SaveResult
 from kvstore.wire import Op
 
@@ -62,17 +63,21 @@ def run_save(
     copier: EngineCopier,
     chain: Chain,
     pages: EnginePages,
+    part: Part,
     guard: CopyGuard,
     call_timeout_s: float,
     wait_s: float,
 ) -> SaveResult:
     """Claim slots, copy, publish; wait for blocks that others are writing, and write them if those give up.
 
+    A rank of several copies its part and waits for the others' parts; a block that they gave up is not tried again.
+
     Args:
         connection: taken for as long as each call lasts.
         copier: the engine's cache.
         chain: the blocks to store.
         pages: where their tokens lie in the engine.
+        part: the part of each block that the engine holds.
         guard: stands before each copy.
         call_timeout_s: for each call.
         wait_s: for others.
@@ -83,8 +88,9 @@ def run_save(
         KVStoreError: the store failed.
     """
     deadline_s, num_written, num_clears = time.monotonic() + wait_s, 0, -1
+    request = pack_prepare(chain, part.num_parts, part.index)
     while True:
-        ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, pack_prepare(chain), timeout_s=call_timeout_s))
+        ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, request, timeout_s=call_timeout_s))
         num_published, num_blocks = 0, len(chain) - ticket.num_refused
         num_clears = ticket.num_clears if num_clears < 0 else num_clears
         cleared = ticket.num_clears != num_clears
@@ -104,7 +110,6 @@ def run_save(
                 with contextlib.suppress(KVStoreError):
                     connection.call(Op.ABORT_STORE, end, timeout_s=call_timeout_s)
                 raise
-        num_written += num_published
         lost = cleared or num_published < len(ticket.indexes)
         if lost or ticket.num_awaited:
             left_s = max(0.0, deadline_s - time.monotonic())
@@ -112,8 +117,12 @@ def run_save(
             answer = connection.call(Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
             num_stored = U64.unpack(answer)[0]
             if num_stored < num_blocks and not lost and time.monotonic() < deadline_s:
+                num_written += num_published
                 continue
             num_blocks = num_stored
+        if part.num_parts > 1:
+            num_published = sum(index < num_blocks for index in ticket.indexes)
+        num_written += num_published
         return SaveResult(num_blocks=num_blocks, num_written=num_written, num_refused=ticket.num_refused)
 
 

@@ -92,8 +92,9 @@ class SaveResult:
     """How a save ended.
 
     Args:
-        num_blocks: blocks [0, num_blocks) are in the store now, whoever wrote them.
-        num_written: how many blocks this save wrote.
+        num_blocks: blocks [0, num_blocks) are in the store now, whoever wrote them. A rank of several waits for
+            the parts of the others.
+        num_written: how many of them this save wrote, or its part of.
         num_refused: blocks at the end for which no slot could be had; nothing of them is kept.
     """
 

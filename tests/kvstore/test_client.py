@@ -28,7 +28,7 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.hashing import BlockHashes, Namespace
-from kvstore.layout import Part
+from kvstore.part import Part
 from kvstore.results import Job
 from kvstore.shape import KVShape
 
@@ -193,7 +193,7 @@ def layers(num_blocks=4, dtype=torch.float32, **changes):
 BAD_CACHES = {
     "too few layers": layers(layers=1),
     "too many layers": layers(layers=3),
-    "block size": layers(tokens=8),
+    "block size": layers(tokens=6),
     "heads": layers(heads=4),
     "head dim": layers(dim=16),
     "dtype": layers(dtype=torch.bfloat16),
@@ -261,10 +261,17 @@ def test_a_capacity_below_two_blocks(cluster):
     assert worker.save(cluster.hashes(2), range(2)).num_written == 2
 
 
-@pytest.mark.parametrize("part", [Part(0, 2, 0, 1), Part(0, 1, 1, 2)])
-def test_a_part_of_a_split_block(world, unchanged, part):
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (Part(0, 3, 0, 1), "the 2 KV heads of a block, got tp_size=3"),
+        ((0, 4, 0, 1), "the 2 KV heads of a block, got tp_size=4"),
+        ((0, 1, 1, 2), "the 1 layer groups of a block, got pp_size=2"),
+    ],
+)
+def test_a_part_that_blocks_do_not_have(world, unchanged, part, words):
     cluster, _ = world
-    with pytest.raises(LayoutMismatch, match="one rank only"):
+    with pytest.raises(LayoutMismatch, match=words):
         Client(cluster.nodes["a"].control_path, cluster.space, part)
 
 

@@ -4,14 +4,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvstore.detect import detect_layout
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.layout import (
-    CacheForm,
-    Part,
-    canonical_views,
-    detect_layout,
-    same_layout,
-)
+from kvstore.layout import CacheForm, canonical_views, same_layout
+from kvstore.part import Part, as_part
 from kvstore.shape import KVShape
 
 BLOCKS, LAYERS, TOKENS, HEADS, DIM = 7, 3, 16, 5, 8
@@ -57,7 +53,7 @@ def check_views(caches, axes, found, stored):
     spots = [
         {"B": b, "T": t, "H": h, "D": d}
         for b in (0, found.num_blocks - 1)
-        for t in (0, 3, stored.block_size - 1)
+        for t in (0, 3, found.block_size - 1)
         for h in (0, stored.num_kv_heads - 1)
         for d in (0, stored.row_dim - 1)
     ]
@@ -226,7 +222,7 @@ def test_wrong_axes_are_refused(axes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"head_dim": 9}, {"num_kv_heads": 6}, {"block_size": 15}, {"planes": "packed"}, {"planes": "single"}],
+    [{"head_dim": 9}, {"num_kv_heads": 6}, {"planes": "packed"}, {"planes": "single"}],
 )
 def test_sizes_that_do_not_fit(changes):
     with pytest.raises(LayoutMismatch) as caught:
@@ -239,21 +235,72 @@ def test_sizes_that_do_not_fit(changes):
 
 @pytest.mark.parametrize("stored_tokens", [8, 32, 48, 1])
 @pytest.mark.parametrize("axes", [None, "BPTHD"])
-def test_other_block_sizes_are_refused_with_the_one_to_use(stored_tokens, axes):
-    with pytest.raises(LayoutMismatch, match=r"not supported.*block_size=16") as caught:
+def test_engine_blocks_may_be_multiples_or_divisors_of_stored_ones(stored_tokens, axes):
+    stored = shape(block_size=stored_tokens)
+    found = detect_layout(layers("BPTHD"), stored, axes=axes)
+    assert (found.axes, found.block_size, found.num_blocks) == ("BPTHD", TOKENS, BLOCKS)
+    check_views(layers("BPTHD"), "BPTHD", found, stored)
+    assert found.fingerprint == detect_layout(layers("BPTHD"), shape()).fingerprint
+
+
+@pytest.mark.parametrize(("stored_tokens", "to_use"), [(24, 8), (15, 1), (12, 4)])
+@pytest.mark.parametrize("axes", [None, "BPTHD"])
+def test_block_sizes_of_which_neither_divides_the_other_are_refused_with_the_one_to_use(stored_tokens, to_use, axes):
+    with pytest.raises(LayoutMismatch, match=rf"block_size={to_use}\)") as caught:
         detect_layout(layers("BPTHD"), shape(block_size=stored_tokens), axes=axes)
-    assert "re-layout between block sizes" in str(caught.value)
+    assert f"the stored {stored_tokens} tokens, got blocks of 16" in str(caught.value)
 
 
-def test_parts():
-    caches = layers("BPTHD")
-    assert detect_layout(caches, shape(), part=Part(0, 1, 0, 1)).part == Part(0, 1, 0, 1)
-    for part in (Part(0, 2, 0, 1), Part(1, 2, 0, 1), Part(0, 1, 1, 2)):
-        with pytest.raises(LayoutMismatch, match="not supported"):
-            detect_layout(caches, shape(), part=part)
+def test_the_stored_block_size_is_read_where_another_could_be():
+    # Two dims of 2: as planes and layers of blocks of 16 tokens, not as tokens behind 16 of something else.
+    sizes = {"L": 2, "H": 2, "T": 16, "B": 2}
+    found = detect_layout(numbered("BHLPTD", sizes=sizes), shape(num_layers=2, num_kv_heads=2), axes="BHLPTD")
+    assert found.block_size == 16
+    # With heads as many as the engine's tokens nothing tells them apart, whatever the stored block size is.
+    for tokens in (4, 8, 16):
+        with pytest.raises(LayoutMismatch, match="BPHTD, BPTHD"):
+            detect_layout(layers("BPTHD", sizes={"H": 8, "T": 8}), shape(num_kv_heads=8, block_size=tokens))
+
+
+@pytest.mark.parametrize("part", [Part(0, 5, 0, 1), Part(3, 5, 0, 1), Part(0, 1, 2, 3), Part(4, 5, 1, 3)])
+@pytest.mark.parametrize("axes", ["BPTHD", "PBTHD", "BPHTD"])
+def test_parts(part, axes):
+    stored = shape(num_layer_groups=3)
+    sizes = SIZES | {"H": HEADS // part.tp_size}
+    caches = [numbered(axes, sizes=sizes, base=1000 * layer) for layer in range(LAYERS // part.pp_size)]
+    found = detect_layout(caches, stored, part=part)
+    assert (found.axes, found.part, found.num_layers) == (axes, part, LAYERS // part.pp_size)
+    views = canonical_views(caches, found, stored)
+    assert [tuple(view.shape) for view in views] == [(BLOCKS, sizes["H"], 2, TOKENS, DIM)] * found.num_layers
+    with pytest.raises(LayoutMismatch, match="wanted"):
+        detect_layout(layers(axes), stored, part=part)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ((0, 2, 0, 1), "the 5 KV heads of a block, got tp_size=2"),
+        ((9, 10, 0, 1), "the 5 KV heads of a block, got tp_size=10.*same part"),
+        ((0, 1, 0, 3), "the 1 layer groups of a block, got pp_size=3.*num_layer_groups=.*multiple of 3"),
+    ],
+)
+def test_parts_that_blocks_do_not_have(part, words):
+    with pytest.raises(LayoutMismatch, match=words):
+        detect_layout(layers("BPTHD"), shape(), part=Part(*part))
+
+
+def test_bad_parts():
     for bad in ((1, 1, 0, 1), (-1, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2, 2), (0, 1.0, 0, 1), (False, 1, 0, 1)):
         with pytest.raises(ConfigError, match="Part"):
             Part(*bad)
+        with pytest.raises(ConfigError, match="Part"):
+            as_part(bad)
+    for bad in ((0, 1), "0101", 3, (0, 1, 0, 1, 0)):
+        with pytest.raises(ConfigError, match=r"wanted \(tp_rank, tp_size, pp_rank, pp_size\)"):
+            as_part(bad)
+    assert as_part(None) == as_part([0, 1, 0, 1]) == Part(0, 1, 0, 1)
+    assert [as_part((tp, 2, pp, 3)).index for pp in range(3) for tp in range(2)] == list(range(6))
+    assert as_part((1, 2, 0, 3)).num_parts == 6
 
 
 def strided_apart(tensor):
