@@ -43,7 +43,7 @@ class Peer:
     epoch: bytes
     _transport: tuple[int, PeerDescription] | None = field(default=None)
 
-    def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None]) -> PeerGrant:
+    def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
         """Ask for a lease: one blocking call; `meanwhile` is called, and must not raise, before it is waited for."""
         payload = pack_peer_lease(lease)
         return unpack_peer_grant(self.client.call(Op.PEER_LEASE, payload, timeout_s=timeout_s, meanwhile=meanwhile))
