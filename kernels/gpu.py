@@ -137,7 +137,10 @@ class GpuCopier:
         stream: torch.cuda.Stream | None = None,
         max_ctas: int | None = None,
     ) -> None:
-        """Copy the tokens of spans from slots into the engine; arguments as for `pack`."""
+        """Copy the tokens of spans from slots into the engine; arguments as for `pack`.
+
+        Memory takes what is written fastest when the spans came from `Spans.by_engine_block`.
+        """
         self._copy(False, spans, slots, begin, end, first_slot, stream, max_ctas)
 
     def _copy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,27 @@ from kvstore.kernels.module import WORDS
 from kvstore.kernels.plan import CopyPlan, Section
 from kvstore.kernels.spans import Spans
 
-NUM_THREADS = 256
+#: Threads of a thread block, and planes that a thread copies, as pack.cu has them.
+MAX_THREADS = 256
+NUM_PLANES = 4
 WARP = 32
-#: Loads that one thread has in flight, kUnroll of pack.cu.
-UNROLL = 4
-_MAX_ITEMS = 2**31 - 1
+_MAX_INDEX = 2**31 - 1
+
+
+class Divisor(ctypes.Structure):
+    """`struct Divisor` of pack.cu: a product and a shift in place of a division."""
+
+    _fields_ = [(name, ctypes.c_uint32) for name in ("value", "multiplier", "shift")]
+
+
+@functools.lru_cache(maxsize=1024)
+def divisor_of(value: int) -> Divisor:
+    """Return the divisor of a value of at least 1; nobody may write it.
+
+    Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
+    """
+    shift = (value - 1).bit_length()
+    return Divisor(value, ((1 << 32) * ((1 << shift) - value)) // value + 1, shift)
 
 
 class Copy(ctypes.Structure):
@@ -29,7 +46,8 @@ class Copy(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("engine_bases", "slot_offsets", "spans", "slots")),
         *((name, ctypes.c_int64) for name in ("engine_block", "engine_head", "engine_token")),
         *((name, ctypes.c_int64) for name in ("slot_stride", "slot_head", "slot_token")),
-        *((name, ctypes.c_uint32) for name in ("num_planes", "num_spans", "num_heads", "row_words", "lanes")),
+        *((name, ctypes.c_uint32) for name in ("num_planes", "num_heads", "num_units")),
+        *((name, Divisor) for name in ("lanes", "tiles", "groups", "num_spans", "head_words", "row_words")),
     ]
 
 
@@ -135,36 +153,64 @@ def launches(
     Raises:
         ValueError: a copy is too large.
     """
-    num_spans = (len(spans) if end is None else end) - begin
-    if num_spans < 1:
+    end = len(spans) if end is None else end
+    if end <= begin:
         return
-    max_tokens = min(plan.paging.engine_block_size, plan.paging.stored_block_size)
+    max_tokens = int(spans.rows[begin:end, 4].max())
     stride = slots.stride(0)
     origin = slots.data_ptr() - first_slot * stride
     begin_address = spans_address + begin * spans.rows.strides[0]
     for section, table in zip(plan.sections, tables, strict=True):
         word = math.gcd(section.align_bytes, slots.data_ptr(), stride if slots.shape[0] > 1 else 16)
         row_words = section.row_bytes // word
-        num_ctas, lanes = _grid(section, num_spans, row_words * max_tokens * section.num_heads, max_ctas)
+        grid = _grid(section, end - begin, max_tokens * row_words, max_ctas)
         copy = Copy(
             table.engine_bases, table.slot_offsets, begin_address, origin,
             section.engine_block_stride, section.engine_head_stride, section.engine_token_stride,
             stride, section.slot_head_stride, section.slot_token_stride,
-            len(section.engine_bases), num_spans, section.num_heads, row_words, lanes,
+            len(section.engine_bases), section.num_heads, grid.num_units,
+            *grid.divisors, divisor_of(end - begin), divisor_of(max_tokens * row_words), divisor_of(row_words),
         )  # fmt: skip
-        yield Launch(f"{'pack' if to_slots else 'unpack'}_spans<{WORDS[word]}>", num_ctas, NUM_THREADS, (copy,))
-
-
-def _grid(section: Section, num_spans: int, words: int, max_ctas: int | None) -> tuple[int, int]:
-    """Return the number of thread blocks, and how many threads share one pair of span and plane."""
-    items = num_spans * len(section.engine_bases)
-    if items > _MAX_ITEMS or words > _MAX_ITEMS:
-        raise ValueError(
-            f"wanted at most {_MAX_ITEMS} pairs of span and plane and words in each, got {items} and {words}; copy in "
-            "smaller pieces"
+        yield Launch(
+            f"{'pack' if to_slots else 'unpack'}_spans<{WORDS[word]}>", grid.num_ctas, grid.num_threads, (copy,)
         )
-    lanes = WARP
-    while lanes < NUM_THREADS and lanes * UNROLL < words:
-        lanes *= 2
-    num_ctas = -(-items // (NUM_THREADS // lanes))
-    return (num_ctas if max_ctas is None else min(num_ctas, max_ctas)), lanes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grid:
+    num_ctas: int
+    num_threads: int
+    num_units: int
+    divisors: tuple[Divisor, ...]
+
+
+def _grid(section: Section, num_spans: int, head_words: int, max_ctas: int | None) -> _Grid:
+    """Cut what a launch copies: `head_words` words of each head, plane and span."""
+    words = head_words * section.num_heads
+    num_tiles, lanes = _tiles(words)
+    num_groups = -(-len(section.engine_bases) // NUM_PLANES)
+    num_units = num_spans * num_groups * num_tiles
+    if max(num_units, words + MAX_THREADS) > _MAX_INDEX:
+        raise ValueError(
+            f"wanted at most {_MAX_INDEX} pieces of work and words of a span and plane, got {num_units} and {words}; "
+            "copy in smaller pieces"
+        )
+    at_once = MAX_THREADS // lanes
+    num_ctas = -(-num_units // at_once)
+    num_threads = -(-lanes * at_once // WARP) * WARP
+    divisors = (divisor_of(lanes), divisor_of(num_tiles), divisor_of(num_groups))
+    return _Grid(num_ctas if max_ctas is None else min(num_ctas, max_ctas), num_threads, num_units, divisors)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tiles(words: int) -> tuple[int, int]:
+    """Return into how many tiles words are cut, and the threads of each: as few without a word as there can be.
+
+    More than a warp of them are whole warps, so that none begins in the middle of a line.
+    """
+    fewest = -(-words // MAX_THREADS)
+    if words <= WARP:
+        return 1, words
+    lanes = {count: -(-words // (count * WARP)) * WARP for count in range(fewest, fewest + 8)}
+    count = min(lanes, key=lambda count: count * lanes[count])
+    return count, lanes[count]

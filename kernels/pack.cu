@@ -11,10 +11,12 @@
 // sizes and negative ids are all settled in that list: a token that must not be touched is in no
 // span, so no thread ever has its address. Origin: ours.
 //
-// Threads: `lanes` neighbouring threads copy one (span, plane); groups of them stride over all
-// pairs, so the grid may be of any size and a small one leaves multiprocessors to the model. Within
-// a pair neighbouring threads copy neighbouring words of the slot; each thread has kUnroll loads
-// in flight before its first store. Loads and stores stream (.cs): nothing here is read twice.
+// Threads: a thread keeps to one word of a span in a plane and copies it in kPlanes planes, so
+// where the word lies is worked out once for all of them, and all loads are in flight before the
+// first store. `lanes` neighbouring threads copy neighbouring words of the slot; as many of them as
+// a plane of a span needs are its tiles. Tiles are dealt out in the order of the slots: memory is
+// fast where what is in flight at one time lies together. The grid may be of any size; a small one
+// leaves multiprocessors to the model.
 //
 // Offsets are 64 bits wide wherever they can span more than one block of one plane.
 
@@ -24,6 +26,12 @@ struct Span {
     long long engine_token;  // first token, within the engine block
     long long slot_token;    // the same token, within the stored block
     long long num_tokens;
+};
+
+struct Divisor {  // of numbers below 2^31, without a division
+    unsigned value;
+    unsigned multiplier;
+    unsigned shift;
 };
 
 struct Copy {                       // one launch; strides in bytes
@@ -38,73 +46,84 @@ struct Copy {                       // one launch; strides in bytes
     long long slot_head;
     long long slot_token;
     unsigned num_planes;
-    unsigned num_spans;
     unsigned num_heads;
-    unsigned row_words;
-    unsigned lanes;
+    unsigned num_units;  // tiles of all spans in all groups of kPlanes planes; below 2^31
+    Divisor lanes;
+    Divisor tiles;   // of one span in one plane
+    Divisor groups;  // of planes
+    Divisor num_spans;
+    Divisor head_words;  // of the longest span
+    Divisor row_words;
 };
 
-constexpr unsigned kUnroll = 4;
+constexpr unsigned kPlanes = 4;
+
+__device__ __forceinline__ unsigned quotient(unsigned dividend, const Divisor& divisor) {
+    return (__umulhi(dividend, divisor.multiplier) + dividend) >> divisor.shift;
+}
 
 template <typename Word, bool kToSlots>
 __device__ __forceinline__ void copy_spans(const Copy& copy) {
-    const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
-    const unsigned num_groups = gridDim.x * (blockDim.x / copy.lanes);
-    const unsigned lane = thread % copy.lanes;
-    const unsigned num_items = copy.num_spans * copy.num_planes;  // the host keeps it below 2^31
-    const long long row_bytes = static_cast<long long>(copy.row_words) * sizeof(Word);
-    const bool rows_adjoin = copy.engine_token == row_bytes && copy.slot_token == row_bytes;
+    const unsigned units_at_once = quotient(blockDim.x, copy.lanes);
+    const unsigned turn = quotient(threadIdx.x, copy.lanes);
+    const unsigned lane = threadIdx.x - turn * copy.lanes.value;
+    if (turn >= units_at_once) {
+        return;  // the host rounds thread blocks up to whole warps
+    }
+    const long long* const sources = kToSlots ? copy.engine_bases : copy.slot_offsets;
+    const long long* const targets = kToSlots ? copy.slot_offsets : copy.engine_bases;
 
-    for (unsigned item = thread / copy.lanes; item < num_items; item += num_groups) {
-        const Span span = copy.spans[item / copy.num_planes];
-        const unsigned plane = item % copy.num_planes;
-        char* engine =
-            reinterpret_cast<char*>(copy.engine_bases[plane] + span.block * copy.engine_block +
-                                    span.engine_token * copy.engine_token);
-        char* slot = reinterpret_cast<char*>(copy.slots + copy.slot_offsets[plane] +
-                                             span.slot * copy.slot_stride +
-                                             span.slot_token * copy.slot_token);
-        // Where tokens follow each other on both sides, all of a head's tokens are one long row.
-        const unsigned head_words = copy.row_words * static_cast<unsigned>(span.num_tokens);
-        const unsigned row_words = rows_adjoin ? head_words : copy.row_words;
-        const unsigned total = head_words * copy.num_heads;
+    for (unsigned unit = blockIdx.x * units_at_once + turn; unit < copy.num_units;
+         unit += gridDim.x * units_at_once) {
+        const unsigned pair = quotient(unit, copy.tiles);
+        const unsigned tile = unit - pair * copy.tiles.value;
+        const Divisor& inner = kToSlots ? copy.groups : copy.num_spans;
+        const unsigned slow = quotient(pair, inner);
+        const unsigned fast = pair - slow * inner.value;
+        const unsigned first_plane = (kToSlots ? fast : slow) * kPlanes;
+        const Span span = copy.spans[kToSlots ? slow : fast];
 
-        for (unsigned first = lane; first < total; first += copy.lanes * kUnroll) {
-            Word held[kUnroll];
-            char* targets[kUnroll];
+        const unsigned index = tile * copy.lanes.value + lane;
+        const unsigned head = quotient(index, copy.head_words);
+        const unsigned in_head = index - head * copy.head_words.value;
+        const unsigned token = quotient(in_head, copy.row_words);
+        if (head >= copy.num_heads || token >= span.num_tokens) {
+            continue;
+        }
+        const long long inside =
+            static_cast<long long>(in_head - token * copy.row_words.value) * sizeof(Word);
+        const long long engine = span.block * copy.engine_block +
+                                 (span.engine_token + token) * copy.engine_token +
+                                 head * copy.engine_head + inside;
+        const long long slot = copy.slots + span.slot * copy.slot_stride +
+                               (span.slot_token + token) * copy.slot_token + head * copy.slot_head +
+                               inside;
+        const long long source = kToSlots ? engine : slot;
+        const long long target = kToSlots ? slot : engine;
+
+        Word held[kPlanes];
 #pragma unroll
-            for (unsigned step = 0; step < kUnroll; ++step) {
-                const unsigned index = first + step * copy.lanes;
-                if (index < total) {
-                    const unsigned head = index / head_words;
-                    const unsigned in_head = index - head * head_words;
-                    const unsigned token = in_head / row_words;
-                    const long long inside =
-                        static_cast<long long>(in_head - token * row_words) * sizeof(Word);
-                    char* at_engine =
-                        engine + head * copy.engine_head + token * copy.engine_token + inside;
-                    char* at_slot = slot + head * copy.slot_head + token * copy.slot_token + inside;
-                    targets[step] = kToSlots ? at_slot : at_engine;
-                    held[step] =
-                        __ldcs(reinterpret_cast<const Word*>(kToSlots ? at_engine : at_slot));
-                }
+        for (unsigned step = 0; step < kPlanes; ++step) {
+            if (first_plane + step < copy.num_planes) {
+                held[step] =
+                    __ldcg(reinterpret_cast<const Word*>(sources[first_plane + step] + source));
             }
+        }
 #pragma unroll
-            for (unsigned step = 0; step < kUnroll; ++step) {
-                if (first + step * copy.lanes < total) {
-                    __stcs(reinterpret_cast<Word*>(targets[step]), held[step]);
-                }
+        for (unsigned step = 0; step < kPlanes; ++step) {
+            if (first_plane + step < copy.num_planes) {
+                __stcg(reinterpret_cast<Word*>(targets[first_plane + step] + target), held[step]);
             }
         }
     }
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(256) pack_spans(const Copy copy) {
+__global__ void __launch_bounds__(256, 6) pack_spans(const Copy copy) {
     copy_spans<Word, true>(copy);
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(256) unpack_spans(const Copy copy) {
+__global__ void __launch_bounds__(256, 6) unpack_spans(const Copy copy) {
     copy_spans<Word, false>(copy);
 }

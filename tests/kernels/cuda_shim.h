@@ -46,16 +46,20 @@ static bool reachable(const void* pointer, std::size_t size, bool write) {
 }
 
 template <typename T>
-static T __ldcs(const T* pointer) {
+static T __ldcg(const T* pointer) {
     T value{};
     if (reachable(pointer, sizeof(T), false)) std::memcpy(&value, pointer, sizeof(T));
     return value;
 }
 
 template <typename T>
-static void __stcs(T* pointer, T value) {
+static void __stcg(T* pointer, T value) {
     ++num_stores;
     if (reachable(pointer, sizeof(T), true)) std::memcpy(pointer, &value, sizeof(T));
+}
+
+static unsigned __umulhi(unsigned a, unsigned b) {
+    return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
 }
 
 using Runner = void (*)(void (*)(), void**);

@@ -58,6 +58,14 @@ def test_torch_ids_and_lists_and_small_integers():
         assert block_spans(PAGING, ids, [1], 5).rows.tolist() == wanted
 
 
+def test_the_order_of_engine_blocks_has_the_same_spans():
+    spans = block_spans(PAGING, [7, 2, 9, 0, 4], [1, 3, 0], 5, num_tokens=19, skip_prefix_tokens=3)
+    ordered = spans.by_engine_block()
+    assert ordered.rows[:, 0].tolist() == [0, 2, 4, 7, 9]
+    assert sorted(pairs_of(ordered)) == sorted(pairs_of(spans))
+    assert spans.rows[0, 0] == 7
+
+
 def test_nothing_is_changed():
     blocks, slots = np.array([2, -1]), np.array([1])
     block_spans(PAGING, blocks, slots, 5, skip_prefix_tokens=3)

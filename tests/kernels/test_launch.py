@@ -1,0 +1,56 @@
+import random
+
+import pytest
+import torch
+
+from kvstore.kernels.launch import NUM_PLANES, Tables, divisor_of, launches
+from kvstore.kernels.plan import plan_copy
+from kvstore.kernels.spans import block_spans
+from kvstore.kernels.stored import StoredBlock
+
+
+def quotient(dividend, divisor):
+    """As pack.cu has it, in 32 bits."""
+    total = ((dividend * divisor.multiplier) >> 32) + dividend
+    assert total < 2**32
+    return total >> divisor.shift
+
+
+@pytest.mark.parametrize("value", [1, 2, 3, 5, 16, 72, 255, 256, 257, 1152, 77_777, 2**16, 2**30, 2**31 - 1])
+def test_a_divisor_divides(value):
+    rng = random.Random(value)
+    divisor = divisor_of(value)
+    edges = [value * times + by for times in (0, 1, 2, 2**31 // value - 1) for by in (-1, 0, 1)]
+    for dividend in [*edges, 2**31 - 1, *(rng.randrange(2**31) for _ in range(500))]:
+        if 0 <= dividend < 2**31:
+            assert quotient(dividend, divisor) == dividend // value
+
+
+def test_threads_are_as_many_as_words_and_whole_warps():
+    """Whatever the shape, at most a tenth of the threads of full blocks has nothing to copy."""
+    for layers, heads, dim, planes in ((32, 8, 128, 2), (80, 1, 128, 2), (61, 1, 576, 1)):
+        for size in (16, 64):
+            stored = StoredBlock(block_dims=(1, heads, layers, planes, size, dim), dtype="bfloat16")
+            views = [torch.empty(4, heads, planes, size, dim, dtype=torch.bfloat16) for _ in range(layers)]
+            plan = plan_copy(views, stored)
+            spans = block_spans(plan.paging, range(3), range(3), 3)
+            slots = torch.empty(3, stored.block_bytes, dtype=torch.uint8)
+            [launch] = launches(plan, [Tables(0, 0)], spans, 0, slots, to_slots=True)
+            words = 3 * stored.block_bytes // 16
+            assert launch.num_threads % 32 == 0
+            assert launch.num_ctas * launch.num_threads * NUM_PLANES * 0.9 <= words
+
+
+def test_too_large_a_copy_is_refused(monkeypatch):
+    monkeypatch.setattr("kvstore.kernels.launch._MAX_INDEX", 520)
+    stored = StoredBlock(block_dims=(1, 1, 1, 1, 1, 16), dtype="uint8")
+    plan = plan_copy([torch.empty(600, 1, 1, 1, 16, dtype=torch.uint8)], stored)
+    slots = torch.empty(600, 16, dtype=torch.uint8)
+    for count in (520, 521):
+        spans = block_spans(plan.paging, range(count), range(count), count)
+        work = launches(plan, [Tables(0, 0)], spans, 0, slots, to_slots=True)
+        if count == 520:
+            assert len(list(work)) == 1
+        else:
+            with pytest.raises(ValueError, match="smaller pieces"):
+                list(work)
