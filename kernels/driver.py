@@ -74,7 +74,7 @@ def launch(function: int, num_ctas: int, num_threads: int, args: Sequence[Any], 
         RuntimeError: the driver refused; nothing was launched.
     """
     pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
-    status = libcuda().cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, stream, pointers, None)
+    status = _queueing().cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, stream, pointers, None)
     check(status, "cuLaunchKernel")
 
 
@@ -85,6 +85,16 @@ def copy_run(target: int, source: int, num_bytes: int, stream: int) -> None:
         RuntimeError: the driver refused; nothing was queued.
     """
     check(libcuda().cuMemcpyAsync(target, source, num_bytes, stream), "cuMemcpyAsync")
+
+
+def record(event: int, stream: int) -> None:
+    """Record an event on a stream; both are handles."""
+    check(_queueing().cuEventRecord(event, stream), "cuEventRecord")
+
+
+def wait(stream: int, event: int) -> None:
+    """Let what comes next on a stream wait for an event; both are handles."""
+    check(_queueing().cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
 
 
 def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
@@ -142,10 +152,24 @@ def _primary_context(index: int) -> ctypes.c_void_p:
 def libcuda() -> ctypes.CDLL:
     """Return the driver's library; the caller makes a device current first, and checks what a call answers."""
     driver = ctypes.CDLL("libcuda.so.1")
-    pointer, count = ctypes.c_void_p, ctypes.c_uint
+    pointer = ctypes.c_void_p
     driver.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer)
-    driver.cuLaunchKernel.argtypes = (pointer, *(count,) * 7, pointer, pointer, pointer)
     if hasattr(driver, "cuMemcpyBatchAsync_v2"):
         size = ctypes.c_size_t
         driver.cuMemcpyBatchAsync_v2.argtypes = (*(pointer,) * 3, size, pointer, pointer, size, pointer)
+    return driver
+
+
+@functools.cache
+def _queueing() -> ctypes.PyDLL:
+    """The calls that put one command into a queue and return within a microsecond or two.
+
+    They keep the interpreter: to give it up for that long costs a hundred times as much beside a busy thread, because
+    the way back leads through a queue of its own. Copies of many runs give it up.
+    """
+    driver = ctypes.PyDLL("libcuda.so.1")
+    pointer, count = ctypes.c_void_p, ctypes.c_uint
+    driver.cuLaunchKernel.argtypes = (pointer, *(count,) * 7, pointer, pointer, pointer)
+    driver.cuEventRecord.argtypes = (pointer, pointer)
+    driver.cuStreamWaitEvent.argtypes = (pointer, pointer, count)
     return driver

@@ -8,31 +8,15 @@ writer is done, `drained` when its reader is. A ring serves one direction at a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore.kernels.driver import copy_runs, merge_runs, on_device
+from kvstore.kernels.chunks import Chunk, Moves, cut_spans, partial_positions
+from kvstore.kernels.driver import copy_runs, on_device, record, wait
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.launch import check_slots, check_window
 from kvstore.kernels.spans import I64, Ids, Spans, slots_of_positions
 from kvstore.kernels.streams import own_stream
-
-_NONE: I64 = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Spans [begin, end) of the list, in positions [first, stop) of the list of slots, through buffer `buffer`."""
-
-    begin: int
-    end: int
-    first: int
-    stop: int
-    buffer: int
 
 
 class StagingRing:
@@ -46,8 +30,10 @@ class StagingRing:
         layers: layers of the block that the engine holds.
         heads: heads of the block that the engine holds.
         chunk_bytes: aim for the bytes of one chunk; at least one block goes into one.
-        num_chunks: chunks of the ring.
-        max_ctas: cap on the thread blocks of a kernel, so that copies leave multiprocessors to the model.
+        num_chunks: chunks of the ring. Where the model's kernels fill the device, ours wait for them to end, one
+            after another; the default lets the link go on for more than 2 ms meanwhile.
+        max_ctas: cap on the thread blocks of a kernel. Default none: beside large matrix products a cap made copies
+            slower and the products no faster (`kvstore bench gpu`).
         slots_per_piece: host slots are registered in pieces of so many, from slot 0 on, and no copy may go from one
             into the next; default all in one. The first piece has to be there before the first copy.
 
@@ -62,26 +48,27 @@ class StagingRing:
         layers: range | None = None,
         heads: range | None = None,
         chunk_bytes: int = 32 << 20,
-        num_chunks: int = 3,
+        num_chunks: int = 4,
         max_ctas: int | None = None,
         slots_per_piece: int | None = None,
     ) -> None:
         stored, device = copier.plan.stored, copier.plan.device
         if num_chunks < 2:
             raise ValueError(f"StagingRing: wanted at least 2 chunks, got {num_chunks}; one cannot overlap with itself")
-        self._copier, self._max_ctas, self._num_chunks = copier, max_ctas, num_chunks
-        self._slots_per_piece = slots_per_piece
+        self._copier, self._max_ctas, self._slots_per_piece = copier, max_ctas, slots_per_piece
         self._runs = stored.runs(layers or range(stored.num_layers), heads or range(stored.num_heads))
         self._per_chunk = max(1, chunk_bytes // stored.block_bytes)
         size = (num_chunks, self._per_chunk, stored.block_bytes)
         # Zeros, so that what aligns side tensors in a slot is never another request's bytes.
-        self._buffers = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._buffers = list(self._memory)
         # Before the model's kernels: a short copy kernel that waited behind them would leave the link idle.
         self._kernels, self._copies = own_stream(device, -1), own_stream(device)
         for stream in (self._kernels, self._copies):
             stream.wait_stream(torch.cuda.current_stream(device))
-        self._ready = [_event() for _ in range(num_chunks)]
-        self._drained = [_event() for _ in range(num_chunks)]
+        self._events = [_recorded(self._kernels) for _ in range(2 * num_chunks)]
+        handles = [event.cuda_event for event in self._events]
+        self._ready, self._drained = handles[:num_chunks], handles[num_chunks:]
         self._addresses = [buffer.data_ptr() for buffer in self._buffers]
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._next = 0
@@ -92,7 +79,7 @@ class StagingRing:
     @property
     def num_bytes(self) -> int:
         """Device memory that the ring takes."""
-        return self._buffers.numel()
+        return self._memory.numel()
 
     @property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
@@ -117,25 +104,26 @@ class StagingRing:
             ValueError: ids or slots do not fit; nothing was written.
         """
         ids = self._check(spans, slots, slot_ids)
+        chunks = self._cut(spans, partial_positions(spans, len(ids)))
         with on_device(self._index):
-            placed = self._start(spans)
-            partial = _partial_positions(spans, len(ids))
-            moves: _Moves | None = None
-            for chunk in self._chunks(spans, partial):
-                if len(partial) and chunk.first in partial:
+            self._join()
+            placed, moves = self._place(spans), None
+            for chunk in chunks:
+                if chunk.partial:
                     slot = int(ids[chunk.first])
                     self._launch(True, placed, slots[slot : slot + 1], chunk)
                     continue
-                self._kernels.wait_event(self._drained[chunk.buffer])
+                ready, drained = self._ready[chunk.buffer], self._drained[chunk.buffer]
+                wait(self._kernels.cuda_stream, drained)
                 self._launch(True, placed, self._buffers[chunk.buffer], chunk)
-                self._ready[chunk.buffer].record(self._kernels)
-                self._copies.wait_event(self._ready[chunk.buffer])
+                record(ready, self._kernels.cuda_stream)
+                wait(self._copies.cuda_stream, ready)
                 # Only now, while the first kernel runs.
-                moves = moves or self._moves(slots, ids)
-                host, device, lengths = moves.of(spans, chunk, self._addresses[chunk.buffer])
+                moves = moves or self._moves(spans, slots, ids)
+                host, device, lengths = moves.of(chunk, self._addresses[chunk.buffer])
                 copy_runs(host, device, lengths, self._copies.cuda_stream)
-                self._drained[chunk.buffer].record(self._copies)
-        if len(partial):
+                record(drained, self._copies.cuda_stream)
+        if any(chunk.partial for chunk in chunks):
             self._copies.wait_stream(self._kernels)
         return _recorded(self._copies)
 
@@ -145,22 +133,24 @@ class StagingRing:
         No byte of the engine that is in no span is written.
         """
         ids = self._check(spans, slots, slot_ids)
+        chunks = self._cut(spans, None)
         with on_device(self._index):
             self._join()
-            moves, placed = self._moves(slots, ids), None
-            for chunk in self._chunks(spans, _NONE):
-                self._copies.wait_event(self._drained[chunk.buffer])
-                host, device, lengths = moves.of(spans, chunk, self._addresses[chunk.buffer])
+            moves, placed = self._moves(spans, slots, ids), None
+            for chunk in chunks:
+                ready, drained = self._ready[chunk.buffer], self._drained[chunk.buffer]
+                wait(self._copies.cuda_stream, drained)
+                host, device, lengths = moves.of(chunk, self._addresses[chunk.buffer])
                 copy_runs(device, host, lengths, self._copies.cuda_stream)
-                self._ready[chunk.buffer].record(self._copies)
+                record(ready, self._copies.cuda_stream)
                 # Only now, while the first bytes are on their way.
                 placed = placed or self._place(spans)
-                self._kernels.wait_event(self._ready[chunk.buffer])
+                wait(self._kernels.cuda_stream, ready)
                 self._launch(False, placed, self._buffers[chunk.buffer], chunk)
-                self._drained[chunk.buffer].record(self._kernels)
+                record(drained, self._kernels.cuda_stream)
         return _recorded(self._kernels)
 
-    def _launch(self, to_slots: bool, placed: PlacedSpans, slots: Tensor, chunk: _Chunk) -> None:
+    def _launch(self, to_slots: bool, placed: PlacedSpans, slots: Tensor, chunk: Chunk) -> None:
         self._copier.launch_checked(
             to_slots, placed, slots, chunk.begin, chunk.end, chunk.first, self._kernels.cuda_stream, self._max_ctas
         )
@@ -188,63 +178,15 @@ class StagingRing:
         self._rows = placed.memory
         return placed
 
-    def _start(self, spans: Spans) -> PlacedSpans:
-        self._join()
-        return self._place(spans)
+    def _cut(self, spans: Spans, partial: I64 | None) -> list[Chunk]:
+        chunks = cut_spans(spans, self._per_chunk, partial, self._next, len(self._buffers))
+        self._next += sum(not chunk.partial for chunk in chunks)
+        return chunks
 
-    def _chunks(self, spans: Spans, alone: I64) -> Iterator[_Chunk]:
-        """Cut the list at chunk boundaries; positions in `alone`, which ascend, are chunks by themselves."""
-        positions, begin = spans.rows[:, 1], 0
-        while begin < len(positions):
-            first = int(positions[begin])
-            stop = first + self._per_chunk
-            if len(alone) and (later := alone[np.searchsorted(alone, first) :][:1].tolist()):
-                stop = min(stop, max(first + 1, later[0]))
-            end = int(positions.searchsorted(stop))
-            yield _Chunk(begin, end, first, stop, self._next)
-            self._next = (self._next + 1) % self._num_chunks
-            begin = end
-
-    def _moves(self, slots: Tensor, ids: I64) -> _Moves:
-        stride, block_bytes = slots.stride(0), self._copier.plan.stored.block_bytes
-        mergeable = len(self._runs) == 1 and self._runs[0][1] == stride == block_bytes
-        mergeable = mergeable and bool((np.diff(ids) == 1).any())
-        pieces = ids // self._slots_per_piece if mergeable and self._slots_per_piece else None
-        return _Moves(slots.data_ptr() + ids * stride, block_bytes, self._runs, mergeable, pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class _Moves:
-    """Where the slot of every position lies on the host, and which runs of it are moved."""
-
-    addresses: I64
-    block_bytes: int
-    runs: list[tuple[int, int]]
-    mergeable: bool
-    pieces: I64 | None
-
-    def of(self, spans: Spans, chunk: _Chunk, buffer: int) -> tuple[I64, I64, I64]:
-        """Return addresses on the host and in the buffer, and lengths, of the runs of a chunk."""
-        used = spans.rows[chunk.begin : chunk.end, 1]
-        if (again := used[1:] == used[:-1]).any():  # The spans of a slot follow each other.
-            used = used[np.concatenate(([True], ~again))]
-        host, device = self.addresses[used], buffer + (used - chunk.first) * self.block_bytes
-        if len(self.runs) == 1:
-            offset, length = self.runs[0]
-            moves = (host + offset, device + offset, np.full(len(used), length, np.int64))
-            pieces = None if self.pieces is None else self.pieces[used]
-            return merge_runs(*moves, pieces) if self.mergeable else moves
-        offsets, lengths = np.array(self.runs, np.int64).T
-        return (host[:, None] + offsets).ravel(), (device[:, None] + offsets).ravel(), np.tile(lengths, len(used))
-
-
-def _partial_positions(spans: Spans, num_positions: int) -> I64:
-    """Return the positions of which spans cover some tokens but not all."""
-    size = spans.paging.stored_block_size
-    if spans.num_tokens == num_positions * size:
-        return _NONE
-    covered = np.bincount(spans.rows[:, 1], weights=spans.rows[:, 4], minlength=num_positions)
-    return np.flatnonzero((covered > 0) & (covered < size))
+    def _moves(self, spans: Spans, slots: Tensor, ids: I64) -> Moves:
+        pieces = ids // self._slots_per_piece if self._slots_per_piece else None
+        addresses = slots.data_ptr() + ids * slots.stride(0)
+        return Moves(spans, addresses, self._copier.plan.stored.block_bytes, self._runs, pieces)
 
 
 def _event() -> torch.cuda.Event:
