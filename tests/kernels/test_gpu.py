@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from copy_case import CROSS, DTYPES, ORDERS, Case
-from kvstore.bench_gpu import run_gpu
+from kvstore.bench_gpu import BESIDE, run_gpu
 from kvstore.kernels import host_register, index
 from kvstore.kernels import reference_index as index_oracle
 from kvstore.kernels import reference_tokens as oracle
@@ -217,37 +217,12 @@ def test_index_kernels():
             assert (counts.tolist(), last.tolist()) == index_oracle.last_pages(slots.tolist(), lengths, page_size)
 
 
-def test_blocks_below_the_skip_never_change_while_others_read_them():
-    """Another stream compares the shared tokens all the time; loads run beside it."""
-    stored = StoredBlock(block_dims=(1, 8, 4, 2, 64, 128), dtype="bfloat16")  # stored blocks larger than pages
-    caches = [torch.randint(0, 255, (64, 2, 16, 8, 256), dtype=torch.uint8, device=DEVICE) for _ in range(4)]
-    views = [cache.view(torch.bfloat16).permute(0, 3, 1, 2, 4) for cache in caches]
-    copier = GpuCopier(plan_copy(views, stored))
-    slots = torch.randint(0, 255, (8, stored.block_bytes), dtype=torch.uint8, device=DEVICE)
-    blocks = np.random.default_rng(0).permutation(64)[:32]
-    skip = 16 * 9 + 5  # inside the third stored block, and inside a page
-    spans = copier.place(block_spans(copier.plan.paging, blocks, np.arange(8), 8, skip_prefix_tokens=skip))
-    before = [cache.clone() for cache in caches]
-    shared = torch.from_numpy(blocks[:9]).to(DEVICE)
-    reader, writer = torch.cuda.Stream(), torch.cuda.Stream()
-    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    torch.cuda.synchronize()
-    for _ in range(500):
-        copier.unpack(spans, slots, stream=writer)
-        with torch.cuda.stream(reader):
-            for cache, old in zip(caches, before, strict=True):
-                wrong += (cache[shared] != old[shared]).sum()
-                wrong += (cache[int(blocks[9]), :, :5] != old[int(blocks[9]), :, :5]).sum()
-    torch.cuda.synchronize()
-    assert int(wrong) == 0
-    assert all((cache != old).any() for cache, old in zip(caches, before, strict=True))
-
-
 def test_the_benchmark_measures_every_way_and_checks_ours():
     rows = run_gpu(["70B/TP8", "MLA"], [16], [3], 1, 1 << 30, lambda text: None)
-    assert {row["direction"] for row in rows} == {"pack", "unpack", "gpu_to_host", "host_to_gpu", "both"}
+    assert {row["direction"] for row in rows} == {"pack", "unpack", "gpu_to_host", "host_to_gpu", "both", BESIDE}
     assert {"limit", "ours", "torch_gather", "memcpy_per_fragment"} <= {row["way"] for row in rows}
-    assert all(row["gb_per_s"] > 0 for row in rows)
+    assert all(row["gb_per_s"] > 0 for row in rows if row["way"] != "no_load")
+    assert all(row["product_ms"] > 0 for row in rows if row["direction"] == BESIDE)
 
 
 def test_a_thread_that_never_used_cuda_can_copy():
