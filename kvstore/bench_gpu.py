@@ -4,7 +4,8 @@ Ours beside the limit, which is one copy of the same bytes, and beside what othe
 round in turn, so that noise hits all ways alike. Data is drawn fresh for each shape, destinations are poisoned before
 and compared after. A figure is bytes of KV over the median of event times, with the device kept busy until the host has
 queued its work, as a forward pass does before a save; "from_idle" counts what the host does first, too. Rivals move
-fragments in the engine's own order; ours also bring heads outside, as slots want it.
+fragments in the engine's own order; ours also bring heads outside, as slots want it. Loads beside matrix products have
+the time of one product, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvstore.bench_gpu_beside import beside_products
 from kvstore.bench_gpu_ways import Setup, Way, directions, in_slots
 from kvstore.errors import ConfigError
 from kvstore.kernels.gpu import GpuCopier
@@ -26,6 +28,7 @@ from kvstore.shape import KVShape
 
 _POISON = 0xA5
 _DELAY_CYCLES = 2_000_000  # about a millisecond: the host has queued everything before the device begins
+BESIDE = "host_to_gpu_beside_products"
 _SPARE = 2  # the engine's cache and the arena are this many times as large as what is moved
 #: Name -> (layers, KV heads, head dim, planes), bfloat16.
 SHAPES = {
@@ -44,6 +47,8 @@ def run_gpu(
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Return a row for every shape, block size, number of blocks, direction and way.
+
+    Loads beside matrix products are measured for the first block size and most blocks.
 
     Args:
         names: keys of `SHAPES`.
@@ -92,6 +97,9 @@ def run_gpu(
                         }
                         for way, seconds in medians.items()
                     ]
+            if size == block_sizes[0]:
+                place = {"shape": name, "block_size": size, "num_blocks": max(fitting), "direction": BESIDE}
+                rows += [place | row for row in beside_products(whole, rounds)]
             del whole, setup
             torch.cuda.empty_cache()
     return rows

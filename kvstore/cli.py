@@ -288,7 +288,12 @@ def gpu(
     _write(rows, as_json, output)
     if not as_json:
         groups = ("shape", "block_size", "num_blocks", "direction")
-        show_rows(rows, groups, lambda row: f"{row['gb_per_s']:.1f}", "GB/s")
+        show_rows(rows, groups, _speed, "GB/s (ms of one matrix product)")
+
+
+def _speed(row: dict[str, Any]) -> str:
+    product_ms = row.get("product_ms")
+    return f"{row['gb_per_s']:.1f}" + (f" ({product_ms:.2f})" if product_ms else "")
 
 
 def _write(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:
