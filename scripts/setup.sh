@@ -13,7 +13,7 @@ python=$(pick_python)
 version=$(python_version "$python")
 lock "$venv.lock"
 
-wanted=$(stamp_of "$version" pyproject.toml constraints.txt scripts/setup.sh scripts/lib.sh)
+wanted=$(stamp_of "$version" pyproject.toml constraints.txt constraints-cpu.txt scripts/setup.sh scripts/lib.sh)
 if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
     say "environment $venv is up to date (Python $version)"
     exit 0
@@ -25,8 +25,12 @@ if ! usable_venv "$venv" "$version"; then
     step "virtual environment" make_venv "$python" "$venv"
 fi
 install_torch "$venv"
+pins=(-c constraints.txt)
+if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+    pins+=(-c constraints-cpu.txt)
+fi
 step "raykv (editable) and its dependencies" \
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check "${pins[@]}" -e '.[dev]'
 step "check: ray, torch and nixl import" "$venv/bin/python" -c 'import ray, torch, nixl_cu12'
 printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
 say "done in ${SECONDS} s"
