@@ -18,18 +18,20 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.errors import ChainBroken, LeaseReleased
+from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased, PoolExhausted
+from kvstore.grants import PinKind
 from kvstore.pool import Pool
 from poolcheck.chains import NAMESPACES, chain_of
-from poolcheck.model import Block, Held, Model, Write
+from poolcheck.model import NEVER_S, Block, Held, Model, Watch, Write
 
-NUM_SLOTS, MAX_PINNED = 4, 3
+NUM_SLOTS, MAX_PINNED, MAX_HARD_PINNED = 4, 3, 2
 READS = ("read-1", "read-2")
 
 
 class PoolMachine(RuleBasedStateMachine):
     leases = Bundle("leases")
     writes = Bundle("writes")
+    watches = Bundle("watches")
     owners = st.sampled_from(("p", "q"))
     chains = st.builds(
         lambda tokens, namespace, start: chain_of(tokens, NAMESPACES[namespace], start % len(tokens)),
@@ -40,8 +42,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool, self.model = Pool(NUM_SLOTS, MAX_PINNED), Model(NUM_SLOTS, MAX_PINNED)
+        self.pool = Pool(NUM_SLOTS, MAX_PINNED, max_hard_pinned=MAX_HARD_PINNED)
+        self.model = Model(NUM_SLOTS, MAX_PINNED, MAX_HARD_PINNED)
         self.now_s = 0.0
+        self.waiting: dict[int, tuple[Watch, list[int]]] = {}
         self.replayed: set[bytes] = set()
 
     @initialize(some=st.sampled_from(((), ("ab", "ba"), ("a", "b", "ab"))), used=st.lists(chains, max_size=2))
@@ -60,9 +64,29 @@ class PoolMachine(RuleBasedStateMachine):
         wanted = self.model.pinnable(chain)
         grant = self.pool.pin_prefix(chain, owner, self.now_s + ttl_s)
         assert list(grant.slots) == wanted
-        self.model.pin(wanted)
-        self.model.touch(wanted)
-        self.model.leases[grant.lease_id] = Held(owner, self.now_s + ttl_s, wanted)
+        assert grant.num_refused == len(self.model.prefix(chain)) - len(wanted)
+        self.model.hold(grant.lease_id, Held(owner, self.now_s + ttl_s, []), wanted)
+        return grant.lease_id
+
+    @rule(
+        target=leases,
+        chain=chains,
+        owner=owners,
+        kind=st.sampled_from((PinKind.HARD, PinKind.SOFT)),
+        ttl_s=st.sampled_from((2.0, NEVER_S)),
+    )
+    def keep(self, chain, owner, kind, ttl_s):
+        wanted = self.model.pinnable(chain, kind)
+        num_refused = len(self.model.prefix(chain)) - len(wanted)
+        if num_refused and not wanted:
+            with pytest.raises(PoolExhausted):
+                self.pool.pin(chain, owner, kind, self.now_s + ttl_s)
+            return multiple()
+        grant = self.pool.pin(chain, owner, kind, self.now_s + ttl_s)
+        assert (list(grant.slots), grant.num_refused, bool(grant.lease_id)) == (wanted, num_refused, bool(wanted))
+        if not wanted:
+            return multiple()
+        self.model.hold(grant.lease_id, Held(owner, self.now_s + ttl_s, [], kind), wanted)
         return grant.lease_id
 
     @rule(lease_id=leases, chain=chains, owner=owners, ttl_s=st.integers(1, 5))
@@ -72,12 +96,10 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(LeaseReleased):
                 self.pool.pin_prefix(chain, owner, self.now_s + ttl_s, lease_id)
             return
-        wanted = self.model.pinnable(chain)
+        wanted = self.model.pinnable(chain, held.kind)
         grant = self.pool.pin_prefix(chain, owner, self.now_s + ttl_s, lease_id)
         assert (grant.lease_id, list(grant.slots)) == (lease_id, wanted)
-        self.model.pin(wanted)
-        self.model.touch(wanted)
-        held.slots.extend(wanted)
+        self.model.hold(lease_id, held, wanted)
         held.deadline_s = max(held.deadline_s, self.now_s + ttl_s)
 
     @rule(lease_id=leases, owner=owners)
@@ -86,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         mine = held is not None and held.owner == owner
         assert self.pool.release(lease_id, owner) == mine
         if mine:
-            self.model.unpin(self.model.leases.pop(lease_id).slots)
+            self.model.drop(lease_id)
 
     @rule(lease_id=leases, owner=owners, ttl_s=st.integers(0, 5))
     def renew(self, lease_id, owner, ttl_s):
@@ -99,46 +121,66 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.5, 1.0, 3.0)))
     def expire(self, seconds):
         self.now_s += seconds
-        expired = [i for i, held in self.model.leases.items() if held.deadline_s < self.now_s]
-        assert self.pool.expire(self.now_s) == len(expired)
-        for lease_id in expired:
-            self.model.unpin(self.model.leases.pop(lease_id).slots)
+        assert self.pool.expire(self.now_s) == self.model.expire(self.now_s)
 
-    @rule(target=writes, chain=chains, owner=owners, needs_parent=st.booleans())
-    def prepare(self, chain, owner, needs_parent):
-        model, hashes = self.model, chain.hashes()
+    @rule(
+        target=writes,
+        chain=chains,
+        owner=owners,
+        needs_parent=st.booleans(),
+        parts=st.sampled_from(((1, 0), (1, 0), (2, 0), (2, 1), (3, 1))),
+        ttl_s=st.sampled_from((NEVER_S, NEVER_S, 2.0)),
+    )
+    def prepare(self, chain, owner, needs_parent, parts=(1, 0), ttl_s=NEVER_S):
+        model, hashes, (num_parts, part) = self.model, chain.hashes(), parts
+        terms = {
+            "num_parts": num_parts, "part": part, "deadline_s": self.now_s + ttl_s,
+            "parts_deadline_s": self.now_s + 4.0 if num_parts > 1 else NEVER_S,
+        }  # fmt: skip
         parent = model.find(chain.parent) if chain.start else -1
         if chain.start and parent < 0 and needs_parent:
             with pytest.raises(ChainBroken):
-                self.pool.prepare_store(chain, owner)
+                self.pool.prepare_store(chain, owner, **terms)
             return multiple()
         found = [model.find(block_hash) for block_hash in hashes]
         kept = [slot for slot in (parent, *found) if slot >= 0 and model.blocks[slot].ready]
         model.pin(kept)
         missing = [i for i, slot in enumerate(found) if slot < 0]
         free = model.free_slots()
-        victims = model.victims(len(missing) - len(free))
-        count = min(len(missing), len(free) + len(victims))
+        count = min(len(missing), len(free) + model.num_evictable(len(missing) - len(free)))
         refused_at = missing[count] if count < len(missing) else len(hashes)
+        joined = [i for i in range(refused_at) if found[i] >= 0 and model.can_join(found[i], num_parts, part)]
+        indexes = sorted([*missing[:count], *joined])
 
-        ticket = self.pool.prepare_store(chain, owner, needs_parent=needs_parent)
+        ticket = self.pool.prepare_store(chain, owner, needs_parent=needs_parent, **terms)
 
-        assert (ticket.indexes, len(ticket.slots)) == (tuple(missing[:count]), count)
-        assert (ticket.num_resident, ticket.num_refused) == (refused_at - count, len(hashes) - refused_at)
-        taken = set(ticket.slots)
+        assert ticket.indexes == tuple(indexes)
+        assert (ticket.num_resident, ticket.num_refused) == (refused_at - len(indexes), len(hashes) - refused_at)
+        slot_of = dict(zip(ticket.indexes, ticket.slots, strict=True))
+        assert all(slot_of[i] == found[i] for i in joined), "ranks of one block write to one slot"
+        taken = {slot_of[i] for i in missing[:count]}
         assert len(taken) == count
-        assert taken - free == set(victims), "what was evicted is not the least recently used that could go"
-        for slot in victims:
+        assert model.may_evict(taken - free), "what was evicted is not the least recently used that could go"
+        assert taken >= free or len(taken - free) == 0, "a block was evicted while a slot was free"
+        for slot in taken - free:
             del model.blocks[slot]
-        for i, slot in zip(ticket.indexes, ticket.slots, strict=True):
-            model.claim(slot, Block(hashes[i], chain.namespace, hashes[i - 1] if i else chain.parent))
-            found[i] = slot
+        for i in missing[:count]:
+            above = hashes[i - 1] if i else chain.parent
+            model.claim(slot_of[i], Block(hashes[i], chain.namespace, above, num_parts, terms["parts_deadline_s"]))
+            found[i] = slot_of[i]
+        for i in indexes:
+            model.blocks[found[i]].writers.add(part)
         model.touch([*([parent] if parent >= 0 else []), *found[:refused_at]])
-        assert bool(ticket.write_id) == bool(count)
-        if not count:
+        assert ticket.num_awaited == sum(not model.blocks[slot].ready for slot in found[:refused_at]) - len(indexes)
+        assert ticket.num_clears == model.num_clears[chain.namespace]
+        assert bool(ticket.write_id) == bool(indexes)
+        if not indexes:
             model.unpin(kept)
             return multiple()
-        model.writes[ticket.write_id] = Write(owner, count, list(ticket.slots), kept)
+        model.writes[ticket.write_id] = Write(
+            owner=owner, num_claimed=len(indexes), pending=list(ticket.slots), kept=kept,
+            num_parts=num_parts, part=part, deadline_s=terms["deadline_s"],
+        )  # fmt: skip
         return ticket.write_id
 
     @rule(chain=chains, owner=owners)
@@ -158,6 +200,10 @@ class PoolMachine(RuleBasedStateMachine):
         if write is None or write.owner != owner:
             assert self.pool.complete_store(write_id, owner, count=count) == 0
             return
+        if write.num_parts > 1 and count is not None:
+            with pytest.raises(InvalidRequest):
+                self.pool.complete_store(write_id, owner, count=count)
+            count = None
         # `count` is of the whole ticket; the model has only what is left of it.
         done = write.num_claimed - len(write.pending)
         more = len(write.pending) if count is None else max(0, count - done)
@@ -167,6 +213,10 @@ class PoolMachine(RuleBasedStateMachine):
     def abort(self, write_id, owner, quarantine):
         write = self.model.writes.get(write_id)
         mine = write is not None and write.owner == owner
+        if mine and write.num_parts > 1 and quarantine:
+            with pytest.raises(InvalidRequest):
+                self.pool.abort_store(write_id, owner, quarantine=quarantine)
+            quarantine = ""
         expected = self.model.abort(write_id, quarantine) if mine else 0
         assert self.pool.abort_store(write_id, owner, quarantine=quarantine) == expected
 
@@ -183,11 +233,29 @@ class PoolMachine(RuleBasedStateMachine):
     def release_owner(self, owner):
         leases = [i for i, held in self.model.leases.items() if held.owner == owner]
         writes = [i for i, write in self.model.writes.items() if write.owner == owner]
-        for lease_id in leases:
-            self.model.unpin(self.model.leases.pop(lease_id).slots)
-        for write_id in writes:
-            self.model.abort(write_id, "")
+        self.model.end(leases, writes)
         assert self.pool.release_owner(owner) == len(leases) + len(writes)
+
+    @rule(target=watches, chain=chains)
+    def watch(self, chain):
+        told: list[int] = []
+        watch = self.model.watch(chain)
+        watch_id = self.pool.watch(chain, told.append)
+        self.waiting[watch_id] = (watch, told)
+        return watch_id
+
+    @rule(watch_id=watches)
+    def end_watch(self, watch_id):
+        self.pool.end_watch(watch_id)
+        if watch_id in self.waiting:
+            self.waiting[watch_id][0].ended = True
+
+    @invariant()
+    def watchers_are_told_once_and_the_truth(self):
+        for watch_id, (watch, told) in list(self.waiting.items()):
+            assert told == ([watch.count()] if watch.is_over() else [])
+            if watch.is_over():
+                del self.waiting[watch_id]
 
     @invariant()
     def agrees(self):
@@ -198,6 +266,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert stats.num_quarantined == sum(map(len, model.aside.values()))
         assert (stats.num_pinned, stats.num_idle) == (len(model.pinned()), len(ready) - len(model.pinned()))
         assert (stats.num_leases, stats.num_writes) == (len(model.leases), len(model.writes))
+        num_soft_pinned = sum(block.soft > 0 for block in model.blocks.values())
+        assert (stats.num_hard_pinned, stats.num_soft_pinned) == (len(model.hard_pinned()), num_soft_pinned)
+        for owner in ("p", "q"):
+            held = [*model.leases.values(), *model.writes.values()]
+            assert self.pool.holds(owner) == any(one.owner == owner for one in held)
         lives = tuple(model.lives.get(slot, 0) for slot in range(NUM_SLOTS))
         assert self.pool.generations(tuple(range(NUM_SLOTS))) == lives
         for present, block_hash in self.pool.drain_events():

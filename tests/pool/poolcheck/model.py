@@ -1,30 +1,43 @@
 """What a pool has to do, in the plainest way: no lists kept in order, no counters, nothing remembered twice.
 
 Written from the rules and not from the code. It says which blocks go and in which order; which of several free
-slots a block gets is the pool's own choice.
+slots a block gets, and which of several soft pins is given up first, is the pool's own choice.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvstore.chain import Chain
+from kvstore.grants import PinKind
+
+NEVER_S = float("inf")
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
-    """What is in a slot. `findable` ends with a clearing; readers may hold it on."""
+    """What is in a slot, for one life of it.
+
+    `findable` ends with a clearing, or when somebody who writes it gives up; readers, and its other writers, may hold
+    the slot on. `writers` and `done` are the parts that are being written and those that are in place.
+    """
 
     block_hash: bytes
     namespace: bytes
     parent: bytes
+    num_parts: int = 1
+    parts_deadline_s: float = NEVER_S
+    writers: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
     ready: bool = False
     findable: bool = True
     refs: int = 0
+    soft: int = 0
     touched: int = 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Write:
     """Slots that a writer has not published, in chain order, and those that it keeps from eviction."""
 
@@ -32,15 +45,39 @@ class Write:
     num_claimed: int
     pending: list[int]
     kept: list[int]
+    num_parts: int = 1
+    part: int = 0
+    deadline_s: float = NEVER_S
 
 
 @dataclass
 class Held:
-    """A lease."""
+    """A lease or a pin; a soft one holds blocks, in this life of their slots, and no slots."""
 
     owner: str
     deadline_s: float
     slots: list[int]
+    kind: PinKind = PinKind.LEASE
+    preferred: list[Block] = field(default_factory=list)
+
+
+@dataclass
+class Watch:
+    """Somebody who waits: the blocks of a run that were being written, None for each that was here, or was not."""
+
+    hashes: list[bytes]
+    here: list[bool]
+    awaited: list[Block | None]
+    ended: bool = False
+
+    def is_over(self) -> bool:
+        """Whether none of them is being written any more, or nobody waits."""
+        return self.ended or not any(block and block.findable and not block.ready for block in self.awaited)
+
+    def count(self) -> int:
+        """Return how many leading blocks were here, or have come."""
+        found = [here or bool(block and block.ready) for here, block in zip(self.here, self.awaited, strict=True)]
+        return found.index(False) if False in found else len(found)
 
 
 @dataclass
@@ -49,11 +86,13 @@ class Model:
 
     num_slots: int
     max_pinned: int
+    max_hard_pinned: int
     blocks: dict[int, Block] = field(default_factory=dict)
     leases: dict[int, Held] = field(default_factory=dict)
     writes: dict[int, Write] = field(default_factory=dict)
     aside: dict[str, list[int]] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=dict)
+    num_clears: Counter[bytes] = field(default_factory=Counter)
     clock: int = 0
 
     def find(self, block_hash: bytes) -> int:
@@ -75,24 +114,45 @@ class Model:
         ready = [slot >= 0 and self.blocks[slot].ready for slot in found]
         return found[: ready.index(False) if False in ready else len(found)]
 
-    def pinnable(self, chain: Chain) -> list[int]:
-        """Return as much of the prefix as the budget of pins allows."""
+    def hard_pinned(self) -> set[int]:
+        """Return the slots that hard pins hold."""
+        return {slot for held in self.leases.values() if held.kind is PinKind.HARD for slot in held.slots}
+
+    def pinnable(self, chain: Chain, kind: PinKind = PinKind.LEASE) -> list[int]:
+        """Return as much of the prefix as the budgets of pins allow."""
         prefix = self.prefix(chain)
+        if kind is PinKind.SOFT:
+            return prefix
         while len(self.pinned() | set(prefix)) > max(self.max_pinned, len(self.pinned())):
+            prefix.pop()
+        while kind is PinKind.HARD and prefix and len(self.hard_pinned() | set(prefix)) > self.max_hard_pinned:
             prefix.pop()
         return prefix
 
-    def victims(self, count: int) -> list[int]:
-        """Return what is evicted to make room, in order: the least recently used on which nothing hangs."""
-        gone: list[int] = []
-        while len(gone) < count:
-            left = {slot: block for slot, block in self.blocks.items() if slot not in gone}
-            parents = {block.parent for block in left.values() if block.findable}
-            idle = [s for s, b in left.items() if b.ready and not b.refs and b.block_hash not in parents]
-            if not idle:
+    def evictable(self, gone: set[int]) -> tuple[list[int], list[int]]:
+        """Return what could go next once `gone` has gone: (the oldest that nobody prefers, all that somebody does)."""
+        left = {slot: block for slot, block in self.blocks.items() if slot not in gone}
+        parents = {block.parent for block in left.values() if block.findable}
+        idle = [s for s, b in left.items() if b.ready and not b.refs and b.block_hash not in parents]
+        plain = sorted((s for s in idle if not left[s].soft), key=lambda slot: left[slot].touched)
+        return plain[:1], [s for s in idle if left[s].soft]
+
+    def num_evictable(self, wanted: int) -> int:
+        """Return how many blocks could go to make room, `wanted` at most."""
+        gone: set[int] = set()
+        while len(gone) < wanted:
+            plain, preferred = self.evictable(gone)
+            if not plain and not preferred:
                 break
-            gone.append(min(idle, key=lambda slot: left[slot].touched))
-        return gone
+            gone.add((plain or preferred)[0])
+        return len(gone)
+
+    def may_evict(self, victims: set[int], gone: frozenset[int] = frozenset()) -> bool:
+        """Whether these are what has to go: the least recently used on which nothing hangs, the preferred ones last."""
+        if victims == gone:
+            return True
+        plain, preferred = self.evictable(set(gone))
+        return any(self.may_evict(victims, gone | {slot}) for slot in plain or preferred if slot in victims)
 
     def touch(self, slots: list[int]) -> None:
         """Use a chain: its root is the most recent."""
@@ -112,40 +172,105 @@ class Model:
             if not self.blocks[slot].refs and not self.blocks[slot].findable:
                 del self.blocks[slot]
 
+    def hold(self, lease_id: int, held: Held, slots: list[int]) -> None:
+        """Put slots under a lease, perhaps a new one."""
+        self.leases[lease_id] = held
+        if held.kind is PinKind.SOFT:
+            held.preferred += [self.blocks[slot] for slot in slots]
+            for slot in slots:
+                self.blocks[slot].soft += 1
+        else:
+            self.pin(slots)
+            held.slots += slots
+        self.touch(slots)
+
+    def drop(self, lease_id: int) -> None:
+        """End a lease or a pin."""
+        held = self.leases.pop(lease_id)
+        for block in held.preferred:
+            # Of a block that is gone, or was cleared, the preference went with it.
+            block.soft = max(0, block.soft - 1)
+        self.unpin(held.slots)
+
     def claim(self, slot: int, block: Block) -> None:
         """Begin a slot's next life."""
         self.blocks[slot] = block
         self.lives[slot] = self.lives.get(slot, 0) + 1
 
+    def can_join(self, slot: int, num_parts: int, part: int) -> bool:
+        """Whether a rank may write its part of what others are writing."""
+        block = self.blocks[slot]
+        same = not block.ready and num_parts > 1 and block.num_parts == num_parts
+        return same and part not in block.writers | block.done
+
     def publish(self, write_id: int, count: int) -> int:
         """End the writing of the next `count` blocks; returns how many can be found now."""
         write, num_published = self.writes[write_id], 0
         for slot in write.pending[:count]:
-            self.blocks[slot].ready = True
-            if self.blocks[slot].findable:
+            block = self.blocks[slot]
+            block.writers.remove(write.part)
+            block.done.add(write.part)
+            if block.findable and len(block.done) == block.num_parts:
+                block.ready = True
                 num_published += 1
-            else:
-                del self.blocks[slot]
+            self._let_go(slot)
         del write.pending[:count]
         if not write.pending:
             self.unpin(self.writes.pop(write_id).kept)
         return num_published
 
     def abort(self, write_id: int, quarantine: str) -> int:
-        """Give up what is not published."""
+        """Give up what is not published, for all who write it."""
         write = self.writes.pop(write_id)
         for slot in write.pending:
-            del self.blocks[slot]
+            self.blocks[slot].findable = False
+            self.blocks[slot].writers.remove(write.part)
+            self._let_go(slot)
         if quarantine:
             self.aside.setdefault(quarantine, []).extend(write.pending)
         self.unpin(write.kept)
         return len(write.pending)
 
+    def _let_go(self, slot: int) -> None:
+        """What will never be found goes with its last writer."""
+        block = self.blocks[slot]
+        if not block.findable and not block.ready and not block.writers:
+            del self.blocks[slot]
+
+    def expire(self, now_s: float) -> int:
+        """End what is over; returns how many leases and writes."""
+        for slot, block in list(self.blocks.items()):
+            if not block.ready and block.parts_deadline_s < now_s:
+                block.findable = False
+                self._let_go(slot)
+        leases = [i for i, held in self.leases.items() if held.deadline_s < now_s]
+        writes = [i for i, write in self.writes.items() if write.deadline_s < now_s]
+        self.end(leases, writes)
+        return len(leases) + len(writes)
+
+    def end(self, leases: list[int], writes: list[int]) -> None:
+        """Drop leases and abort writes."""
+        for lease_id in leases:
+            self.drop(lease_id)
+        for write_id in writes:
+            self.abort(write_id, "")
+
     def clear(self, namespace: bytes) -> int:
         """Let nothing of a namespace be found."""
+        self.num_clears[namespace] += 1
         mine = [slot for slot, block in self.blocks.items() if block.findable and block.namespace == namespace]
         for slot in mine:
-            self.blocks[slot].findable = False
-            if self.blocks[slot].ready and not self.blocks[slot].refs:
+            block = self.blocks[slot]
+            block.findable, block.soft = False, 0
+            if block.ready and not block.refs:
                 del self.blocks[slot]
+            else:
+                self._let_go(slot)
         return len(mine)
+
+    def watch(self, chain: Chain) -> Watch:
+        """Wait for a run."""
+        hashes = chain.hashes()
+        found = [self.blocks.get(self.find(block_hash)) for block_hash in hashes]
+        here = [block is not None and block.ready for block in found]
+        return Watch(hashes, here, [block if block and not block.ready else None for block in found])
