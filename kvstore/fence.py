@@ -41,10 +41,13 @@ class MoverFence:
 
     def check(self) -> None:
         """Kill the mover if a bound is passed."""
-        now_s = time.monotonic()
-        reason = self._reason(now_s)
-        pid = self._mover.pid
-        if not reason or (pid == self._killed_pid and now_s < self._again_s):
+        if reason := self._reason(time.monotonic()):
+            self.kill(reason)
+
+    def kill(self, reason: str) -> None:
+        """Kill the mover, unless that was done a moment ago."""
+        now_s, pid = time.monotonic(), self._mover.pid
+        if pid == self._killed_pid and now_s < self._again_s:
             return
         self._killed_pid, self._again_s = pid, now_s + _GONE_WITHIN_S
         if self._mover.fence():

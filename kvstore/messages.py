@@ -254,12 +254,18 @@ def pack_mover_read(read: MoverRead) -> bytes:
 
 
 def unpack_mover_read(payload: bytes) -> MoverRead:
-    """Return what `pack_mover_read` packed."""
+    """Return what `pack_mover_read` packed.
+
+    Raises:
+        ProtocolError: it is not whole.
+    """
     read_id, block_bytes, count, num_chunks, timeout_s, peer_len, note_len = _READ.unpack_from(payload)
     at = _READ.size
     peer = payload[at : at + peer_len].decode()
     note = payload[at + peer_len : at + peer_len + note_len]
     slots = unpack_ints(payload[at + peer_len + note_len :])
+    if len(slots) != 2 * count + num_chunks:
+        raise ProtocolError(f"READ {read_id}: wanted {2 * count + num_chunks} slots and chunk ends, got {len(slots)}")
     request = ReadRequest(
         peer=peer,
         block_bytes=block_bytes,

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvstore.errors import TransferError, TransferTimeout
+from kvstore.errors import ProtocolError, TransferError, TransferTimeout
 from kvstore.messages import (
     NOTIFICATION,
     U64,
@@ -71,14 +71,21 @@ class Mover:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._jobs: dict[str, deque[_Job]] = {}
+        self._told_of: set[str] = set()
         self._to_add: dict[str, PeerDescription] = {}
+        self._last_read_id = 0
         self._moved_s = 0.0
         self._abandoned: dict[int, _Abandoned] = {}
         self._num_remote_leases = 0
         self._stopping = False
 
     def run(self, address: int) -> None:
-        """Announce this mover to its store and serve until the store closes the connection."""
+        """Announce this mover to its store and serve until the store closes the connection.
+
+        Raises:
+            ProtocolError: the store said what cannot be, so that the two do not agree on what happens in the arena.
+                The caller ends this process, which ends its READs too.
+        """
         ready = {"agent": base64.b64encode(self._transport.describe()).decode(), "address": address}
         self._send(Op.MOVER_READY, pack_json(ready))
         try:
@@ -115,6 +122,13 @@ class Mover:
     def _serve(self, message: Message) -> None:
         if message.op is Op.MOVER_READ:
             read = unpack_mover_read(message.payload)
+            # Done twice it would write to slots that are published, or somebody else's by now.
+            if read.read_id <= self._last_read_id or read.request.peer not in self._told_of:
+                raise ProtocolError(
+                    f"READ {read.read_id} of {read.request.peer}: wanted one later than {self._last_read_id}, "
+                    f"of a peer that was named before"
+                )
+            self._last_read_id = read.read_id
             ends = read.chunk_ends.tolist()
             self._moved_s = now_s = time.monotonic()
             self._jobs.setdefault(read.request.peer, deque()).append(_Job(read, ends, now_s, now_s))
@@ -136,6 +150,7 @@ class Mover:
 
     def _add_peer(self, message: Message) -> None:
         value = unpack_json(message.payload)
+        self._told_of.add(str(value["peer"]))
         self._to_add[str(value["peer"])] = PeerDescription(
             agent=base64.b64decode(value["agent"]),
             address=int(value["address"]),

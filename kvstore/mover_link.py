@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from kvstore.messages import (
     pack_mover_read,
     unpack_mover_done,
 )
+from kvstore.mover_words import OwnTransport, own_transport, unpacked
 from kvstore.transport import PeerDescription, ReadRequest
 from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_error, unpack_json
 
@@ -29,15 +29,6 @@ logger = logging.getLogger(__name__)
 
 #: Called on the control thread with each word on a READ; `error` is None while all goes well.
 OnDone = Callable[[MoverDone, KVStoreError | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTransport:
-    """What peers need to read this node's slab through its present mover."""
-
-    generation: int
-    agent: bytes
-    address: int
 
 
 class MoverLink:
@@ -54,10 +45,11 @@ class MoverLink:
         self._connection: Connection | None = None
         self._own: OwnTransport | None = None
         self._generation = 0
-        self._callbacks: dict[int, OnDone] = {}
         self._fenced = False
         # Of its own: the control thread must not wait for who sends to the mover under the other one.
-        self._abandoned_lock = threading.Lock()
+        self._reads_lock = threading.Lock()
+        #: Who hears of each READ, and how many blocks it has.
+        self._reads: dict[int, tuple[OnDone, int]] = {}
         self._abandoned: dict[int, float] = {}
         self._waiting: list[tuple[set[int], Callable[[], None]]] = []
         self._known_peers: set[str] = set()
@@ -79,7 +71,7 @@ class MoverLink:
 
     def abandoned_since_s(self) -> float | None:
         """When the oldest READ that may still write was given up, on the monotonic clock; None without one."""
-        with self._abandoned_lock:
+        with self._reads_lock:
             return min(self._abandoned.values(), default=None)
 
     def lost_touch(self) -> bool:
@@ -106,7 +98,7 @@ class MoverLink:
 
     def when_terminal(self, read_ids: set[int], then: Callable[[], None]) -> None:
         """Call `then` once none of these READs can write any more, at once if that is so already."""
-        with self._abandoned_lock:
+        with self._reads_lock:
             left = read_ids & self._abandoned.keys()
             if left:
                 self._waiting.append((left, then))
@@ -115,7 +107,7 @@ class MoverLink:
 
     def _ended(self, read_ids: set[int]) -> None:
         """READs that had been given up can write no more: their slots are free, and who waited for it hears."""
-        with self._abandoned_lock:
+        with self._reads_lock:
             for read_id in read_ids:
                 self._abandoned.pop(read_id, None)
             for left, _ in self._waiting:
@@ -126,10 +118,6 @@ class MoverLink:
             self._on_terminal(read_id)
         for then in ready:
             then()
-
-    def _give_up(self, read_id: int) -> None:
-        with self._abandoned_lock:
-            self._abandoned.setdefault(read_id, time.monotonic())
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until a mover has announced itself."""
@@ -147,38 +135,66 @@ class MoverLink:
             payload = pack_json({"slot_bytes": self._slots[0], "num_slots": self._slots[1]})
             connection.send(Op.ATTACH, Flag.ONE_WAY, 0, payload)
 
-    def serve(self, connection: Connection, message: Message) -> None:
-        """Take one message of the mover, on the control thread."""
-        if message.op is Op.MOVER_READY:
-            value = unpack_json(message.payload)
-            with self._lock:
-                if self._connection is not None:
-                    connection.shut_down()
-                    raise ProtocolError("this store has a mover; another comes only after that one is gone")
-                self._generation += 1
-                self._connection, self._known_peers, self._fenced = connection, set(), False
-                self._tell_slots(connection)
-                self._own = OwnTransport(self._generation, base64.b64decode(value["agent"]), int(value["address"]))
-            self._ready.set()
-        elif message.op is Op.MOVER_DONE:
-            self._done(unpack_mover_done(message.payload))
-        elif message.op is Op.MOVER_TERMINAL:
-            self._ended({U64.unpack(message.payload)[0]})
-        elif message.op is Op.MOVER_STATS:
-            self._stats = unpack_json(message.payload)
+    def serve(self, connection: Connection, message: Message, notified: Callable[[bytes], None]) -> None:
+        """Take one message of the mover, on the control thread.
+
+        Args:
+            connection: of a process that says to be a mover.
+            message: what it says.
+            notified: called with the notifications that its peers sent.
+
+        Raises:
+            ProtocolError: the present mover of this store would not say this; nothing changed.
+        """
+        op, payload = message.op, message.payload
+        if op is Op.MOVER_READY:
+            self._take(connection, payload)
+        elif not self.is_present(connection):
+            # READs have the same ids in each.
+            raise ProtocolError(f"{op.name}: wanted a word of this store's present mover, got one of another process")
+        elif op is Op.MOVER_DONE:
+            self._done(unpacked(unpack_mover_done, payload))
+        elif op is Op.MOVER_TERMINAL:
+            self._ended({unpacked(U64.unpack, payload)[0]})
+        elif op is Op.MOVER_NOTIFICATIONS:
+            notified(payload)
+        elif op is Op.MOVER_STATS:
+            self._stats = unpack_json(payload)
             self._stats_ready.set()
+        else:
+            raise ProtocolError(f"{op.name}: no mover says this")
+
+    def is_present(self, connection: Connection) -> bool:
+        """Whether a connection is the present mover's."""
+        return connection is self._connection
+
+    def _take(self, connection: Connection, payload: bytes) -> None:
+        own = unpacked(lambda data: own_transport(self._generation + 1, data), payload)
+        with self._lock:
+            if self._connection is not None:
+                raise ProtocolError("this store has a mover; another comes only after that one is gone")
+            self._generation = own.generation
+            self._connection, self._known_peers, self._fenced = connection, set(), False
+            self._tell_slots(connection)
+            self._own = own
+        self._ready.set()
 
     def _done(self, done: MoverDone) -> None:
         error = unpack_error(done.error) if done.error else None
-        callback = self._callbacks.get(done.read_id)
-        if done.last:
-            # Noted first: `abandon` takes a READ that is in neither for one that can write no more.
-            if not done.terminal:
-                self._give_up(done.read_id)
-            self._callbacks.pop(done.read_id, None)
-        if callback is not None:
-            callback(done, error)
-        elif done.last and done.terminal and done.read_id in self._abandoned:
+        with self._reads_lock:
+            on_done, num_blocks = self._reads.get(done.read_id, (None, done.num_blocks))
+            if done.num_blocks > num_blocks or (error is None and done.num_blocks == 0):
+                raise ProtocolError(
+                    f"READ {done.read_id}: wanted 1 to {num_blocks} blocks in place, got {done.num_blocks}"
+                )
+            if done.last and on_done is not None:
+                del self._reads[done.read_id]
+                if not done.terminal:
+                    self._abandoned[done.read_id] = time.monotonic()
+            is_late = on_done is None and done.last and done.terminal and done.read_id in self._abandoned
+        if on_done is not None:
+            on_done(done, error)
+        elif is_late:
             self._ended({done.read_id})
 
     def gone(self, connection: Connection) -> bool:
@@ -188,15 +204,16 @@ class MoverLink:
                 return False
             self._connection, self._own, self._fenced = None, None, False
             self._ready.clear()
-            callbacks, self._callbacks = self._callbacks, {}
+        with self._reads_lock:
+            reads, self._reads = self._reads, {}
         error = PeerLost("the mover of this node died; the load continues without it")
-        for read_id, callback in callbacks.items():
+        for read_id, (on_done, _) in reads.items():
             failed = MoverDone(
                 read_id=read_id, num_blocks=0, last=True, terminal=True, seconds=0.0, num_descriptors=0,
                 error=pack_error(error),
             )  # fmt: skip
-            callback(failed, error)
-        with self._abandoned_lock:
+            on_done(failed, error)
+        with self._reads_lock:
             abandoned = set(self._abandoned)
         self._ended(abandoned)
         return True
@@ -220,7 +237,7 @@ class MoverLink:
             if connection is None or self._fenced:
                 raise PeerLost("this node's mover is not running; it is being replaced")
             read_id = next(self._ids)
-            self._callbacks[read_id] = on_done
+            self._reads[read_id] = (on_done, len(request.local_slots))
             if request.peer not in self._known_peers:
                 self._known_peers.add(request.peer)
                 description = {
@@ -233,17 +250,16 @@ class MoverLink:
                 connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, pack_json(description))
             read = MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s)
             if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, pack_mover_read(read)):
-                self._callbacks.pop(read_id, None)
+                self._reads.pop(read_id, None)
                 raise PeerLost("this node's mover does not read its socket; it is being replaced")
         return read_id
 
     def abandon(self, read_id: int) -> bool:
         """Stop waiting for a READ that did not report in time; True if it may still write."""
-        with self._lock:
-            if self._callbacks.pop(read_id, None) is None:
-                return read_id in self._abandoned
-            self._give_up(read_id)
-            return True
+        with self._reads_lock:
+            if self._reads.pop(read_id, None) is not None:
+                self._abandoned[read_id] = time.monotonic()
+            return read_id in self._abandoned
 
     def expect_notifications(self, num_leases: int) -> None:
         """Tell the mover how many leases of remote readers are open; it polls only while there are any."""

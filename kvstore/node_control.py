@@ -110,11 +110,7 @@ class NodeControl:
             raise ProtocolError("wanted HELLO first")
         self._num_calls[op] += 1
         if connection.role == "mover":
-            if op is Op.MOVER_NOTIFICATIONS:
-                self._peers.notified(payload)
-                self.handoffs.notified(payload)
-            else:
-                self._core.mover.serve(connection, message)
+            self._hear_mover(connection, message)
             return None
         if connection.role == "peer":
             if op in HandoffControl.PEER_OPS:
@@ -137,6 +133,22 @@ class NodeControl:
                 return None
             case _:
                 raise ProtocolError(f"a node store does not serve {op.name} to a {connection.role}")
+
+    def _hear_mover(self, connection: Connection, message: Message) -> None:
+        mover = self._core.mover
+        try:
+            mover.serve(connection, message, self._notified)
+        except ProtocolError as error:
+            if mover.is_present(connection):
+                # It writes to slots, and nothing that it says of them can be believed any more.
+                self._fence.kill(str(error))
+            else:
+                logger.warning("%s is turned away: %s", connection.owner, error)
+                connection.shut_down()
+
+    def _notified(self, payload: bytes) -> None:
+        self._peers.notified(payload)
+        self.handoffs.notified(payload)
 
     def _hello(self, connection: Connection, message: Message) -> bytes | None:
         value = unpack_json(message.payload)

@@ -73,7 +73,13 @@ class PeerControl:
                 raise ProtocolError(f"a node store does not serve {message.op.name} to a peer")
 
     def notified(self, payload: bytes) -> None:
-        """A peer's READ under one of our leases is through: its pins can go early."""
+        """Peers' READs under our leases are through: their pins can go early.
+
+        Raises:
+            ProtocolError: these are no notifications; nothing changed.
+        """
+        if len(payload) % NOTIFICATION.size:
+            raise ProtocolError(f"wanted notifications of {NOTIFICATION.size} bytes each, got {len(payload)} bytes")
         for lease_id, epoch, reader_epoch in NOTIFICATION.iter_unpack(payload):
             if epoch == self._core.epoch:
                 self._release(lease_id, owner_of(reader_epoch))

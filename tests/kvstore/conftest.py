@@ -39,22 +39,37 @@ def wait_until(condition, timeout_s: float = 5.0):
 
 
 class InProcessMover:
-    """A mover on a thread. Its death is said by GOODBYE, since the process it lives in goes on."""
+    """A mover on a thread. Its death is said by GOODBYE, since the process it lives in goes on.
+
+    What ends a mover's process, an error that it did not expect, is `error` and its death here.
+    """
 
     def __init__(self, core: NodeCore, name: str, network: LoopbackNetwork, wrap=lambda transport: transport):
         client, fd = connect_local(core.control_path, {"role": "mover", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
         self.arena = attach_arena(fd, core.arena.num_bytes)
         self.transport = LoopbackTransport(name, self.arena.bytes_view(), network)
         self.sock = client.detach()
-        self.mover = Mover(self.sock, wrap(self.transport))
-        self.thread = threading.Thread(target=self.mover.run, args=(self.arena.address,), daemon=True)
+        self.mover, self.error = Mover(self.sock, wrap(self.transport)), None
+        self.thread = threading.Thread(target=self._live, daemon=True)
         self.thread.start()
 
+    def _live(self):
+        with self.sock.dup() as last_words:
+            try:
+                self.mover.run(self.arena.address)
+            except Exception as error:  # noqa: BLE001
+                self.error = error
+                self.say_goodbye(last_words)
+
     def die(self):
+        self.say_goodbye(self.sock)
+        self.join()
+
+    @staticmethod
+    def say_goodbye(sock):
         with contextlib.suppress(OSError):
             for packet in encode(Message(Op.GOODBYE, Flag.ONE_WAY, 0, b"")):
-                self.sock.sendall(packet)
-        self.join()
+                sock.sendall(packet)
 
     def join(self):
         self.mover.stop()

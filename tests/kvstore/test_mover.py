@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.control_client import connect_local
-from kvstore.control_server import ControlServer
+from kvstore.control_server import Connection, ControlServer
 from kvstore.errors import PeerLost, TransferError, TransferTimeout
 from kvstore.messages import NOTIFICATION, U64
 from kvstore.mover import Mover
@@ -86,10 +86,8 @@ class Pair:
             connection.send(Op.HELLO, Flag.REPLY, message.request, pack_json({}), (read_fd,))
             os.close(read_fd)
             os.close(write_fd)
-        elif message.op is Op.MOVER_NOTIFICATIONS:
-            self.notes += list(NOTIFICATION.iter_unpack(message.payload))
         else:
-            self.link.serve(connection, message)
+            self.link.serve(connection, message, lambda payload: self.notes.extend(NOTIFICATION.iter_unpack(payload)))
 
     def start(self, name="own"):
         client, fd = connect_local(self.path, {}, timeout_s=2.0)
@@ -415,6 +413,30 @@ def test_an_idle_mover_sleeps_and_wakes_for_work(pair):
     assert ended.wait(3)
     assert time.monotonic() - started_s < 1
     assert U64.size == 8
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("what", ["again", "cut", "of a peer that it was not told of"])
+def test_a_mover_that_is_told_what_cannot_be_ends_and_writes_nothing(pair, monkeypatch, what):
+    """A READ done twice would write to slots that are published, or somebody else's by now."""
+    told = []
+    send = Connection.send
+    monkeypatch.setattr(Connection, "send", lambda own, *message: told.append(message) or send(own, *message))
+    _, _, ended = pair.read([4], [5])
+    assert ended.wait(3)
+    assert pair.slots()[4] == 6
+    pair.slab[:] = 0
+    op, flag, request, payload = told[-1]
+    assert op is Op.MOVER_READ
+    if what == "cut":
+        payload = U64.pack(99) + payload[8:-4]
+    elif what != "again":
+        payload = (U64.pack(99) + payload[8:]).replace(b"p", b"q")
+    send(pair.link._connection, op, flag, request, payload)
+    _, thread, _ = pair.movers[0]
+    thread.join(3)
+    assert not thread.is_alive(), "its process ends, and its store takes another"
+    assert set(pair.slots()) == {0}
 
 
 def test_a_mover_that_hears_nothing_more_ends(pair):
