@@ -24,7 +24,7 @@ from kvstore.pool import Pool
 from poolcheck.chains import NAMESPACES, chain_of
 from poolcheck.model import NEVER_S, Block, Held, Model, Watch, Write
 
-NUM_SLOTS, MAX_PINNED, MAX_HARD_PINNED = 4, 3, 2
+NUM_SLOTS, MAX_PINNED, MAX_HARD_PINNED = 4, 3, 1
 READS = ("read-1", "read-2")
 
 
@@ -46,6 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.model = Model(NUM_SLOTS, MAX_PINNED, MAX_HARD_PINNED)
         self.now_s = 0.0
         self.waiting: dict[int, tuple[Watch, list[int]]] = {}
+        self.told: list[list[int]] = []
         self.replayed: set[bytes] = set()
 
     @initialize(some=st.sampled_from(((), ("ab", "ba"), ("a", "b", "ab"))), used=st.lists(chains, max_size=2))
@@ -256,6 +257,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert told == ([watch.count()] if watch.is_over() else [])
             if watch.is_over():
                 del self.waiting[watch_id]
+                self.told.append(told)
+        assert all(len(told) == 1 for told in self.told)
 
     @invariant()
     def agrees(self):
@@ -282,9 +285,46 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.pool.resident_hashes()) == self.replayed
 
 
-TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(
-    max_examples=150,
+class SharingMachine(PoolMachine):
+    """The same with fewer kinds of calls, so that more of them are pins, parts, waiting, and what ends these."""
+
+    lookup = grow = renew = use = end_quarantine = release_owner = None  # type: ignore[assignment]
+
+    @rule(some=st.lists(PoolMachine.chains, min_size=3, max_size=4))
+    def make_room(self, some):
+        """Store more than there is room for."""
+        for chain in some:
+            self.store(chain, "p")
+
+    @rule(target=PoolMachine.leases, chain=PoolMachine.chains, other=PoolMachine.chains)
+    def keep_a_little(self, chain, other):
+        self.store(chain, "q")
+        return self.keep(chain, "q", PinKind.SOFT, NEVER_S)
+
+    @rule(chain=PoolMachine.chains, other=PoolMachine.chains, some=st.lists(PoolMachine.chains, min_size=2, max_size=3))
+    def keep_what_goes(self, chain, other, some):
+        """End a preference when its block is gone and another is preferred, perhaps in the same slot."""
+        lease_id = self.keep_a_little(chain, other)
+        self.make_room(some)
+        self.keep_a_little(other, chain)
+        if isinstance(lease_id, int):
+            self.release(lease_id, "q")
+
+    @rule(target=PoolMachine.writes, chain=PoolMachine.chains, parts=st.sampled_from(((2, 0), (2, 1), (3, 0))))
+    def write_a_part_twice(self, chain, parts):
+        tickets = [self.prepare(chain, owner, False, parts) for owner in ("p", "q")]
+        return multiple(*(write_id for write_id in tickets if isinstance(write_id, int)))
+
+    @rule(chain=PoolMachine.chains)
+    def wait_for_a_clearing(self, chain):
+        self.prepare(chain, "p", needs_parent=False)
+        self.watch(chain)
+        self.clear(chain.namespace)
+
+
+TestPoolMachine, TestSharingMachine = PoolMachine.TestCase, SharingMachine.TestCase
+TestPoolMachine.settings = TestSharingMachine.settings = settings(
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from poolcheck.mutations import MUTANTS, Mutant
+from poolcheck.mutant import Mutant
+from poolcheck.mutations import MUTANTS
 from poolcheck.patch import DoesNotApply, check, install
 
 _ROOT = Path(__file__).parents[3]

@@ -1,0 +1,48 @@
+"""What a mutant is: one bug that block pools have had, as a small change of text, and the tests that have to see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from poolcheck.patch import Patch
+
+POOL, SLOTS, LEASES, WRITES = "kvstore.pool", "kvstore.slots", "kvstore.leases", "kvstore.writes"
+EXPLORER = "tests/pool/test_explorer.py::test_every_schedule_up_to_three_preemptions"
+LINES = "tests/pool/test_explorer.py::test_a_preemption_at_every_line_of_the_pool"
+MODEL = "tests/pool/test_model.py::TestPoolMachine::runTest"
+FAULTS = "tests/pool/test_faults.py::test_a_fault_at_every_step"
+STALE = "tests/pool/test_stale.py"
+WIRE = "tests/pool/test_mover_wire.py"
+POOL_RULES = "tests/kvstore/test_pool.py"
+POOL_PINS, POOL_WRITES = "tests/kvstore/test_pool_pins.py", "tests/kvstore/test_pool_writes.py"
+PEERS = "tests/kvstore/test_peer_control.py"
+
+#: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
+GAP = Patch(
+    POOL,
+    "        self._table = SlotTable(num_slots)\n",
+    "        self._table = SlotTable(num_slots)\n"
+    "        self._table.gap = lambda: (self._lock.release(), self._lock.acquire())\n",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One bug.
+
+    Args:
+        name: in a few words.
+        source: where it was seen.
+        patches: put it back.
+        tests: must catch it, one of them at least.
+    """
+
+    name: str
+    source: str
+    patches: tuple[Patch, ...]
+    tests: tuple[str, ...]
+
+
+def bug(name: str, source: str, module: str, old: str, new: str, *tests: str) -> Mutant:
+    """Return a mutant that is one change of one text."""
+    return Mutant(name=name, source=source, patches=(Patch(module, old, new),), tests=tests)

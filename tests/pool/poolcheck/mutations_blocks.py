@@ -1,0 +1,234 @@
+"""Bugs in what becomes of slots: claiming, writing in parts, publishing, evicting, clearing."""
+
+from __future__ import annotations
+
+from poolcheck.mutant import EXPLORER, GAP, LINES, MODEL, POOL, POOL_WRITES, SLOTS, STALE, WRITES, Mutant, bug
+from poolcheck.patch import Patch
+
+BLOCKS = (
+    Mutant(
+        name="no lock",
+        source="TensorRT-LLM: LRU lists shared by two threads",
+        patches=(Patch(POOL, "with self._lock:", "if True:", everywhere=True),),
+        tests=(f"{LINES}[claim_pin_evict]",),
+    ),
+    Mutant(
+        name="two-step unpin",
+        source="TensorRT-LLM: drop ref, has refs, release",
+        patches=(
+            GAP,
+            Patch(
+                SLOTS,
+                "        self.num_pinned -= num_idle\n",
+                ("        self.num_pinned -= num_idle\n        self.gap()\n"),
+            ),
+        ),
+        tests=(f"{EXPLORER}[readers_of_a_cleared_block]",),
+    ),
+    Mutant(
+        name="peek, then claim",
+        source="TensorRT-LLM: a victim is pinned before it is taken",
+        patches=(
+            GAP,
+            Patch(
+                SLOTS,
+                "                # At once: the order may name this slot twice, and nobody must get it twice.\n",
+                "                self.gap()\n",
+            ),
+        ),
+        tests=(f"{EXPLORER}[claim_pin_evict]",),
+    ),
+    Mutant(
+        name="free slots peeked at",
+        source="TensorRT-LLM: one free block for two takers",
+        patches=(
+            GAP,
+            Patch(
+                SLOTS,
+                "        claimed = free[: -wanted - 1 : -1]\n",
+                ("        claimed = free[: -wanted - 1 : -1]\n        self.gap()\n"),
+            ),
+        ),
+        tests=(f"{EXPLORER}[two_writers]",),
+    ),
+    Mutant(
+        name="no re-check after the copy",
+        source="TensorRT-LLM: onboard swaps what was pinned meanwhile",
+        patches=(
+            Patch(WRITES, "if table.doomed and not table.doomed.isdisjoint(slots):", "if False:"),
+            Patch(
+                SLOTS,
+                ("        for own in hashes:\n            del writing[own]\n"),
+                ("        self.doomed -= set(slots)\n        for own in hashes:\n            writing.pop(own, None)\n"),
+            ),
+        ),
+        tests=(f"{EXPLORER}[write_clear_read]",),
+    ),
+    bug(
+        "publish before the copy",
+        "LMCache: failed stores stay visible",
+        POOL,
+        "            return self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)\n",
+        (
+            "            ticket = self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)\n"
+            "            if ticket.write_id and num_parts == 1:\n"
+            "                self._writes.complete(\n"
+            "                    ticket.write_id, self._writes.find(ticket.write_id, owner, None, None), None\n"
+            "                )\n"
+            "            return ticket\n"
+        ),
+        f"{EXPLORER}[duplicates]",
+    ),
+    Mutant(
+        name="free on cancel",
+        source="NIXL: a released handle still writes",
+        patches=(
+            Patch(WRITES, "aside=bool(quarantine)", "aside=False"),
+            Patch(WRITES, "        if quarantine and pending:\n", "        if False:\n"),
+        ),
+        tests=(f"{EXPLORER}[cancelled_transfer]",),
+    ),
+    bug(
+        "no generation",
+        "Dynamo, NIXL: old descriptors read new blocks",
+        SLOTS,
+        "            generation[slot] += 1\n",
+        "",
+        f"{STALE}::test_every_life_of_a_slot_has_a_number",
+    ),
+    bug(
+        "double release frees a neighbour",
+        "TensorRT-LLM: two trackers of one pin",
+        SLOTS,
+        "            refs = ref_count[slot] - 1\n",
+        "            refs = 0\n",
+        f"{EXPLORER}[two_readers_and_eviction]",
+    ),
+    Mutant(
+        name="evict the root first",
+        source="SGLang, LightLLM: prefixes with holes",
+        patches=(
+            Patch(SLOTS, "if ref_count[slot] or num_children[slot] or own", "if ref_count[slot] or own"),
+            Patch("kvstore.eviction", "slot = current.pop()", "slot = current.pop(0)"),
+        ),
+        tests=(MODEL,),
+    ),
+    bug(
+        "clear misses what is being written",
+        "engines: KV of old weights after an update",
+        SLOTS,
+        ("            if own in self.writing:\n                lost[own] = slot\n                self.doom(slot)\n"),
+        "            if own in self.writing:\n",
+        f"{EXPLORER}[write_clear_read]",
+    ),
+    bug(
+        "clear frees what is read",
+        "LMCache: memory freed under a transfer",
+        SLOTS,
+        ("            if self.ref_count[slot]:\n                self.unfindable.add(slot)\n"),
+        ("            if False:\n                self.unfindable.add(slot)\n"),
+        f"{EXPLORER}[clear_under_reader]",
+    ),
+    bug(
+        "half-visible parts",
+        "LightLLM: ready before every rank has copied",
+        WRITES,
+        "elif len(parts.done) == parts.num_parts:",
+        "elif parts.done:",
+        f"{EXPLORER}[two_ranks]",
+    ),
+    Mutant(
+        name="a dead rank's block goes on",
+        source="LightLLM: ready before every rank has copied",
+        patches=(
+            Patch(
+                WRITES,
+                "                parts.writers.discard(write.terms.part)\n",
+                ("                parts.writers.discard(write.terms.part)\n                parts.num_parts -= 1\n"),
+            ),
+            Patch(WRITES, "        self.doom([slot for slot in pending if slot not in table.doomed])\n", ""),
+            Patch(WRITES, ("                self._leave(slot, parts)\n            else:\n"), "            else:\n"),
+        ),
+        tests=(f"{EXPLORER}[a_rank_dies]",),
+    ),
+    bug(
+        "a second copy",
+        "LMCache: one chunk stored by every worker",
+        WRITES,
+        "if not writing.keys().isdisjoint(hashes):",
+        "if False:",
+        f"{EXPLORER}[duplicates]",
+    ),
+    bug(
+        "eviction without an event",
+        "LMCache, Dynamo: routers send to blocks that are gone",
+        SLOTS,
+        "            self.events.append((False, hashes))\n",
+        "",
+        f"{EXPLORER}[two_writers_one_victim]",
+    ),
+    bug(
+        "part counted twice",
+        "LightLLM: ready before every rank has copied",
+        WRITES,
+        "return terms.part not in parts.writers and terms.part not in parts.done",
+        "return True",
+        f"{POOL_WRITES}::test_the_same_part_twice_or_another_number_of_parts_waits",
+    ),
+    bug(
+        "ranks that do not agree on the parts",
+        "LightLLM: ready before every rank has copied",
+        WRITES,
+        "if parts is None or parts.num_parts != terms.num_parts:",
+        "if parts is None:",
+        f"{POOL_WRITES}::test_the_same_part_twice_or_another_number_of_parts_waits",
+    ),
+    bug(
+        "a lost block's slot is free while another rank writes",
+        "ours",
+        WRITES,
+        "        if not parts.writers:\n            del self._parts[slot]\n",
+        "        if True:\n            del self._parts[slot]\n",
+        f"{EXPLORER}[a_rank_dies]",
+    ),
+    bug(
+        "a rank that never comes is waited for for ever",
+        "LMCache: half-written memory is never given back",
+        WRITES,
+        "for slot, parts in self._parts.items() if parts.deadline_s < now_s]:",
+        "for slot, parts in self._parts.items() if False]:",
+        f"{POOL_WRITES}::test_a_rank_that_never_comes_is_waited_for_until_the_deadline",
+    ),
+    bug(
+        "those who wait do not hear of a write that is lost",
+        "ours",
+        WRITES,
+        "        if lost:\n            self._on_settled(lost, False)\n",
+        "",
+        f"{POOL_WRITES}::test_a_watch_tells_when_a_writer_gives_up_and_the_next_takes_over",
+    ),
+    bug(
+        "those who wait do not hear of a clearing",
+        "ours",
+        WRITES,
+        "        if lost:\n            self._on_settled(list(lost), False)\n",
+        "",
+        f"{POOL_WRITES}::test_a_clearing_ends_the_waiting_for_it_and_is_counted",
+    ),
+    bug(
+        "those who wait take a lost block for a stored one",
+        "LMCache: failed stores stay visible",
+        "kvstore.watches",
+        "            if not published:\n                watch.lost |= mine\n",
+        "",
+        f"{POOL_WRITES}::test_a_watch_counts_up_to_the_first_lost_block",
+    ),
+    bug(
+        "those who wait are told twice",
+        "ours",
+        "kvstore.watches",
+        "        watch = self._watches.pop(watch_id)\n",
+        "        watch = self._watches[watch_id]\n",
+        f"{POOL_WRITES}::test_a_watch_that_ends_early_counts_nothing_unfinished",
+    ),
+)
