@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,9 @@ from torch import Tensor
 from kvstore.kernels.plan import CopyPlan, Section
 
 I64 = npt.NDArray[np.int64]
+
+#: A thread takes about as long to start as to copy a tenth of this.
+_LEAST_BYTES_PER_THREAD = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +105,7 @@ def _fragments(plan: CopyPlan, section: Section, engine_token: int, slot_token: 
     return Fragments(engine, slot, lengths, np.argsort(engine), section.engine_block_stride, plan.paging.num_blocks)
 
 
-def pack(tables: Sequence[Fragments], block_ids: I64, slots: Tensor, slot_ids: I64) -> None:
+def pack(tables: Sequence[Fragments], block_ids: I64, slots: Tensor, slot_ids: I64, num_threads: int = 1) -> None:
     """Copy engine blocks into slots: block_ids[i] goes to slot slot_ids[i].
 
     Args:
@@ -108,6 +113,7 @@ def pack(tables: Sequence[Fragments], block_ids: I64, slots: Tensor, slot_ids: I
         block_ids: int64 `[n]`; a pair with a negative id touches nothing.
         slots: uint8 `[S, slot_bytes]` on the CPU, contiguous, written.
         slot_ids: int64 `[n]`, none of the used ones twice.
+        num_threads: among how many threads the blocks are divided where there is enough to copy.
 
     Raises:
         ValueError: ids or the slots' form do not fit; nothing was written.
@@ -118,11 +124,11 @@ def pack(tables: Sequence[Fragments], block_ids: I64, slots: Tensor, slot_ids: I
         order = table.engine_order
         _launch(
             targets, blocks * table.block_stride_bytes,
-            table.slot_offsets[order], table.engine_addresses[order], table.lengths[order],
+            table.slot_offsets[order], table.engine_addresses[order], table.lengths[order], num_threads,
         )  # fmt: skip
 
 
-def unpack(tables: Sequence[Fragments], slots: Tensor, slot_ids: I64, block_ids: I64) -> None:
+def unpack(tables: Sequence[Fragments], slots: Tensor, slot_ids: I64, block_ids: I64, num_threads: int = 1) -> None:
     """Copy slots into engine blocks: slot slot_ids[i] goes to block_ids[i].
 
     Args:
@@ -130,6 +136,7 @@ def unpack(tables: Sequence[Fragments], slots: Tensor, slot_ids: I64, block_ids:
         slots: uint8 `[S, slot_bytes]` on the CPU, contiguous. Only read.
         slot_ids: int64 `[n]`; a pair with a negative id touches nothing.
         block_ids: int64 `[n]`, none of the used ones twice.
+        num_threads: among how many threads the blocks are divided where there is enough to copy.
 
     Raises:
         ValueError: ids or the slots' form do not fit; nothing was written.
@@ -137,7 +144,10 @@ def unpack(tables: Sequence[Fragments], slots: Tensor, slot_ids: I64, block_ids:
     ids, blocks = _pairs(slot_ids, _check_slots(tables, slots), block_ids, tables[0].num_blocks)
     sources = slots.data_ptr() + ids * slots.stride(0)
     for table in tables:
-        _launch(blocks * table.block_stride_bytes, sources, table.engine_addresses, table.slot_offsets, table.lengths)
+        _launch(
+            blocks * table.block_stride_bytes, sources,
+            table.engine_addresses, table.slot_offsets, table.lengths, num_threads,
+        )  # fmt: skip
 
 
 def _check_slots(tables: Sequence[Fragments], slots: Tensor) -> int:
@@ -179,11 +189,30 @@ def _pairs(source_ids: I64, num_sources: int, target_ids: I64, num_targets: int)
     return source_ids, target_ids
 
 
-def _launch(targets: I64, sources: I64, target_offsets: I64, source_offsets: I64, lengths: I64) -> None:
-    compiled()(
-        targets.ctypes.data, sources.ctypes.data, len(targets),
-        target_offsets.ctypes.data, source_offsets.ctypes.data, lengths.ctypes.data, len(lengths),
-    )  # fmt: skip
+def _launch(
+    targets: I64, sources: I64, target_offsets: I64, source_offsets: I64, lengths: I64, num_threads: int
+) -> None:
+    copy, tables = compiled(), (target_offsets.ctypes.data, source_offsets.ctypes.data, lengths.ctypes.data)
+    num_threads = min(num_threads, len(targets) * int(lengths.sum()) // _LEAST_BYTES_PER_THREAD)
+    if num_threads <= 1:
+        copy(targets.ctypes.data, sources.ctypes.data, len(targets), *tables, len(lengths))
+        return
+    bounds = [len(targets) * i // num_threads for i in range(num_threads + 1)]
+
+    def part(begin: int, end: int) -> None:
+        copy(targets[begin:end].ctypes.data, sources[begin:end].ctypes.data, end - begin, *tables, len(lengths))
+
+    # New threads each time: waiting ones would be missing in a process that was forked.
+    helpers: list[threading.Thread] = []
+    try:
+        for pair in itertools.pairwise(bounds[1:]):
+            helper = threading.Thread(target=part, args=pair)
+            helper.start()
+            helpers.append(helper)
+        part(0, bounds[1])
+    finally:
+        for helper in helpers:
+            helper.join()
 
 
 @functools.cache

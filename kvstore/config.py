@@ -146,6 +146,14 @@ def socket_dir() -> Path:
     return path
 
 
+def num_copy_threads() -> int:
+    """Return how many threads of a process may share one large copy: a quarter of its cores, one to four.
+
+    One core copies slower than the memory of a large machine can; on a small one the engine needs the others.
+    """
+    return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
+
+
 def set_ucx_lane(lane: str) -> None:
     """Restrict this process's transfer engine to a lane; must run before the engine is loaded.
 

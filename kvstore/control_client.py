@@ -106,6 +106,10 @@ class ControlClient:
             if self.closed:
                 self._let_go()
 
+    def is_to_this_host(self) -> bool:
+        """Whether the other side is a process of this machine, as far as its address says."""
+        return self._sock.family == socket.AF_UNIX or self._sock.getsockname()[0] == self._sock.getpeername()[0]
+
     def detach(self) -> socket.socket:
         """Hand the socket to the caller, without timeouts; this object must not be used afterwards."""
         self.closed = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.arena import Arena
+from kvstore.config import num_copy_threads
 from kvstore.engine_copy import I64, EnginePages, engine_plan, job_spans
 from kvstore.layout import EngineLayout, same_layout
 from kvstore.shape import KVShape
@@ -55,6 +56,7 @@ class HostCopier:
         self._tables(0, 0, min(sizes))
         buffer = torch.from_numpy(arena.bytes_view())
         self._slots: torch.Tensor = buffer[: slot_bytes * num_slots].view(num_slots, slot_bytes)
+        self._num_threads = num_copy_threads()
         # Compiled now, so that the first copy does not wait for it.
         host_copy.compiled()
 
@@ -70,12 +72,12 @@ class HostCopier:
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
         """Copy out of the engine into slots, without the interpreter lock; see `EngineCopier`."""
         for tables, blocks, ids in self._runs(pages, indexes, slots, 0):
-            self._kernels.pack(tables, blocks, self._slots, ids)
+            self._kernels.pack(tables, blocks, self._slots, ids, self._num_threads)
 
     def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
         """Copy out of slots into the engine, without the interpreter lock; see `EngineCopier`."""
         for tables, blocks, ids in self._runs(pages, indexes, slots, skip_tokens):
-            self._kernels.unpack(tables, self._slots, ids, blocks)
+            self._kernels.unpack(tables, self._slots, ids, blocks, self._num_threads)
 
     def _runs(
         self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int

@@ -156,6 +156,7 @@ class Mover:
             address=int(value["address"]),
             slot_bytes=int(value["slot_bytes"]),
             num_slots=int(value["num_slots"]),
+            same_host=bool(value["same_host"]),
         )
 
     def _advance(self) -> None:

@@ -246,6 +246,7 @@ class MoverLink:
                     "address": peer.address,
                     "slot_bytes": peer.slot_bytes,
                     "num_slots": peer.num_slots,
+                    "same_host": peer.same_host,
                 }
                 connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, pack_json(description))
             read = MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s)

@@ -132,7 +132,8 @@ class NixlTransport:
         name: unique for each life of the process that owns it: NIXL and peers cache by this name.
         address: first byte of the slab in this process; its owner keeps it mapped until `close`.
         num_bytes: size of the slab.
-        progress_delay_us: of the serving agent; 0 makes its thread spin, as NIXL's wrapper does.
+        progress_delay_us: of the serving agent; 0 makes its thread spin, as NIXL's wrapper does. Without a thread
+            (None) nobody can read from it.
         separate_reader: False reads through the serving agent, as most users of NIXL do (for comparison).
 
     Raises:
@@ -145,7 +146,7 @@ class NixlTransport:
         address: int,
         num_bytes: int,
         *,
-        progress_delay_us: int = PROGRESS_DELAY_US,
+        progress_delay_us: int | None = PROGRESS_DELAY_US,
         separate_reader: bool = True,
     ) -> None:
         self.totals = ReadTotals()

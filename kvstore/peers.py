@@ -41,6 +41,7 @@ class Peer:
     node_id: str
     client: ControlClient
     epoch: bytes
+    same_host: bool = False
     _transport: tuple[int, PeerDescription] | None = field(default=None)
 
     def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
@@ -63,6 +64,7 @@ class Peer:
                 address=int(value["address"]),
                 slot_bytes=int(value["slot_bytes"]),
                 num_slots=int(value["num_slots"]),
+                same_host=self.same_host,
             )
             self._transport = (generation, description)
         return f"{self.node_id}/{self.epoch.hex()}/{generation}", self._transport[1]
@@ -109,10 +111,11 @@ class PeerBook:
                 "epoch": self._own_epoch.hex(),
             }
             client = connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
-        except KVStoreError as error:
+            same_host = client.is_to_this_host()
+        except (KVStoreError, OSError) as error:
             self.failed(node_id)
             raise PeerLost(f"the store of node {node_id} cannot be reached: {error}") from error
-        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]))
+        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]), same_host)
         with self._lock:
             old = self._peers.get(node_id)
             if old is not None and not old.client.closed:

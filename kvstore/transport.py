@@ -33,12 +33,14 @@ class PeerDescription:
         address: first byte of the slab in the peer's mover.
         slot_bytes: distance between its slots.
         num_slots: number of its slots.
+        same_host: whether the peer is known to run on this machine.
     """
 
     agent: bytes
     address: int
     slot_bytes: int
     num_slots: int
+    same_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,9 @@ class ReadTotals:
 class Transport(Protocol):
     """One agent with one registered slab."""
 
-    totals: ReadTotals
+    @property
+    def totals(self) -> ReadTotals:
+        """What the engine itself counted over all finished READs."""
 
     def describe(self) -> bytes:
         """Return this side's agent metadata for peers."""

@@ -1,6 +1,8 @@
 """The compiled copies in host memory beside the oracle: random engines, slots, parts, side tensors and runs."""
 
 import mmap
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from kvstore.kernels.stored import StoredBlock
 BLOCKS, SLOTS, HEADS, LAYERS, TOKENS = 6, 5, 3, 2, 4
 
 
-def copy(case, engines, buffer, to_slots):
+def copy(case, engines, buffer, to_slots, num_threads=1):
     """Copy the run of a case, all spans of one kind at once."""
     plan, slots = case.plan(engines), case.slots_of(buffer)
     rows = case.spans(plan.paging).rows
@@ -23,16 +25,16 @@ def copy(case, engines, buffer, to_slots):
         blocks, ids = (np.ascontiguousarray(chosen[:, column]) for column in (0, 1))
         tables = host_copy.fragments_of(plan, *place)
         if to_slots:
-            host_copy.pack(tables, blocks, slots, ids)
+            host_copy.pack(tables, blocks, slots, ids, num_threads)
         else:
-            host_copy.unpack(tables, slots, ids, blocks)
+            host_copy.unpack(tables, slots, ids, blocks, num_threads)
 
 
-def check(case, to_slots):
+def check(case, to_slots, num_threads=1):
     """The same bytes as the oracle, and not one other byte in either memory; returns how many tokens moved."""
     wanted, wanted_buffer, pairs = case.expected(to_slots)
     engines, buffer = [engine.on("cpu") for engine in case.engines], case.buffer.clone()
-    copy(case, engines, buffer, to_slots)
+    copy(case, engines, buffer, to_slots, num_threads)
     assert torch.equal(buffer, wanted_buffer)
     for got, engine in zip(engines, wanted, strict=True):
         assert torch.equal(got.raw, engine.raw)
@@ -49,6 +51,35 @@ def test_copies_equal_the_oracle_and_touch_nothing_else(seed, to_slots):
 @pytest.mark.parametrize("seed", range(20))
 def test_single_tokens_anywhere(seed, to_slots):
     check(Case(500 + seed, token_mode=True), to_slots)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 8])
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_threads_that_share_a_copy_leave_nothing_out(monkeypatch, to_slots, num_threads):
+    monkeypatch.setattr(host_copy, "_LEAST_BYTES_PER_THREAD", 1)
+    assert max(check(Case(900 + seed, token_mode=False), to_slots, num_threads) for seed in range(20)) > 0
+
+
+def test_a_copy_ends_with_its_last_thread(monkeypatch):
+    """Whoever cannot start all its threads still copies nothing after it has said that it failed."""
+    ended, run = [], threading.Thread.run
+    monkeypatch.setattr(host_copy, "_LEAST_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(threading.Thread, "run", lambda thread: (time.sleep(0.1), run(thread), ended.append(thread)))
+    start, started = threading.Thread.start, []
+
+    def start_one(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    cache, slots = torch.zeros(8, 1, 1, 1, 64, dtype=torch.uint8), torch.ones(8, 64, dtype=torch.uint8)
+    tables = host_copy.fragments_of(plan_of([cache], (1, 1, 1, 1, 1, 64), "uint8"))
+    ids = np.arange(8)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        host_copy.unpack(tables, slots, ids, ids, 4)
+    assert started == ended != []
 
 
 @pytest.mark.parametrize("order", ORDERS + CROSS)
