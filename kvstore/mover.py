@@ -219,20 +219,28 @@ class Mover:
         return b"" if any(left.peer == peer for left in self._abandoned.values()) else job.read.request.notification
 
     def _collect(self, job: _Job) -> None:
-        before = job.done_blocks
-        while job.running:
-            handle, end = job.running[0]
-            if self._transport.poll(handle) is ReadState.RUNNING:
-                break
-            descriptors_before = self._transport.totals.num_descriptors
+        done: list[int] = []
+        try:
+            while job.running and self._transport.poll(job.running[0][0]) is not ReadState.RUNNING:
+                handle, job.done_blocks = job.running.popleft()
+                done.append(handle)
+        finally:
+            # What was in place before another chunk failed is told and released too.
+            if done:
+                self._finish(job, done)
+
+    def _finish(self, job: _Job, done: list[int]) -> None:
+        self._moved_s = time.monotonic()
+        last = not job.running and job.next_chunk == len(job.ends)
+        if not last:
+            # First of all: the worker copies these blocks out while the next ones are read.
+            self._tell(job, last=False, terminal=False)
+        for handle in done:
+            before = self._transport.totals.num_descriptors
             self._transport.release(handle)
-            job.num_descriptors += self._transport.totals.num_descriptors - descriptors_before
-            job.running.popleft()
-            job.done_blocks = end
-        if job.done_blocks > before:
-            self._moved_s = time.monotonic()
-            last = not job.running and job.next_chunk == len(job.ends)
-            self._tell(job, last=last, terminal=last)
+            job.num_descriptors += self._transport.totals.num_descriptors - before
+        if last:
+            self._tell(job, last=True, terminal=True)
 
     def _tell(self, job: _Job, *, last: bool, terminal: bool, error: bytes = b"") -> None:
         done = MoverDone(

@@ -8,16 +8,17 @@ _FIRST_SEGMENT_BLOCKS, _GROWTH = 64, 4
 def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
     """Return the end of each chunk: short ones first and last, full ones between.
 
-    What is copied out overlaps with reading the next chunk, so the first chunk decides when copying
-    begins and the last one how much of it is left at the end. What fits one chunk is not divided.
+    What is copied out overlaps with reading the next chunk, so the first chunk decides when copying begins and the
+    last one how much of it is left at the end. Toward the end each is half of the one before, so that copying one
+    takes about as long as reading the next. What is no longer than the first chunk is not divided.
     """
-    if num_blocks <= chunk_blocks:
+    first, last, ends, at = max(1, chunk_blocks // 4), max(1, chunk_blocks // 16), list[int](), 0
+    if num_blocks <= first:
         return [num_blocks] if num_blocks else []
-    shortest, ends, at = max(1, chunk_blocks // 4), list[int](), 0
-    size = shortest
+    size = first
     while at < num_blocks:
         left = num_blocks - at
-        at += min(size, left if 2 * left <= 3 * shortest else -(-left // 2))
+        at += min(size, left if 2 * left <= 3 * last else -(-left // 2))
         ends.append(at)
         size = min(2 * size, chunk_blocks)
     return ends

@@ -249,6 +249,26 @@ def test_a_failed_poll_is_terminal_and_keeps_its_class(pair, error):
     assert pair.link.num_abandoned == 0
 
 
+def test_a_chunk_that_was_in_place_before_another_failed_is_told(pair, monkeypatch):
+    def poll(handle):
+        if len(pair.transport.posted) < 2:
+            return ReadState.RUNNING
+        if handle > 1:
+            raise TransferError("broken")
+        return ReadState.DONE
+
+    monkeypatch.setattr(pair.transport, "poll", poll)
+    _, heard, ended = pair.read(range(12), range(12))
+    assert ended.wait(3)
+    first = plan_chunks(12, 4)[0]
+    assert [(done.num_blocks, done.last, error is None) for done, error in heard] == [
+        (first, False, True),
+        (first, True, False),
+    ]
+    assert heard[-1][0].terminal
+    assert pair.transport._handles == {}
+
+
 def test_an_error_while_an_earlier_chunk_still_runs_is_not_terminal(pair, wait_until):
     pair.transport.running = True
     pair.transport.fail_post = TransferError("no more")

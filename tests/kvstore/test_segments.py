@@ -16,11 +16,24 @@ def test_chunks_cover_everything_once_and_none_is_too_long(num_blocks, chunk_blo
 
 def test_the_first_and_last_chunks_are_short():
     ends = plan_chunks(64, 16)
-    assert ends[0] == 4
-    assert ends[-1] - ends[-2] <= 6
-    assert max(b - a for a, b in pairwise(ends)) == 16
+    sizes = [b - a for a, b in pairwise([0, *ends])]
+    assert sizes[:3] == [4, 8, 16]
+    assert sizes[-1] == 1
+    assert max(sizes) == 16
     assert plan_chunks(1, 16) == [1]
     assert plan_chunks(3, 1) == [1, 2, 3]
+
+
+@given(st.integers(0, 5000), st.integers(1, 600))
+def test_copying_a_chunk_is_no_longer_than_reading_the_next_ones(num_blocks, chunk_blocks):
+    ends = [0, *plan_chunks(num_blocks, chunk_blocks)]
+    assert all(b - a <= num_blocks - b + 1 for a, b in pairwise(ends[:-1]))
+
+
+def test_what_is_no_longer_than_the_first_chunk_is_not_divided():
+    assert plan_chunks(4, 16) == [4]
+    assert plan_chunks(5, 16) == [3, 4, 5]
+    assert plan_chunks(16, 16) == [4, 10, 13, 15, 16]
 
 
 @given(st.integers(0, 5000), st.integers(1, 600))
