@@ -21,6 +21,8 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
     Args:
         object_store_bytes: Ray's own object store of each node.
     """
+    # Ray starts as many worker processes at once as a node has CPUs.
+    num_cpus = max(2, (os.cpu_count() or 2) // 2)
     folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
     before = dict(os.environ)
     os.environ.update(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
@@ -30,12 +32,12 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
         cluster = Cluster(
             initialize_head=True,
             head_node_args={
-                "num_cpus": 2,
+                "num_cpus": num_cpus,
                 "object_store_memory": object_store_bytes,
                 "include_dashboard": False,
             },
         )
-        other = cluster.add_node(num_cpus=2, object_store_memory=object_store_bytes)
+        other = cluster.add_node(num_cpus=num_cpus, object_store_memory=object_store_bytes)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         here = ray.get_runtime_context().get_node_id()
         yield [here, other.node_id if other.node_id != here else cluster.head_node.node_id]

@@ -108,7 +108,12 @@ def engine_pages(
         InvalidRequest: no integers, not as many as the job needs, out of range, or a block named twice.
     """
     try:
-        ids = np.asarray(block_ids)
+        # A range is not asked for its numbers one by one.
+        ids = (
+            np.arange(block_ids.start, block_ids.stop, block_ids.step)
+            if isinstance(block_ids, range)
+            else np.asarray(block_ids)
+        )
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(f"block_ids: wanted a flat list of integers, got something else ({error})") from error
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
