@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from types import TracebackType
@@ -22,13 +22,13 @@ from kvstore.arena import attach_arena
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.control_client import ControlClient, connect_local
-from kvstore.copier import HostCopier
+from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
-from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages
+from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.errors import (
+    CopyStuck,
     InvalidRequest,
     KVStoreError,
-    LayoutMismatch,
     NamespaceMismatch,
     StoreNotRunning,
     StoreUnavailable,
@@ -40,6 +40,7 @@ from kvstore.hashing import BlockHashes, Namespace
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout
 from kvstore.lease import Lease
+from kvstore.mapping import ArenaMapping
 from kvstore.messages import (
     U64,
     U64_F64,
@@ -48,12 +49,14 @@ from kvstore.messages import (
     unpack_grant,
 )
 from kvstore.part import Part, as_part
+from kvstore.registration import make_copier
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult
 from kvstore.wire import Op, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
 
 _NUM_JOB_THREADS = 4
+_LATE_S = 600.0
 
 
 class Client:
@@ -77,7 +80,7 @@ class Client:
         self.part.check(space.shape)
         self.space = space
         self._path = control_path
-        self._closed = self._lost = self._unmapped = False
+        self._closed = self._lost = self._unmapped = self._stuck = False
         self._unmapping: threading.Thread | None = None
         self._local = threading.local()
         self._connections: list[ControlClient] = []
@@ -89,6 +92,7 @@ class Client:
         self.config = StoreConfig.from_json(str(hello["config"]))
         self._call_timeout_s = self.config.call_timeout_s
         self._arena = attach_arena(fd, int(hello["arena_bytes"]))
+        self._mapping = ArenaMapping(self._arena)
         try:
             request = {"namespace": space.digest.hex(), "block_bytes": space.shape.block_bytes}
             answer = unpack_json(self._call(Op.ATTACH, pack_json(request)))
@@ -110,26 +114,32 @@ class Client:
             self._connections = [*(known for known in self._connections if not known.closed), client]
         return client, fd
 
-    def register_kv_caches(self, caches: Any, axes: str | None = None) -> EngineLayout:
+    def register_kv_caches(
+        self, caches: Any, axes: str | None = None, *, copy_path: CopyPath | str = CopyPath.AUTO
+    ) -> EngineLayout:
         """Say where this engine's cache is; its layout is found from shape and strides.
 
         Args:
             caches: list or dict of per-layer tensors, of per-layer (K, V) pairs, or one cross-layer tensor; the heads
                 and layers of this client's part, in blocks of a multiple or a divisor of the stored size.
             axes: names the dimensions where shapes alone are ambiguous, see kvstore.layout.
+            copy_path: how the bytes of a cache on a GPU go: "staged", "direct", or "auto", which is whichever is
+                better for this layout (docs/gpu.md). A cache on the CPU has one path.
 
         Returns:
             The layout that was found. The client keeps references to the tensors until `close`.
 
         Raises:
             LayoutMismatch: the tensors do not fit the namespace's shape; nothing is registered.
+            ConfigError: the tensors are on a GPU, and CuPy or the driver is missing.
+            KernelError: the kernels could not be built, or the GPU has no memory left for their buffers.
             StoreUnavailable: this client was closed.
         """
         self._check_open()
         layout = detect_layout(caches, self.space.shape, axes, self.part)
-        if not layout.device.startswith("cpu"):
-            raise LayoutMismatch(f"wanted tensors on the CPU, got {layout.device}; this version copies CPU caches only")
-        self._copier = HostCopier(caches, layout, self.space.shape, self._arena, self.slot_bytes, self.num_slots)
+        self._copier = make_copier(
+            caches, layout, self.space.shape, self._mapping, self.slot_bytes, self.num_slots, copy_path
+        )
         return layout
 
     # Questions.
@@ -242,15 +252,13 @@ class Client:
         chain.check_unique()
         pages = self._pages(copier, block_ids, chain)
         copier.check_unchanged()
-        guard, call_timeout_s, wait_s = CopyGuard(), self._call_timeout_s, self.config.transfer_timeout_s
+        guard, call_timeout_s, wait_s = CopyGuard(pages.order), self._call_timeout_s, self.config.transfer_timeout_s
 
         def run() -> SaveResult:
-            try:
+            with self._ending_job():
                 return run_save(self._job_connection(), copier, chain, pages, self.part, guard, call_timeout_s, wait_s)
-            finally:
-                self._give_back()
 
-        return self._submit(run, f"save of {len(chain)} blocks", guard)
+        return self._submit(run, f"save of {len(chain)} blocks", guard, pages.order)
 
     def load(
         self,
@@ -315,11 +323,12 @@ class Client:
         """
         copier = self._registered()
         pages, num_blocks = published_pages(block_ids, copier, self.space.shape.block_size)
+        pages = ordered(pages, copier)
         copier.check_unchanged()
         keep_s = self.config.lease_ttl_s if ttl_s is None else ttl_s
         if not 0 < keep_s < math.inf:
             raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
-        guard = CopyGuard()
+        guard = CopyGuard(pages.order)
         ticket = HandoffTicket(
             node_id=self.node_id,
             epoch=bytes.fromhex(self.epoch),
@@ -331,14 +340,13 @@ class Client:
         )
 
         def run() -> HandoffTicket:
-            try:
+            with self._ending_job():
                 connection, limit_s = self._job_connection(), self._call_timeout_s
                 return run_publish(connection, self._call, copier, pages, ticket, keep_s, guard, limit_s)
-            finally:
-                self._give_back()
 
         # The calls in it have their own timeouts.
-        published: HandoffTicket = self._submit(run, f"publication of {num_blocks} blocks", guard).result(None)
+        job = self._submit(run, f"publication of {num_blocks} blocks", guard, pages.order)
+        published: HandoffTicket = job.result(None)
         return published
 
     def fetch(self, ticket: HandoffTicket, block_ids: object, *, timeout_s: float | None = None) -> Job[FetchResult]:
@@ -363,20 +371,19 @@ class Client:
         copier = self._registered()
         check_ticket(ticket, self.space, astuple(self.part))
         pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
+        pages = ordered(pages, copier)
         copier.check_unchanged()
-        guard, limit_s = CopyGuard(), self.config.transfer_timeout_s if timeout_s is None else timeout_s
+        guard, limit_s = CopyGuard(pages.order), self.config.transfer_timeout_s if timeout_s is None else timeout_s
 
         def run() -> FetchResult:
             try:
                 connection = self._job_connection()
             except StoreUnavailable as error:
                 return failed_fetch(pages, ticket, f"store_lost: {error}")
-            try:
+            with self._ending_job():
                 return run_fetch(connection, copier, pages, ticket, guard, self.config, limit_s)
-            finally:
-                self._give_back()
 
-        return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard)
+        return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
 
     def withdraw(self, ticket: HandoffTicket) -> bool:
         """Take back what this node's store holds for a ticket, because nobody will fetch it any more.
@@ -400,13 +407,15 @@ class Client:
             connections, self._connections = self._connections, []
         for connection in connections:
             # A job that is still copying keeps its slots: nothing is said until this process ends.
-            if ended.is_set() and not connection.closed:
+            if ended.is_set() and not self._stuck and not connection.closed:
                 try:
                     connection.send(Op.GOODBYE)
                 except KVStoreError:
                     logger.debug("the node store was gone before this client")
             connection.close()
         self._unmap(copies_are_over=ended.is_set())
+        if not ended.is_set():
+            threading.Thread(target=self._unmap_late, args=(ended,), name="raykv-unmap", daemon=True).start()
 
     def _end_jobs(self, ended: threading.Event) -> None:
         self._jobs.shutdown()
@@ -432,12 +441,19 @@ class Client:
             connection = self._local.connection = self._reconnect(replaces)
         return connection
 
-    def _give_back(self) -> None:
+    @contextlib.contextmanager
+    def _ending_job(self) -> Iterator[None]:
         """After a job whose connection broke: tell the store at once, or its slots wait for this thread's next job."""
-        with contextlib.suppress(KVStoreError):
-            connection = self._job_connection()
-            if self._closed:  # Before the job was over: nobody else will close this one.
-                connection.close()
+        try:
+            yield
+        except CopyStuck:
+            self._stuck = True
+            raise
+        finally:
+            with contextlib.suppress(KVStoreError):
+                connection = self._job_connection()
+                if self._closed:  # Before the job was over: nobody else will close this one.
+                    connection.close()
 
     def _reconnect(self, replaces: str = "") -> ControlClient:
         try:
@@ -476,9 +492,15 @@ class Client:
                 return
             self._unmapped = True
             copier, self._copier = self._copier, self._copier if self._lost else None
-            if copier is not None and copies_are_over:
-                copier.close()
-            self._arena.close()
+        copies_are_over = copies_are_over and not self._stuck
+        if copier is not None and copies_are_over:
+            copier.close()
+        self._mapping.close(copies_are_over=copies_are_over)
+
+    def _unmap_late(self, ended: threading.Event) -> None:
+        """Unmap what a GPU still copied from or to when this client was closed before its jobs were over."""
+        if ended.wait(_LATE_S) and not self._stuck:
+            self._mapping.close(copies_are_over=True)
 
     def _load(
         self,
@@ -489,7 +511,8 @@ class Client:
         timeout_s: float,
         what: str,
     ) -> Job[LoadResult]:
-        guard, num_skipped = CopyGuard(), skip_tokens // self.space.shape.block_size
+        order = pages.order if pages is not None else None
+        guard, num_skipped = CopyGuard(order), skip_tokens // self.space.shape.block_size
 
         def run() -> LoadResult:
             if num_skipped >= len(chain):
@@ -498,16 +521,18 @@ class Client:
                 connection = self._job_connection()
             except StoreUnavailable as error:
                 return failed_load(num_skipped, pages, len(chain), f"store_lost: {error}")
-            try:
+            with self._ending_job():
                 return run_load(connection, copier, chain, pages, skip_tokens, guard, self.config, timeout_s)
-            finally:
-                self._give_back()
 
-        return self._submit(run, what, guard)
+        return self._submit(run, what, guard, order)
 
-    def _submit(self, run: Callable[[], Any], what: str, guard: CopyGuard) -> Job[Any]:
+    def _submit(self, run: Callable[[], Any], what: str, guard: CopyGuard, order: CopyOrder | None) -> Job[Any]:
         self._check_open()
-        return Job(self._jobs.submit(run), what, guard.abandon)
+        future = self._jobs.submit(run)
+        if order is None:
+            return Job(future, what, guard.abandon)
+        future.add_done_callback(lambda _: order.end())
+        return Job(future, what, guard.abandon, order.wait_on)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -538,7 +563,8 @@ class Client:
         return self._copier
 
     def _pages(self, copier: EngineCopier, block_ids: object, chain: Chain) -> EnginePages:
-        return engine_pages(block_ids, copier.layout, self.space.shape.block_size, chain.start, len(chain))
+        pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, chain.start, len(chain))
+        return ordered(pages, copier)
 
     def _slot_view(self, slot: int) -> memoryview:
         self._check_open()

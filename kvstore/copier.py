@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.arena import Arena
 from kvstore.config import num_copy_threads
-from kvstore.engine_copy import I64, EnginePages, engine_plan, job_spans
+from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, job_spans
 from kvstore.layout import EngineLayout, same_layout
 from kvstore.shape import KVShape
 
@@ -69,6 +69,10 @@ class HostCopier:
         """Refuse tensors that were resized or restrided; see `EngineCopier`."""
         same_layout(self._caches, self._layout)
 
+    def order(self) -> CopyOrder | None:
+        """Return None: a copy is done when the thread that makes it goes on."""
+        return None
+
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
         """Copy out of the engine into slots, without the interpreter lock; see `EngineCopier`."""
         for tables, blocks, ids in self._runs(pages, indexes, slots, 0):
@@ -92,6 +96,9 @@ class HostCopier:
         for kind, place in enumerate(places.tolist()):
             chosen = rows[kinds.ravel() == kind]
             yield self._tables(*place), chosen[:, 0], chosen[:, 1]
+
+    def finish(self, pages: EnginePages) -> None:
+        """Do nothing; see `EngineCopier`."""
 
     def close(self) -> None:
         """Let go of the arena; see `EngineCopier`."""

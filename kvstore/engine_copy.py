@@ -7,7 +7,7 @@ hash, and `EnginePages` says where in the engine each of its tokens lies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,27 @@ from kvstore.shape import KVShape
 I64 = npt.NDArray[np.int64]
 
 
+class CopyOrder(Protocol):
+    """How the copies of one job stand to an engine's own work on a device; made in the thread that asks for the job."""
+
+    def end(self) -> None:
+        """Say that no more copies are queued for the job; may be said again."""
+
+    def wait_on(self, stream: Any, timeout_s: float) -> bool:
+        """Have work that is queued on a stream from now on begin after all copies of the job.
+
+        Args:
+            stream: of the engine's framework; None is the calling thread's current one.
+            timeout_s: for the copies to be queued, which is all that the calling thread waits for.
+
+        Returns:
+            False when they were not all queued in time; the stream then waits for nothing.
+        """
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until nothing that was queued so far touches the engine's blocks any more; False when it still may."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EnginePages:
     """Where the tokens of one job lie in the engine; made by `engine_pages`.
@@ -35,12 +56,14 @@ class EnginePages:
         offset_tokens: tokens of the first engine block before the job's first one; a multiple of the stored size.
         engine_block_size: tokens of an engine block.
         stored_block_size: tokens of a stored block; one of the two divides the other.
+        order: of the job's copies; None where they are made by the thread that runs the job.
     """
 
     ids: I64
     offset_tokens: int
     engine_block_size: int
     stored_block_size: int
+    order: CopyOrder | None = None
 
     def of_block(self, index: int) -> tuple[int, ...]:
         """Return the engine blocks that hold tokens of stored block `index` of the job."""
@@ -53,8 +76,10 @@ class EnginePages:
 class EngineCopier(Protocol):
     """The registered cache of one engine, and the arena's slots.
 
-    Copies return when the bytes are in place: the calling thread waits. Nothing besides the named blocks,
-    and in them the tokens of the job, is ever written.
+    Nothing besides the named blocks, and in them the tokens of the job, is ever written. Copies into slots return
+    when the bytes are in place. Copies out of slots may be queued only; `finish` waits for them, and has to be
+    called, however the job ends, before its slots are given back. An error means that the copy touches nothing any
+    more; CopyStuck alone means that it still may.
     """
 
     @property
@@ -66,6 +91,14 @@ class EngineCopier(Protocol):
 
         Raises:
             LayoutMismatch: they were; register them again.
+        """
+
+    def order(self) -> CopyOrder | None:
+        """Record what the copies of a job come after, in the thread that asks for the job.
+
+        Raises:
+            InvalidRequest: the thread is doing what no copy can follow.
+            KernelError: copies of this cache failed for good.
         """
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
@@ -86,6 +119,14 @@ class EngineCopier(Protocol):
             slots: int64, the slot of each. Only read.
             skip_tokens: not a byte of the job's tokens below this one is written; counted from the job's first
                 token, whichever blocks are copied.
+        """
+
+    def finish(self, pages: EnginePages) -> None:
+        """Return when all that was queued for a job is in place; no more copies follow. May be called again.
+
+        Raises:
+            KernelError: the device failed; what was copied may be incomplete.
+            CopyStuck: copies did not end in time.
         """
 
     def close(self) -> None:
@@ -136,6 +177,16 @@ def engine_pages(
     return EnginePages(
         ids=ids, offset_tokens=offset_tokens, engine_block_size=engine, stored_block_size=stored_block_size
     )
+
+
+def ordered(pages: EnginePages, copier: EngineCopier) -> EnginePages:
+    """Return the pages of a job with the order of its copies; called in the thread that asks for the job.
+
+    Raises:
+        InvalidRequest, KernelError: as for `EngineCopier.order`.
+    """
+    order = copier.order()
+    return pages if order is None else replace(pages, order=order)
 
 
 def engine_plan(caches: Any, layout: EngineLayout, shape: KVShape) -> CopyPlan:

@@ -23,7 +23,8 @@ KVStoreError
 │   └── RegistrationFailed   memory could not be registered for transfer
 ├── JobAbandoned             the owner gave a save or load up
 ├── ProtocolError            bytes on a control connection that are not ours
-└── KernelError              a copy kernel could not be built or launched
+└── KernelError              copies of a GPU's cache failed
+    └── CopyStuck            the device did not come to an end with them
 
 Errors cross process boundaries, so every class takes positional arguments only and
 survives pickling. A message says what was wanted, what was got and what to do.
@@ -125,7 +126,11 @@ class ProtocolError(KVStoreError):
 
 
 class KernelError(KVStoreError):
-    """A copy kernel could not be built or launched."""
+    """Copies of a GPU's cache could not be prepared, or failed; they touch nothing any more."""
+
+
+class CopyStuck(KernelError):
+    """The device did not come to an end with copies: they may still touch blocks and slots. End the process."""
 
 
 def all_error_types() -> dict[str, type[KVStoreError]]:

@@ -14,11 +14,13 @@ from kvstore.config import StoreConfig
 from kvstore.control_client import ControlClient
 from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages
 from kvstore.errors import (
+    CopyStuck,
     InvalidRequest,
     JobAbandoned,
     KVStoreError,
     LayoutMismatch,
     NamespaceMismatch,
+    RegistrationFailed,
     StoreUnavailable,
     TransferError,
 )
@@ -31,7 +33,7 @@ from kvstore.handoff_messages import (
     pack_prepare_handoff,
 )
 from kvstore.hashing import Namespace
-from kvstore.jobs import CopyGuard, failed_load
+from kvstore.jobs import CopyGuard, failed_load, finishing
 from kvstore.messages import U64, unpack_ints, unpack_progress
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Op
@@ -111,6 +113,8 @@ def run_publish(
         with guard.copying():
             copier.into_slots(pages, np.arange(len(slots)), slots.astype(np.int64))
         kept = U64.unpack(keep(Op.HANDOFF_COMPLETE, pack_complete_handoff(ticket.key, ttl_s)))[0]
+    except CopyStuck:
+        raise  # The slots may still be written: they stay taken until this process ends.
     except BaseException:
         with contextlib.suppress(KVStoreError):
             connection.call(Op.HANDOFF_WITHDRAW, ticket.key, timeout_s=call_timeout_s)
@@ -156,7 +160,7 @@ def run_fetch(
         pieces = connection.call_stream(
             Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s
         )
-        with contextlib.closing(pieces):
+        with contextlib.closing(pieces), finishing(copier, pages):
             for _, payload in pieces:
                 progress = unpack_progress(payload)
                 number = progress.lease_id
@@ -169,6 +173,13 @@ def run_fetch(
                     report = json.loads(progress.report)
         late = time.monotonic() > asked_s + ttl_s - config.lease_margin_s
         connection.send(Op.HANDOFF_END, END.pack(number, not late and ready == ticket.num_blocks))
+    except RegistrationFailed as error:
+        # Nothing is wrong with the store, but nothing of it can be copied now.
+        with contextlib.suppress(KVStoreError):
+            connection.send(Op.HANDOFF_END, END.pack(number, 0))
+        return failed_fetch(pages, ticket, f"not_pinned: {error}")
+    except CopyStuck:
+        raise  # No result says that blocks are the engine's again.
     except (StoreUnavailable, TransferError) as error:
         # Fail closed: what was copied so far may be incomplete, so none of it counts.
         return failed_fetch(pages, ticket, f"store_lost: {error}")

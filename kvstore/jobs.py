@@ -14,8 +14,15 @@ import numpy as np
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.control_client import ControlClient
-from kvstore.engine_copy import EngineCopier, EnginePages
-from kvstore.errors import JobAbandoned, KVStoreError, StoreUnavailable, TransferError
+from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages
+from kvstore.errors import (
+    CopyStuck,
+    JobAbandoned,
+    KVStoreError,
+    RegistrationFailed,
+    StoreUnavailable,
+    TransferError,
+)
 from kvstore.messages import (
     U64,
     pack_lease,
@@ -31,10 +38,15 @@ from kvstore.wire import Op
 
 
 class CopyGuard:
-    """Stands between a job and the engine's blocks: once abandoned, no copy begins any more."""
+    """Stands between a job and the engine's blocks: once abandoned, no copy begins any more.
 
-    def __init__(self) -> None:
+    Args:
+        order: of the job's copies, where they go on beside the thread that began them.
+    """
+
+    def __init__(self, order: CopyOrder | None = None) -> None:
         self._lock = threading.Lock()
+        self._order = order
         self._abandoned = False
 
     @contextlib.contextmanager
@@ -50,12 +62,13 @@ class CopyGuard:
             yield
 
     def abandon(self, timeout_s: float) -> bool:
-        """Let no copy begin any more, and wait for the one that runs; False when it outlasts the time."""
+        """Let no copy begin any more, and wait for those that run; False when one outlasts the time."""
         self._abandoned = True
+        deadline_s = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             return False
         self._lock.release()
-        return True
+        return self._order is None or self._order.settle(max(0.0, deadline_s - time.monotonic()))
 
 
 def run_save(
@@ -85,6 +98,7 @@ def run_save(
     Raises:
         ChainBroken: the chain's parent is not stored; nothing changed.
         JobAbandoned: given up; what had been copied completely may be findable.
+        KernelError: the copies failed; nothing of them is stored.
         KVStoreError: the store failed.
     """
     deadline_s, num_written, num_clears = time.monotonic() + wait_s, 0, -1
@@ -105,6 +119,8 @@ def run_save(
                     num_published = U64.unpack(answer)[0]
                 else:
                     connection.call(Op.ABORT_STORE, end, timeout_s=call_timeout_s)
+            except CopyStuck:
+                raise  # Its slots may still be written: they stay taken until this process ends.
             except BaseException:
                 # A write that was published after all, with its answer lost, is not touched by this.
                 with contextlib.suppress(KVStoreError):
@@ -157,7 +173,7 @@ def run_load(
             Op.LOAD, pack_load(chain.tail(first), ttl_s, timeout_s), timeout_s=timeout_s + config.call_timeout_s
         )
         # Closed here and not when its last reference goes: it holds the connection.
-        with contextlib.closing(pieces):
+        with contextlib.closing(pieces), finishing(copier, pages):
             for _, payload in pieces:
                 progress = unpack_progress(payload)
                 lease_id = progress.lease_id
@@ -171,6 +187,13 @@ def run_load(
                 if progress.report:
                     report = json.loads(progress.report)
         connection.send(Op.RELEASE, U64.pack(lease_id))
+    except RegistrationFailed as error:
+        # Nothing is wrong with the store, but nothing of it can be copied now.
+        ready, report = 0, {"reason": f"not_pinned: {error}"}
+        with contextlib.suppress(KVStoreError):
+            connection.send(Op.RELEASE, U64.pack(lease_id))
+    except CopyStuck:
+        raise  # No result says that blocks are the engine's again.
     except (StoreUnavailable, TransferError) as error:
         # Fail closed: what was copied so far may be incomplete, so none of it counts.
         ready, report = 0, {"reason": f"store_lost: {error}"}
@@ -197,6 +220,16 @@ def run_load(
         num_locate_calls=int(report.get("num_locate_calls", 0)),
         num_lease_calls=int(report.get("num_lease_calls", 0)),
     )
+
+
+@contextlib.contextmanager
+def finishing(copier: EngineCopier | None, pages: EnginePages | None) -> Iterator[None]:
+    """Call `finish` however the body ends, so that a device is through with it before slots or blocks are let go."""
+    try:
+        yield
+    finally:
+        if copier is not None and pages is not None:
+            copier.finish(pages)
 
 
 def failed_load(usable: int, pages: EnginePages | None, total: int, reason: str) -> LoadResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -139,8 +139,14 @@ class Match:
 class Job(Generic[T]):
     """A save or load that runs in the background. May be awaited."""
 
-    def __init__(self, future: Future[T], what: str, abandon: Callable[[float], bool]) -> None:
-        self._future, self._what, self._abandon = future, what, abandon
+    def __init__(
+        self,
+        future: Future[T],
+        what: str,
+        abandon: Callable[[float], bool],
+        wait_on: Callable[[Any, float], bool] | None = None,
+    ) -> None:
+        self._future, self._what, self._abandon, self._wait_on = future, what, abandon, wait_on
 
     def __repr__(self) -> str:
         return f"Job({self._what}, {'done' if self.done() else 'running'})"
@@ -167,6 +173,31 @@ class Job(Generic[T]):
             raise JobRunning(
                 f"{self._what}: still running after {timeout} s; wait again, or abandon it before reusing its blocks"
             ) from error
+
+    def wait_on(self, stream: Any = None, timeout: float = 60.0) -> None:
+        """Have work that is queued on a CUDA stream from now on begin after this job's copies.
+
+        For a load the calling thread waits only until the copies are queued: for the store's answer, and for blocks
+        that come from other nodes, but not for the bytes to be in place. For a save, and for caches on the CPU, it
+        waits for the job. `result` still says which blocks are usable, and has to be asked before anything that
+        was computed from them is used: a load may turn out to have failed after its copies were queued.
+
+        Args:
+            stream: a torch.cuda.Stream of the cache's device; None is the calling thread's current one.
+            timeout: seconds.
+
+        Raises:
+            JobRunning: the copies are not all queued yet, and the stream waits for nothing.
+            KernelError: the device failed.
+        """
+        if self._wait_on is not None:
+            is_done = self._wait_on(stream, timeout)
+        else:
+            is_done = bool(wait([self._future], timeout).done)
+        if not is_done:
+            raise JobRunning(
+                f"{self._what}: its copies are not all queued after {timeout} s; wait again, or abandon it"
+            )
 
     def abandon(self, timeout: float = 5.0) -> bool:
         """Give the job up, so that its blocks of the engine can be reused.

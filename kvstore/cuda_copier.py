@@ -1,0 +1,273 @@
+"""The copier of caches in GPU memory: queues copies on streams of its own, beside the engine's.
+
+    engine's stream ──► event `after` ──► this copier's streams: kernels + staging, or the copy engines alone
+                                                  │ event `last`
+    engine's stream ◄── wait_on(stream) ──────────┴──► finish(): the job's thread, by polling with a deadline
+
+A save waits for the event that was recorded when the job was asked for, so for the forward pass before it; a load
+likewise, so for whatever used its blocks before. No device is ever synchronised, and nothing waits for an engine's
+later work. Why this way: docs/adr/0006-copies-of-cuda-caches.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.arena import Arena
+from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, job_spans
+from kvstore.errors import CopyStuck, InvalidRequest, KernelError
+from kvstore.kernel_errors import kernel_errors
+from kvstore.kernels.direct import DirectCopies
+from kvstore.kernels.gpu import GpuCopier
+from kvstore.kernels.runs import RunTable
+from kvstore.kernels.staging import StagingRing
+from kvstore.layout import EngineLayout, same_layout
+from kvstore.pinning import ArenaPinning
+from kvstore.shape import KVShape
+
+logger = logging.getLogger(__name__)
+
+
+class CopyPath(Enum):
+    """How the bytes of a CUDA cache go."""
+
+    AUTO = "auto"
+    """Whichever is faster for how long the runs of a block are."""
+
+    STAGED = "staged"
+    """Kernels between the cache and a ring of buffers in GPU memory, copy engines between that and the host."""
+
+    DIRECT = "direct"
+    """Copy engines alone, run by run."""
+
+
+#: Runs of at least so many bytes go directly; measured by benchmarks/gpu_client.py, see docs/gpu.md.
+DIRECT_FROM_BYTES = 512 << 10
+#: Thread blocks of a copy kernel: enough for the link, too few to hold up a model. Likewise measured.
+MAX_CTAS = 32
+CHUNK_BYTES = 16 << 20
+NUM_CHUNKS = 3
+
+_PIN_TIMEOUT_S = 60.0
+_DEVICE_TIMEOUT_S = 120.0
+_LEAST_POLL_S, _MOST_POLL_S = 50e-6, 500e-6
+
+
+class CudaOrder:
+    """The `CopyOrder` of one job of a `CudaCopier`; made in the thread that asks for the job.
+
+    Args:
+        after: recorded on the engine's stream; copies wait for it.
+    """
+
+    def __init__(self, after: torch.cuda.Event) -> None:
+        self.after = after
+        self.last: torch.cuda.Event | None = None
+        self._queued = threading.Event()
+
+    def end(self) -> None:
+        """See `CopyOrder`."""
+        self._queued.set()
+
+    def wait_on(self, stream: Any, timeout_s: float) -> bool:
+        """See `CopyOrder`."""
+        if not self._queued.wait(timeout_s):
+            return False
+        if self.last is not None:
+            with kernel_errors("waiting for the copies of a job"):
+                (torch.cuda.current_stream() if stream is None else stream).wait_event(self.last)
+        return True
+
+    def settle(self, timeout_s: float) -> bool:
+        """See `CopyOrder`."""
+        try:
+            return self.last is None or _reached(self.last, timeout_s)
+        except RuntimeError:
+            return True  # After an error of the device nothing runs on it any more.
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One direction: whatever copies, the stream on which a job begins, and a lock, because one thread may queue."""
+
+    copies: StagingRing | DirectCopies
+    begin: torch.cuda.Stream
+    lock: threading.Lock
+
+
+class CudaCopier:
+    """An `EngineCopier` of CUDA tensors.
+
+    Holds references to the caller's tensors for as long as it lives; never reallocates or mutates them besides the
+    blocks that a load names. Saves and loads have streams and buffers of their own.
+
+    Args:
+        caches: as they were registered.
+        layout: of the caches, from `detect_layout`.
+        shape: of the stored block.
+        arena: where the slots are, from its begin on.
+        slot_bytes: distance between two slots.
+        num_slots: slots of the arena.
+        pinning: of the arena.
+        path: how the bytes go.
+
+    Raises:
+        ConfigError: CuPy or the driver is missing.
+        LayoutMismatch: the caches are not as the layout says.
+        KernelError: the kernels could not be built, or there is no GPU memory for the buffers.
+    """
+
+    def __init__(
+        self,
+        caches: Any,
+        layout: EngineLayout,
+        shape: KVShape,
+        arena: Arena,
+        slot_bytes: int,
+        num_slots: int,
+        pinning: ArenaPinning,
+        path: CopyPath = CopyPath.AUTO,
+    ) -> None:
+        self._layout, self._caches, self._pinning = layout, caches, pinning
+        self._plan = engine_plan(caches, layout, shape)
+        self._slots = torch.from_numpy(arena.bytes_view())[: slot_bytes * num_slots].view(num_slots, slot_bytes)
+        self.path = chosen_path(path, RunTable(self._plan).mean_run_bytes)
+        self._broken: str = ""
+        with kernel_errors("preparing copies of a CUDA cache"), torch.cuda.device(self._plan.device):
+            self._saves, self._loads = self._lane(), self._lane()
+
+    def _lane(self) -> _Lane:
+        device, per_piece = self._plan.device, self._pinning.slots_per_piece
+        copies: StagingRing | DirectCopies
+        if self.path is CopyPath.DIRECT:
+            copies = DirectCopies(self._plan, slots_per_piece=per_piece)
+        else:
+            copies = StagingRing(
+                GpuCopier(self._plan), chunk_bytes=CHUNK_BYTES, num_chunks=NUM_CHUNKS, max_ctas=MAX_CTAS,
+                slots_per_piece=per_piece,
+            )  # fmt: skip
+        return _Lane(copies, torch.cuda.Stream(device), threading.Lock())  # type: ignore[no-untyped-call]
+
+    @property
+    def layout(self) -> EngineLayout:
+        """How the cache is arranged."""
+        return self._layout
+
+    def check_unchanged(self) -> None:
+        """Refuse tensors that were resized or restrided; see `EngineCopier`."""
+        same_layout(self._caches, self._layout)
+
+    def order(self) -> CopyOrder:
+        """Record what copies of a job come after: the work on the calling thread's current stream.
+
+        Raises:
+            InvalidRequest: a graph is being captured on it; copies cannot be part of one.
+            KernelError: the device failed before.
+        """
+        self._check_usable()
+        with kernel_errors("recording an event on the engine's stream"), torch.cuda.device(self._plan.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise InvalidRequest(
+                    "a CUDA graph is being captured on the current stream, and copies cannot be part of one; save and "
+                    "load before or after it"
+                )
+            return CudaOrder(torch.cuda.current_stream().record_event())
+
+    def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
+        self._queue(self._saves, pages, indexes, slots, 0)
+        self._await(pages)
+
+    def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
+        """Queue copies out of slots into the engine; see `EngineCopier`."""
+        self._queue(self._loads, pages, indexes, slots, skip_tokens)
+
+    def finish(self, pages: EnginePages) -> None:
+        """Return when all that was queued for a job is in place; see `EngineCopier`."""
+        _order_of(pages).end()
+        self._await(pages)
+
+    def close(self) -> None:
+        """Let go of the arena; see `EngineCopier`."""
+        del self._slots
+
+    def _queue(self, lane: _Lane, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
+        order, positions = _order_of(pages), np.arange(len(indexes), dtype=np.int64)
+        self._check_usable()
+        self._pinning.wait(slots, _PIN_TIMEOUT_S)
+        spans = job_spans(self._plan.paging, pages, indexes, positions, len(positions), skip_tokens)
+        try:
+            with lane.lock, kernel_errors("queueing copies of a CUDA cache"), torch.cuda.stream(lane.begin):
+                # The device waits and not the host: what is queued behind these copies need not wait for this thread.
+                lane.begin.wait_event(order.after)
+                try:
+                    if lane is self._saves:
+                        order.last = lane.copies.save(spans, self._slots, slots)
+                    else:
+                        order.last = lane.copies.load(self._slots, slots, spans)
+                except (RuntimeError, ValueError):
+                    self._leave(lane, order)
+                    raise
+        except KernelError:
+            self._await(pages)  # Whoever hears of the failure may use blocks and slots again.
+            raise
+
+    def _leave(self, lane: _Lane, order: CudaOrder) -> None:
+        """After a refusal part of a copy may be queued: let `last` be what comes after all of it."""
+        with contextlib.suppress(RuntimeError):
+            for stream in lane.copies.streams:
+                lane.begin.wait_stream(stream)
+            order.last = lane.begin.record_event()
+
+    def _await(self, pages: EnginePages) -> None:
+        last = _order_of(pages).last
+        if last is None:
+            return
+        try:
+            with kernel_errors("copying a CUDA cache"):
+                is_reached = _reached(last, _DEVICE_TIMEOUT_S)
+        except KernelError as error:
+            self._broken = str(error)
+            raise
+        if not is_reached:
+            self._broken = f"copies were not done within {_DEVICE_TIMEOUT_S} s"
+            raise CopyStuck(
+                f"wanted copies of a CUDA cache done within {_DEVICE_TIMEOUT_S} s, got a device that has not come to "
+                "them or not through; they may still run, so blocks and slots stay taken: end this process"
+            )
+
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise KernelError(f"copies of this CUDA cache failed before ({self._broken}); restart this process")
+
+
+def chosen_path(path: CopyPath, mean_run_bytes: int) -> CopyPath:
+    """Return how the bytes go where runs have this mean length; never AUTO."""
+    if path is not CopyPath.AUTO:
+        return path
+    return CopyPath.DIRECT if mean_run_bytes >= DIRECT_FROM_BYTES else CopyPath.STAGED
+
+
+def _order_of(pages: EnginePages) -> CudaOrder:
+    assert isinstance(pages.order, CudaOrder), "a job of a CUDA cache has the order that its copier made"
+    return pages.order
+
+
+def _reached(event: torch.cuda.Event, timeout_s: float) -> bool:
+    """Poll an event, ever more seldom; False when it is not reached in time."""
+    began_s = time.monotonic()
+    while not event.query():  # type: ignore[no-untyped-call]
+        waited_s = time.monotonic() - began_s
+        if waited_s > timeout_s:
+            return False
+        time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 50)))
+    return True
