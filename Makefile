@@ -21,8 +21,9 @@ demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json
 test: setup  ## the tests; ARGS="-k pool -x" is passed to pytest
 	@$(BIN)/python -m pytest -q tests $(ARGS)
 
-test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy and pytest
-	@PYTHONPATH=. $(or $(PYTHON),python3) -m pytest -q tests/kernels -m gpu $(ARGS)
+test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray
+	@PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),python3) -m pytest -q \
+	    tests/kernels tests/kvstore tests/actors tests/examples -m gpu $(ARGS)
 
 mutants: setup  ## put the bugs that block pools have had back one by one; the checks have to catch each
 	@PYTHONPATH=tests/pool:. $(BIN)/python -m poolcheck.mutants $(ARGS)

@@ -30,6 +30,7 @@ from kvstore.kernels.direct import DirectCopies
 from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.runs import RunTable
 from kvstore.kernels.staging import StagingRing
+from kvstore.kernels.streams import own_stream
 from kvstore.layout import EngineLayout, same_layout
 from kvstore.pinning import ArenaPinning
 from kvstore.shape import KVShape
@@ -155,7 +156,7 @@ class CudaCopier:
                 GpuCopier(self._plan), chunk_bytes=CHUNK_BYTES, num_chunks=NUM_CHUNKS, max_ctas=MAX_CTAS,
                 slots_per_piece=per_piece,
             )  # fmt: skip
-        return _Lane(copies, torch.cuda.Stream(device), threading.Lock())  # type: ignore[no-untyped-call]
+        return _Lane(copies, own_stream(device), threading.Lock())
 
     @property
     def layout(self) -> EngineLayout:
