@@ -1,13 +1,12 @@
 """Client.save and load of a cache on a GPU beside one memcpy of the same bytes: the measurements behind docs/gpu.md.
 
-    python -m benchmarks.gpu_client [--what client|paths|beside]... [--rounds N] [--json]
+    python -m benchmarks.gpu_client [--what client|paths]... [--rounds N] [--json]
 
 client  a real store (kvstore.start) and client: time on the host's clock from the call of save or load to its
         result, and to the moment when a stream that waits for it (Job.wait_on) goes on; "limit" is one pinned
         copy of the same bytes, from its call to its end, in the same rounds.
-paths   staged copies against direct ones, by the length of the runs in which blocks lie in the engine.
-beside  what copies cost a model: streams of 8192^3 bfloat16 products alone, beside plain copies, and beside
-        ours with so many thread blocks and chunks of so many bytes.
+paths   staged copies against direct ones, by the length of the runs in which blocks lie in the engine. What a
+        copy costs a model beside it: `kvstore bench gpu`.
 
 8B shape: 32 layers, 8 KV heads x 128, bfloat16, 16 tokens, 2 MiB a block. Medians; every byte that was loaded
 through the client is compared.
@@ -40,8 +39,6 @@ COUNTS = (16, 64, 256)
 NUM_BLOCKS = 256
 #: Layout -> dims of the engine's tensors, in the letters of kvstore/layout.py.
 LAYOUTS = {"per layer (NHD)": "PBTHD", "cross-layer, stored order": "BHLPTD"}
-CTAS = (4, 8, 16, 32, 64, 132, None)
-CHUNKS = (8 << 20, 16 << 20, 32 << 20)
 SECOND = 1e9
 
 
@@ -174,7 +171,7 @@ def path_rows(rounds: int) -> list[dict[str, Any]]:
 
 def measured_paths(plan: CopyPlan, num_heads: int, count: int, rounds: int) -> list[dict[str, Any]]:
     host = torch.empty((2 * NUM_BLOCKS, plan.stored.block_bytes), dtype=torch.uint8, pin_memory=True)
-    ways = {"staged": StagingRing(GpuCopier(plan), max_ctas=32), "direct": DirectCopies(plan)}
+    ways = {"staged": StagingRing(GpuCopier(plan)), "direct": DirectCopies(plan)}
     times: dict[str, list[float]] = {}
 
     def save(copies: Any, blocks: np.ndarray, slots: np.ndarray) -> None:
@@ -201,91 +198,7 @@ def measured_paths(plan: CopyPlan, num_heads: int, count: int, rounds: int) -> l
     ]  # fmt: skip
 
 
-# Beside a model.
-
-
-def beside_rows(rounds: int) -> list[dict[str, Any]]:
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    out, products, plain = torch.empty_like(a), torch.cuda.Stream(), torch.cuda.Stream()
-    caches = [torch.zeros((2, 2 * NUM_BLOCKS, 16, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(32)]
-    plan = plan_copy(
-        [cache.permute(1, 3, 0, 2, 4) for cache in caches], StoredBlock(block_dims=SHAPE.block_dims, dtype="bfloat16")
-    )
-    copier, num_bytes = GpuCopier(plan), NUM_BLOCKS * SHAPE.block_bytes
-    host = torch.empty((2 * NUM_BLOCKS, SHAPE.block_bytes), dtype=torch.uint8, pin_memory=True)
-    flat = torch.empty((NUM_BLOCKS, SHAPE.block_bytes), dtype=torch.uint8, device="cuda")
-    ids = np.random.default_rng(1).permutation(2 * NUM_BLOCKS)[:NUM_BLOCKS]
-    spans = block_spans(plan.paging, ids, range(NUM_BLOCKS), NUM_BLOCKS)
-
-    def plain_way(to_gpu: bool) -> Callable[[], torch.cuda.Event]:
-        def way() -> torch.cuda.Event:
-            plain.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(plain):
-                near, far = host[:NUM_BLOCKS], flat
-                (far if to_gpu else near).copy_(near if to_gpu else far, non_blocking=True)
-            return plain.record_event()
-
-        return way
-
-    def our_way(copies: Any, to_gpu: bool) -> Callable[[], torch.cuda.Event]:
-        return lambda: copies.load(host, ids, spans) if to_gpu else copies.save(spans, host, ids)
-
-    ways: dict[str, Callable[[], torch.cuda.Event] | None] = {"alone": None}
-    for to_gpu in (True, False):
-        direction = "load" if to_gpu else "save"
-        ways[f"{direction}: one memcpy"] = plain_way(to_gpu)
-        for chunk in CHUNKS:
-            for ctas in CTAS:
-                if chunk == 16 << 20 or ctas in (16, 32):
-                    ring = StagingRing(copier, chunk_bytes=chunk, max_ctas=ctas)
-                    ways[f"{direction}: {chunk >> 20} MiB, {ctas} CTAs"] = our_way(ring, to_gpu)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            result = one_beside(a, b, out, products, way, num_bytes)
-            if turn:
-                found[name].append(result)
-    return [
-        {
-            "what": "beside", "way": name,
-            "product_ms": round(statistics.median(pair[0] for pair in pairs), 4),
-            "gb_per_s": round(statistics.median(pair[1] for pair in pairs), 2),
-        }
-        for name, pairs in found.items()
-    ]  # fmt: skip
-
-
-def one_beside(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, products: torch.cuda.Stream, way: Any, num_bytes: int
-) -> tuple[float, float]:
-    """Return milliseconds of one product while copies run all the time, and GB/s of copies while products run."""
-    num_products, num_copies = 40, 12
-    torch.cuda.synchronize()
-    begin, end, first, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(3 + num_copies))
-    start, timer = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(products):
-        torch.cuda._sleep(20_000_000)  # until the host has queued both
-        begin.record()
-        for _ in range(num_products):
-            torch.matmul(a, b, out=out)
-        end.record()
-    if way is not None:
-        start.wait_event(begin)
-        timer.wait_event(begin)
-        first.record(timer)
-        for done in ends:
-            with torch.cuda.stream(start):
-                timer.wait_event(way())
-            done.record(timer)
-    torch.cuda.synchronize()
-    product_ms = begin.elapsed_time(end) / num_products
-    if way is None:
-        return product_ms, 0.0
-    within = [done for done in ends if first.elapsed_time(done) <= begin.elapsed_time(end)] or ends[:1]
-    return product_ms, len(within) * num_bytes / (first.elapsed_time(within[-1]) / 1e3) / SECOND
-
-
-PARTS = {"client": client_rows, "paths": path_rows, "beside": beside_rows}
+PARTS = {"client": client_rows, "paths": path_rows}
 
 
 @click.command(help=__doc__)

@@ -53,10 +53,8 @@ class CopyPath(Enum):
 
 #: Runs of at least so many bytes go directly; measured by benchmarks/gpu_client.py, see docs/gpu.md.
 DIRECT_FROM_BYTES = 512 << 10
-#: Thread blocks of a copy kernel: enough for the link, too few to hold up a model. Likewise measured.
-MAX_CTAS = 32
-CHUNK_BYTES = 16 << 20
-NUM_CHUNKS = 3
+#: Of one buffer of a ring; a ring for each direction is what a client takes of the GPU's memory.
+CHUNK_BYTES = 32 << 20
 
 _PIN_TIMEOUT_S = 60.0
 _DEVICE_TIMEOUT_S = 120.0
@@ -152,10 +150,7 @@ class CudaCopier:
         if self.path is CopyPath.DIRECT:
             copies = DirectCopies(self._plan, slots_per_piece=per_piece)
         else:
-            copies = StagingRing(
-                GpuCopier(self._plan), chunk_bytes=CHUNK_BYTES, num_chunks=NUM_CHUNKS, max_ctas=MAX_CTAS,
-                slots_per_piece=per_piece,
-            )  # fmt: skip
+            copies = StagingRing(GpuCopier(self._plan), chunk_bytes=CHUNK_BYTES, slots_per_piece=per_piece)
         return _Lane(copies, own_stream(device), threading.Lock())
 
     @property
