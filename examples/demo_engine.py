@@ -1,4 +1,4 @@
-"""A very small serving engine for examples/prefill_decode.py: a Llama with a paged KV cache on the CPU.
+"""A very small serving engine for examples/prefill_decode.py: a Llama with a paged KV cache on the CPU or a GPU.
 
 Why outputs can be identical to the last bit. Floating-point sums depend on their order, and a matrix product
 over 800 rows adds in another order than one over 32: prefill the same prompt in one step or in many, and KV
@@ -7,12 +7,13 @@ one thread. Then the KV of a block depends on nothing but the tokens up to its e
 on what came after it in that prompt, nor on how much was found in a store. Whatever is left after the last full
 block (or the last token again, when nothing is) is one more step, and gives the logits of the first new token.
 A store may keep full prompt blocks only: those of an answer were computed token by token, so the next turn's
-prefill computes them anew.
+prefill computes them anew. On a GPU the same holds where torch is told to be deterministic.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def digest_of(model: LlamaForCausalLM) -> str:
     """Return a digest of the weights: workers with other weights get another namespace, so never a hit."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
+        digest.update(name.encode() + tensor.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -79,9 +80,9 @@ def layers_of(cache: DynamicCache, num_tokens: int) -> Layers:
 class PagedCache:
     """An engine's paged KV cache: one tensor per layer, [2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim]."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         dims = (2, NUM_BLOCKS, BLOCK_SIZE, SHAPE.num_kv_heads, SHAPE.head_dim)
-        self.tensors = [torch.full(dims, torch.nan) for _ in range(SHAPE.num_layers)]
+        self.tensors = [torch.full(dims, torch.nan, device=device) for _ in range(SHAPE.num_layers)]
         # In no order, as the blocks of a cache that has been in use for a while.
         self._free = random.Random(1).sample(range(NUM_BLOCKS), NUM_BLOCKS)
 
@@ -130,12 +131,16 @@ class Answer:
 class Engine:
     """Model, paged cache and the client of this node's store; the two workers below are made of it."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, device: str = "cpu") -> None:
         torch.set_num_threads(1)  # Sums of several threads may be added in another order.
         torch.set_grad_enabled(False)
-        self.model = build_model()
+        if device != "cpu":
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # What cuBLAS needs for the same.
+            torch.use_deterministic_algorithms(True)
+        self.device = device
+        self.model = build_model().to(device)
         self.space = kvstore.Namespace(model="demo-llama", revision=digest_of(self.model), shape=SHAPE)
-        self.pages = PagedCache()
+        self.pages = PagedCache(device)
         self.client = store.client(self.space)
         self.client.register_kv_caches(self.pages.tensors)
 
@@ -149,7 +154,9 @@ class Engine:
 
     def step(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
         """Run the model on the next tokens, which the cache then holds; returns the last one's logits."""
-        output = self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self.model(
+            torch.tensor([tokens], device=self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
         return output.logits[0, -1]
 
     def compute_blocks(self, tokens: list[int], cache: DynamicCache) -> int:

@@ -3,7 +3,7 @@
 A prefill worker on one node saves the KV of prompts; a decode worker on the other finds it, the node stores
 fetch it over NIXL, and only what is missing is computed. Every answer is compared with one computed without
 any store: KV, logits and tokens must be the same to the last bit (demo_engine.py says how that can be), or
-this program exits with 1.
+this program exits with 1. With --device cuda the engines' caches are on a GPU, which both workers share.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def two_nodes() -> Iterator[list[str]]:
 class Demo:
     """The two workers, and the answers that later requests build on."""
 
-    def __init__(self, store: Any, nodes: list[str]) -> None:
+    def __init__(self, store: Any, nodes: list[str], device: str) -> None:
         import ray
         from demo_engine import DecodeWorker, PrefillWorker
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -93,7 +93,7 @@ class Demo:
         self.prefill, self.decode = (
             ray.remote(worker)
             .options(num_cpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            .remote(store)
+            .remote(store, device)
             for worker, node in zip((PrefillWorker, DecodeWorker), nodes, strict=True)
         )
         self.conversations: dict[str, list[int]] = {}
@@ -190,7 +190,7 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def run(lane: str, num_tokens: int, capacity: str) -> dict[str, Any]:
+def run(lane: str, num_tokens: int, capacity: str, device: str) -> dict[str, Any]:
     """Do everything; returns what --json prints."""
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -202,7 +202,7 @@ def run(lane: str, num_tokens: int, capacity: str) -> dict[str, Any]:
             progress.update(bar, advance=1, description="starting the store")
             store = kvstore.start(capacity, lane=lane, timeout_s=START_S)
             progress.update(bar, advance=1, description="building the models")
-            demo = Demo(store, nodes)
+            demo = Demo(store, nodes, device)
             demo.wait_ready()
             # The first steps of a process and the first READ of a connection are slower than all others.
             progress.update(bar, advance=1, description="warming up")
@@ -215,7 +215,7 @@ def run(lane: str, num_tokens: int, capacity: str) -> dict[str, Any]:
             progress.update(bar, advance=1, description="stopping")
             demo.close()
             store.stop()
-    return {"lane": lane, "num_new_tokens": num_tokens, "rows": rows, "summary": summary}
+    return {"lane": lane, "device": device, "num_new_tokens": num_tokens, "rows": rows, "summary": summary}
 
 
 @click.command(help=__doc__)
@@ -223,9 +223,10 @@ def run(lane: str, num_tokens: int, capacity: str) -> dict[str, Any]:
 @click.option("--lane", type=click.Choice(["default", "tcp"]), default="default", show_default=True)
 @click.option("--new-tokens", type=click.IntRange(1, 256), default=16, show_default=True)
 @click.option("--capacity", default="128MiB", show_default=True, help="Memory for blocks on each node.")
-def main(as_json: bool, lane: str, new_tokens: int, capacity: str) -> None:
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+def main(as_json: bool, lane: str, new_tokens: int, capacity: str, device: str) -> None:
     try:
-        result = run(lane, new_tokens, capacity)
+        result = run(lane, new_tokens, capacity, device)
     except kvstore.KVStoreError as error:
         raise click.ClickException(str(error)) from error
     summary = result["summary"]

@@ -21,8 +21,12 @@ def row(hit: str, **changes: object) -> dict[str, object]:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_all_requests_are_identical_to_a_run_without_a_store(run_example):
-    run = run_example(sys.executable, "examples/prefill_decode.py", "--json", "--new-tokens", "8", timeout_s=200)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_all_requests_are_identical_to_a_run_without_a_store(run_example, device):
+    for package in ("ray", "transformers") if device == "cuda" else ():  # Where there is a GPU, they may not be.
+        pytest.importorskip(package, reason=f"needs {package}")
+    command = (sys.executable, "examples/prefill_decode.py", "--json", "--new-tokens", "8", "--device", device)
+    run = run_example(*command, timeout_s=200)
 
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
