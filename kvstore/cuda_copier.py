@@ -52,13 +52,13 @@ class CopyPath(Enum):
 
 
 #: Runs of at least so many bytes go directly; measured by benchmarks/gpu_client.py, see docs/gpu.md.
-DIRECT_FROM_BYTES = 512 << 10
+DIRECT_FROM_BYTES = 1 << 20
 #: Of one buffer of a ring; a ring for each direction is what a client takes of the GPU's memory.
 CHUNK_BYTES = 32 << 20
 
 _PIN_TIMEOUT_S = 60.0
 _DEVICE_TIMEOUT_S = 120.0
-_LEAST_POLL_S, _MOST_POLL_S = 50e-6, 500e-6
+_LEAST_POLL_S, _MOST_POLL_S = 20e-6, 500e-6
 
 
 class CudaOrder:
@@ -194,7 +194,7 @@ class CudaCopier:
 
     def close(self) -> None:
         """Let go of the arena; see `EngineCopier`."""
-        del self._slots
+        del self._slots, self._saves, self._loads  # Rings remember the slots that they checked.
 
     def _queue(self, lane: _Lane, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
         order, positions = _order_of(pages), np.arange(len(indexes), dtype=np.int64)
@@ -265,5 +265,5 @@ def _reached(event: torch.cuda.Event, timeout_s: float) -> bool:
         waited_s = time.monotonic() - began_s
         if waited_s > timeout_s:
             return False
-        time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 50)))
+        time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 200)))
     return True
