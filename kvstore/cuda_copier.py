@@ -142,15 +142,18 @@ class CudaCopier:
         self.path = chosen_path(path, RunTable(self._plan).mean_run_bytes)
         self._broken: str = ""
         with kernel_errors("preparing copies of a CUDA cache"), torch.cuda.device(self._plan.device):
-            self._saves, self._loads = self._lane(), self._lane()
+            self._saves, self._loads = self._lane(shape), self._lane(shape)
 
-    def _lane(self) -> _Lane:
+    def _lane(self, shape: KVShape) -> _Lane:
         device, per_piece = self._plan.device, self._pinning.slots_per_piece
         copies: StagingRing | DirectCopies
         if self.path is CopyPath.DIRECT:
             copies = DirectCopies(self._plan, slots_per_piece=per_piece)
         else:
-            copies = StagingRing(GpuCopier(self._plan), chunk_bytes=CHUNK_BYTES, slots_per_piece=per_piece)
+            layers, heads = self._layout.part.ranges(shape)
+            copies = StagingRing(
+                GpuCopier(self._plan), layers=layers, heads=heads, chunk_bytes=CHUNK_BYTES, slots_per_piece=per_piece
+            )
         return _Lane(copies, own_stream(device), threading.Lock())
 
     @property

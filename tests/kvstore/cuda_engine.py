@@ -21,14 +21,14 @@ FORMS = {
 
 
 class CudaEngine:
-    """Random caches on a device, registered with a client."""
+    """Random caches of a client's part on a device, registered with it; `block_size` is the stored one by default."""
 
-    def __init__(self, client, axes, num_blocks=64, copy_path="auto", device="cuda"):
-        self.client, self.shape, self.axes = client, client.space.shape, axes
-        self.num_blocks = num_blocks
-        shape, element = self.shape, torch_dtype(self.shape.dtype)
+    def __init__(self, client, axes, num_blocks=64, copy_path="auto", device="cuda", block_size=None):
+        self.client, self.axes, self.num_blocks = client, axes, num_blocks
+        shape = client.part.held(client.space.shape)
+        element = torch_dtype(shape.dtype)
         sizes = {
-            "L": shape.num_layers, "B": num_blocks, "P": shape.num_planes, "T": shape.block_size,
+            "L": shape.num_layers, "B": num_blocks, "P": shape.num_planes, "T": block_size or shape.block_size,
             "H": shape.num_kv_heads, "D": shape.row_dim,
         }  # fmt: skip
         dims = [sizes[axis] for axis in ("BTHD" if axes == "pairs" else axes)]

@@ -19,6 +19,7 @@ import torch
 
 from cuda_engine import FORMS, POISON, CudaEngine
 from kvstore import cuda_copier, mapping
+from kvstore.client import Client
 from kvstore.cuda_copier import CopyPath, CudaOrder
 from kvstore.errors import InvalidRequest, JobRunning, KernelError, KVStoreError, RegistrationFailed
 from kvstore.hashing import Namespace
@@ -48,10 +49,11 @@ def make_engine(cluster, monkeypatch):
     monkeypatch.setattr(mapping, "ArenaPinning", functools.partial(ArenaPinning, piece_bytes=1 << 18))
     monkeypatch.setattr(cuda_copier, "CHUNK_BYTES", 1 << 16)
 
-    def make(axes="PBTHD", space=None, **options):
+    def make(axes="PBTHD", space=None, part=None, **options):
         if not cluster.nodes:
             cluster.add("a", mover=False, capacity_bytes=32 << 20)
-        return CudaEngine(cluster.client("a", space or space_of()), axes, **options)
+        cluster.clients.append(Client(cluster.nodes["a"].control_path, space or space_of(), part))
+        return CudaEngine(cluster.clients[-1], axes, **options)
 
     return make
 
@@ -80,6 +82,60 @@ def test_engines_of_unlike_layouts_share_blocks(make_engine, form):
     one.save(hashes, range(12))
     assert other.load(hashes, ids).num_blocks == 12
     assert torch.equal(other.tokens(ids), one.tokens(range(12)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("saver", "loader"), [(16, 8), (8, 16), (32, 16), (16, 32), (32, 8)])
+def test_engines_of_other_block_sizes_share_blocks(make_engine, saver, loader, path):
+    one = make_engine("PBTHD", block_size=saver, copy_path=path)
+    other = make_engine("BPHTD", block_size=loader, copy_path=path)
+    hashes, rng = hashes_of(one.client.space, 12), np.random.default_rng(6)
+    saved, loaded = (rng.permutation(64)[: 12 * 16 // size] for size in (saver, loader))
+    assert one.save(hashes, saved).num_written == 12
+    other.poison()
+    assert other.load(hashes, loaded, 21).num_blocks == 12
+    assert torch.equal(other.tokens(loaded)[:, :, :, 21:], one.tokens(saved)[:, :, :, 21:])
+    assert (other.tokens(loaded)[:, :, :, :21].contiguous().view(torch.uint8) == POISON).all()
+    # A run that begins inside a block of the engine.
+    tail, held = hashes[3:10], loaded[3 * 16 // loader : -(-10 * 16 // loader)]
+    other.poison()
+    assert other.load(tail, held).num_blocks == 7
+    lead = 3 * 16 % loader
+    got = other.tokens(held)
+    assert torch.equal(got[:, :, :, lead : lead + 112], one.tokens(saved)[:, :, :, 48:160])
+    assert (got[:, :, :, :lead].contiguous().view(torch.uint8) == POISON).all()
+    assert (got[:, :, :, lead + 112 :].contiguous().view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ranks_save_and_load_their_parts(make_engine, path):
+    space = space_of(num_layers=4, num_layer_groups=2)
+    ranks = [make_engine("PBTHD", space, (tp, 2, pp, 2), copy_path=path) for pp in range(2) for tp in range(2)]
+    whole = make_engine("BPHTD", space, copy_path=path)
+    hashes, ids = hashes_of(space, 9), np.random.default_rng(7).permutation(64)[:9]
+    jobs = [rank.client.save(hashes, range(9)) for rank in ranks]
+    assert all(job.result(60).num_blocks == 9 for job in jobs)
+    assert whole.load(hashes, ids).num_blocks == 9
+    layers = [torch.cat([rank.tokens(range(9)) for rank in ranks[2 * pp : 2 * pp + 2]], 1) for pp in range(2)]
+    want = torch.cat(layers)
+    assert torch.equal(whole.tokens(ids), want)
+    for rank in ranks:
+        rank.poison()
+        assert rank.load(hashes, ids, 5).num_blocks == 9
+    layers = [torch.cat([rank.tokens(ids) for rank in ranks[2 * pp : 2 * pp + 2]], 1) for pp in range(2)]
+    assert torch.equal(torch.cat(layers)[:, :, :, 5:], want[:, :, :, 5:])
+
+
+def test_a_hand_off_between_caches_on_a_gpu(make_engine):
+    one, other = make_engine("PBTHD"), make_engine("BPHTD")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG_CYCLES)
+        one.fill()
+        ticket = one.client.publish(list(range(9)))
+    ids = np.random.default_rng(8).permutation(64)[:9]
+    assert other.client.fetch(ticket, ids).result(60).num_blocks == 9
+    assert torch.equal(other.tokens(ids), one.tokens(range(9)))
 
 
 def test_a_cache_on_the_cpu_shares_blocks_with_one_on_the_gpu(make_engine):
