@@ -6,7 +6,7 @@
 
 A save waits for the event that was recorded when the job was asked for, so for the forward pass before it; a load
 likewise, so for whatever used its blocks before. No device is ever synchronised, and nothing waits for an engine's
-later work. Why this way: docs/adr/0006-copies-of-cuda-caches.md.
+later work. Why this way: docs/adr/0007-copies-of-cuda-caches.md.
 """
 
 from __future__ import annotations

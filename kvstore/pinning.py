@@ -1,7 +1,7 @@
 """Pinning the arena for a GPU: its slots are registered with CUDA in pieces, by a thread, those waited for first.
 
 A piece is whole slots and whole pages, because the driver takes no copy from one registration into the next. Why
-pieces, and why a copy waits instead of going another way meanwhile: docs/adr/0006-copies-of-cuda-caches.md.
+pieces, and why a copy waits instead of going another way meanwhile: docs/adr/0007-copies-of-cuda-caches.md.
 """
 
 from __future__ import annotations
