@@ -1,8 +1,9 @@
-"""How fast blocks are copied in host memory, by layout: the measurement behind docs/adr/0005.
+"""How fast blocks are copied in host memory, by layout: the measurement behind docs/adr/0005 and 0006.
 
-Per layout of an engine's cache (32 layers x 8 heads x 128, bfloat16, 16 tokens: 2 MiB a block) and direction:
-the compiled copies, torch's own operations (the oracle), and the C library's memcpy of the same bytes as the
-limit of ordinary stores. Medians, in turns within one run, one thread, every result compared.
+Stored blocks of 32 layers x 8 heads x 128, bfloat16, 16 tokens: 2 MiB. Per order of an engine's cache, engine
+block size and part, and per direction: the copier that clients use, torch's own operations (the oracle, for equal
+block sizes), and the C library's memcpy of the same bytes as the limit of ordinary stores. Medians, in turns
+within one run, one thread, every result compared.
 
     python benchmarks/host_copy.py [--json]
 """
@@ -13,86 +14,128 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvstore.arena import Arena, create_arena
+from kvstore.copier import HostCopier
 from kvstore.detect import detect_layout
-from kvstore.engine_copy import engine_plan
-from kvstore.kernels import host_copy, reference
+from kvstore.engine_copy import engine_pages
+from kvstore.kernels import reference
+from kvstore.kernels.stored import StoredBlock
 from kvstore.layout import canonical_views
+from kvstore.part import WHOLE, Part
 from kvstore.provenance import provenance
 from kvstore.shape import KVShape
 
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
 NUM_BLOCKS, ROUNDS = 48, 7
-LAYOUTS = {
-    "tokens before heads": lambda n: [torch.zeros(2, n, 16, 8, 128, dtype=torch.bfloat16) for _ in range(32)],
-    "heads before tokens": lambda n: [torch.zeros(2, n, 8, 16, 128, dtype=torch.bfloat16) for _ in range(32)],
-    "one run per block": lambda n: torch.zeros(n, 8, 32, 2, 16, 128, dtype=torch.bfloat16),
-}
+ORDERS = {"tokens before heads": "PBTHD", "heads before tokens": "PBHTD", "one run per block": "BHLPTD"}
 
 
-def measure(name: str) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Case:
+    """One engine: order of dims, tokens per block, part."""
+
+    order: str
+    block_size: int = 16
+    part: Part = WHOLE
+
+
+CASES = [
+    *(Case(order) for order in ORDERS),
+    *(Case(order, size) for order in list(ORDERS)[:2] for size in (32, 128, 8, 1)),
+    *(Case(order, part=Part(1, 2, 0, 1)) for order in ORDERS),
+]
+
+
+def caches_of(case: Case) -> Any:
+    """An engine's cache with a third more room than the blocks that are copied take."""
+    axes = ORDERS[case.order]
+    sizes = {"L": 32, "P": 2, "B": (NUM_BLOCKS + 16) * 16 // case.block_size, "T": case.block_size, "D": 128}
+    sizes["H"] = 8 // case.part.tp_size
+    dims = [sizes[axis] for axis in axes]
+    return torch.zeros(dims, dtype=torch.bfloat16) if "L" in axes else [
+        torch.zeros(dims, dtype=torch.bfloat16) for _ in range(32)
+    ]  # fmt: skip
+
+
+def measure(case: Case, arena: Arena) -> list[dict[str, Any]]:
+    """Time a case, and check that what was loaded comes back as it was stored."""
     rng = np.random.default_rng(1)
-    caches = LAYOUTS[name](NUM_BLOCKS + 16)
-    layout = detect_layout(caches, SHAPE)
-    views = canonical_views(caches, layout, SHAPE)
-    tables = host_copy.fragments_of(engine_plan(caches, layout, SHAPE))
-    num_bytes = NUM_BLOCKS * SHAPE.block_bytes
-    flat = torch.zeros(num_bytes, dtype=torch.uint8)
-    slots = flat.view(NUM_BLOCKS, SHAPE.block_bytes)
+    caches = caches_of(case)
+    layout = detect_layout(caches, SHAPE, ORDERS[case.order], case.part)
+    stored = StoredBlock(block_dims=SHAPE.block_dims, dtype=SHAPE.dtype)
+    (begin, part_bytes), *more = stored.runs(*case.part.ranges(SHAPE))
+    assert not more
+    copier = HostCopier(caches, layout, SHAPE, arena, SHAPE.block_bytes, NUM_BLOCKS)
+    flat, views = torch.from_numpy(arena.bytes_view()), canonical_views(caches, layout, SHAPE)
+    mine = flat.view(NUM_BLOCKS, SHAPE.block_bytes)[:, begin : begin + part_bytes]
     typed = reference.slot_tensor(flat, SHAPE.block_bytes, NUM_BLOCKS, SHAPE.block_dims, SHAPE.dtype)
-    fresh, target = np.empty(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    fresh = np.empty((NUM_BLOCKS, SHAPE.block_bytes), np.uint8)
+    source, target = (np.zeros(NUM_BLOCKS * part_bytes, np.uint8) for _ in range(2))
+    indexes = np.arange(NUM_BLOCKS, dtype=np.int64)
     times: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS + 1):
-        fresh[:] = rng.integers(0, 256, num_bytes, dtype=np.uint8)
-        ids = rng.permutation(NUM_BLOCKS).astype(np.int64)
-        blocks = rng.permutation(layout.num_blocks)[:NUM_BLOCKS].astype(np.int64)
-        torch_ids, torch_blocks = torch.from_numpy(ids), torch.from_numpy(blocks)
-        for way, load, save in (
-            (
-                "compiled",
-                lambda b=blocks, i=ids: host_copy.unpack(tables, slots, i, b),
-                lambda b=blocks, i=ids: host_copy.pack(tables, b, slots, i),
+        fresh[:] = rng.integers(0, 256, fresh.shape, dtype=np.uint8)
+        slots = rng.permutation(NUM_BLOCKS).astype(np.int64)
+        ids = rng.permutation(layout.num_blocks)[: NUM_BLOCKS * 16 // case.block_size]
+        pages = engine_pages(ids, layout, 16, 0, NUM_BLOCKS)
+        torch_slots, torch_ids = torch.from_numpy(slots), torch.from_numpy(ids)
+        ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+            "copier": (
+                lambda p=pages, s=slots: copier.out_of_slots(p, indexes, s),
+                lambda p=pages, s=slots: copier.into_slots(p, indexes, s),
             ),
-            (
-                "torch",
-                lambda b=torch_blocks, i=torch_ids: reference.unpack_blocks(typed, i, views, b),
-                lambda b=torch_blocks, i=torch_ids: reference.pack_blocks(views, b, typed, i),
-            ),
-            ("memcpy", lambda: np.copyto(target, fresh), lambda: np.copyto(target, fresh)),
-        ):
-            flat.copy_(torch.from_numpy(fresh))
-            for direction, copy in (("load", load), ("save", save)):
+            "memcpy": (lambda: np.copyto(target, source), lambda: np.copyto(target, source)),
+        }
+        if case.block_size == 16 and case.part == WHOLE:
+            ways["torch"] = (
+                lambda s=torch_slots, i=torch_ids: reference.unpack_blocks(typed, s, views, i),
+                lambda s=torch_slots, i=torch_ids: reference.pack_blocks(views, i, typed, s),
+            )
+        for way, copies in ways.items():
+            flat.copy_(torch.from_numpy(fresh).flatten())
+            for direction, copy in zip(("load", "save"), copies, strict=True):
                 started_s = time.perf_counter()
                 copy()
                 times.setdefault((way, direction), []).append(time.perf_counter() - started_s)
-                if direction == "load":
-                    flat.fill_(0xA5 if way != "memcpy" else 0)
-            if way != "memcpy" and not np.array_equal(flat.numpy(), fresh):
-                raise AssertionError(f"{way} with {name}: other bytes came back than were stored")
+                if direction == "load" and way != "memcpy":
+                    flat.fill_(0xA5)
+            if way != "memcpy" and not np.array_equal(mine.numpy(), fresh[:, begin : begin + part_bytes]):
+                raise AssertionError(f"{way} with {case}: other bytes came back than were stored")
+    copier.close()
     return [
         {
-            "layout": name,
+            "order": case.order,
+            "block_size": case.block_size,
+            "tp_size": case.part.tp_size,
             "direction": direction,
             "way": way,
-            "gb_per_s": round(num_bytes / statistics.median(seconds[1:]) / 1e9, 2),
+            "gb_per_s": round(NUM_BLOCKS * part_bytes / statistics.median(seconds[1:]) / 1e9, 2),
         }
         for (way, direction), seconds in times.items()
     ]
 
 
 def main() -> None:
+    """Measure all cases and print them."""
     torch.set_num_threads(1)
-    host_copy.compiled()
-    rows = [row for name in LAYOUTS for row in measure(name)]
+    arena = create_arena(NUM_BLOCKS * SHAPE.block_bytes)
+    rows = [row for case in CASES for row in measure(case, arena)]
     if "--json" in sys.argv:
-        print(json.dumps({**provenance(), "num_bytes": NUM_BLOCKS * SHAPE.block_bytes, "rows": rows}, indent=1))
+        sizes = {"block_bytes": SHAPE.block_bytes, "stored_block_size": SHAPE.block_size, "num_blocks": NUM_BLOCKS}
+        print(json.dumps({**provenance(), **sizes, "rows": rows}, indent=1))
     else:
         for row in rows:
-            print(f"{row['layout']:22} {row['direction']:6} {row['way']:10} {row['gb_per_s']:6.2f} GB/s")
+            print(
+                f"{row['order']:20} engine blocks of {row['block_size']:3}, 1/{row['tp_size']} of the heads  "
+                f"{row['direction']}  {row['way']:8} {row['gb_per_s']:6.2f} GB/s"
+            )
 
 
 if __name__ == "__main__":

@@ -138,6 +138,10 @@ class Worker:
         self._engines[key] = Engine(store, space, num_blocks)
         return self._engines[key].client.node_id
 
+    def put(self, key: str, make: Callable[..., Any], *args: Any) -> None:
+        """Make an engine of another kind."""
+        self._engines[key] = make(*args)
+
     def close(self, key: str) -> None:
         self._engines.pop(key).client.close()
 
