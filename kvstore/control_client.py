@@ -12,7 +12,19 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
-from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_json, unpack_error, unpack_json
+from kvstore.wire import (
+    FRAGMENT_BYTES,
+    Decoder,
+    Flag,
+    Message,
+    Op,
+    decode_short,
+    encode,
+    encode_short,
+    pack_json,
+    unpack_error,
+    unpack_json,
+)
 
 _RECEIVE_BYTES = 256 << 10
 _SOCKET_BUFFER_BYTES = 1 << 20
@@ -136,8 +148,11 @@ class ControlClient:
     def _send(self, op: Op, flag: Flag, payload: bytes) -> int:
         self._request += 1
         try:
-            for packet in encode(Message(op, flag, self._request, payload)):
-                self._sock.sendall(packet)
+            if len(payload) <= FRAGMENT_BYTES:
+                self._sock.sendall(encode_short(op, flag, self._request, payload))
+            else:
+                for packet in encode(Message(op, flag, self._request, payload)):
+                    self._sock.sendall(packet)
         except OSError as error:
             self.close()
             raise PeerLost(f"{self.name}: connection lost while sending {op.name}: {error}") from error
@@ -152,7 +167,8 @@ class ControlClient:
                         return self._backlog.pop(i)
                 left_s = deadline_s - time.monotonic()
             try:
-                self._set_timeout(left_s)
+                if not left_s <= self._timeout_s <= 1.2 * left_s:
+                    self._set_timeout(left_s)
                 data = self._received[: self._sock.recv_into(self._received)]
             except (BlockingIOError, TimeoutError) as error:
                 self.close()
@@ -166,9 +182,10 @@ class ControlClient:
             if self._stream:
                 self._backlog.extend(self._decoder.stream(data))
             else:
-                whole = self._decoder.packet(data)
+                whole = decode_short(data) if self._decoder.is_between else None
                 if whole is not None and whole.request == request and not self._backlog:
-                    return whole
+                    return whole  # As it nearly always is.
+                whole = self._decoder.packet(data)
                 if whole is not None:
                     self._backlog.append(whole)
             left_s = deadline_s - time.monotonic()
@@ -176,11 +193,9 @@ class ControlClient:
     def _set_timeout(self, left_s: float) -> None:
         # A kernel-side receive timeout saves a poll() per call against settimeout(). It is set a little longer
         # than wanted, so that a run of calls with one timeout sets it once.
-        wanted = max(left_s, 1e-3)
-        if not wanted <= self._timeout_s <= 1.2 * wanted:
-            self._timeout_s = 1.1 * wanted
-            value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._timeout_s = 1.1 * max(left_s, 1e-3)
+        value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
 
 
 def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tuple[ControlClient, int]:

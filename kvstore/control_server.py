@@ -16,13 +16,14 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvstore.errors import KVStoreError, ProtocolError
-from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_error
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
+from kvstore.wire import FRAGMENT_BYTES, Decoder, Flag, Message, Op, decode_short, encode, encode_short, pack_error
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ _IDLE_S = 5.0
 class Connection:
     """One client of the server. `role` is set by its HELLO, and of a peer also `owner`; else that is its own.
 
+    `verbs` serve what a client asks most; the server's handler serves all else.
     `pidfd` watches the process that connected, whoever else holds the socket by now; -1 when there is none
     (a remote one) or the kernel cannot name it. `ended` says that the process is gone, or said goodbye.
     """
@@ -50,6 +52,7 @@ class Connection:
     closed: bool = False
     ended: bool = False
     decoder: Decoder = field(default_factory=Decoder)
+    verbs: dict[Op, Handler] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
@@ -58,6 +61,11 @@ class Connection:
         Part of the message may be out then, so the connection is shut down: the other side sees its end.
         """
         try:
+            if not fds and len(payload) <= FRAGMENT_BYTES:
+                packet = encode_short(op, flag, request, payload)
+                with self.lock:
+                    self.sock.sendall(packet)
+                return True
             with self.lock:
                 for packet in encode(Message(op, flag, request, payload)):
                     if fds:
@@ -130,6 +138,7 @@ class ControlServer:
         self._listeners: list[socket.socket] = []
         self._connections: set[Connection] = set()
         self.port = 0
+        self.num_served: Counter[Op] = Counter()
 
     def listen_local(self, path: str) -> None:
         """Listen on a Unix SEQPACKET socket; replaces a stale file of that name."""
@@ -228,17 +237,19 @@ class ControlServer:
     def _read(self, connection: Connection) -> None:
         if connection.closed:
             return
-        messages: list[Message] | tuple[Message, ...] = ()
         try:
             data = self._received[: connection.sock.recv_into(self._received, 0, socket.MSG_DONTWAIT)]
             if not data:
                 self._close(connection)
                 return
             if not connection.local:
-                messages = connection.decoder.stream(data)
-            elif (message := connection.decoder.packet(data)) is not None:
-                messages = (message,)
-            for message in messages:
+                for each in connection.decoder.stream(data):
+                    self._serve(connection, each)
+                return
+            message = decode_short(data) if connection.decoder.is_between else None
+            if message is None:
+                message = connection.decoder.packet(data)
+            if message is not None:
                 self._serve(connection, message)
         except BlockingIOError:
             return
@@ -257,22 +268,27 @@ class ControlServer:
             self._close(connection)
 
     def _serve(self, connection: Connection, message: Message) -> None:
-        if message.op is Op.GOODBYE:
+        op = message.op
+        if op is Op.GOODBYE:
             self._owner_died(connection)
             return
+        self.num_served[op] += 1
         try:
-            answer = self._handler(connection, message)
+            answer = connection.verbs.get(op, self._handler)(connection, message)
         except KVStoreError as error:
             answer, flag = pack_error(error), Flag.ERROR
+        except struct.error as error:
+            text = f"{op.name}: {len(message.payload)} bytes are not a request of this version: {error}"
+            answer, flag = pack_error(InvalidRequest(text)), Flag.ERROR
         except Exception as error:
-            logger.exception("control: %s failed", message.op.name)
+            logger.exception("control: %s failed", op.name)
             answer, flag = pack_error(error), Flag.ERROR
         else:
             flag = Flag.REPLY
         if (
             answer is not None
             and message.flag is Flag.REQUEST
-            and not connection.send(message.op, flag, message.request, answer)
+            and not connection.send(op, flag, message.request, answer)
         ):
             self._close(connection)
 

@@ -8,8 +8,13 @@ from its old end, each chain leaf first.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import deque
 from collections.abc import Iterator
+
+import numpy as np
+
+from kvstore.runs import SlotList
 
 
 class EvictionOrder:
@@ -24,33 +29,33 @@ class EvictionOrder:
 
     def __init__(self, num_slots: int) -> None:
         #: When each slot was touched last; 0 takes it out of the order.
-        self.stamp = [0] * num_slots
+        self.stamp = array("q", bytes(8 * num_slots))
+        # The same memory, for all slots of a chain at once.
+        self._stamps = np.frombuffer(self.stamp, np.int64)
         #: Entries of the log up to this stamp were read.
         self.passed = 0
         self._now = 0
-        self._log: deque[tuple[int, list[int]]] = deque()
+        self._log: deque[tuple[int, SlotList]] = deque()
         # What a sweep has been through, older than all of `_log`; see `_sweep`.
-        self._swept: deque[tuple[int, list[int]]] = deque()
+        self._swept: deque[tuple[int, SlotList]] = deque()
         self._num_logged = 0
         self._current: list[int] = []
         self._late: list[tuple[int, int]] = []
 
-    def touch(self, slots: list[int]) -> int:
+    def touch(self, slots: SlotList) -> int:
         """Make the slots of a chain the most recent, its root the last of them to go.
 
         Args:
-            slots: in chain order; must not be changed afterwards.
+            slots: in chain order.
 
         Returns:
             The stamp of this touch. While it is above `passed`, all its slots still have their place.
         """
         self._now = now = self._now + 1
-        stamp = self.stamp
-        for slot in slots:
-            stamp[slot] = now
+        self._stamps[slots.index] = now
         self._log.append((now, slots))
         self._num_logged += len(slots)
-        if self._num_logged > 2 * len(stamp) + 64:
+        if self._num_logged > 2 * len(self.stamp) + 64:
             self._sweep(2 * len(slots) + 64)
         return now
 
@@ -77,20 +82,22 @@ class EvictionOrder:
             elif self._swept or self._log:
                 self.passed, slots = (self._swept or self._log).popleft()
                 self._num_logged -= len(slots)
-                self._current = slots.copy()
+                self._current = slots.tolist()
             else:
                 return
 
     def _sweep(self, num_entries: int) -> None:
         # A little at each touch, so that no caller pays for all: twice as much is looked at as came in.
-        stamp = self.stamp
         while num_entries > 0 and self._log:
             touched, slots = self._log.popleft()
             num_entries -= len(slots)
-            live = [slot for slot in slots if stamp[slot] == touched]
-            self._num_logged -= len(slots) - len(live)
-            if live:
-                self._swept.append((touched, live))
+            is_live = self._stamps[slots.index] == touched
+            num_live = int(np.count_nonzero(is_live))
+            self._num_logged -= len(slots) - num_live
+            if num_live < len(slots):
+                slots = SlotList.of(np.array(slots.packed)[is_live].tolist()) if num_live else slots
+            if num_live:
+                self._swept.append((touched, slots))
         if not self._log:
             self._log, self._swept = self._swept, self._log
 
@@ -100,7 +107,7 @@ class EvictionOrder:
         placed |= {slot for slot in self._current if self.stamp[slot] == self.passed}
         batches = [*self._swept, *self._log]
         for touched, slots in batches:
-            placed |= {slot for slot in slots if self.stamp[slot] == touched}
+            placed |= {slot for slot in slots.tolist() if self.stamp[slot] == touched}
         assert evictable <= placed, f"slots {sorted(evictable - placed)} could be evicted but never come up"
         stamps = [touched for touched, _ in batches]
         assert stamps == sorted(stamps), "the log is out of order"

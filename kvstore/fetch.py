@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
@@ -153,7 +153,7 @@ class Fetcher:
                 self._tell(load, load.num_ready, (), is_last=True)
 
     @staticmethod
-    def _tell(load: Load, first: int, slots: tuple[int, ...], *, is_last: bool) -> None:
+    def _tell(load: Load, first: int, slots: Sequence[int], *, is_last: bool) -> None:
         load.is_ended = is_last
         load.report.num_peer = load.num_ready - load.report.num_local
         report = load.report.to_json() if is_last else b""

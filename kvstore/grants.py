@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
 
 
 class PinKind(Enum):
@@ -16,6 +21,67 @@ class PinKind(Enum):
     LEASE = 0
     HARD = 1
     SOFT = 2
+
+
+class PackedInts(Sequence[int]):
+    """Small integers as the wire has them: an immutable sequence, equal to a tuple of the same integers.
+
+    Two thousand slots are one bytes object on their way from the pool to an index array of the engine.
+
+    Args:
+        packed: little-endian int32, back to back.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes = b"") -> None:
+        self.packed = packed
+
+    @classmethod
+    def of(cls, values: Sequence[int] | npt.NDArray[np.intp]) -> PackedInts:
+        """Return the same integers packed; what is packed already is not copied."""
+        if isinstance(values, PackedInts):
+            return values
+        if isinstance(values, range):
+            values = np.arange(values.start, values.stop, values.step, dtype="<i4")
+        return cls(np.asarray(values, dtype="<i4").tobytes())
+
+    def __len__(self) -> int:
+        return len(self.packed) // 4
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return tuple(self)[index] if isinstance(index, slice) else int(self._array()[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._array().tolist())
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._array().tolist()
+
+    def __add__(self, other: Iterable[int]) -> tuple[int, ...]:
+        return (*self, *other)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedInts):
+            return self.packed == other.packed
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        found = self._array()
+        return np.array(found, dtype, copy=copy)
+
+    def _array(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.packed, "<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +97,7 @@ class Grant:
     """
 
     lease_id: int
-    slots: tuple[int, ...]
+    slots: Sequence[int]
     generations: bytes = b""
     num_refused: int = 0
     epoch: bytes = bytes(8)
@@ -56,8 +122,8 @@ class StoreTicket:
     """
 
     write_id: int
-    indexes: tuple[int, ...]
-    slots: tuple[int, ...]
+    indexes: Sequence[int]
+    slots: Sequence[int]
     num_resident: int
     num_refused: int
     num_awaited: int = 0

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -132,7 +132,7 @@ class RemoteFetch:
         self._read_ended = threading.Event()
         self._is_over = self._client_left = self._is_free = False
         self._write_id = self._read_id = self._given_up = 0
-        self._slots: tuple[int, ...] = ()
+        self._slots: Sequence[int] = ()
         self._num_ready = 0
         self._valid_until_s = self._told_s = 0.0
         self._error: KVStoreError | None = None

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest, PoolExhausted
@@ -36,7 +36,7 @@ class Claim:
     """The right to read published blocks, alone: `slots` keep their bytes until it ends."""
 
     claim_id: int
-    slots: tuple[int, ...]
+    slots: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _Handoff:
     owner: str
     write_owner: str
     write_id: int
-    slots: tuple[int, ...]
+    slots: Sequence[int]
     complete: bool = False
     deadline_s: float = float("inf")
     claim_id: int = 0
@@ -77,7 +77,7 @@ class HandoffTable:
     def __len__(self) -> int:
         return len(self._handoffs)
 
-    def prepare(self, key: bytes, owner: str, namespace: bytes, version: int, num_blocks: int) -> tuple[int, ...]:
+    def prepare(self, key: bytes, owner: str, namespace: bytes, version: int, num_blocks: int) -> Sequence[int]:
         """Claim slots for blocks that `owner` is going to write.
 
         They come back when it withdraws or is gone, before `complete` never by themselves.

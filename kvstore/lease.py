@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from kvstore.errors import LeaseExpired, LeaseReleased
@@ -25,7 +25,7 @@ class Lease:
         self,
         lease_id: int,
         hashes: BlockHashes,
-        slots: tuple[int, ...],
+        slots: Sequence[int],
         deadline_s: float,
         margin_s: float,
         release: Callable[[int], bool],

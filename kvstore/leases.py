@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import LeaseReleased
 from kvstore.grants import Grant, PinKind
+from kvstore.runs import SlotList, join
 from kvstore.slots import SlotTable
 
 
@@ -16,7 +17,7 @@ class _Lease:
     owner: str
     deadline_s: float
     kind: PinKind
-    slots: list[int]
+    slots: SlotList
     generations: bytes
     #: Of the first touch: all later ones are newer.
     stamp: int
@@ -49,16 +50,16 @@ class LeaseTable:
         """Number of slots that hard pins hold."""
         return len(self._hard)
 
-    def pin(self, hashes: list[bytes], owner: str, deadline_s: float, kind: PinKind) -> Grant:
+    def pin(self, data: bytes, owner: str, deadline_s: float, kind: PinKind) -> Grant:
         """Pin the readable prefix of a chain under a new lease, as far as the budgets go."""
-        slots, num_refused = self._affordable(self._table.find_prefix(hashes), kind)
+        slots, num_refused = self._affordable(self._table.find_prefix(data), kind)
         generations = self._table.lives(slots)
         stamp = self._hold(slots, kind)
         lease_id = self._new_id()
         self._leases[lease_id] = _Lease(owner, deadline_s, kind, slots, generations, stamp)
-        return Grant(lease_id, tuple(slots), generations, num_refused, self._epoch)
+        return Grant(lease_id, slots.packed, generations, num_refused, self._epoch)
 
-    def grow(self, lease_id: int, hashes: list[bytes], owner: str, deadline_s: float) -> Grant:
+    def grow(self, lease_id: int, data: bytes, owner: str, deadline_s: float) -> Grant:
         """Pin the readable prefix of a chain under a lease that is held, and renew it.
 
         Raises:
@@ -67,14 +68,13 @@ class LeaseTable:
         lease = self.find(lease_id, owner)
         if lease is None:
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
-        slots, num_refused = self._affordable(self._table.find_prefix(hashes), lease.kind)
+        slots, num_refused = self._affordable(self._table.find_prefix(data), lease.kind)
         generations = self._table.lives(slots)
         self._hold(slots, lease.kind)
-        # A new list: the order of eviction keeps the old one.
-        lease.slots = lease.slots + slots
+        lease.slots = join([lease.slots, slots])
         lease.generations += generations
         lease.deadline_s = max(lease.deadline_s, deadline_s)
-        return Grant(lease_id, tuple(slots), generations, num_refused, self._epoch)
+        return Grant(lease_id, slots.packed, generations, num_refused, self._epoch)
 
     def find(self, lease_id: int, owner: str) -> _Lease | None:
         """Return a lease if `owner` holds it."""
@@ -111,35 +111,35 @@ class LeaseTable:
         """
         return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])
 
-    def _affordable(self, slots: list[int], kind: PinKind) -> tuple[list[int], int]:
+    def _affordable(self, slots: SlotList, kind: PinKind) -> tuple[SlotList, int]:
         if kind is PinKind.SOFT:
             return slots, 0
         count = self._table.num_pinnable(slots, self._max_pinned)
         if kind is PinKind.HARD:
             room = self._max_hard_pinned - len(self._hard)
-            for index, slot in enumerate(slots[:count]):
+            for index, slot in enumerate(slots.part(0, count).tolist()):
                 room -= slot not in self._hard
                 if room < 0:
                     count = index
                     break
-        return (slots if count == len(slots) else slots[:count]), len(slots) - count
+        return slots.part(0, count), len(slots) - count
 
-    def _hold(self, slots: list[int], kind: PinKind) -> int:
+    def _hold(self, slots: SlotList, kind: PinKind) -> int:
         if kind is PinKind.SOFT:
-            self._table.prefer(slots)
+            self._table.prefer(slots.tolist())
         else:
             self._table.pin_all(slots)
         if kind is PinKind.HARD:
-            self._hard.update(slots)
+            self._hard.update(slots.tolist())
         return self._table.order.touch(slots)
 
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
         if lease.kind is PinKind.SOFT:
-            self._table.end_preference(lease.slots, lease.generations)
+            self._table.end_preference(lease.slots.tolist(), lease.generations)
             return
         if lease.kind is PinKind.HARD:
-            self._hard -= Counter(lease.slots)
+            self._hard -= Counter(lease.slots.tolist())
         self._table.unpin_all(lease.slots, lease.stamp)
 
     def _drop_all(self, lease_ids: list[int]) -> int:
@@ -156,14 +156,14 @@ class LeaseTable:
                 living = self._table.lives(lease.slots)
                 soft.update(
                     slot
-                    for i, slot in enumerate(lease.slots)
+                    for i, slot in enumerate(lease.slots.tolist())
                     if living[4 * i : 4 * i + 4] == lease.generations[4 * i : 4 * i + 4]
                 )
                 continue
             assert self._table.lives(lease.slots) == lease.generations, "a pinned slot began a new life"
-            refs.update(lease.slots)
+            refs.update(lease.slots.tolist())
             if lease.kind is PinKind.HARD:
-                hard.update(lease.slots)
+                hard.update(lease.slots.tolist())
         assert hard == self._hard, "hard pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
         assert all(soft[slot] >= count for slot, count in self._table.soft.items()), "soft pins without a holder"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.chain import Chain, decode_chain
 from kvstore.errors import ProtocolError
-from kvstore.grants import Grant, PinKind, StoreTicket
+from kvstore.grants import Grant, PackedInts, PinKind, StoreTicket
 from kvstore.transport import IndexArray, ReadRequest
 
 _LEASE = struct.Struct("<d")
@@ -34,6 +34,8 @@ NOTIFICATION = struct.Struct("<Q8s8s")
 
 def pack_ints(values: Sequence[int] | IndexArray) -> bytes:
     """Return small integers as int32 bytes."""
+    if isinstance(values, PackedInts):
+        return values.packed
     return np.asarray(values, dtype="<i4").tobytes()
 
 
@@ -42,6 +44,12 @@ def unpack_ints(payload: bytes | memoryview) -> IndexArray:
     if len(payload) % 4:
         raise ProtocolError(f"wanted whole int32 values, got {len(payload)} bytes")
     return np.frombuffer(payload, dtype="<i4").astype(np.int32)
+
+
+def _packed(payload: bytes, count: int) -> PackedInts:
+    if len(payload) != 4 * count:
+        raise ProtocolError(f"wanted {count} int32 values, got {len(payload)} bytes")
+    return PackedInts(payload)
 
 
 def pack_lease(chain: Chain, ttl_s: float) -> bytes:
@@ -92,8 +100,7 @@ def unpack_grant(payload: bytes) -> Grant:
     """Return what `pack_grant` packed."""
     lease_id, count, num_refused, epoch = _GRANT.unpack_from(payload)
     end = _GRANT.size + 4 * count
-    slots = tuple(unpack_ints(payload[_GRANT.size : end]).tolist())
-    return Grant(lease_id, slots, payload[end:], num_refused, epoch)
+    return Grant(lease_id, _packed(payload[_GRANT.size : end], count), payload[end:], num_refused, epoch)
 
 
 def pack_prepare(chain: Chain, num_parts: int = 1, part: int = 0) -> bytes:
@@ -119,12 +126,11 @@ def pack_ticket(ticket: StoreTicket) -> bytes:
 def unpack_ticket(payload: bytes) -> StoreTicket:
     """Return what `pack_ticket` packed."""
     write_id, num_resident, num_refused, num_awaited, count, num_clears, epoch = _TICKET.unpack_from(payload)
-    end = _TICKET.size + 8 * count
-    values = unpack_ints(payload[_TICKET.size : end]).tolist()
+    middle, end = _TICKET.size + 4 * count, _TICKET.size + 8 * count
     return StoreTicket(
         write_id=write_id,
-        indexes=tuple(values[:count]),
-        slots=tuple(values[count:]),
+        indexes=_packed(payload[_TICKET.size : middle], count),
+        slots=_packed(payload[middle:end], count),
         num_resident=num_resident,
         num_refused=num_refused,
         num_awaited=num_awaited,

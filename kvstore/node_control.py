@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -58,7 +56,6 @@ class NodeControl:
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
         self.handoffs = HandoffControl(core, self._peers.began, self._peers.ended)
-        self._num_calls: Counter[Op] = Counter()
         self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
 
     @property
@@ -69,7 +66,7 @@ class NodeControl:
     @property
     def num_calls(self) -> dict[str, int]:
         """How many messages of each kind were served."""
-        return {op.name: count for op, count in self._num_calls.items()}
+        return {op.name: count for op, count in self._server.num_served.items()}
 
     @property
     def num_fenced(self) -> int:
@@ -92,23 +89,11 @@ class NodeControl:
         self._server.stop()
 
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
-        try:
-            return self._dispatch(connection, message)
-        except struct.error as error:
-            raise InvalidRequest(
-                f"{message.op.name}: {len(message.payload)} bytes are not a request of this version: {error}"
-            ) from error
-
-    def _dispatch(self, connection: Connection, message: Message) -> bytes | None:
         op, payload = message.op, message.payload
-        if connection.role == "client" and (verb := self._pool.verbs.get(op)) is not None:
-            self._num_calls[op] += 1
-            return verb(connection, message)
         if op is Op.HELLO:
             return self._hello(connection, message)
         if not connection.role:
             raise ProtocolError("wanted HELLO first")
-        self._num_calls[op] += 1
         if connection.role == "mover":
             self._hear_mover(connection, message)
             return None
@@ -162,6 +147,7 @@ class NodeControl:
             raise ConfigError("this kernel cannot name the mover's process (Linux 5.3 can), so it could not be fenced")
         if connection.local and role in ("client", "mover"):
             connection.role = role
+            connection.verbs = self._pool.verbs if role == "client" else {}
             self._server.end_replaced(str(value.get("replaces", "")), connection)
             answer, fds = self._greeting(connection), (self._core.arena.fd,)
             connection.send(Op.HELLO, Flag.REPLY, message.request, answer, fds)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ class _Segment:
     chain: Chain
     write_id: int
     indexes: npt.NDArray[np.int64]
-    slots: tuple[int, ...]
+    slots: Sequence[int]
     read_id: int = 0
     ended: bool = False
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count as count_from
-from itertools import takewhile
 
 from kvstore.chain import Chain
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
@@ -71,9 +70,8 @@ class Pool:
     def lookup(self, chain: Chain) -> int:
         """Return how many leading blocks of the run are readable here. Changes nothing."""
         self._yield("lookup")
-        hashes = chain.hashes()
         with self._lock:
-            return len(list(takewhile(self._table.ready.__contains__, hashes)))
+            return self._table.num_ready(chain.data)
 
     def pin_prefix(self, chain: Chain, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
@@ -91,13 +89,12 @@ class Pool:
             LeaseReleased: `lease_id` is not held by `owner`; nothing changed.
             InvalidRequest: `deadline_s` is not a number; nothing changed.
         """
-        hashes = chain.hashes()
         _check_deadline(deadline_s)
         self._yield("pin_prefix")
         with self._lock:
             if lease_id:
-                return self._leases.grow(lease_id, hashes, owner, deadline_s)
-            return self._leases.pin(hashes, owner, deadline_s, PinKind.LEASE)
+                return self._leases.grow(lease_id, chain.data, owner, deadline_s)
+            return self._leases.pin(chain.data, owner, deadline_s, PinKind.LEASE)
 
     def pin(self, chain: Chain, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
         """Keep the readable prefix of a run here, strongly (HARD) or by preference (SOFT), until it is released.
@@ -108,11 +105,10 @@ class Pool:
         Raises:
             PoolExhausted: blocks are here, but the budget has no room for even the first; nothing changed.
         """
-        hashes = chain.hashes()
         _check_deadline(deadline_s)
         self._yield("pin")
         with self._lock:
-            grant = self._leases.pin(hashes, owner, deadline_s, kind)
+            grant = self._leases.pin(chain.data, owner, deadline_s, kind)
             if grant.slots:
                 return grant
             self._leases.release(grant.lease_id, owner)
@@ -136,7 +132,7 @@ class Pool:
         with self._lock:
             return epoch in (None, self.epoch) and self._leases.release(lease_id, owner)
 
-    def generations(self, slots: tuple[int, ...]) -> tuple[int, ...]:
+    def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the life number of each slot."""
         with self._lock:
             return tuple(self._table.generation[slot] for slot in slots)

@@ -51,7 +51,8 @@ class PoolControl:
         self._waiting: dict[int, float] = {}
 
     def _lookup(self, connection: Connection, message: Message) -> bytes:
-        return U64.pack(self._core.lookup(decode_chain(message.payload)))
+        pool, chain = self._core.attached_pool, decode_chain(message.payload)
+        return U64.pack(0 if pool is None else pool.lookup(chain))
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         chain, ttl_s = unpack_lease(message.payload)

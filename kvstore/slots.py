@@ -10,8 +10,14 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 
-from kvstore.chain import Chain
+import numpy as np
+
+from kvstore.chain import HASH_BYTES, Chain
 from kvstore.eviction import EvictionOrder
+from kvstore.runs import Run, SlotList, join
+
+_NO_SLOTS = SlotList.of([])
+_ONE = np.int32(1)
 
 
 class SlotTable:
@@ -21,6 +27,7 @@ class SlotTable:
     hash of the block before this one in its chain, the namespace's digest at a root. `num_children` counts the
     blocks, ready or being written, that hang on a block: it is not evicted before them. For a parent that is not
     here `orphans` counts them, until it comes. `soft` counts the soft pins of a slot.
+    `run` says with which others a slot was claimed, `place` where it stands among them.
     `doomed` slots are being written and will never be published; `unfindable` ones were cleared while pinned.
 
     Free slots are handed out lowest index first and a claim is ascending, so that the blocks of one request
@@ -32,8 +39,13 @@ class SlotTable:
         self.block_hash = [b""] * num_slots
         self.parent = [b""] * num_slots
         self.namespace = [b""] * num_slots
-        self.generation = [0] * num_slots
-        self.ref_count = [0] * num_slots
+        self.run: list[Run | None] = [None] * num_slots
+        self.place = [0] * num_slots
+        self.generation = array("I", bytes(4 * num_slots))
+        self.ref_count = array("i", bytes(4 * num_slots))
+        # The same memory, for all slots of a chain at once.
+        self._generations = np.frombuffer(self.generation, np.uint32)
+        self._ref_counts = np.frombuffer(self.ref_count, np.int32)
         self.ready: dict[bytes, int] = {}
         self.writing: dict[bytes, int] = {}
         self.num_children = [0] * num_slots
@@ -57,16 +69,35 @@ class SlotTable:
         """Number of free slots."""
         return len(self._free)
 
-    def find_prefix(self, hashes: list[bytes]) -> list[int]:
-        """Return the slots of the leading blocks that are ready."""
-        slots = list(map(self.ready.get, hashes))
-        if None in slots:
-            del slots[slots.index(None) :]
-        return slots  # type: ignore[return-value]
+    def num_ready(self, data: bytes) -> int:
+        """Return how many leading blocks are ready, up to the first that is not; `data` has their hashes."""
+        count, at = len(data) // HASH_BYTES, 0
+        while at < count and (slot := self.ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
+            run = self.run[slot]
+            assert run is not None, "ready, and never claimed"
+            at += run.num_shared(self.place[slot], data, at)
+        return at
 
-    def lives(self, slots: list[int]) -> bytes:
+    def find_prefix(self, data: bytes) -> SlotList:
+        """Return the slots of the leading blocks that are ready; a block that is named twice is there twice."""
+        count, at, pieces = len(data) // HASH_BYTES, 0, []
+        while at < count and (slot := self.ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
+            run, place = self.run[slot], self.place[slot]
+            assert run is not None, "ready, and never claimed"
+            length = run.num_shared(place, data, at)
+            pieces.append(run.whole.part(place, place + length))
+            at += length
+        return join(pieces) if pieces else _NO_SLOTS
+
+    def listed(self, slots: list[int]) -> SlotList:
+        """Return slots as a list of them all, that of their claim if they are one."""
+        if slots and (run := self.run[slots[0]]) is not None and run.slots == slots:
+            return run.whole
+        return SlotList.of(slots)
+
+    def lives(self, slots: SlotList) -> bytes:
         """Return the generation of each slot as little-endian uint32."""
-        return array("I", map(self.generation.__getitem__, slots)).tobytes()
+        return self._generations[slots.index].tobytes()
 
     # Writing.
 
@@ -87,20 +118,35 @@ class SlotTable:
             claimed.sort()
         self.writing.update(zip(hashes, claimed, strict=False))
         self.num_writing += len(claimed)
-        block_hash, parent_of, namespace_of, generation = self.block_hash, self.parent, self.namespace, self.generation
-        num_children, last, last_slot = self.num_children, b"", -1
-        for slot, own, parent in zip(claimed, hashes, parents, strict=False):
-            block_hash[slot], parent_of[slot], namespace_of[slot] = own, parent, namespace
-            generation[slot] += 1
-            if parent is last:
-                num_children[last_slot] += 1
-            elif parent != namespace:
-                self._hang_on(parent)
-            last, last_slot = own, slot
+        if claimed:
+            self._fill_in(claimed, hashes[: len(claimed)], parents[: len(claimed)], namespace)
+        return claimed
+
+    def _fill_in(self, claimed: list[int], hashes: list[bytes], parents: list[bytes], namespace: bytes) -> None:
+        count, first, num_children = len(claimed), claimed[0], self.num_children
+        run = Run(b"".join(hashes), claimed, SlotList.of(claimed))
+        self._generations[run.whole.index] += 1
+        if isinstance(run.whole.index, slice) and parents[1:] == hashes[:-1]:
+            # Neighbours, each hanging on the one before: column by column.
+            end = first + count
+            self.block_hash[first:end], self.parent[first:end] = hashes, parents
+            self.namespace[first:end], self.run[first:end] = [namespace] * count, [run] * count
+            self.place[first:end], num_children[first : end - 1] = range(count), [1] * (count - 1)
+            if parents[0] != namespace:
+                self._hang_on(parents[0])
+        else:
+            last, last_slot = b"", -1
+            for place, (slot, own, parent) in enumerate(zip(claimed, hashes, parents, strict=True)):
+                self.block_hash[slot], self.parent[slot], self.namespace[slot] = own, parent, namespace
+                self.run[slot], self.place[slot] = run, place
+                if parent is last:
+                    num_children[last_slot] += 1
+                elif parent != namespace:
+                    self._hang_on(parent)
+                last, last_slot = own, slot
         if self.orphans and not self.orphans.keys().isdisjoint(hashes):
             for slot in claimed:
-                num_children[slot] += self.orphans.pop(block_hash[slot], 0)
-        return claimed
+                num_children[slot] += self.orphans.pop(self.block_hash[slot], 0)
 
     def _hang_on(self, parent: bytes) -> None:
         above = self.ready.get(parent, self.writing.get(parent))
@@ -142,6 +188,7 @@ class SlotTable:
                 # At once: the order may name this slot twice, and nobody must get it twice.
                 del ready[own]
                 stamp[slot] = 0
+                self._not_ready(slot)
                 self._leave_parent(slot)
                 hashes.append(own)
                 evicted.append(slot)
@@ -153,6 +200,11 @@ class SlotTable:
             self.events.append((False, hashes))
             self.num_evicted += len(hashes)
         return evicted
+
+    def _not_ready(self, slot: int) -> None:
+        run = self.run[slot]
+        if run is not None:
+            run.lost(self.place[slot])
 
     def _give_up_soft_pin(self) -> bool:
         """Take the preference from the soft-pinned slot that has waited longest and could go now."""
@@ -180,6 +232,9 @@ class SlotTable:
         for own in hashes:
             del writing[own]
         self.ready.update(zip(hashes, slots, strict=True))
+        run = self.run[slots[0]]
+        if run is not None:
+            run.published(slots)
         self.events.append((True, hashes))
         self.num_writing -= len(slots)
         self.num_published += len(slots)
@@ -222,50 +277,54 @@ class SlotTable:
 
     # Reading.
 
-    def num_pinnable(self, slots: list[int], max_pinned: int) -> int:
+    def num_pinnable(self, slots: SlotList, max_pinned: int) -> int:
         """Return how many leading slots may be pinned before more than `max_pinned` are."""
         room = max_pinned - self.num_pinned
         if room >= len(slots):
             return len(slots)
-        for count, slot in enumerate(slots):
+        for count, slot in enumerate(slots.tolist()):
             if self.ref_count[slot] == 0:
                 room -= 1
                 if room < 0:
                     return count
         return len(slots)
 
-    def pin_all(self, slots: list[int]) -> None:
-        """Add a reader to each slot; who does so also touches them."""
-        ref_count, num_new = self.ref_count, 0
-        for slot in slots:
-            refs = ref_count[slot]
-            ref_count[slot] = refs + 1
-            if not refs:
-                num_new += 1
+    def pin_all(self, slots: SlotList) -> None:
+        """Add a reader to each slot, two if it is named twice; who does so also touches them."""
+        num_new = self._num_idle(slots)
+        self._add_readers(slots, _ONE)
         self.num_pinned += num_new
 
-    def unpin_all(self, slots: list[int], stamp: int) -> None:
+    def unpin_all(self, slots: SlotList, stamp: int) -> None:
         """Remove a reader from each slot; one that was cleared meanwhile becomes free with its last reader.
 
         Args:
             slots: as given to `pin_all`.
             stamp: of the touch that came with it, the earliest of several.
         """
-        ref_count, num_idle = self.ref_count, 0
-        for slot in slots:
-            refs = ref_count[slot] - 1
-            ref_count[slot] = refs
-            if not refs:
-                num_idle += 1
-        self.num_pinned -= num_idle
+        self._add_readers(slots, -_ONE)
+        self.num_pinned -= self._num_idle(slots)
         if stamp <= self.order.passed or self.unfindable:
-            for slot in slots:
-                if not ref_count[slot]:
+            for slot in slots.tolist():
+                if not self.ref_count[slot]:
                     if slot in self.unfindable:
                         self.unfindable.remove(slot)
                         self._free_up(slot)
                     else:
                         self.order.offer(slot)
+
+    def _add_readers(self, slots: SlotList, number: np.int32) -> None:
+        if isinstance(slots.index, slice):
+            refs = self._ref_counts[slots.index]
+            refs += number
+        else:
+            np.add.at(self._ref_counts, slots.index, number)
+
+    def _num_idle(self, slots: SlotList) -> int:
+        refs = self._ref_counts[slots.index]
+        if slots.is_distinct:
+            return len(refs) - int(np.count_nonzero(refs))
+        return len(np.unique(np.array(slots.packed)[refs == 0]))
 
     def prefer(self, slots: list[int]) -> None:
         """Add a soft pin to each slot; who does so also touches them."""
@@ -300,6 +359,7 @@ class SlotTable:
                 continue
             removed.append(own)
             del self.ready[own]
+            self._not_ready(slot)
             self._leave_parent(slot)
             self._forget(slot)
             self.soft.pop(slot, None)
@@ -359,6 +419,14 @@ class SlotTable:
         assert not counted.keys() & self.orphans.keys(), "children counted twice"
         assert children == counted | self.orphans, f"children: {children}, counted {counted}, {self.orphans}"
         assert not any(self.num_children[slot] for slot in {*range(self.num_slots)} - {*findable.values()}), "children"
+        for run in {run for own, slot in findable.items() if (run := self.run[slot]) is not None}:
+            known = [run.data[at : at + HASH_BYTES] for at in range(0, run.num_ready * HASH_BYTES, HASH_BYTES)]
+            assert [self.ready.get(own) for own in known] == run.slots[: run.num_ready], "a run knows too much"
+        for own, slot in self.ready.items():
+            run = self.run[slot]
+            assert run is not None, "ready, and never claimed"
+            assert run.slots[self.place[slot]] == slot, "a slot is not where its run has it"
+            assert run.data[self.place[slot] * HASH_BYTES :][:HASH_BYTES] == own, "a run has another hash"
         assert set(self.soft) <= set(self.ready.values()), "soft pin of a block that is not there"
         waiting = {slot for slot, stamp in self._spared.items() if stamp == self.order.stamp[slot]}
         self.order.check({slot for slot in self.ready.values() if self._is_evictable(slot)} - waiting)

@@ -88,7 +88,7 @@ def encode(message: Message, fragment_bytes: int = FRAGMENT_BYTES) -> list[bytes
     """Return the packets of a message, in order."""
     payload = message.payload
     if len(payload) <= fragment_bytes:
-        return [HEADER.pack(_MAGIC, message.op, message.flag, 0, len(payload), message.request) + payload]
+        return [encode_short(*message)]
     last = max(0, (len(payload) - 1) // fragment_bytes)
     packets = []
     for i in range(last + 1):
@@ -98,6 +98,21 @@ def encode(message: Message, fragment_bytes: int = FRAGMENT_BYTES) -> list[bytes
     return packets
 
 
+def encode_short(op: Op, flag: Flag, request: int, payload: bytes) -> bytes:
+    """Return the one packet of a message with a payload of at most `FRAGMENT_BYTES`."""
+    return HEADER.pack(_MAGIC, op, flag, 0, len(payload), request) + payload
+
+
+def decode_short(packet: memoryview) -> Message | None:
+    """Return the message of a packet that is a whole one; None for all else, which is for a `Decoder`."""
+    if len(packet) < HEADER.size:
+        return None
+    magic, op, flag, more, length, request = HEADER.unpack_from(packet)
+    if magic != _MAGIC or more or length != len(packet) - HEADER.size or op not in _OPS or flag not in _FLAGS:
+        return None
+    return Message(_OPS[op], _FLAGS[flag], request, bytes(packet[HEADER.size :]))
+
+
 class Decoder:
     """Turns packets, or pieces of a TCP stream, into messages."""
 
@@ -105,6 +120,11 @@ class Decoder:
         self._stream = bytearray()
         self._parts: list[bytes] = []
         self._num_bytes = 0
+
+    @property
+    def is_between(self) -> bool:
+        """Whether no message has begun and not ended."""
+        return not self._parts
 
     def packet(self, packet: bytes | memoryview) -> Message | None:
         """Take one packet, and copy what is kept of it; return the message that it completes, if it does.

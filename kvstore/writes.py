@@ -8,12 +8,13 @@ block for all; the slot comes back when the last rank that may still write to it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.chain import Chain
 from kvstore.errors import ChainBroken, InvalidRequest, StaleTicket
-from kvstore.grants import StoreTicket
+from kvstore.grants import PackedInts, StoreTicket
+from kvstore.runs import SlotList
 from kvstore.slots import SlotTable
 
 
@@ -43,7 +44,7 @@ class _Write:
     slots: list[int]
     generations: bytes
     #: Blocks of the chain that were here: pinned, so that making room cannot evict them.
-    kept: list[int]
+    kept: SlotList
     stamp: int
     num_done: int = 0
 
@@ -99,12 +100,14 @@ class WriteTable:
             )
         found = list(map(ready.get, hashes))
         # Pinned before anything is evicted to make room.
-        kept = [slot for slot in found if slot is not None] if found.count(None) < len(found) else []
+        here = [slot for slot in found if slot is not None] if found.count(None) < len(found) else []
         if chain.start and chain.parent in ready:
-            kept.append(ready[chain.parent])
-        table.pin_all(kept)
+            here.append(ready[chain.parent])
+        kept = table.listed(here)
+        if here:
+            table.pin_all(kept)
         joined: list[int] = []
-        if not writing.keys().isdisjoint(hashes):
+        if writing and not writing.keys().isdisjoint(hashes):
             under_way = {i: writing[own] for i, own in enumerate(hashes) if own in writing}
             joined = [i for i, slot in under_way.items() if self._can_join(slot, terms)]
             found = [under_way.get(i, slot) for i, slot in enumerate(found)]
@@ -113,24 +116,26 @@ class WriteTable:
             indexes = sorted([*indexes, *(i for i in joined if i < end)])
         run: list[int] = found[:end]  # type: ignore[assignment]  # Up to there no slot is missing.
         slots = run if len(indexes) == end else [run[i] for i in indexes]
+        listed = table.listed(slots)
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
-            run = [above, *run]
-        stamp = table.order.touch(run)
+            stamp = table.order.touch(table.listed([above, *run]))
+        else:
+            stamp = table.order.touch(listed if slots is run else table.listed(run))
         if end < len(hashes):
             # Kept blocks behind a refused one are not touched, and making room may have passed their place.
             stamp = 0
         write_id, generations = 0, b""
         if indexes:
-            write_id, generations = self._new_id(), table.lives(slots)
+            write_id, generations = self._new_id(), table.lives(listed)
             own = hashes if len(indexes) == len(hashes) else [hashes[i] for i in indexes]
             self._writes[write_id] = _Write(terms, own, slots, generations, kept, stamp)
             self._enter_parts(slots, terms)
-        else:
+        elif here:
             table.unpin_all(kept, stamp)
         return StoreTicket(
             write_id=write_id,
-            indexes=tuple(indexes),
-            slots=tuple(slots),
+            indexes=PackedInts.of(indexes),
+            slots=listed.packed,
             num_resident=end - len(indexes),
             num_refused=len(hashes) - end,
             num_awaited=sum(own in writing for own in hashes[:end]) - len(indexes) if len(indexes) < end else 0,
@@ -139,7 +144,7 @@ class WriteTable:
             epoch=self._epoch,
         )
 
-    def _claim(self, chain: Chain, hashes: list[bytes], found: list[int | None]) -> tuple[list[int], int]:
+    def _claim(self, chain: Chain, hashes: list[bytes], found: list[int | None]) -> tuple[Sequence[int], int]:
         """Claim slots for the blocks that have none in `found`, and fill them in.
 
         Returns:
@@ -149,7 +154,7 @@ class WriteTable:
         if found.count(None) == len(found):
             claimed = self._table.claim(hashes, parents, chain.namespace)
             found[: len(claimed)] = claimed
-            return list(range(len(claimed))), len(claimed)
+            return range(len(claimed)), len(claimed)
         missing = [i for i, slot in enumerate(found) if slot is None]
         claimed = self._table.claim([hashes[i] for i in missing], [parents[i] for i in missing], chain.namespace)
         for i, slot in zip(missing, claimed, strict=False):
@@ -301,16 +306,19 @@ class WriteTable:
 
     def _end(self, write_id: int) -> None:
         write = self._writes.pop(write_id)
-        self._table.unpin_all(write.kept, write.stamp)
+        if len(write.kept):
+            self._table.unpin_all(write.kept, write.stamp)
 
     def check(self, refs: Counter[int]) -> set[int]:
         """Add what writes pin to `refs`, assert that every slot being written has a writer; returns those set aside."""
         table = self._table
         writers: Counter[int] = Counter()
         for write in self._writes.values():
-            refs.update(write.kept)
+            refs.update(write.kept.tolist())
             writers.update(write.slots[write.num_done :])
-            assert table.lives(write.slots) == write.generations or write.num_done, "a claimed slot began a new life"
+            assert table.lives(table.listed(write.slots)) == write.generations or write.num_done, (
+                "a claimed slot began a new life"
+            )
         for slot, parts in self._parts.items():
             assert writers[slot] == len(parts.writers), f"slot {slot}: {parts} and {writers[slot]} writers"
             assert len(parts.done | parts.writers) <= parts.num_parts, f"slot {slot}: {parts}"

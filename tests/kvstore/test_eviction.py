@@ -3,20 +3,21 @@
 import random
 
 from kvstore.eviction import EvictionOrder
+from kvstore.runs import SlotList
 
 
 def test_oldest_touch_first_and_each_chain_from_its_end():
     order = EvictionOrder(6)
-    order.touch([0, 1, 2])
-    order.touch([3, 4])
-    order.touch([0, 1])
+    order.touch(SlotList.of([0, 1, 2]))
+    order.touch(SlotList.of([3, 4]))
+    order.touch(SlotList.of([0, 1]))
     assert list(order.oldest()) == [2, 4, 3, 1, 0]
 
 
 def test_a_slot_that_was_passed_comes_up_again_when_offered():
     order = EvictionOrder(4)
-    first = order.touch([0, 1])
-    second = order.touch([2, 3])
+    first = order.touch(SlotList.of([0, 1]))
+    second = order.touch(SlotList.of([2, 3]))
     taken = order.oldest()
     assert [next(taken), next(taken)] == [1, 0]
     assert order.passed == first < second
@@ -27,7 +28,7 @@ def test_a_slot_that_was_passed_comes_up_again_when_offered():
 
 def test_what_left_the_order_does_not_come_back():
     order = EvictionOrder(2)
-    order.touch([0, 1])
+    order.touch(SlotList.of([0, 1]))
     order.stamp[1] = 0
     order.offer(1)
     assert list(order.oldest()) == [0]
@@ -40,7 +41,7 @@ def test_many_touches_are_forgotten_little_by_little():
     for now in range(2000):
         begin = rng.randrange(40)
         chain = list(range(begin, min(40, begin + rng.randrange(1, 9))))
-        order.touch(chain)
+        order.touch(SlotList.of(chain))
         last |= {slot: (now, -i) for i, slot in enumerate(chain)}
         assert order._num_logged <= 2 * 40 + 64 + 8
         order.check(set(last))

@@ -2,6 +2,7 @@ from collections import Counter
 
 import pytest
 
+from kvstore.runs import SlotList
 from kvstore.slots import SlotTable
 
 SPACE = b"n" * 32
@@ -15,7 +16,7 @@ def claim(table: SlotTable, count: int, seed: int = 0) -> tuple[list[bytes], lis
     """Claim a chain of slots and touch it."""
     hashes = names(count, seed)
     slots = table.claim(hashes, [SPACE, *hashes[:-1]], SPACE)
-    return hashes[: len(slots)], slots, table.order.touch(slots)
+    return hashes[: len(slots)], slots, table.order.touch(SlotList.of(slots))
 
 
 def ready(table: SlotTable, count: int, seed: int = 0) -> list[int]:
@@ -56,29 +57,29 @@ def test_claim_takes_free_slots_before_it_evicts():
 
 def test_claim_gives_what_there_is():
     table = SlotTable(2)
-    chain = ready(table, 2)
+    chain = SlotList.of(ready(table, 2))
     table.pin_all(chain)
     stamp = table.order.touch(chain)
     assert claim(table, 3, seed=1)[1] == []
-    table.unpin_all(chain[1:], stamp)
+    table.unpin_all(chain.part(1, 2), stamp)
     assert claim(table, 3, seed=2)[1] == [1]
     table.check(set())
 
 
 def test_room_for_pins_counts_only_new_ones():
     table = SlotTable(4)
-    chain = ready(table, 4)
+    chain = SlotList.of(ready(table, 4))
     assert table.num_pinnable(chain, 2) == 2
-    table.pin_all(chain[1:3])
+    table.pin_all(chain.part(1, 3))
     assert table.num_pinnable(chain, 2) == 0
-    assert table.num_pinnable(chain[1:3], 2) == 2
+    assert table.num_pinnable(chain.part(1, 3), 2) == 2
     assert table.num_pinnable(chain, 3) == 3
     assert table.num_pinnable(chain, 4) == 4
 
 
 def test_a_slot_that_cannot_be_found_is_freed_by_its_last_reader():
     table = SlotTable(1)
-    chain = ready(table, 1)
+    chain = SlotList.of(ready(table, 1))
     table.pin_all(chain)
     table.pin_all(chain)
     stamp = table.order.touch(chain)
@@ -93,12 +94,13 @@ def test_a_slot_that_cannot_be_found_is_freed_by_its_last_reader():
 def test_generations_grow_with_every_claim_and_only_then():
     """Rule 5, I9."""
     table = SlotTable(2)
-    assert table.lives([0, 1]) == bytes(8)
+    both = SlotList.of([0, 1])
+    assert table.lives(both) == bytes(8)
     ready(table, 2)
-    assert table.lives([0, 1]) == b"\1\0\0\0\1\0\0\0"
+    assert table.lives(both) == b"\1\0\0\0\1\0\0\0"
     claim(table, 1, seed=1)
     give_back(table, 1)
-    assert table.generation == [1, 2]
+    assert table.generation.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_links_are_counted_by_hash_so_that_a_parent_may_come_and_go():
     table.check(set())
     assert (table.orphans, table.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
     again = table.claim(hashes[:1], [SPACE], SPACE)
-    table.publish(hashes[:1], again, table.order.touch(again))
+    table.publish(hashes[:1], again, table.order.touch(SlotList.of(again)))
     table.check(set())
     assert (table.orphans, table.num_children) == (Counter(), [1, 1, 0, 0])
     claim(table, 2, seed=1)

@@ -1,0 +1,113 @@
+"""Blocks that were claimed together, so that a chain is found in a few comparisons instead of one for each block.
+
+What a request asks for is mostly what an earlier one stored, hash for hash: then one comparison of bytes says
+for all of it what as many look-ups in the index would have said. A run knows of its first `num_ready` blocks
+that they are ready; what it does not know is looked up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.chain import HASH_BYTES
+from kvstore.grants import PackedInts
+
+_WORDS = HASH_BYTES // 8
+
+
+@dataclass(slots=True, eq=False)
+class SlotList:
+    """Slots in the order of a chain, ready to be looked at all at once. Nobody changes one.
+
+    Args:
+        index: takes their items out of a column: a slice where they are neighbours, an array else.
+        packed: the same for whoever is told.
+        is_distinct: none of them is there twice.
+    """
+
+    index: slice | npt.NDArray[np.intp]
+    packed: PackedInts
+    is_distinct: bool
+
+    @classmethod
+    def of(cls, slots: list[int]) -> SlotList:
+        """Return any slots in this form."""
+        count, packed = len(slots), PackedInts.of(slots)
+        if slots and slots[-1] - slots[0] == count - 1 and slots == list(range(slots[0], slots[0] + count)):
+            return cls(slice(slots[0], slots[0] + count), packed, True)
+        return cls(np.array(slots, np.intp), packed, len(set(slots)) == count)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def tolist(self) -> list[int]:
+        """Return them one by one."""
+        return list(self.packed)
+
+    def part(self, begin: int, end: int) -> SlotList:
+        """Return some of them that follow each other."""
+        if begin == 0 and end == len(self):
+            return self
+        packed = PackedInts(self.packed.packed[4 * begin : 4 * end])
+        if isinstance(self.index, slice):
+            first = self.index.start
+            return SlotList(slice(first + begin, first + end), packed, True)
+        return SlotList(self.index[begin:end], packed, self.is_distinct)
+
+
+def join(pieces: list[SlotList]) -> SlotList:
+    """Return the slots of several lists in one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    packed = PackedInts(b"".join([piece.packed.packed for piece in pieces]))
+    index = np.array(packed, np.intp)
+    return SlotList(index, packed, len(np.unique(index)) == len(index))
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Blocks of one claim.
+
+    Args:
+        data: their hashes, back to back.
+        slots: slot of each.
+        whole: the same.
+        num_ready: so many from the front are ready, in these slots; never too many.
+    """
+
+    data: bytes
+    slots: list[int]
+    whole: SlotList
+    num_ready: int = 0
+
+    def num_shared(self, place: int, data: bytes, at: int) -> int:
+        """Return how many blocks from `place` on are ready and the same as those of other hashes from `at` on.
+
+        Args:
+            place: of a block that is ready and is the one at `at`.
+            data: hashes back to back.
+            at: index of a block in them.
+        """
+        most = min(self.num_ready - place, len(data) // HASH_BYTES - at)
+        if most <= 1:
+            return 1
+        begin, end = place * HASH_BYTES, (place + most) * HASH_BYTES
+        if data.startswith(self.data[begin:end], at * HASH_BYTES):
+            return most
+        ours = np.frombuffer(self.data, np.uint64, most * _WORDS, begin)
+        theirs = np.frombuffer(data, np.uint64, most * _WORDS, at * HASH_BYTES)
+        return int((ours != theirs).argmax()) // _WORDS
+
+    def published(self, slots: list[int]) -> None:
+        """Note that blocks of it became ready, if they follow those of which it is known."""
+        end = self.num_ready + len(slots)
+        if self.slots[self.num_ready : end] == slots:
+            self.num_ready = end
+
+    def lost(self, place: int) -> None:
+        """Note that a block is not ready any more."""
+        if place < self.num_ready:
+            self.num_ready = place
