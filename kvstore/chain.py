@@ -70,7 +70,12 @@ class Chain:
 
     def encode(self) -> bytes:
         """Return the run as bytes; `decode` reads them."""
-        return _HEAD.pack(self.namespace, self.parent, self.start) + self.data
+        return encode_chain(self.namespace, self.parent, self.start, self.data)
+
+
+def encode_chain(namespace: bytes, parent: bytes, start: int, data: bytes) -> bytes:
+    """Return what `Chain.encode` writes, without making a Chain."""
+    return _HEAD.pack(namespace, parent, start) + data
 
 
 def decode_chain(payload: bytes | memoryview) -> Chain:
@@ -79,7 +84,18 @@ def decode_chain(payload: bytes | memoryview) -> Chain:
     Raises:
         ChainBroken: the bytes are not a whole number of hashes.
     """
-    if len(payload) < _HEAD.size or (len(payload) - _HEAD.size) % HASH_BYTES:
-        raise ChainBroken(f"wanted {_HEAD.size} bytes and whole hashes of {HASH_BYTES}, got {len(payload)} bytes")
+    data = decode_hashes(payload)
     namespace, parent, start = _HEAD.unpack_from(payload)
-    return Chain(namespace, parent, start, bytes(payload[_HEAD.size :]))
+    return Chain(namespace, parent, start, data)
+
+
+def decode_hashes(payload: bytes | memoryview) -> bytes:
+    """Return only the hashes of the run that `Chain.encode` wrote.
+
+    Raises:
+        ChainBroken: the bytes are not a whole number of hashes.
+    """
+    num_bytes = len(payload) - _HEAD.size
+    if num_bytes < 0 or num_bytes % HASH_BYTES:
+        raise ChainBroken(f"wanted {_HEAD.size} bytes and whole hashes of {HASH_BYTES}, got {len(payload)} bytes")
+    return bytes(payload[_HEAD.size :])

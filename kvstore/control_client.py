@@ -13,15 +13,17 @@ from typing import Any
 
 from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
 from kvstore.wire import (
+    ERROR,
     FRAGMENT_BYTES,
+    REQUEST,
     Decoder,
     Flag,
     Message,
     Op,
-    decode_short,
     encode,
     encode_short,
     pack_json,
+    short_reply,
     unpack_error,
     unpack_json,
 )
@@ -72,18 +74,23 @@ class ControlClient:
         try:
             with self._lock:
                 self.num_calls += 1
-                request = self._send(op, Flag.REQUEST, payload)
+                request = self._send(op, REQUEST, payload)
                 if meanwhile is not None:
                     try:
                         meanwhile()
                     except BaseException:
                         self.close()
                         raise
-                message = self._receive(request, timeout_s)
+                asked_s = time.monotonic()
+                data = self._wait(timeout_s)
+                # Nearly every answer is one packet.
+                if not self._stream and (answer := short_reply(data, request)) is not None:
+                    return answer
+                message = self._receive(request, asked_s + timeout_s - time.monotonic(), data)
         finally:
             if self.closed:
                 self._let_go()
-        if message.flag is Flag.ERROR:
+        if message.flag is ERROR:
             raise unpack_error(message.payload)
         return message.payload
 
@@ -158,37 +165,33 @@ class ControlClient:
             raise PeerLost(f"{self.name}: connection lost while sending {op.name}: {error}") from error
         return self._request
 
-    def _receive(self, request: int, timeout_s: float) -> Message:
-        deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
+    def _receive(self, request: int, timeout_s: float, data: memoryview | None = None) -> Message:
+        """Return the next message of an answer; `data` came already."""
+        deadline_s = time.monotonic() + timeout_s
         while True:
-            if self._backlog:
-                for i, message in enumerate(self._backlog):
-                    if message.request == request:
-                        return self._backlog.pop(i)
-                left_s = deadline_s - time.monotonic()
-            try:
-                if not left_s <= self._timeout_s <= 1.2 * left_s:
-                    self._set_timeout(left_s)
-                data = self._received[: self._sock.recv_into(self._received)]
-            except (BlockingIOError, TimeoutError) as error:
-                self.close()
-                raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed") from error
-            except OSError as error:
-                self.close()
-                raise PeerLost(f"{self.name}: connection lost: {error}") from error
-            if not data:
-                self.close()
-                raise PeerLost(f"{self.name}: closed the connection; is the node store still running?")
-            if self._stream:
-                self._backlog.extend(self._decoder.stream(data))
-            else:
-                whole = decode_short(data) if self._decoder.is_between else None
-                if whole is not None and whole.request == request and not self._backlog:
-                    return whole  # As it nearly always is.
-                whole = self._decoder.packet(data)
-                if whole is not None:
-                    self._backlog.append(whole)
-            left_s = deadline_s - time.monotonic()
+            if data is not None:
+                self._backlog += self._decoder.stream(data) if self._stream else self._decoder.packets(data)
+            for i, message in enumerate(self._backlog):
+                if message.request == request:
+                    return self._backlog.pop(i)
+            data = self._wait(deadline_s - time.monotonic())
+
+    def _wait(self, timeout_s: float) -> memoryview:
+        """Return what comes next, until the next wait."""
+        try:
+            if not timeout_s <= self._timeout_s <= 1.2 * timeout_s:
+                self._set_timeout(timeout_s)
+            data = self._received[: self._sock.recv_into(self._received)]
+        except (BlockingIOError, TimeoutError) as error:
+            self.close()
+            raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed") from error
+        except OSError as error:
+            self.close()
+            raise PeerLost(f"{self.name}: connection lost: {error}") from error
+        if not data:
+            self.close()
+            raise PeerLost(f"{self.name}: closed the connection; is the node store still running?")
+        return data
 
     def _set_timeout(self, left_s: float) -> None:
         # A kernel-side receive timeout saves a poll() per call against settimeout(). It is set a little longer

@@ -23,13 +23,26 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
-from kvstore.wire import FRAGMENT_BYTES, Decoder, Flag, Message, Op, decode_short, encode, encode_short, pack_error
+from kvstore.wire import (
+    FRAGMENT_BYTES,
+    REPLY,
+    REQUEST,
+    Decoder,
+    Flag,
+    Message,
+    Op,
+    decode_short,
+    encode,
+    encode_short,
+    pack_error,
+)
 
 logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 256 << 10
 _SOCKET_BUFFER_BYTES = 1 << 20
 _SO_PEERPIDFD = 77
+_GOODBYE = Op.GOODBYE
 #: How long the thread sleeps when nothing happens and nothing ends with time.
 _IDLE_S = 5.0
 
@@ -269,7 +282,7 @@ class ControlServer:
 
     def _serve(self, connection: Connection, message: Message) -> None:
         op = message.op
-        if op is Op.GOODBYE:
+        if op is _GOODBYE:
             self._owner_died(connection)
             return
         self.num_served[op] += 1
@@ -284,12 +297,8 @@ class ControlServer:
             logger.exception("control: %s failed", op.name)
             answer, flag = pack_error(error), Flag.ERROR
         else:
-            flag = Flag.REPLY
-        if (
-            answer is not None
-            and message.flag is Flag.REQUEST
-            and not connection.send(op, flag, message.request, answer)
-        ):
+            flag = REPLY
+        if answer is not None and message.flag is REQUEST and not connection.send(op, flag, message.request, answer):
             self._close(connection)
 
     def _close(self, connection: Connection) -> None:

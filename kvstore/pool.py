@@ -69,9 +69,13 @@ class Pool:
 
     def lookup(self, chain: Chain) -> int:
         """Return how many leading blocks of the run are readable here. Changes nothing."""
+        return self.num_ready(chain.data)
+
+    def num_ready(self, data: bytes) -> int:
+        """Return how many leading blocks are readable here, given only their hashes, back to back. Changes nothing."""
         self._yield("lookup")
         with self._lock:
-            return self._table.num_ready(chain.data)
+            return self._table.num_ready(data)
 
     def pin_prefix(self, chain: Chain, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.

@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.chain import decode_chain
+from kvstore.chain import decode_hashes
 from kvstore.control_server import Connection, Handler
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.messages import (
@@ -51,8 +51,8 @@ class PoolControl:
         self._waiting: dict[int, float] = {}
 
     def _lookup(self, connection: Connection, message: Message) -> bytes:
-        pool, chain = self._core.attached_pool, decode_chain(message.payload)
-        return U64.pack(0 if pool is None else pool.lookup(chain))
+        pool, hashes = self._core.attached_pool, decode_hashes(message.payload)
+        return U64.pack(0 if pool is None else pool.num_ready(hashes))
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         chain, ttl_s = unpack_lease(message.payload)

@@ -71,7 +71,8 @@ class Flag(IntEnum):
     ERROR = 4
 
 
-#: Calling the enums would cost more than all else that is done to a header.
+#: Calling the enums, or naming a member, costs more than all else that is done to a header.
+REQUEST, REPLY, ERROR = Flag.REQUEST, Flag.REPLY, Flag.ERROR
 _OPS, _FLAGS = {int(op): op for op in Op}, {int(flag): flag for flag in Flag}
 
 
@@ -108,9 +109,20 @@ def decode_short(packet: memoryview) -> Message | None:
     if len(packet) < HEADER.size:
         return None
     magic, op, flag, more, length, request = HEADER.unpack_from(packet)
-    if magic != _MAGIC or more or length != len(packet) - HEADER.size or op not in _OPS or flag not in _FLAGS:
+    known_op, known_flag = _OPS.get(op), _FLAGS.get(flag)
+    if magic != _MAGIC or more or length != len(packet) - HEADER.size or known_op is None or known_flag is None:
         return None
-    return Message(_OPS[op], _FLAGS[flag], request, bytes(packet[HEADER.size :]))
+    return Message(known_op, known_flag, request, bytes(packet[HEADER.size :]))
+
+
+def short_reply(packet: memoryview, request: int) -> bytes | None:
+    """Return the payload of a packet that is the whole reply to a request; None for all else."""
+    if len(packet) < HEADER.size:
+        return None
+    magic, _, flag, more, length, answered = HEADER.unpack_from(packet)
+    if answered != request or flag != REPLY or more or length != len(packet) - HEADER.size or magic != _MAGIC:
+        return None
+    return bytes(packet[HEADER.size :])
 
 
 class Decoder:
@@ -152,6 +164,11 @@ class Decoder:
             return Message(_OPS[op], _FLAGS[flag], request, payload)
         except KeyError as error:
             raise ProtocolError(f"wanted a known op and flag, got op {op} and flag {flag}") from error
+
+    def packets(self, packet: bytes | memoryview) -> list[Message]:
+        """Take one packet; return the messages completed by it, as `stream` does."""
+        message = self.packet(packet)
+        return [] if message is None else [message]
 
     def stream(self, data: bytes | memoryview) -> list[Message]:
         """Take bytes of a stream in whatever pieces they come; return the messages completed by them.
