@@ -85,6 +85,7 @@ OTHERS = {
     "call_timeout_s": 6.0,
     "max_pinned_fraction": 0.8,
     "max_hard_pinned_fraction": 0.4,
+    "max_handoff_fraction": 0.1,
     "max_quarantined_fraction": 0.3,
     "max_quarantine_s": 20.0,
     "chunk_bytes": 1 << 20,
