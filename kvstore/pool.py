@@ -173,7 +173,8 @@ class Pool:
                 here (and `needs_parent`); nothing changed.
             InvalidRequest: `part` is not one of `num_parts`, or a deadline is not a number; nothing changed.
         """
-        hashes = chain.check_unique()
+        chain.check_unique()
+        hashes = chain.hashes()
         if not 0 <= part < num_parts:
             raise InvalidRequest(f"part: wanted 0 to num_parts - 1 = {num_parts - 1}, got {part}")
         _check_deadline(deadline_s)

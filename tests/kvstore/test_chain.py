@@ -48,6 +48,16 @@ def test_a_block_named_twice_is_refused():
         Chain(NAMESPACE, NAMESPACE, 0, CHAIN.data + HASHES[2]).check_unique()
 
 
+def test_hashes_that_begin_alike_are_different_all_the_same():
+    alike = [b"same 8 b" + bytes([i]) * 24 for i in range(4)]
+    run = Chain(b"n" * 32, b"same 8 b" + b"p" * 24, 3, b"".join(alike))
+    run.check_unique()
+    with pytest.raises(ChainBroken):
+        Chain(run.namespace, run.parent, 3, run.data + alike[0]).check_unique()
+    with pytest.raises(ChainBroken):
+        Chain(run.namespace, alike[3], 3, run.data).check_unique()
+
+
 def test_a_block_that_is_its_own_parent_is_refused():
     with pytest.raises(ChainBroken, match="none of them"):
         Chain(b"n" * 32, CHAIN.hash_at(2), 3, CHAIN.data).check_unique()
