@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from poolcheck.mutant import EXPLORER, GAP, LINES, MODEL, POOL, POOL_WRITES, SLOTS, STALE, WRITES, Mutant, bug
+from poolcheck.mutant import (
+    EXPLORER,
+    GAP,
+    LINES,
+    MODEL,
+    POOL,
+    POOL_WRITES,
+    RUN_RULES,
+    RUNS,
+    SLOTS,
+    STALE,
+    WRITES,
+    Mutant,
+    bug,
+)
 from poolcheck.patch import Patch
 
 BLOCKS = (
@@ -19,8 +33,8 @@ BLOCKS = (
             GAP,
             Patch(
                 SLOTS,
-                "        self.num_pinned -= num_idle\n",
-                ("        self.num_pinned -= num_idle\n        self.gap()\n"),
+                "        self.num_pinned -= self._num_idle(slots)\n",
+                ("        self.num_pinned -= self._num_idle(slots)\n        self.gap()\n"),
             ),
         ),
         tests=(f"{EXPLORER}[readers_of_a_cleared_block]",),
@@ -92,7 +106,7 @@ BLOCKS = (
         "no generation",
         "Dynamo, NIXL: old descriptors read new blocks",
         SLOTS,
-        "            generation[slot] += 1\n",
+        "        self._generations[run.whole.index] += 1\n",
         "",
         f"{STALE}::test_every_life_of_a_slot_has_a_number",
     ),
@@ -100,9 +114,33 @@ BLOCKS = (
         "double release frees a neighbour",
         "TensorRT-LLM: two trackers of one pin",
         SLOTS,
-        "            refs = ref_count[slot] - 1\n",
-        "            refs = 0\n",
+        "refs += number\n",
+        "refs += number if number > 0 else -refs\n",
         f"{EXPLORER}[two_readers_and_eviction]",
+    ),
+    bug(
+        "a run that outlives its blocks",
+        "ours: what a claim remembers of its blocks is not what the index has",
+        SLOTS,
+        "            run.lost(self.place[slot])\n",
+        "            pass\n",
+        MODEL,
+    ),
+    bug(
+        "a run that knows blocks before they are ready",
+        "ours: what a claim remembers of its blocks is not what the index has",
+        RUNS,
+        "        if self.slots[self.num_ready : end] == slots:\n",
+        "        if True:\n",
+        f"{RUN_RULES}::test_blocks_that_were_published_out_of_order_are_not_known",
+    ),
+    bug(
+        "equal in the first words only",
+        "ours: a block of another chain taken for the one that was asked for",
+        RUNS,
+        "        return int((ours != theirs).argmax()) // _WORDS\n",
+        "        return most\n",
+        f"{RUN_RULES}::test_a_prefix_is_that_of_block_by_block",
     ),
     Mutant(
         name="evict the root first",
@@ -155,7 +193,7 @@ BLOCKS = (
         "a second copy",
         "LMCache: one chunk stored by every worker",
         WRITES,
-        "if not writing.keys().isdisjoint(hashes):",
+        "if writing and not writing.keys().isdisjoint(hashes):",
         "if False:",
         f"{EXPLORER}[duplicates]",
     ),

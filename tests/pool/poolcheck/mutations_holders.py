@@ -28,9 +28,9 @@ HOLDERS = (
             GAP,
             Patch(
                 LEASES,
-                "        slots, num_refused = self._affordable(self._table.find_prefix(hashes), kind)\n",
+                "        slots, num_refused = self._affordable(self._table.find_prefix(data), kind)\n",
                 (
-                    "        slots, num_refused = self._affordable(self._table.find_prefix(hashes), kind)\n"
+                    "        slots, num_refused = self._affordable(self._table.find_prefix(data), kind)\n"
                     "        self._table.gap()\n"
                 ),
             ),
@@ -98,8 +98,8 @@ HOLDERS = (
         "lookup that pins",
         "LMCache, Mooncake: what is looked up stays pinned",
         POOL,
-        "            return len(list(takewhile(self._table.ready.__contains__, hashes)))\n",
-        '            return len(self._leases.pin(hashes, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
+        "            return self._table.num_ready(data)\n",
+        '            return len(self._leases.pin(data, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
         MODEL,
     ),
     bug(
@@ -158,8 +158,8 @@ HOLDERS = (
         "hard pin treated as soft",
         "ours",
         POOL,
-        "grant = self._leases.pin(hashes, owner, deadline_s, kind)",
-        "grant = self._leases.pin(hashes, owner, deadline_s, PinKind.SOFT)",
+        "grant = self._leases.pin(chain.data, owner, deadline_s, kind)",
+        "grant = self._leases.pin(chain.data, owner, deadline_s, PinKind.SOFT)",
         f"{POOL_PINS}::test_a_hard_pin_is_never_evicted_and_ends_only_by_hand_or_with_its_owner",
     ),
     bug(
