@@ -46,6 +46,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(world, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where two processes share the tests: one takes those that share clusters, the other the rest, file by file."""
+    folder = Path(__file__).parent
+    for item in items:
+        top, *_ = item.path.relative_to(folder).parts
+        item.add_marker(pytest.mark.xdist_group("clusters" if top in ("actors", "examples") else str(item.path)))
+
+
 def _num_gpus() -> int:
     import torch
 
