@@ -130,6 +130,10 @@ class Supervisor:
         while not self._stopping.wait(_PERIOD_S):
             try:
                 self.reconcile()
+            except KVStoreError as error:
+                # An actor that Ray is just restarting, say: what the supervisor is there for, and no fault of its own.
+                if not self._stopping.is_set():
+                    logger.warning("supervisor: could not reconcile (%s); will try again", error)
             except Exception:
                 if not self._stopping.is_set():
                     logger.exception("supervisor: could not reconcile; will try again")
