@@ -335,9 +335,9 @@ def test_shared_blocks_never_change_while_another_stream_reads_them(make_engine)
         num_loads += len(jobs)
         while not all(job.done() for job in jobs):
             with torch.cuda.stream(reader):
-                for tensor, before in zip(engine.tensors, old, strict=True):
-                    wrong += (tensor[:, whole] != before[:, whole]).sum()
-                    wrong += (tensor[:, inside, :23] != before[:, inside, :23]).sum()
+                for cache, before in zip(caches, old, strict=True):
+                    wrong += (cache[:, whole] != before[:, whole]).sum()
+                    wrong += (cache[:, inside, :23] != before[:, inside, :23]).sum()
             num_reads += 1
         assert [job.result(1).num_blocks for job in jobs] == [16] * 3
         reader.synchronize()
