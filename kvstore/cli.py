@@ -288,12 +288,10 @@ def gpu(
     _write(rows, as_json, output)
     if not as_json:
         groups = ("shape", "block_size", "num_blocks", "direction")
-        show_rows(rows, groups, _speed, "GB/s (ms of one matrix product)")
-
-
-def _speed(row: dict[str, Any]) -> str:
-    product_ms = row.get("product_ms")
-    return f"{row['gb_per_s']:.1f}" + (f" ({product_ms:.2f})" if product_ms else "")
+        beside = [row for row in rows if "product_ms" in row]
+        show_rows([row for row in rows if row not in beside], groups, lambda row: f"{row['gb_per_s']:.1f}", "GB/s")
+        title = "GB/s of loads, ms of a matrix product beside them"
+        show_rows(beside, groups, lambda row: f"{row['gb_per_s']:.1f}, {row['product_ms']:.2f}", title)
 
 
 def _write(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:

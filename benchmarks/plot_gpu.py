@@ -1,0 +1,135 @@
+"""From benchmarks/results/gpu-h200.json: the tables of docs/performance.md (printed) and docs/gpu-h200.svg.
+
+    python benchmarks/plot_gpu.py
+
+A test fails when either is not what the committed results give.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/gpu-h200.json"
+PICTURE = ROOT / "docs/gpu-h200.svg"
+SHAPES = ("8B", "70B/TP8", "MLA")
+COUNTS = (8, 16, 64, 256, 1024)
+DIRECTIONS = {
+    "pack": "pack",
+    "unpack": "unpack",
+    "gpu_to_host": "GPU to host",
+    "host_to_gpu": "host to GPU",
+    "both": "both at once",
+}
+#: Way -> (label, colour), in the order of the bars.
+WAYS = {
+    "limit": ("one memcpy (limit)", "#9aa0a6"),
+    "ours": ("ours", "#1a73e8"),
+    "batch_of_fragments": ("cudaMemcpyBatchAsync", "#f9ab00"),
+    "torch_gather": ("torch gather + copy", "#34a853"),
+    "memcpy_per_fragment": ("memcpy per fragment", "#d93025"),
+}
+_BESIDE = "host_to_gpu_beside_products"
+Speeds = dict[tuple[str, int, int, str], dict[str, dict[str, Any]]]
+
+
+def speeds(rows: list[dict[str, Any]]) -> Speeds:
+    """Return rows by (shape, block size, number of blocks, direction) and way."""
+    found: Speeds = {}
+    for row in rows:
+        key = (row["shape"], row["block_size"], row["num_blocks"], row["direction"])
+        found.setdefault(key, {})[row["way"]] = row
+    return found
+
+
+def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of all tables, as Markdown."""
+    found = speeds(rows)
+    for size in (16, 64):
+        yield f"| blocks of {size} tokens: GB/s (of the limit) | " + " | ".join(f"{count:,}" for count in COUNTS) + " |"
+        yield "|---|" + "---|" * len(COUNTS)
+        for shape in SHAPES:
+            for direction, label in DIRECTIONS.items():
+                cells = []
+                for count in COUNTS:
+                    ways = found.get((shape, size, count, direction))
+                    cells.append(_share(ways["ours"]["gb_per_s"], ways["limit"]["gb_per_s"]) if ways else "")
+                yield f"| {shape}, {label} | " + " | ".join(cells) + " |"
+        yield ""
+    yield "| 256 blocks of 16 tokens, GB/s | " + " | ".join(label for label, _ in WAYS.values()) + " |"
+    yield "|---|" + "---|" * len(WAYS)
+    for shape, direction, bars in groups(rows):
+        cells = ["" if speed is None else f"{speed:.1f}" for speed in bars]
+        yield f"| {shape}, {DIRECTIONS[direction]} | " + " | ".join(cells) + " |"
+    yield ""
+    yield "| loads beside products: GB/s, ms of a product | " + " | ".join(SHAPES) + " |"
+    yield "|---|" + "---|" * len(SHAPES)
+    beside = [next(ways for key, ways in found.items() if key[0] == shape and key[3] == _BESIDE) for shape in SHAPES]
+    for way in beside[0]:
+        cells = [f"{ways[way]['gb_per_s']:.1f}, {ways[way]['product_ms']:.3f}" for ways in beside]
+        yield f"| {way} | " + " | ".join(cells) + " |"
+
+
+def groups(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[float | None]]]:
+    """Yield (shape, direction, GB/s of each way) of the bars."""
+    found = speeds(rows)
+    for shape in SHAPES:
+        for direction in ("gpu_to_host", "host_to_gpu"):
+            ways = found[shape, 16, 256, direction]
+            yield shape, direction, [ways[way]["gb_per_s"] if way in ways else None for way in WAYS]
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """Return the bars as SVG."""
+    width, height, left, top, base = 900, 360, 50, 50, 300
+    scale = (base - top) / 60
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for value in range(0, 61, 10):
+        at = base - value * scale
+        lines.append(f'<path d="M{left} {at:.1f}H{width - 10}" stroke="#e0e0e0"/>')
+        lines.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{value}</text>')
+    for number, (label, colour) in enumerate(WAYS.values()):
+        at = left + number * 168
+        lines.append(f'<rect x="{at}" y="14" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{at + 18}" y="24">{label}</text>')
+    bar = 22
+    for number, (shape, direction, bars) in enumerate(groups(rows)):
+        begin = left + 12 + number * 140
+        for at, (speed, (_, colour)) in enumerate(zip(bars, WAYS.values(), strict=True)):
+            if speed is not None:
+                x, tall = begin + at * bar, speed * scale
+                lines.append(
+                    f'<rect x="{x}" y="{base - tall:.1f}" width="{bar - 3}" height="{tall:.1f}" fill="{colour}"/>'
+                )
+                lines.append(
+                    f'<text x="{x + bar / 2 - 1.5}" y="{base - tall - 4:.1f}" font-size="9" text-anchor="middle">'
+                    f"{speed:.1f}</text>"
+                )
+        middle = begin + len(WAYS) * bar / 2
+        lines.append(f'<text x="{middle}" y="{base + 18}" text-anchor="middle">{shape}</text>')
+        lines.append(f'<text x="{middle}" y="{base + 34}" text-anchor="middle">{DIRECTIONS[direction]}</text>')
+    lines.append(f'<text x="14" y="{top - 10}">GB/s</text>')
+    lines.append("</svg>")
+    return "\n".join(lines) + "\n"
+
+
+def _share(ours: float, limit: float) -> str:
+    return f"{ours:,.0f} ({ours / limit:.2f})" if limit > 500 else f"{ours:.1f} ({ours / limit:.3f})"
+
+
+def main() -> None:
+    """Write the picture and print the tables."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    PICTURE.write_text(picture(rows))
+    print("\n".join(tables(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""docs/performance.md and its picture show what is in the committed results of the GPU, and nothing else."""
+
+import json
+
+from benchmarks import plot_gpu
+
+
+def rows():
+    return json.loads(plot_gpu.RESULTS.read_text())["rows"]
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_results(repo_root):
+    text = (repo_root / "docs/performance.md").read_text().splitlines()
+    missing = [line for line in plot_gpu.tables(rows()) if line and line not in text]
+    assert missing == [], "run python benchmarks/plot_gpu.py and put its tables into docs/performance.md"
+
+
+def test_the_picture_is_that_of_the_results():
+    assert plot_gpu.PICTURE.read_text() == plot_gpu.picture(rows()), "run python benchmarks/plot_gpu.py"
+
+
+def test_other_figures_are_another_picture_and_other_tables():
+    changed = [row | {"gb_per_s": row["gb_per_s"] / 2} for row in rows()]
+    assert plot_gpu.picture(changed) != plot_gpu.picture(rows())
+    assert list(plot_gpu.tables(changed)) != list(plot_gpu.tables(rows()))
