@@ -31,7 +31,7 @@ def check_same_addresses(device: int) -> None:
 
 
 def register(address: int, num_bytes: int, device: int) -> None:
-    """Pin a mapped range of memory; takes about 80 ms for each GiB that is in memory already.
+    """Pin a mapped range of memory.
 
     A copy must not go from one range into the next: the driver takes neighbours for unrelated memory.
 
