@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_FIRST_SEGMENT_BLOCKS, _GROWTH = 64, 4
+_FIRST_SEGMENT_BLOCKS, _GROWTH = 128, 16
 
 
 def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
@@ -25,10 +25,11 @@ def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
 
 
 def plan_segments(chunk_ends: list[int]) -> list[list[int]]:
-    """Group chunks into segments, each about four times as long as the one before.
+    """Group chunks into segments, each about sixteen times as long as the one before.
 
-    While one segment is read the next one's slots are claimed, so that the time to claim thousands is not waited for.
-    Between two segments a lane that needs a round trip idles for it, so there are few.
+    The first one's slots are claimed while the peer is asked, each later one's while the one before is read, so that
+    the time to claim thousands is not waited for. Between two segments a lane that needs a round trip idles for it,
+    so there are few.
 
     Returns:
         The chunk ends of each segment, counted as in `chunk_ends`.

@@ -43,7 +43,7 @@ def test_segments_hold_every_chunk_once_and_grow(num_blocks, chunk_blocks):
     assert [end for segment in segments for end in segment] == ends
     assert all(segments)
     sizes = [b - a for a, b in pairwise([0, *(segment[-1] for segment in segments)])]
-    assert all(size >= 64 * 4**i for i, size in enumerate(sizes[:-1]))
+    assert all(size >= 128 * 16**i for i, size in enumerate(sizes[:-1]))
 
 
 def test_a_read_of_a_few_blocks_is_one_segment():
