@@ -11,12 +11,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import ray
-import torch
 
 from kvstore.actors.bench_cluster import on_node, two_nodes
 from kvstore.actors.calls import call
@@ -124,6 +123,8 @@ class Worker:
     """A worker with an engine cache whose blocks are contiguous, on one node."""
 
     def __init__(self, store: Store, space: Namespace, num_blocks: int) -> None:
+        import torch  # Here: the raw ends start several seconds sooner without it.
+
         shape = space.shape
         self._space = space
         self._client = store.client(space)
@@ -171,10 +172,10 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run found: rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}, and what went wrong where."""
+    """What a run has found so far: rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}, and what failed."""
 
-    rows: list[dict[str, Any]]
-    failures: list[str]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 def run_transfer(
@@ -183,7 +184,8 @@ def run_transfer(
     load_bytes: int,
     rounds: int,
     progress: Callable[[str], None],
-) -> Measured:
+    measured: Measured,
+) -> None:
     """Measure every way for every lane and block size; one that fails takes no other's rows along.
 
     Args:
@@ -192,28 +194,24 @@ def run_transfer(
         load_bytes: bytes moved at a time by every way.
         rounds: how often; the median counts. One more is done first and thrown away.
         progress: is told what is being measured.
-
-    Returns:
-        Rows; that of "load" also has "of_nixl", the median over the rounds of its speed as a share of what
-        "nixl_huge_pages" had in the same round.
+        measured: gets rows and failures as they come. The row of "load" also has "of_nixl", the median over the
+            rounds of its speed as a share of what "nixl_huge_pages" had in the same round.
 
     Raises:
         InvalidRequest: a block size that no shape has; nothing was measured.
     """
     if unknown := [size for size in block_bytes if size not in SHAPES]:
         raise InvalidRequest(f"block_bytes: wanted some of {sorted(SHAPES)}, got {unknown}")
-    rows: list[dict[str, Any]] = []
-    failures: list[str] = []
     with two_nodes(object_store_bytes=4 * load_bytes + (64 << 20)) as nodes:
         for lane in lanes:
             for size in block_bytes:
                 what = f"lane {lane}, blocks of {size >> 10} KiB"
                 progress(what)
                 try:
-                    rows += _rows(lane, size, load_bytes, _measure(nodes, lane, size, load_bytes, rounds))
+                    times = _measure(nodes, lane, size, load_bytes, rounds)
+                    measured.rows.extend(_rows(lane, size, load_bytes, times))
                 except KVStoreError as error:
-                    failures.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
-    return Measured(rows, failures)
+                    measured.failures.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _rows(lane: str, block_bytes: int, load_bytes: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -11,8 +11,6 @@ from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig, num_copy_threads, set_ucx_lane
 from kvstore.control_client import connect_local
 from kvstore.mover import Mover as MoverLoop
-from kvstore.same_host import SameHostTransport
-from kvstore.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +28,15 @@ class Mover:
     def __init__(self, control_path: str, name: str, config_json: str) -> None:
         config = StoreConfig.from_json(config_json)
         set_ucx_lane(config.lane)
-        from kvstore.nixl_transport import NixlTransport
+        from kvstore.parallel_read import node_transport
 
         hello = {"role": "mover", "protocol": PROTOCOL_VERSION}
         client, fd = connect_local(control_path, hello, timeout_s=config.call_timeout_s)
         self._arena = attach_arena(fd, int(client.hello["arena_bytes"]))
         self._arena.populate()
-        slab = (self._arena.address, self._arena.num_bytes)
-        self._transport: Transport = NixlTransport(name, *slab)
-        num_readers = num_copy_threads()
-        # The lane "tcp" is TCP on one machine too.
-        if num_readers > 1 and config.lane != "tcp":
-            self._transport = SameHostTransport(
-                self._transport,
-                lambda i: NixlTransport(f"{name}-{i}", *slab, progress_delay_us=None, separate_reader=False),
-                num_readers,
-            )
+        self._transport = node_transport(
+            name, self._arena.address, self._arena.num_bytes, config.lane, num_copy_threads()
+        )
         self._loop = MoverLoop(client.detach(), self._transport)
         self._thread = threading.Thread(target=self._run, name="raykv-mover", daemon=True)
         self._thread.start()

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 _RECEIVE_BYTES = 256 << 10
 _WINDOW = 3
-_POLLS_PER_STEP = 32
+#: How often and how long one READ is looked at before anything else gets its turn.
+_POLLS_PER_STEP, _STEP_S = 32, 5e-4
 _ABANDONED_POLL_S = 0.02
 _NOTIFICATION_POLL_S = 0.002
 #: A READ of which nothing arrived for this long is asked about less often: its peer may have stopped.
@@ -206,9 +207,10 @@ class Mover:
             job.running.append((handle, end))
             # On a same-host lane the chunk is already there: tell at once, so that it is copied out meanwhile.
             self._collect(job)
+        until_s = time.monotonic() + _STEP_S
         for _ in range(_POLLS_PER_STEP):
             self._collect(job)
-            if len(job.running) < _WINDOW:
+            if len(job.running) < _WINDOW or time.monotonic() > until_s:
                 break
         if not job.running and job.next_chunk == len(job.ends):
             self._jobs[read.request.peer].popleft()

@@ -218,10 +218,10 @@ TRANSFER = [
 def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tmp_path):
     from kvstore.actors import bench_transfer
 
-    def run_transfer(lanes, block_bytes, load_bytes, rounds, progress):
+    def run_transfer(lanes, block_bytes, load_bytes, rounds, progress, measured):
         assert (lanes, block_bytes, load_bytes, rounds) == (["tcp"], [65536], 1 << 20, 2)
         progress("half")
-        return bench_transfer.Measured(TRANSFER, [])
+        measured.rows.extend(TRANSFER)
 
     monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
     words = ["bench", "transfer", "--lane", "tcp", "--block-bytes", "64KiB", "--load-bytes", "1MiB", "--rounds", "2"]
@@ -240,9 +240,10 @@ def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tm
 def test_bench_transfer_prints_what_it_has_when_a_lane_fails(monkeypatch):
     from kvstore.actors import bench_transfer
 
-    def run_transfer(lanes, block_bytes, load_bytes, rounds, progress):
+    def run_transfer(lanes, block_bytes, load_bytes, rounds, progress, measured):
         assert lanes == ["default", "tcp"]
-        return bench_transfer.Measured(TRANSFER, ["lane default: RegistrationFailed: no such lane"])
+        measured.rows.extend(TRANSFER)
+        measured.failures.append("lane default: RegistrationFailed: no such lane")
 
     monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
     result = run("bench", "transfer", "--json", "--lane", "all")
@@ -250,6 +251,22 @@ def test_bench_transfer_prints_what_it_has_when_a_lane_fails(monkeypatch):
     assert json.loads(result.stdout) == TRANSFER
     assert "no such lane" in result.stderr
     assert "2.90" in run("bench", "transfer").stdout
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit(15)])
+def test_bench_transfer_prints_what_it_has_when_it_is_interrupted(monkeypatch, tmp_path, how):
+    from kvstore.actors import bench_transfer
+
+    def run_transfer(*arguments):
+        arguments[-1].rows.extend(TRANSFER)
+        raise how
+
+    monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
+    result = run("bench", "transfer", "--json", "--output", str(tmp_path / "rows.json"))
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == TRANSFER
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == TRANSFER
+    assert "interrupted" in result.stderr
 
 
 def test_bench_transfer_knows_its_block_sizes():
@@ -271,7 +288,8 @@ def test_a_lane_that_cannot_be_measured_takes_no_other_rows_along(monkeypatch):
 
     monkeypatch.setattr(bench_transfer, "two_nodes", lambda **_: contextlib.nullcontext(["a", "b"]))
     monkeypatch.setattr(bench_transfer, "_measure", measure)
-    found = bench_transfer.run_transfer(["default", "tcp"], [64 << 10], 1 << 20, 3, lambda text: None)
+    found = bench_transfer.Measured()
+    bench_transfer.run_transfer(["default", "tcp"], [64 << 10], 1 << 20, 3, lambda text: None, found)
     assert [(row["lane"], row["way"], row.get("of_nixl")) for row in found.rows] == [
         ("tcp", "nixl_huge_pages", None),
         ("tcp", "load", 0.75),
