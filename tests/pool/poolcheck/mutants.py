@@ -84,6 +84,9 @@ def run_tests(tests: Sequence[str], *, stop_at_failure: bool) -> _Watch:
     arguments = ["-q", "-p", "no:cacheprovider", f"--rootdir={_ROOT}", *(["-x"] * stop_at_failure)]
     # The parent of this process has imported what pytest would like to import itself.
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    # Nor does it load what else is installed, or look for garbage at the end: that takes longer than most tests here.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    arguments += ["-p", "pytest_timeout", "-p", "no:unraisableexception"]
     code = pytest.main([*arguments, *(f"{_ROOT}/{test}" for test in tests)], plugins=[watch])
     if code not in (0, 1) and not watch.error:
         watch.error = f"pytest ended with {code!r}"
@@ -188,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
     # Once for all children; nothing of kvstore, which each child imports in its own way.
-    for name in ("hypothesis.stateful", "numpy", "pytest", "torch"):
+    for name in ("hypothesis.stateful", "numpy", "pytest", "pytest_timeout", "torch"):
         importlib.import_module(name)
     assert not [name for name in sys.modules if name.partition(".")[0] == "kvstore"], "kvstore is imported already"
     verdicts, clean = run_all(chosen, whole=not options.only_mutants)
