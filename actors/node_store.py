@@ -11,8 +11,6 @@ import logging
 import os
 import secrets
 import sys
-import threading
-import time
 from typing import Any
 
 import ray
@@ -22,18 +20,15 @@ from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, no
 from kvstore.actors.mover import Mover
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, NamespaceMismatch
+from kvstore.errors import NamespaceMismatch
 from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.hashing import BlockHashes
+from kvstore.mover_keeper import MoverKeeper, StartedMover
 from kvstore.node import NodeCore
 from kvstore.peers import PeerAddress
 from kvstore.pool_verbs import deadline_after
 
 logger = logging.getLogger(__name__)
-
-#: Between a mover's end and the start of the next one; doubled each time it does not come up.
-_REPLACE_PAUSE_S, _MAX_REPLACE_PAUSE_S = 0.5, 30.0
-_MOVER_UP_WITHIN_S = 60.0
 
 
 class NodeStore:
@@ -51,19 +46,17 @@ class NodeStore:
         sys.setswitchinterval(1e-4)
         self._node_id, self._config = node_id, StoreConfig.from_json(config_json)
         self._config_json = config_json
-        self._stopping = False
-        self._mover: Any = None
         self._mover_numbers = itertools.count(1)
-        self._mover_lock = threading.Lock()
         self._core = NodeCore(
             node_id,
             self._config,
             node_address(),
             self._resolve_peer,
             self._resolve_directory,
-            self._replace_mover,
+            lambda: self._keeper.replace(),
         )
-        threading.Thread(target=self._bring_up_mover, args=(0.0,), name="raykv-mover-up", daemon=True).start()
+        self._keeper = MoverKeeper(node_id, self._start_mover, self._core.wait_ready, self._config.call_timeout_s)
+        self._keeper.start()
 
     # Finding each other.
 
@@ -79,9 +72,9 @@ class NodeStore:
         address: PeerAddress = call("directory", handle.address.remote(), self._config.call_timeout_s)
         return address
 
-    def _start_mover(self) -> None:
+    def _start_mover(self) -> StartedMover:
         name = f"raykv-{self._node_id[:12]}-{self._core.epoch.hex()}-{next(self._mover_numbers)}-{secrets.token_hex(3)}"
-        self._mover = (
+        return _MoverActor(
             ray.remote(Mover)
             .options(
                 num_cpus=0,
@@ -91,29 +84,6 @@ class NodeStore:
             )
             .remote(self._core.control_path, name, self._config_json)
         )
-
-    def _replace_mover(self) -> None:
-        if not self._stopping:
-            logger.warning("node %s: the mover died; starting another", self._node_id)
-            self._bring_up_mover(_REPLACE_PAUSE_S)
-
-    def _bring_up_mover(self, pause_s: float) -> None:
-        """Start movers until one is ready: also the first may fail to, when this process was stopped meanwhile."""
-        with self._mover_lock:
-            while not self._stopping and not self._core.wait_ready(0.0):
-                time.sleep(pause_s)
-                if self._stopping:
-                    return
-                self._start_mover()
-                try:
-                    call("mover", self._mover.pid.remote(), _MOVER_UP_WITHIN_S)
-                    if self._core.wait_ready(self._config.call_timeout_s):
-                        return
-                except KVStoreError as error:
-                    logger.warning("node %s: the mover did not start: %s", self._node_id, error)
-                # One that died before it was ready ends here too; a slow one must not stay beside the next.
-                ray.kill(self._mover)
-                pause_s = min(2 * max(pause_s, _REPLACE_PAUSE_S), _MAX_REPLACE_PAUSE_S)
 
     # For the supervisor and the public Store object.
 
@@ -147,9 +117,7 @@ class NodeStore:
 
     def stop(self) -> None:
         """Close everything; the caller kills the actor afterwards."""
-        self._stopping = True
-        if self._mover is not None:
-            ray.kill(self._mover)
+        self._keeper.stop()
         self._core.stop()
 
     # The verbs, for remote and occasional callers.
@@ -225,6 +193,21 @@ class NodeStore:
     def check_integrity(self) -> None:
         """Assert the pool's invariants; for tests and debugging."""
         self._core.pool.check_integrity()
+
+
+class _MoverActor:
+    """A mover as its keeper sees it."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def wait_started(self, timeout_s: float) -> None:
+        """Wait until its constructor is through."""
+        call("mover", self._handle.pid.remote(), timeout_s)
+
+    def kill(self) -> None:
+        """End its process."""
+        ray.kill(self._handle)
 
 
 def _chain(hashes: BlockHashes) -> Chain:

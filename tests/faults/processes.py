@@ -2,7 +2,9 @@
 
     python processes.py directory FOLDER
     python processes.py store FOLDER NODE CONFIG
-    python processes.py mover CONTROL_PATH NAME CONFIG
+    python processes.py mover CONTROL_PATH NAME CONFIG WAIT
+
+A mover connects to its store once there is no file WAIT, which is FOLDER/wait.
 
 They are what the Ray actors wrap, so nothing here differs from a cluster but how processes find each other: by
 files in FOLDER. Each reads commands from its standard input, one JSON object a line, and answers likewise.
@@ -16,6 +18,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -99,8 +102,10 @@ def store(folder, node_id, config):
 
     from kvstore.chain import Chain, decode_chain
     from kvstore.config import StoreConfig
+    from kvstore.errors import PeerLost
     from kvstore.hints import Hints
     from kvstore.messages import PeerLease
+    from kvstore.mover_keeper import MoverKeeper
     from kvstore.node import NodeCore
     from kvstore.peer_read import PeerRead
     from kvstore.peers import Peer
@@ -113,18 +118,28 @@ def store(folder, node_id, config):
     gates.before(PeerRead, "_on_done", "publish")
     here = Path(folder)
 
-    def start_mover():
-        name = f"{node_id}-{core.epoch.hex()}-{secrets.token_hex(3)}"
-        children.append(
-            subprocess.Popen(
-                [sys.executable, __file__, "mover", core.control_path, name, config],
+    class ChildMover:
+        def __init__(self):
+            name = f"{node_id}-{core.epoch.hex()}-{secrets.token_hex(3)}"
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "mover", core.control_path, name, config, str(here / "wait")],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
+            )  # fmt: skip
+            children.append(self.process)
+
+        def wait_started(self, timeout_s):
+            deadline_s = time.monotonic() + timeout_s
+            while not core.wait_ready(0.02):
+                if self.process.poll() is not None or time.monotonic() > deadline_s:
+                    raise PeerLost(f"wanted a mover that runs, got {self.process.poll()}")
+
+        def kill(self):
+            self.process.kill()
+            self.process.wait(10)
 
     def mover_gone():
         children[-1].wait(10)
-        start_mover()
+        keeper.replace()
 
     def tell_mover(do_):
         command = {"do": do_, "name": "read"} if do_ == "shut" else {"do": do_}
@@ -169,7 +184,8 @@ def store(folder, node_id, config):
         node_id, StoreConfig.from_json(config), HOST, lambda node: address_in(here / node),
         lambda: address_in(here / "directory"), mover_gone,
     )  # fmt: skip
-    start_mover()
+    keeper = MoverKeeper(node_id, ChildMover, core.wait_ready, core.config.call_timeout_s, pause_s=0.0)
+    keeper.start()
     address = core.peer_address()
     write(here / node_id, [address.host, address.port, address.token])
     serve({
@@ -188,12 +204,14 @@ def store(folder, node_id, config):
     })  # fmt: skip
 
 
-def mover(control_path, name, config):
+def mover(control_path, name, config, wait):
     from kvstore.actors.mover import Mover
     from kvstore.nixl_transport import NixlTransport
 
     gates = Gates()
     gates.before(NixlTransport, "poll", "read")
+    while Path(wait).exists():
+        time.sleep(0.01)
     Mover(control_path, name, config)
     serve({"shut": gates.shut, "open": gates.open, "held": gates.held})
 

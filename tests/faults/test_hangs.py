@@ -264,3 +264,36 @@ def test_a_store_that_was_restarted_has_a_new_epoch_and_takes_no_old_descriptor(
     cluster.stores["reader"].ask("forgive", node="source")
     eventually(lambda: cluster.engines["reader"].load(hashes, timeout_s=2.0).num_blocks == 64, 20)
     cluster.settle()
+
+
+def test_a_store_that_stopped_while_its_first_mover_came_up_gets_one(start_cluster, eventually):
+    """And stayed so for longer than the mover waits for an answer."""
+    cluster = start_cluster()
+    wait = Path(cluster.folder) / "wait"
+    wait.touch()
+    cluster.start_store("reader")
+    assert cluster.stores["reader"].ask("path"), "it serves, and its mover waits"
+    assert cluster.stores["reader"].ask("generation") == 0
+    (first,) = eventually(lambda: children_of(cluster.stores["reader"].pid))
+    cluster.send("reader", signal.SIGSTOP)
+    wait.unlink()
+    eventually(lambda: state_of(first) == "Z", 20)
+    cluster.resume()
+    reader = cluster.open("reader")
+    assert cluster.stores["reader"].ask("generation") == 1
+    hashes = saved(cluster, eventually)
+    assert reader.load(hashes).num_blocks == 64
+    others = cluster.chain()
+    reader.save(others)
+    eventually(lambda: cluster.engines["source"].load(others).num_blocks == 64)
+    cluster.settle()
+
+
+def children_of(pid):
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
