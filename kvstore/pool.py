@@ -175,8 +175,8 @@ class Pool:
         """
         chain.check_unique()
         hashes = chain.hashes()
-        if not 0 <= part < num_parts:
-            raise InvalidRequest(f"part: wanted 0 to num_parts - 1 = {num_parts - 1}, got {part}")
+        if not (isinstance(part, int) and isinstance(num_parts, int) and 0 <= part < num_parts):
+            raise InvalidRequest(f"part: wanted a number below num_parts, got {part!r} of {num_parts!r}")
         _check_deadline(deadline_s)
         _check_deadline(parts_deadline_s)
         terms = WriteTerms(

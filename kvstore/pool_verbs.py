@@ -129,15 +129,17 @@ class PoolVerbs:
             InvalidRequest: `part`, `num_parts` or `ttl_s` cannot be; nothing changed.
         """
         self.check_serving()
+        # What is no number at all the pool refuses.
+        in_parts = isinstance(num_parts, int) and num_parts > 1
         ticket = self.pool.prepare_store(
             chain,
             owner,
             num_parts=num_parts,
             part=part,
             deadline_s=FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s),
-            parts_deadline_s=deadline_after(self.config.lease_ttl_s) if num_parts > 1 else FOREVER_S,
+            parts_deadline_s=deadline_after(self.config.lease_ttl_s) if in_parts else FOREVER_S,
         )
-        if num_parts > 1 or ttl_s != FOREVER_S:
+        if in_parts or ttl_s != FOREVER_S:
             self._wake()
         return ticket
 

@@ -181,7 +181,7 @@ class WriteTable:
             StaleTicket: it does, but the epoch or the generations are others.
         """
         if epoch is not None and epoch != self._epoch:
-            raise StaleTicket(f"wanted epoch {self._epoch.hex()}, got {epoch.hex()}: the store was restarted")
+            raise StaleTicket(f"wanted epoch {self._epoch.hex()}, got {epoch!r}: the store was restarted")
         write = self._writes.get(write_id) if isinstance(write_id, int) else None
         if write is None or write.terms.owner != owner:
             return None

@@ -11,8 +11,11 @@ import kvstore
 from kvstore.errors import (
     ChainBroken,
     ConfigError,
+    InvalidRequest,
     LayoutMismatch,
     NamespaceMismatch,
+    PoolExhausted,
+    StaleTicket,
     StoreDraining,
     StoreNotRunning,
 )
@@ -120,6 +123,69 @@ def test_a_write_through_the_handle_is_seen_only_when_complete(engines, handle, 
     ticket = get(handle.prepare_store.remote(chain, "writer"))
     assert get(handle.complete_store.remote(ticket.write_id, "writer")) == 32
     assert get(handle.lookup.remote(chain)) == 32
+    assert counts(get, handle) == _NOTHING_HELD
+
+
+_NO_IDS = (0, -1, 2**64, 2**80, 1.5, None, "1", b"1", (1,))
+
+
+def test_names_that_are_over_foreign_or_none_change_nothing_through_the_handle(engines, handle, get, chain):
+    engines[0].save(chain[:20])
+    grant = get(handle.lease.remote(chain, "router", 30.0))
+    ticket = get(handle.prepare_store.remote(chain, "writer"))
+    assert ticket.indexes == tuple(range(20, 32))
+    before = counts(get, handle)
+    asked = [
+        verb.remote(number, owner)
+        for verb in (handle.release, handle.renew, handle.complete_store, handle.abort_store)
+        for number, owner in [*((number, "router") for number in _NO_IDS), (grant.lease_id, "writer"),
+                              (ticket.write_id, "router"), (grant.lease_id + 1, "router")]
+    ]  # fmt: skip
+    assert not any(get(asked))
+    for epoch in (b"formerly", b"", "text", 7):
+        for verb in (handle.release, handle.renew, handle.abort_store):
+            owner, number = ("writer", ticket.write_id) if verb is handle.abort_store else ("router", grant.lease_id)
+            assert not get(verb.remote(number, owner, epoch=epoch))
+        with pytest.raises(StaleTicket, match="restarted"):
+            get(handle.complete_store.remote(ticket.write_id, "writer", epoch=epoch))
+    for generations in (bytes(len(ticket.generations)), ticket.generations[:-1], b"", "text"):
+        with pytest.raises(StaleTicket, match="generations"):
+            get(handle.complete_store.remote(ticket.write_id, "writer", generations))
+        assert get(handle.abort_store.remote(ticket.write_id, "writer", generations)) == 0
+    for part, num_parts in ((2, 2), (-1, 2), (0, 0), (0.5, 2), ("0", 2), (0, None)):
+        with pytest.raises(InvalidRequest, match="part"):
+            get(handle.prepare_store.remote(chain, "writer", num_parts, part))
+    assert counts(get, handle) == before
+    get(handle.check_integrity.remote())
+    assert get(handle.complete_store.remote(ticket.write_id, "writer", ticket.generations, ticket.epoch)) == 12
+    assert get(handle.release.remote(grant.lease_id, "router", grant.epoch))
+    assert counts(get, handle) == _NOTHING_HELD
+
+
+def test_a_full_pool_refuses_through_the_handle_and_serves_after_one_release(engines, handle, get, space, chain_of):
+    """Nothing is waited for: what cannot be had now is said now."""
+    num_slots = get(handle.stats.remote())["pool"]["num_slots"]
+    everything, new = chain_of(space, num_slots, 50), chain_of(space, 3, 51)
+    ticket = get(handle.prepare_store.remote(everything, "writer"))
+    assert len(ticket.slots) == num_slots
+    refused = get(handle.prepare_store.remote(new, "other"))
+    assert (refused.write_id, refused.slots, refused.num_refused) == (0, (), 3)
+    assert counts(get, handle)["num_writes"] == 1
+    assert get(handle.abort_store.remote(ticket.write_id, "writer")) == num_slots
+    again = get(handle.prepare_store.remote(new, "other"))
+    assert get(handle.complete_store.remote(again.write_id, "other")) == 3
+    # The same of pins: the quota of hard ones is used up, until one of them ends.
+    quota = engines[0].client.config.max_hard_pinned_fraction
+    kept = chain_of(space, int(num_slots * quota) + 1, 52)
+    ticket = get(handle.prepare_store.remote(kept, "writer"))
+    assert get(handle.complete_store.remote(ticket.write_id, "writer")) == len(kept)
+    pin = get(handle.pin.remote(kept, "router", 30.0))
+    assert pin.num_refused == 1
+    with pytest.raises(PoolExhausted, match="budget of pins"):
+        get(handle.pin.remote(new, "router", 30.0))
+    assert get(handle.release.remote(pin.lease_id, "router"))
+    last = get(handle.pin.remote(new, "router", 30.0))
+    assert get(handle.release.remote(last.lease_id, "router"))
     assert counts(get, handle) == _NOTHING_HELD
 
 

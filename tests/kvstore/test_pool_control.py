@@ -158,6 +158,57 @@ def test_stale_tickets_are_refused_over_the_socket(core, worker, cluster, ask):
     assert complete(ask, ticket) == 2
 
 
+def test_ids_of_others_and_ids_that_are_over_change_nothing_over_the_socket(core, worker, cluster, ask):
+    """Rule 6: only the connection that got a lease or a ticket can end it, and only once."""
+    hashes, new = cluster.hashes(3), cluster.hashes(2, seed=7)
+    worker.save(hashes, range(3))
+    lease, ticket = worker.client.lease(hashes), prepare(lambda *asked: worker_ask(worker, *asked), new)
+
+    def ends(ask_it):
+        answers = [
+            ask_it(Op.RELEASE, U64.pack(lease.lease_id)), ask_it(Op.RENEW, U64_F64.pack(lease.lease_id, 5.0)),
+            ask_it(Op.COMPLETE_STORE, pack_write_end(ticket)), ask_it(Op.ABORT_STORE, pack_write_end(ticket)),
+            # A ticket is no lease, and a lease no ticket.
+            ask_it(Op.RELEASE, U64.pack(ticket.write_id)),
+            ask_it(Op.ABORT_STORE, U64.pack(lease.lease_id) + core.epoch),
+        ]  # fmt: skip
+        return [U64.unpack(answer)[0] for answer in answers]
+
+    before = core.pool.stats()
+    assert ends(ask) == [0] * 6
+    assert core.pool.stats() == before
+    assert lease.release()
+    assert complete(lambda *asked: worker_ask(worker, *asked), ticket) == 2
+    before = core.pool.stats()
+    for _ in range(2):
+        assert ends(lambda *asked: worker_ask(worker, *asked)) == [0] * 6
+    assert core.pool.stats() == before
+
+
+def worker_ask(worker, op, payload):
+    return worker.client._control.call(op, payload, timeout_s=5.0)
+
+
+def test_a_save_into_a_fully_pinned_pool_is_refused_and_succeeds_after_one_release(cluster, wait_until):
+    """Rule 9: answered by the call that asks, from the counts as they are; nothing is waited for."""
+    core = cluster.add("f", capacity_bytes=1 << 16, block_bytes=(1 << 16) // 8, max_pinned_fraction=1.0)
+    worker = cluster.worker("f", 16)
+    pinned, new = cluster.hashes(8), cluster.hashes(3, seed=5)
+    worker.save(pinned, range(8))
+    some, rest = worker.client.lease(pinned[:7]), worker.client.lease(pinned)
+    assert core.pool.stats().num_pinned == 8
+    before = core.pool.stats()
+    refused = worker.save(new, range(3))
+    assert (refused.num_blocks, refused.num_written, refused.num_refused) == (0, 0, 3)
+    assert core.pool.stats() == before
+    assert rest.release()
+    part = worker.save(new, range(3))
+    assert (part.num_blocks, part.num_written, part.num_refused) == (1, 1, 2), "as much as there is room for"
+    assert some.release()
+    assert worker.save(new, range(3)).num_blocks == 3
+    core.pool.check_integrity()
+
+
 @pytest.mark.parametrize("op", [Op.RELEASE, Op.RENEW, Op.COMPLETE_STORE, Op.ABORT_STORE])
 def test_unknown_ids_over_the_socket_are_answered_with_nothing(core, ask, op):
     for number in (0, 1, 2**64 - 1):

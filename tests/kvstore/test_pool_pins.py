@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
 from kvstore.errors import PoolExhausted
 from kvstore.pool import PinKind, Pool
-from poolcheck.chains import NAMESPACES, chain_of
-
-
-def store(pool: Pool, tokens: str) -> None:
-    ticket = pool.prepare_store(chain_of(tokens), "w")
-    pool.complete_store(ticket.write_id, "w")
-    pool.check_integrity()
-
-
-def resident(pool: Pool, tokens: str) -> int:
-    return pool.lookup(chain_of(tokens))
+from poolcheck.chains import NAMESPACES, chain_of, resident, store
 
 
 def test_a_hard_pin_is_never_evicted_and_ends_only_by_hand_or_with_its_owner():
@@ -143,14 +132,13 @@ def test_a_cleared_block_has_no_soft_pin():
 
 
 def test_a_fully_pinned_pool_refuses_at_once_and_serves_after_one_release():
-    """Rule 9: within 100 ms, nothing half inserted."""
+    """Rule 9: by the call that asks, which waits for nothing; nothing half inserted."""
     pool = Pool(256)
     tokens = "".join(chr(200 + i) for i in range(256))
     store(pool, tokens)
     grant = pool.pin_prefix(chain_of(tokens), "r", 1e9)
-    before, began_s = pool.stats(), time.perf_counter()
+    before = pool.stats()
     ticket = pool.prepare_store(chain_of("xyz"), "w")
-    assert time.perf_counter() - began_s < 0.1
     assert (ticket.write_id, ticket.num_refused) == (0, 3)
     assert pool.stats() == before
     assert pool.release(grant.lease_id, "r")

@@ -107,7 +107,9 @@ def test_a_deadline_that_is_no_time(pool, unchanged, deadline_s):
             call()
 
 
-@pytest.mark.parametrize(("num_parts", "part"), [(0, 0), (-1, 0), (2, 2), (2, -1), (1, 1)])
+@pytest.mark.parametrize(
+    ("num_parts", "part"), [(0, 0), (-1, 0), (2, 2), (2, -1), (1, 1), (2, 0.5), (2, "0"), (None, 0), (2, None)]
+)
 def test_a_part_that_is_none(pool, unchanged, num_parts, part):
     with pytest.raises(InvalidRequest, match="part"):
         pool.prepare_store(chain_of("new"), "w", num_parts=num_parts, part=part)
