@@ -5,9 +5,10 @@ Every block is stamped from its hash alone, so any process can say whether an en
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,11 @@ class Worker:
         return os.getpid()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """Two nodes of one real Ray cluster on this machine, with this process connected as a driver.
 
+    One for all modules, since it takes long to come up; each module starts and stops its own stores.
     Yields the `ray.cluster_utils.Cluster`; a test may add nodes to it, and removes only those.
     """
     import ray
@@ -183,7 +185,7 @@ def ray_cluster() -> Iterator[Any]:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def node_ids(ray_cluster: Any) -> list[str]:
     """The ids of the first two nodes, the driver's first."""
     import ray
@@ -271,21 +273,31 @@ def chain_of() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def eventually() -> Callable[..., Any]:
     """Waits until a function says something true, and returns that; an error of ours counts as not yet."""
-    from kvstore.errors import KVStoreError
+    # Not at the top: what imports the project has to come after the environment is set.
+    import waiting
 
-    def wait(question: Callable[[], Any], timeout_s: float, pause_s: float = 0.05) -> Any:
-        deadline_s, last = time.monotonic() + timeout_s, None
-        while time.monotonic() < deadline_s:
-            try:
-                last = question()
-                if last:
-                    return last
-            except KVStoreError as error:
-                last = error
-            time.sleep(pause_s)
-        pytest.fail(f"not within {timeout_s} s; last answer: {last!r}")
+    return waiting.eventually
 
-    return wait
+
+@pytest.fixture
+def stopped() -> Iterator[Callable[[int], None]]:
+    """Stops processes with SIGSTOP; whatever happens they go on afterwards."""
+    import waiting
+
+    pids: list[int] = []
+
+    def resume() -> None:
+        while pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids.pop(), signal.SIGCONT)
+
+    def stop(pid: int) -> None:
+        pids.append(pid)
+        waiting.stop_process(pid)
+
+    stop.resume = resume  # type: ignore[attr-defined]
+    yield stop
+    resume()
 
 
 @pytest.fixture(scope="session")

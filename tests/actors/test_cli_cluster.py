@@ -1,4 +1,4 @@
-"""The command line against a real Ray of one node, and with one of its own."""
+"""The command line against a real Ray of two nodes, and with one of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -23,53 +21,39 @@ NAME = "from-the-cli"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def one_node() -> Iterator[Any]:
-    """One Ray node, with this process connected; the commands use that connection."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster()
-    try:
-        cluster.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
 def run(*words: str) -> click.testing.Result:
     return CliRunner().invoke(cli.main, list(words), prog_name="kvstore")
 
 
-def test_start_status_stop(one_node):
+def test_start_status_stop(ray_cluster):
     assert run("status", "--name", NAME).exit_code == 2
     try:
-        started = run("start", "--name", NAME, "--capacity", "64MiB", "--address", one_node.address)
+        started = run("start", "--name", NAME, "--capacity", "64MiB", "--address", ray_cluster.address)
         assert started.exit_code == 0, started.output
-        assert started.stdout == f"store '{NAME}' runs on 1 node(s), 64 MiB each\n"
+        assert started.stdout == f"store '{NAME}' runs on 2 node(s), 64 MiB each\n"
 
         result = run("status", "--name", NAME, "--json")
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
-        (node,) = found["nodes"].values()
+        nodes = list(found["nodes"].values())
+        assert len(nodes) == 2
         assert found["without_store"] == []
         assert found["name"] == NAME
-        assert node["capacity_bytes"] == 64 << 20
-        assert node["mover_pid"] > 0
-        assert node["nixl"]["num_bytes"] == 0
+        for node in nodes:
+            assert node["capacity_bytes"] == 64 << 20
+            assert node["mover_pid"] > 0
+            assert node["nixl"]["num_bytes"] == 0
 
         shown = run("status", "--name", NAME)
         assert shown.exit_code == 0
-        assert node["epoch"] in shown.stdout
-        assert "1 of 1 nodes" in shown.stdout
+        assert all(node["epoch"] in shown.stdout for node in nodes)
+        assert "2 of 2 nodes" in shown.stdout
 
         other = run("start", "--name", NAME, "--capacity", "65MiB")
         assert other.exit_code == 2
         assert other.stderr.splitlines()[-1].startswith("IncompatibleStore: ")
 
-        doctor = run("doctor", "--json", "--no-idle", "--address", one_node.address)
+        doctor = run("doctor", "--json", "--no-idle", "--address", ray_cluster.address)
         rows = {row["name"]: row for row in json.loads(doctor.stdout)}
         assert {"Python", "NIXL", "Lane on this host", "CUDA", "Memory", "Ray", "Ray cluster"} <= set(rows)
         assert "Idle cost" not in rows

@@ -93,27 +93,6 @@ def check_pools(get, node_ids, eventually, pool_of):
 
 
 @pytest.fixture
-def stopped():
-    """Stops processes with SIGSTOP; whatever happens they go on afterwards."""
-    pids = []
-
-    def stop(pid):
-        os.kill(pid, signal.SIGSTOP)
-        pids.append(pid)
-
-    def resume():
-        while pids:
-            try:
-                os.kill(pids.pop(), signal.SIGCONT)
-            except ProcessLookupError:
-                continue
-
-    stop.resume = resume
-    yield stop
-    resume()
-
-
-@pytest.fixture
 def background():
     with ThreadPoolExecutor(1) as threads:
         yield lambda function, *args, **options: threads.submit(function, *args, **options)

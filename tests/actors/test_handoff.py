@@ -83,27 +83,6 @@ def chain(handoffs, chain_of):
     return chain_of(handoffs.space, 256, next(_seeds))
 
 
-@pytest.fixture
-def stopped():
-    """Stops processes with SIGSTOP; whatever happens they go on afterwards."""
-    pids: list[int] = []
-
-    def resume() -> None:
-        while pids:
-            try:
-                os.kill(pids.pop(), signal.SIGCONT)
-            except ProcessLookupError:
-                continue
-
-    def stop(pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        pids.append(pid)
-
-    stop.resume = resume
-    yield stop
-    resume()
-
-
 def reason(result: Any) -> MissReason:
     assert result.num_blocks == 0
     assert len({failure.reason for failure in result.failed}) == 1

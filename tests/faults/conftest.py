@@ -10,16 +10,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from waiting import eventually
 
 from kvstore.client import Client
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError
 from kvstore.hashing import Namespace
 from kvstore.shape import KVShape
 
@@ -30,20 +29,6 @@ SETTINGS = {
     "transfer_timeout_s": 1.0, "call_timeout_s": 0.7, "max_quarantine_s": 60.0, "max_quarantined_fraction": 1.0,
     "max_pinned_fraction": 1.0,
 }  # fmt: skip
-
-
-def eventually(question, timeout_s: float = 10.0, pause_s: float = 0.01):
-    """Wait until a function says something true, and return that; an error of ours counts as not yet."""
-    deadline_s, last = time.monotonic() + timeout_s, None
-    while time.monotonic() < deadline_s:
-        try:
-            last = question()
-            if last:
-                return last
-        except KVStoreError as error:
-            last = error
-        time.sleep(pause_s)
-    pytest.fail(f"not within {timeout_s} s; last answer: {last!r}")
 
 
 class Part:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from hashlib import sha256
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import connect_remote
 from kvstore.directory import DirectoryIndex, DirectoryServer, pack_publish
@@ -19,16 +17,9 @@ from kvstore.hints import Hints
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
 from kvstore.wire import Op, unpack_json
+from poolcheck.chains import NAMESPACES, chain_of, store
 
-NAMESPACE = b"n" * 32
-
-
-def chain_of(tokens: str) -> Chain:
-    hashes, last = [], NAMESPACE
-    for token in tokens:
-        last = sha256(last + token.encode()).digest()
-        hashes.append(last)
-    return Chain(NAMESPACE, NAMESPACE, 0, b"".join(hashes))
+NAMESPACE = NAMESPACES[0]
 
 
 def locate(index: DirectoryIndex, tokens: str) -> list[tuple[str, int]]:
@@ -133,11 +124,6 @@ def start_hints():
     yield start
     for hints in made:
         hints.stop()
-
-
-def store(pool: Pool, tokens: str) -> None:
-    ticket = pool.prepare_store(chain_of(tokens), "w")
-    pool.complete_store(ticket.write_id, "w")
 
 
 def connect(address: PeerAddress, **changes):

@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 import random
-from hashlib import sha256
 
 import pytest
 
 from kvstore.chain import Chain
 from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased
 from kvstore.pool import Pool
-
-NAMESPACES = (b"a" * 32, b"b" * 32)
-LATER_S = 1e9
-
-
-def chain_of(tokens: str, namespace: bytes = NAMESPACES[0], start: int = 0) -> Chain:
-    """A chain with one block per letter; chains with equal beginnings share blocks."""
-    hashes, last = [], namespace
-    for token in tokens:
-        last = sha256(last + token.encode()).digest()
-        hashes.append(last)
-    return Chain(namespace, namespace, 0, b"".join(hashes)).tail(start)
-
-
-def store(pool: Pool, tokens: str, owner: str = "w", start: int = 0) -> tuple[int, ...]:
-    ticket = pool.prepare_store(chain_of(tokens, start=start), owner)
-    pool.check_integrity()
-    if ticket.write_id:
-        assert pool.complete_store(ticket.write_id, owner) == len(ticket.slots)
-        pool.check_integrity()
-    return ticket.slots
-
-
-def resident(pool: Pool, tokens: str) -> int:
-    return pool.lookup(chain_of(tokens))
+from poolcheck.chains import LATER_S, NAMESPACES, chain_of, resident, store
 
 
 def add_up(pool: Pool) -> bool:

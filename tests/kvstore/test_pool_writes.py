@@ -8,17 +8,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, StaleTicket
 from kvstore.pool import Pool
-from poolcheck.chains import NAMESPACES, chain_of
-
-
-def store(pool: Pool, tokens: str, owner: str = "w") -> None:
-    ticket = pool.prepare_store(chain_of(tokens), owner)
-    pool.complete_store(ticket.write_id, owner)
-    pool.check_integrity()
-
-
-def resident(pool: Pool, tokens: str) -> int:
-    return pool.lookup(chain_of(tokens))
+from poolcheck.chains import NAMESPACES, chain_of, resident, store
 
 
 def settle(pool: Pool, tokens: str) -> list[int]:
