@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from waiting import eventually
+from waiting import eventually, stop_process
 
 from kvstore.client import Client
 from kvstore.config import StoreConfig
@@ -153,7 +153,9 @@ class Cluster:
         pid = self.pid(victim)
         if number == signal.SIGSTOP:
             self._stopped.append(pid)
-        os.kill(pid, number)
+            stop_process(pid)
+        else:
+            os.kill(pid, number)
         return pid
 
     def resume(self):

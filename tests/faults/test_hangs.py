@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import state_of
 
 from kvstore.results import MissReason
 
@@ -277,7 +278,7 @@ def test_a_store_that_stopped_while_its_first_mover_came_up_gets_one(start_clust
     (first,) = eventually(lambda: children_of(cluster.stores["reader"].pid))
     cluster.send("reader", signal.SIGSTOP)
     wait.unlink()
-    eventually(lambda: state_of(first) == "Z", 20)
+    eventually(lambda: state_of(Path(f"/proc/{first}")) == "Z", 20)
     cluster.resume()
     reader = cluster.open("reader")
     assert cluster.stores["reader"].ask("generation") == 1
@@ -293,7 +294,3 @@ def children_of(pid):
     return [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
-
-
-def state_of(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]

@@ -1,9 +1,12 @@
-"""Waiting for what other processes do."""
+"""Waiting for what other processes do, and making them stop."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,3 +26,15 @@ def eventually(question: Callable[[], Any], timeout_s: float = 10.0, pause_s: fl
             last = error
         time.sleep(pause_s)
     pytest.fail(f"not within {timeout_s} s; last answer: {last!r}")
+
+
+def stop_process(pid: int) -> None:
+    """Send SIGSTOP and wait until every thread has stopped: on a busy machine some go on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    eventually(lambda: {state_of(task) for task in tasks.iterdir()} <= set("TtZ"))
+
+
+def state_of(process: Path) -> str:
+    """Return the kernel's letter for what a process or thread does, given its folder in /proc."""
+    return (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
