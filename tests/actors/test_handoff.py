@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.config import StoreConfig
 from kvstore.errors import StoreUnavailable
 from kvstore.results import MissReason
+from kvstore.segments import plan_chunks
 
 pytestmark = [pytest.mark.ray]
 
@@ -100,8 +102,10 @@ def test_blocks_cross_between_nodes_once_and_leave_nothing(handoffs, chain, even
     assert (result.num_blocks, result.num_peer, result.num_local) == (num_blocks, num_blocks, 0)
     assert (result.peers, result.route) == ((handoffs.nodes[0],), "host")
     assert result.num_bytes == ticket.num_bytes == handoffs.stats(1)["nixl"]["num_bytes"] - before
-    # Neighbours merged into a descriptor for each chunk, since the slots of both sides follow each other.
-    assert result.num_descriptors <= -(-ticket.num_bytes // (1 << 20)) + 3
+    # Neighbours are merged within a chunk, since the slots of both sides follow each other: 1 MiB a descriptor, and
+    # a begin and an end of each chunk that fill none.
+    num_chunks = len(plan_chunks(num_blocks, StoreConfig().chunk_bytes * num_blocks // ticket.num_bytes))
+    assert result.num_descriptors <= -(-ticket.num_bytes // (1 << 20)) + 2 * num_chunks
     for node in (0, 1):
         eventually(lambda node=node: handoffs.is_empty(node), 5)
         assert handoffs.stats(node)["pool"]["num_idle"] == 0
