@@ -12,6 +12,8 @@ from kvstore.config import PROTOCOL_VERSION, StoreConfig, num_copy_threads, set_
 from kvstore.control_client import connect_local
 from kvstore.mover import Mover as MoverLoop
 from kvstore.same_host import SameHostTransport
+from kvstore.slabs import Slabs
+from kvstore.stage_memory import make_stage
 from kvstore.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ class Mover:
 
     def __init__(self, control_path: str, name: str, config_json: str) -> None:
         config = StoreConfig.from_json(config_json)
+        # It stages blocks for every GPU whose worker asks, and knows them by UUID: Ray would show it none.
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         set_ucx_lane(config.lane)
         from kvstore.nixl_transport import NixlTransport
 
@@ -37,16 +41,17 @@ class Mover:
         self._arena = attach_arena(fd, int(client.hello["arena_bytes"]))
         self._arena.populate()
         slab = (self._arena.address, self._arena.num_bytes)
-        self._transport: Transport = NixlTransport(name, *slab)
+        arena: Transport = NixlTransport(name, *slab)
         num_readers = num_copy_threads()
         # The lane "tcp" is TCP on one machine too.
         if num_readers > 1 and config.lane != "tcp":
-            self._transport = SameHostTransport(
-                self._transport,
+            arena = SameHostTransport(
+                arena,
                 lambda i: NixlTransport(f"{name}-{i}", *slab, progress_delay_us=None, separate_reader=False),
                 num_readers,
             )
-        self._loop = MoverLoop(client.detach(), self._transport)
+        self._slabs = Slabs(name, arena, self._arena.address, make_stage)
+        self._loop = MoverLoop(client.detach(), self._slabs, self._slabs)
         self._thread = threading.Thread(target=self._run, name="raykv-mover", daemon=True)
         self._thread.start()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.config import StoreConfig
     from kvstore.errors import KVStoreError
-    from kvstore.handoff import FetchResult, HandoffTicket
+    from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket
     from kvstore.hashing import BlockHashes, Namespace
     from kvstore.layout import EngineLayout
     from kvstore.lease import Lease
@@ -29,6 +29,7 @@ __all__ = [
     "Client",
     "EngineLayout",
     "FetchResult",
+    "HandoffRoute",
     "HandoffTicket",
     "Job",
     "KVShape",
@@ -57,6 +58,7 @@ _MODULE_OF = {
     "StoreConfig": "config",
     "KVStoreError": "errors",
     "FetchResult": "handoff",
+    "HandoffRoute": "handoff",
     "HandoffTicket": "handoff",
     "BlockHashes": "hashing",
     "Namespace": "hashing",

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvstore.arena import attach_arena
 from kvstore.chain import Chain
-from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.config import PROTOCOL_VERSION, StoreConfig, parse_bytes
 from kvstore.control_client import ControlClient, connect_local
 from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
@@ -30,11 +30,13 @@ from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
     NamespaceMismatch,
+    PeerLost,
+    PoolExhausted,
     StoreNotRunning,
     StoreUnavailable,
 )
 from kvstore.grants import PinKind
-from kvstore.handoff import FetchResult, HandoffTicket, expiry_after
+from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket, expiry_after
 from kvstore.handoff_jobs import check_ticket, failed_fetch, published_pages, run_fetch, run_publish
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
@@ -51,6 +53,7 @@ from kvstore.messages import (
 from kvstore.part import Part, as_part
 from kvstore.registration import make_copier
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult
+from kvstore.stage_client import StageLink
 from kvstore.wire import Op, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,8 @@ class Client:
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
         self._copier: EngineCopier | None = None
+        self._caches: tuple[Any, EngineLayout] | None = None
+        self._stage_link: StageLink | None = None
         self._lookups: ControlClient | None = None
         threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
@@ -140,6 +145,7 @@ class Client:
         self._copier = make_copier(
             caches, layout, self.space.shape, self._mapping, self.slot_bytes, self.num_slots, copy_path
         )
+        self._caches = (caches, layout)
         return layout
 
     # Questions.
@@ -303,6 +309,33 @@ class Client:
 
     # Hand-off.
 
+    def attach_handoff(self, staging: str | int = "1GiB", peers: Sequence[str] = ()) -> HandoffRoute:
+        """Let hand-offs of this client go from GPU to GPU, past host memory, where that is faster.
+
+        The blocks go through a stage: memory of the cache's GPU that this node's mover has and lets others read. It is
+        shared by all clients of the GPU, and stays while the mover lives. Without this call, or where GPUs cannot reach
+        each other, hand-offs go through host memory; either way with the same contract and the same bytes.
+
+        Args:
+            staging: size of the stage, such as "1GiB": blocks that are published and fetched at once have to fit.
+                The first client of a GPU decides.
+            peers: nodes whose stages this client will fetch from. Their lanes are warmed up and measured now, which
+                the first fetch from any other does by itself; attach there first.
+
+        Returns:
+            Which way hand-offs go, and why.
+
+        Raises:
+            InvalidRequest: no cache is registered.
+            StoreUnavailable, PeerLost, TransferTimeout: the store or its mover is gone, or does not answer.
+        """
+        self._registered()
+        assert self._caches is not None, "kept with the copier"
+        if self._stage_link is not None:
+            self._stage_link.close()
+        self._stage_link = StageLink(self._ask, (*self._caches, self.space.shape), parse_bytes(staging), tuple(peers))
+        return self._stage_link.attach()
+
     def publish(self, block_ids: object, *, ttl_s: float | None = None) -> HandoffTicket:
         """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
 
@@ -321,13 +354,28 @@ class Client:
             PoolExhausted: the store has no room for all of the blocks; nothing changed.
             StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
         """
-        copier = self._registered()
-        pages, num_blocks = published_pages(block_ids, copier, self.space.shape.block_size)
-        pages = ordered(pages, copier)
-        copier.check_unchanged()
         keep_s = self.config.lease_ttl_s if ttl_s is None else ttl_s
         if not 0 < keep_s < math.inf:
             raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
+        copier = self._registered()
+        if self._stage_link is not None:
+            with self._stage_link.using() as stage:
+                try:
+                    if stage is not None:
+                        return self._publish(block_ids, keep_s, stage.copier, stage.slab, stage.generation)
+                except PoolExhausted:
+                    logger.debug("hand-off: the stage is full, the arena is taken")
+                except PeerLost:
+                    assert stage is not None, "only a stage is lost"
+                    self._stage_link.lose(stage)
+        return self._publish(block_ids, keep_s, copier, 0, 0)
+
+    def _publish(
+        self, block_ids: object, keep_s: float, copier: EngineCopier, slab: int, generation: int
+    ) -> HandoffTicket:
+        pages, num_blocks = published_pages(block_ids, copier, self.space.shape.block_size)
+        pages = ordered(pages, copier)
+        copier.check_unchanged()
         guard = CopyGuard(pages.order)
         ticket = HandoffTicket(
             node_id=self.node_id,
@@ -337,12 +385,13 @@ class Client:
             block_bytes=self.space.shape.block_bytes,
             expires_s=expiry_after(keep_s),
             part=astuple(self.part),
+            slab=slab,
         )
 
         def run() -> HandoffTicket:
             with self._ending_job():
                 connection, limit_s = self._job_connection(), self._call_timeout_s
-                return run_publish(connection, self._call, copier, pages, ticket, keep_s, guard, limit_s)
+                return run_publish(connection, self._call, copier, pages, ticket, generation, keep_s, guard, limit_s)
 
         # The calls in it have their own timeouts.
         job = self._submit(run, f"publication of {num_blocks} blocks", guard, pages.order)
@@ -380,8 +429,12 @@ class Client:
                 connection = self._job_connection()
             except StoreUnavailable as error:
                 return failed_fetch(pages, ticket, f"store_lost: {error}")
-            with self._ending_job():
-                return run_fetch(connection, copier, pages, ticket, guard, self.config, limit_s)
+            link = self._stage_link
+            with self._ending_job(), link.using() if link else contextlib.nullcontext() as stage:
+                result = run_fetch(connection, copier, stage, pages, ticket, guard, self.config, limit_s)
+                if link is not None and stage is not None and result.note.startswith("stage_lost"):
+                    link.lose(stage)
+                return result
 
         return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
 
@@ -405,6 +458,8 @@ class Client:
         ended.wait(timeout_s)
         with self._connections_lock:
             connections, self._connections = self._connections, []
+        if self._stage_link is not None and not self._stuck:
+            self._stage_link.close()
         for connection in connections:
             # A job that is still copying keeps its slots: nothing is said until this process ends.
             if ended.is_set() and not self._stuck and not connection.closed:
@@ -537,6 +592,15 @@ class Client:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
+
+    def _ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
+        """Ask over a connection of its own, for what takes longer than a call."""
+        self._check_open()
+        connection = self._reconnect()
+        try:
+            return connection.call(op, payload, timeout_s=timeout_s)
+        finally:
+            connection.close()
 
     def _call(self, op: Op, payload: bytes) -> bytes:
         self._check_open()

@@ -173,13 +173,7 @@ class CudaCopier:
             KernelError: the device failed before.
         """
         self._check_usable()
-        with kernel_errors("recording an event on the engine's stream"), torch.cuda.device(self._plan.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise InvalidRequest(
-                    "a CUDA graph is being captured on the current stream, and copies cannot be part of one; save and "
-                    "load before or after it"
-                )
-            return CudaOrder(torch.cuda.current_stream().record_event())
+        return order_after_current(self._plan.device)
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
         """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
@@ -192,7 +186,7 @@ class CudaCopier:
 
     def finish(self, pages: EnginePages) -> None:
         """Return when all that was queued for a job is in place; see `EngineCopier`."""
-        _order_of(pages).end()
+        order_of(pages).end()
         self._await(pages)
 
     def close(self) -> None:
@@ -200,7 +194,7 @@ class CudaCopier:
         del self._slots, self._saves, self._loads  # Rings remember the slots that they checked.
 
     def _queue(self, lane: _Lane, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
-        order, positions = _order_of(pages), np.arange(len(indexes), dtype=np.int64)
+        order, positions = order_of(pages), np.arange(len(indexes), dtype=np.int64)
         self._check_usable()
         self._pinning.wait(slots, _PIN_TIMEOUT_S)
         spans = job_spans(self._plan.paging, pages, indexes, positions, len(positions), skip_tokens)
@@ -228,21 +222,11 @@ class CudaCopier:
             order.last = lane.begin.record_event()
 
     def _await(self, pages: EnginePages) -> None:
-        last = _order_of(pages).last
-        if last is None:
-            return
         try:
-            with kernel_errors("copying a CUDA cache"):
-                is_reached = _reached(last, _DEVICE_TIMEOUT_S)
-        except KernelError as error:
+            await_copies(pages)
+        except (KernelError, CopyStuck) as error:
             self._broken = str(error)
             raise
-        if not is_reached:
-            self._broken = f"copies were not done within {_DEVICE_TIMEOUT_S} s"
-            raise CopyStuck(
-                f"wanted copies of a CUDA cache done within {_DEVICE_TIMEOUT_S} s, got a device that has not come to "
-                "them or not through; they may still run, so blocks and slots stay taken: end this process"
-            )
 
     def _check_usable(self) -> None:
         if self._broken:
@@ -256,7 +240,43 @@ def chosen_path(path: CopyPath, mean_run_bytes: int) -> CopyPath:
     return CopyPath.DIRECT if mean_run_bytes >= DIRECT_FROM_BYTES else CopyPath.STAGED
 
 
-def _order_of(pages: EnginePages) -> CudaOrder:
+def order_after_current(device: torch.device) -> CudaOrder:
+    """Return the order of a job that comes after the work on the calling thread's current stream.
+
+    Raises:
+        InvalidRequest: a graph is being captured on it; copies cannot be part of one.
+        KernelError: the device failed before.
+    """
+    with kernel_errors("recording an event on the engine's stream"), torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidRequest(
+                "a CUDA graph is being captured on the current stream, and copies cannot be part of one; save and "
+                "load before or after it"
+            )
+        return CudaOrder(torch.cuda.current_stream().record_event())
+
+
+def await_copies(pages: EnginePages) -> None:
+    """Return when the copies that were queued last for a job are in place.
+
+    Raises:
+        KernelError: the device failed.
+        CopyStuck: they did not end in time.
+    """
+    last = order_of(pages).last
+    if last is None:
+        return
+    with kernel_errors("copying a CUDA cache"):
+        is_reached = _reached(last, _DEVICE_TIMEOUT_S)
+    if not is_reached:
+        raise CopyStuck(
+            f"wanted copies of a CUDA cache done within {_DEVICE_TIMEOUT_S} s, got a device that has not come to "
+            "them or not through; they may still run, so blocks and slots stay taken: end this process"
+        )
+
+
+def order_of(pages: EnginePages) -> CudaOrder:
+    """Return the order that a copier of a CUDA cache made for a job."""
     assert isinstance(pages.order, CudaOrder), "a job of a CUDA cache has the order that its copier made"
     return pages.order
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, StoreUnavailable, TransferError, TransferTimeout
+from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.fetch import LoadReport
-from kvstore.handoff import one_time_chain
 from kvstore.handoff_messages import (
     END,
+    STAGE_BIT,
     FetchRequest,
     PeerClaim,
     PeerClaimed,
@@ -35,7 +37,9 @@ from kvstore.peers import Peer, PeerBook
 from kvstore.pool import Pool
 from kvstore.segments import plan_chunks
 from kvstore.shape import BLOCK_ORDER_VERSION
-from kvstore.transport import ReadRequest
+from kvstore.stage_lanes import StageLane, StageLanes
+from kvstore.stages import Stage, StageBook
+from kvstore.transport import PeerDescription, ReadRequest
 from kvstore.wire import Op
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,12 @@ class HandoffFetcher:
     """The fetches of one node that need a peer, a thread each while they ask and wait.
 
     Args:
+        config: of the store.
+        node_id: of this node.
+        pool: of the arena; raises while there is none.
+        peers: the stores of other nodes, and this one as its own peer.
+        mover: that reads.
+        stages: of this node.
         namespace_version: how often a namespace was cleared, as this node knows.
         adopt_version: called when a peer knows of a later clearing.
     """
@@ -59,18 +69,30 @@ class HandoffFetcher:
     def __init__(
         self,
         config: StoreConfig,
+        node_id: str,
         pool: Callable[[], Pool],
         peers: PeerBook,
         mover: MoverLink,
+        stages: StageBook,
         namespace_version: Callable[[bytes], int],
         adopt_version: Callable[[bytes, int], object],
     ) -> None:
-        self.config, self.pool, self.peers, self.mover = config, pool, peers, mover
+        self.config, self.node_id, self.pool, self.peers, self.mover = config, node_id, pool, peers, mover
+        self.stages, self.lanes = stages, StageLanes(config, mover)
         self.namespace_version, self.adopt_version = namespace_version, adopt_version
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="raykv-handoff")
         self._lock = threading.Lock()
         self._fetches: dict[int, RemoteFetch] = {}
         self._ids = itertools.count(1)
+
+    def warm_up(self, node_id: str, stage: Stage) -> dict[str, Any]:
+        """Warm up and measure the lanes from every stage of a node; returns the rate of each, and why not.
+
+        Raises:
+            KVStoreError: the node cannot be reached.
+        """
+        lanes = self.lanes.find_all(self.peers.get(node_id), stage, self.config.call_timeout_s)
+        return {"lanes": [{"gb_per_s": lane.gb_per_s, "why_not": lane.why_not} for lane in lanes]}
 
     def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> None:
         """Fetch on a thread; the client gets a last message in any case."""
@@ -133,6 +155,9 @@ class RemoteFetch:
         self._is_over = self._client_left = self._is_free = False
         self._write_id = self._read_id = self._given_up = 0
         self._slots: tuple[int, ...] = ()
+        self._pool: Pool | None = None
+        self._lane: StageLane | None = None
+        self._why_host = ""
         self._num_ready = 0
         self._valid_until_s = self._told_s = 0.0
         self._error: KVStoreError | None = None
@@ -156,8 +181,15 @@ class RemoteFetch:
             self._is_over = True
         self._report.reason, self._report.num_peer = reason, self._num_ready
         nothing = np.empty(0, np.int32)
-        self._send(pack_progress(Progress(self._id, self._num_ready, nothing, self._report.to_json())), True)
+        self._send(pack_progress(Progress(self._number, self._num_ready, nothing, self._said())), True)
         self._free_if_through()
+
+    @property
+    def _number(self) -> int:
+        return self._id | (STAGE_BIT if self._lane is not None else 0)
+
+    def _said(self) -> bytes:
+        return json.dumps({**asdict(self._report), "note": self._why_host}, separators=(",", ":")).encode()
 
     def client_left(self) -> None:
         """The client copies nothing more out of the slots."""
@@ -171,9 +203,9 @@ class RemoteFetch:
                 return
             self._is_free = True
         self._fetcher.forget(self._id)
-        if not self._write_id:
+        pool, read_id = self._pool, self._given_up
+        if pool is None or not self._write_id:
             return
-        pool, read_id = self._fetcher.pool(), self._given_up
         name = f"read-{read_id}" if read_id else ""
         pool.abort_store(self._write_id, self._write_owner, quarantine=name)
 
@@ -193,21 +225,21 @@ class RemoteFetch:
         return min(self._fetcher.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
 
     def _fetch(self) -> str:
-        fetcher, request, pool = self._fetcher, self._request, self._fetcher.pool()
-        stats = pool.stats()
-        if stats.num_quarantined >= fetcher.config.max_quarantined_fraction * stats.num_slots:
-            return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
-        if not fetcher.peers.is_usable(self._node_id):
+        fetcher, request = self._fetcher, self._request
+        if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
             return "peer_lost: the node failed a moment ago and is left alone; try again soon"
         peer = fetcher.peers.get(self._node_id)
         if peer.epoch != request.epoch:
             return "stale: the store that had the blocks was restarted, and they are gone"
-        # A root of its own and not the ticket's key, so that two fetches of one ticket cannot meet.
-        chain = one_time_chain(secrets.token_bytes(32), request.num_blocks)
-        ticket = pool.prepare_store(chain, self._write_owner, needs_parent=False)
+        pool = self._pool = self._choose(peer)
+        stats = pool.stats()
+        if stats.num_quarantined >= fetcher.config.max_quarantined_fraction * stats.num_slots:
+            return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
+        try:
+            ticket = pool.reserve(request.num_blocks, self._write_owner)
+        except PoolExhausted as error:
+            return f"pool_full: {error}"
         self._write_id, self._slots = ticket.write_id, ticket.slots
-        if ticket.num_refused:
-            return f"pool_full: there is no room here for {ticket.num_refused} of {request.num_blocks} blocks"
         try:
             reason = self._claim_and_read(peer)
         except TransferError:
@@ -218,6 +250,25 @@ class RemoteFetch:
         if not reason:
             fetcher.peers.succeeded(self._node_id)
         return reason
+
+    def _choose(self, peer: Peer) -> Pool:
+        """Choose between the client's stage and the arena, and return the pool of the choice."""
+        fetcher, request = self._fetcher, self._request
+        if request.from_slab and request.slab:
+            try:
+                stage = fetcher.stages.get(request.slab, request.generation)
+            except PeerLost as error:
+                self._why_host = f"stage_lost: {error}"
+                return fetcher.pool()
+            lane = fetcher.lanes.known(peer, request.from_slab, stage)
+            lane = lane or fetcher.lanes.find(peer, request.from_slab, stage, self._call_s())
+            if not lane.why_not:
+                self._lane = lane
+                return stage.pool
+            self._why_host = lane.why_not
+        elif request.from_slab:
+            self._why_host = "this client has no stage on its GPU; attach the hand-off"
+        return fetcher.pool()
 
     def _claim_and_read(self, peer: Peer) -> str:
         fetcher, request = self._fetcher, self._request
@@ -231,6 +282,7 @@ class RemoteFetch:
             slot_format=BLOCK_ORDER_VERSION,
             namespace_version=self._version,
             ttl_s=ttl_s,
+            to_host=self._lane is None,
         )
         self._report.num_lease_calls += 1
         answer = peer.client.call(Op.PEER_CLAIM, pack_peer_claim(claim), timeout_s=self._call_s())
@@ -255,7 +307,7 @@ class RemoteFetch:
 
     def _read(self, peer: Peer, claimed: PeerClaimed) -> None:
         fetcher, config, now_s = self._fetcher, self._fetcher.config, time.monotonic()
-        name, description = peer.transport(claimed.mover_generation, self._call_s())
+        name, description = self._source(peer, claimed)
         left_s = min(self._valid_until_s, self._deadline_s, now_s + config.transfer_timeout_s) - now_s
         request = ReadRequest(
             peer=name,
@@ -264,8 +316,7 @@ class RemoteFetch:
             remote_slots=claimed.slots,
             notification=NOTIFICATION.pack(claimed.claim_id, peer.epoch, fetcher.pool().epoch),
         )
-        chunk_blocks = max(1, config.chunk_bytes // self._block_bytes)
-        ends = np.asarray(plan_chunks(len(self._slots), chunk_blocks), dtype=np.int32)
+        ends = np.asarray(self._chunk_ends(), dtype=np.int32)
         self._read_id = fetcher.mover.read(
             request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3)
         )
@@ -275,6 +326,26 @@ class RemoteFetch:
             if fetcher.mover.abandon(self._read_id):
                 self._given_up = self._read_id
             raise TransferTimeout("the mover did not report on a READ in time")
+
+    def _chunk_ends(self) -> list[int]:
+        config, count = self._fetcher.config, len(self._slots)
+        if self._lane is None:
+            return plan_chunks(count, max(1, config.chunk_bytes // self._block_bytes))
+        # Unpacking is far faster than the lane, so that each word on a chunk costs more than it saves.
+        step = max(1, config.stage_chunk_bytes // self._block_bytes)
+        return [*range(step, count, step), count]
+
+    def _source(self, peer: Peer, claimed: PeerClaimed) -> tuple[str, PeerDescription]:
+        lane, request = self._lane, self._request
+        if lane is None:
+            return peer.transport(claimed.mover_generation, self._call_s())
+        if lane.generation != claimed.mover_generation:
+            # Remembered from an earlier life of the peer's mover.
+            stage = self._fetcher.stages.get(request.slab, request.generation)
+            lane = self._fetcher.lanes.find(peer, request.from_slab, stage, self._call_s())
+        if (claimed.slab, claimed.mover_generation) != (request.from_slab, lane.generation) or lane.why_not:
+            raise PeerLost(f"the mover of node {peer.node_id} was replaced meanwhile; the blocks went with it")
+        return lane.name, lane.description
 
     def _on_done(self, done: MoverDone, error: KVStoreError | None) -> None:
         """Runs on the control thread for every chunk: check, count, tell the client."""
@@ -290,7 +361,7 @@ class RemoteFetch:
             self._num_ready = done.num_blocks
             slots = np.asarray(self._slots[first : done.num_blocks], dtype=np.int32)
             self._note(done, now_s, len(slots))
-            self._send(pack_progress(Progress(self._id, first, slots)), False)
+            self._send(pack_progress(Progress(self._number, first, slots)), False)
         if done.last:
             self._read_ended.set()
 

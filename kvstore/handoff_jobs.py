@@ -27,6 +27,7 @@ from kvstore.errors import (
 from kvstore.handoff import FetchResult, HandoffTicket
 from kvstore.handoff_messages import (
     END,
+    STAGE_BIT,
     FetchRequest,
     pack_complete_handoff,
     pack_fetch,
@@ -36,6 +37,7 @@ from kvstore.hashing import Namespace
 from kvstore.jobs import CopyGuard, failed_load, finishing
 from kvstore.messages import U64, unpack_ints, unpack_progress
 from kvstore.shape import BLOCK_ORDER_VERSION
+from kvstore.stage_client import AttachedStage
 from kvstore.wire import Op
 
 
@@ -87,6 +89,7 @@ def run_publish(
     copier: EngineCopier,
     pages: EnginePages,
     ticket: HandoffTicket,
+    generation: int,
     ttl_s: float,
     guard: CopyGuard,
     call_timeout_s: float,
@@ -96,9 +99,10 @@ def run_publish(
     Args:
         connection: owns the slots while they are written.
         keep: asks over the connection that keeps them afterwards.
-        copier: the engine's cache.
+        copier: the engine's cache, and the slots that the ticket is for.
         pages: where the blocks' tokens lie in the engine.
         ticket: what they are published as.
+        generation: the life of the mover that has the ticket's stage; 0 without one.
         ttl_s: how long they are kept.
         guard: stands before the copy.
         call_timeout_s: for each call.
@@ -107,7 +111,7 @@ def run_publish(
         PoolExhausted: the store has no room for all of them; nothing is kept.
         KVStoreError: the store failed; nothing is kept for longer than `ttl_s`.
     """
-    question = pack_prepare_handoff(ticket.key, ticket.namespace, ticket.num_blocks)
+    question = pack_prepare_handoff(ticket.key, ticket.namespace, ticket.num_blocks, ticket.slab, generation)
     slots = unpack_ints(connection.call(Op.HANDOFF_PREPARE, question, timeout_s=call_timeout_s))
     try:
         with guard.copying():
@@ -127,6 +131,7 @@ def run_publish(
 def run_fetch(
     connection: ControlClient,
     copier: EngineCopier,
+    stage: AttachedStage | None,
     pages: EnginePages,
     ticket: HandoffTicket,
     guard: CopyGuard,
@@ -137,7 +142,8 @@ def run_fetch(
 
     Args:
         connection: taken for as long as the fetch lasts.
-        copier: the engine's cache.
+        copier: the engine's cache and the arena.
+        stage: the stage of the engine's GPU, if there is one; the store chooses between the two.
         pages: where the blocks' tokens lie in the engine.
         ticket: what to fetch.
         guard: stands before each copy.
@@ -155,19 +161,26 @@ def run_fetch(
         num_blocks=ticket.num_blocks,
         ttl_s=ttl_s,
         timeout_s=timeout_s,
+        from_slab=ticket.slab,
+        slab=stage.slab if stage else 0,
+        generation=stage.generation if stage else 0,
     )
+    chosen = copier
     try:
         pieces = connection.call_stream(
             Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s
         )
-        with contextlib.closing(pieces), finishing(copier, pages):
+        with contextlib.closing(pieces), contextlib.ExitStack() as copies:
             for _, payload in pieces:
                 progress = unpack_progress(payload)
                 number = progress.lease_id
                 if count := len(progress.slots):
+                    if not ready:
+                        chosen = stage.copier if stage and number & STAGE_BIT else copier
+                        copies.enter_context(finishing(chosen, pages))
                     with guard.copying():
                         indexes = np.arange(progress.first, progress.first + count)
-                        copier.out_of_slots(pages, indexes, progress.slots.astype(np.int64))
+                        chosen.out_of_slots(pages, indexes, progress.slots.astype(np.int64))
                     ready = progress.first + count
                 if progress.report:
                     report = json.loads(progress.report)
@@ -204,6 +217,8 @@ def run_fetch(
         num_descriptors=int(report.get("num_descriptors", 0)),
         read_s=float(report.get("read_s", 0.0)),
         num_lease_calls=int(report.get("num_lease_calls", 0)),
+        route="gpu" if number & STAGE_BIT else "host",
+        note=str(report.get("note", "")),
     )
 
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvstore.errors import ProtocolError, TransferError, TransferTimeout
+from kvstore.errors import ProtocolError, RegistrationFailed, TransferError, TransferTimeout
 from kvstore.messages import (
     NOTIFICATION,
     U64,
@@ -25,6 +25,7 @@ from kvstore.messages import (
     pack_mover_done,
     unpack_mover_read,
 )
+from kvstore.slabs import Slabs
 from kvstore.transport import PeerDescription, ReadRequest, ReadState, Transport
 from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json
 
@@ -63,10 +64,11 @@ class Mover:
     Args:
         sock: the SEQPACKET connection to the node store, owned by this object.
         transport: owned by this object; driven by `run`'s thread only.
+        slabs: the same, where it can make stages and copy out of them.
     """
 
-    def __init__(self, sock: socket.socket, transport: Transport) -> None:
-        self._sock, self._transport = sock, transport
+    def __init__(self, sock: socket.socket, transport: Transport, slabs: Slabs | None = None) -> None:
+        self._sock, self._transport, self._slabs = sock, transport, slabs
         self._decoder = Decoder()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -147,6 +149,19 @@ class Mover:
                 "num_bytes": totals.num_bytes,
             }
             self._send(Op.MOVER_STATS, pack_json(answer), Flag.REPLY, message.request)
+        elif message.op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
+            self._answer_of_slabs(message)
+
+    def _answer_of_slabs(self, message: Message) -> None:
+        try:
+            if self._slabs is None:
+                raise RegistrationFailed("wanted a mover that can stage blocks on a GPU, got one that cannot")
+            value = unpack_json(message.payload)
+            answer = self._slabs.stage(value) if message.op is Op.MOVER_STAGE else self._slabs.spill(value)
+        except TransferError as error:
+            self._send(message.op, pack_error(error), Flag.ERROR, message.request)
+        else:
+            self._send(message.op, pack_json(answer), Flag.REPLY, message.request)
 
     def _add_peer(self, message: Message) -> None:
         value = unpack_json(message.payload)
@@ -157,6 +172,8 @@ class Mover:
             slot_bytes=int(value["slot_bytes"]),
             num_slots=int(value["num_slots"]),
             same_host=bool(value["same_host"]),
+            gpu=int(value.get("gpu", 0)),
+            into=int(value.get("into", 0)),
         )
 
     def _advance(self) -> None:

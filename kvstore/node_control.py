@@ -234,6 +234,7 @@ class NodeControl:
     def _gone(self, connection: Connection) -> None:
         if connection.role == "mover":
             if self._core.mover.gone(connection):
+                self.handoffs.mover_gone()
                 threading.Thread(target=self._on_mover_gone, name="raykv-mover-gone", daemon=True).start()
         elif self._core.attached_pool is not None and connection.role == "client" and connection.ended:
             dropped = self._core.attached_pool.release_owner(connection.owner)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.chain import Chain
-from kvstore.errors import ChainBroken, InvalidRequest, StaleTicket
+from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.grants import StoreTicket
 from kvstore.slots import SlotTable
 
@@ -46,6 +46,8 @@ class _Write:
     kept: list[int]
     stamp: int
     num_done: int = 0
+    #: Of blocks that will never be published: `hashes` is empty.
+    unnamed: bool = False
 
 
 @dataclass(slots=True)
@@ -138,6 +140,22 @@ class WriteTable:
             generations=generations,
             epoch=self._epoch,
         )
+
+    def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
+        """Claim slots for blocks that will never be published; see `Pool.reserve`."""
+        slots = self._table.claim_unnamed(num_blocks)
+        if len(slots) < num_blocks:
+            self._table.end_unnamed(slots)
+            raise PoolExhausted(
+                f"wanted {num_blocks} slots, got {len(slots)}: the others are pinned or being written; release leases "
+                "or add capacity"
+            )
+        write_id, generations = self._new_id(), self._table.lives(slots)
+        self._writes[write_id] = _Write(terms, [], slots, generations, [], 0, unnamed=True)
+        return StoreTicket(
+            write_id=write_id, indexes=tuple(range(num_blocks)), slots=tuple(slots), num_resident=0, num_refused=0,
+            generations=generations, epoch=self._epoch,
+        )  # fmt: skip
 
     def _claim(self, chain: Chain, hashes: list[bytes], found: list[int | None]) -> tuple[list[int], int]:
         """Claim slots for the blocks that have none in `found`, and fill them in.
@@ -240,6 +258,17 @@ class WriteTable:
             raise InvalidRequest("quarantine: wanted a write of whole blocks, got one of several parts")
         table = self._table
         pending = write.slots[write.num_done :]
+        if write.unnamed:
+            table.end_unnamed(pending, aside=bool(quarantine))
+        else:
+            self._abort_named(write, pending, quarantine)
+        if quarantine and pending:
+            self._aside.setdefault(quarantine, []).extend(pending)
+        self._end(write_id)
+        return len(pending)
+
+    def _abort_named(self, write: _Write, pending: list[int], quarantine: str) -> None:
+        table = self._table
         self.doom([slot for slot in pending if slot not in table.doomed])
         for slot in pending:
             if (parts := self._parts.get(slot)) is not None:
@@ -247,10 +276,6 @@ class WriteTable:
                 self._leave(slot, parts)
             else:
                 table.end_writing(slot, aside=bool(quarantine))
-        if quarantine and pending:
-            self._aside.setdefault(quarantine, []).extend(pending)
-        self._end(write_id)
-        return len(pending)
 
     def doom(self, slots: list[int]) -> None:
         """Make sure that blocks which are being written are never published."""

@@ -49,6 +49,25 @@ def test_all_requests_are_identical_to_a_run_without_a_store(run_example, device
     assert [each["num_prompt_tokens"] for each in rows[1:3]] == [64, 65]  # on a block boundary, one past it
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_hand_offs_give_the_same_answers_and_store_nothing(run_example):
+    command = (sys.executable, "examples/prefill_decode.py", "--handoff", "--json", "--new-tokens", "4")
+    run = run_example(*command, timeout_s=200)
+
+    assert run.returncode == 0, run.stderr
+    rows, summary = (result := json.loads(run.stdout))["rows"], result["summary"]
+    assert summary["problems"] == []
+    assert summary["num_identical"] == summary["num_requests"] == len(rows) >= 8
+    assert summary["routes"] == ["host"]
+    assert {row["hit"] for row in rows} == {"peer", "too short"}
+    assert all(row["num_blocks_recomputed"] == row["num_blocks_own"] == 0 for row in rows)
+    # The same prompt twice is handed off twice: nothing of the first time is found.
+    block_bytes = 8 * 2 * 4 * 32 * 64 * 4
+    assert summary["nixl_bytes"] == sum(row["num_blocks"] for row in rows) * block_bytes > 0
+
+
 @pytest.mark.parametrize("name", ["kv_identical", "logits_identical", "tokens_identical"])
 def test_a_difference_is_a_problem(demo, name):
     rows = [row(hit) for hit in demo.REQUIRED]
