@@ -46,6 +46,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(world, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where two processes share the tests: one takes those that share clusters, the other the rest, file by file."""
     folder = Path(__file__).parent
