@@ -18,8 +18,8 @@ setup:  ## make .venv with everything that is needed
 demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json" and others are passed on
 	@$(BIN)/python examples/prefill_decode.py $(ARGS)
 
-test: setup  ## the tests, in two processes; ARGS="-k pool -x" is passed to pytest, ARGS="-n 0" is one process
-	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests $(ARGS)
+test: setup  ## the tests; ARGS="-k pool -x" is passed to pytest; ARGS="-n 2 --dist loadgroup" is two processes
+	@$(BIN)/python -m pytest -q tests $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray
 	@PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),python3) -m pytest -q \
