@@ -158,11 +158,11 @@ class Worker:
         return os.getpid()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
     """Two nodes of one real Ray cluster on this machine, with this process connected as a driver.
 
-    One for all modules, since it takes long to come up; each module starts and stops its own stores.
+    One for each module: a node that a module adds, and loses, is seen by the others long after.
     Yields the `ray.cluster_utils.Cluster`; a test may add nodes to it, and removes only those.
     """
     import ray
@@ -185,7 +185,7 @@ def ray_cluster() -> Iterator[Any]:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def node_ids(ray_cluster: Any) -> list[str]:
     """The ids of the first two nodes, the driver's first."""
     import ray
