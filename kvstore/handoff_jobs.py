@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Sized
-from typing import Any
 
 import numpy as np
 
@@ -33,8 +31,8 @@ from kvstore.handoff_messages import (
     pack_prepare_handoff,
 )
 from kvstore.hashing import Namespace
-from kvstore.jobs import CopyGuard, failed_load, finishing
-from kvstore.messages import U64, unpack_ints, unpack_progress
+from kvstore.jobs import Answer, CopyGuard, failed_load
+from kvstore.messages import U64, unpack_ints
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Op
 
@@ -144,9 +142,8 @@ def run_fetch(
         config: of the store.
         timeout_s: give up after this long.
     """
-    ttl_s = config.lease_ttl_s
-    asked_s, ready, number = time.monotonic(), 0, 0
-    report: dict[str, Any] = {"reason": "store_lost: the node store ended the fetch early"}
+    ttl_s, asked_s = config.lease_ttl_s, time.monotonic()
+    answer = Answer(reason="store_lost: the node store ended the fetch early")
     request = FetchRequest(
         key=ticket.key,
         namespace=ticket.namespace,
@@ -160,23 +157,13 @@ def run_fetch(
         pieces = connection.call_stream(
             Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s
         )
-        with contextlib.closing(pieces), finishing(copier, pages):
-            for _, payload in pieces:
-                progress = unpack_progress(payload)
-                number = progress.lease_id
-                if count := len(progress.slots):
-                    with guard.copying():
-                        indexes = np.arange(progress.first, progress.first + count)
-                        copier.out_of_slots(pages, indexes, progress.slots.astype(np.int64))
-                    ready = progress.first + count
-                if progress.report:
-                    report = json.loads(progress.report)
+        answer.copy_out(pieces, guard, copier, pages)
         late = time.monotonic() > asked_s + ttl_s - config.lease_margin_s
-        connection.send(Op.HANDOFF_END, END.pack(number, not late and ready == ticket.num_blocks))
+        connection.send(Op.HANDOFF_END, END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks))
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.
         with contextlib.suppress(KVStoreError):
-            connection.send(Op.HANDOFF_END, END.pack(number, 0))
+            connection.send(Op.HANDOFF_END, END.pack(answer.number, 0))
         return failed_fetch(pages, ticket, f"not_pinned: {error}")
     except CopyStuck:
         raise  # No result says that blocks are the engine's again.
@@ -189,22 +176,16 @@ def run_fetch(
         return failed_fetch(pages, ticket, f"abandoned: {error}")
     except BaseException:
         with contextlib.suppress(KVStoreError):
-            connection.send(Op.HANDOFF_END, END.pack(number, 0))
+            connection.send(Op.HANDOFF_END, END.pack(answer.number, 0))
         raise
-    if late and report.get("num_local"):
+    if late and answer.report.get("num_local"):
         # Copied straight out of the publisher's slots, which may have been reused meanwhile: nothing of it counts.
-        ready, report = 0, {**report, "reason": "lease_expired: the copy took longer than the claim on the blocks"}
-    return FetchResult(
-        num_blocks=ready,
-        failed=failed_load(ready, pages, ticket.num_blocks, str(report.get("reason") or "")).failed,
-        num_local=int(report.get("num_local", 0)),
-        num_peer=int(report.get("num_peer", 0)),
-        peers=tuple(report.get("peers", ())),
-        num_bytes=int(report.get("num_bytes", 0)),
-        num_descriptors=int(report.get("num_descriptors", 0)),
-        read_s=float(report.get("read_s", 0.0)),
-        num_lease_calls=int(report.get("num_lease_calls", 0)),
-    )
+        answer.num_ready, answer.report["reason"] = (
+            0,
+            "lease_expired: the copy took longer than the claim on the blocks",
+        )
+    failed = failed_load(answer.num_ready, pages, ticket.num_blocks, answer.reason).failed
+    return FetchResult(num_blocks=answer.num_ready, failed=failed, **answer.counts())
 
 
 def failed_fetch(pages: EnginePages, ticket: HandoffTicket, reason: str) -> FetchResult:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ from kvstore.messages import (
 from kvstore.part import Part
 from kvstore.results import BlockFailure, LoadResult, MissReason, SaveResult
 from kvstore.wire import Op
+
+_COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
 
 
 class CopyGuard:
@@ -165,61 +167,99 @@ def run_load(
         timeout_s: for fetching.
     """
     first = skip_tokens // pages.stored_block_size if pages is not None else 0
-    ttl_s = config.lease_ttl_s
-    asked_s, ready, lease_id = time.monotonic(), 0, 0
-    report: dict[str, Any] = {"reason": "store_lost: the node store ended the load early"}
+    ttl_s, asked_s = config.lease_ttl_s, time.monotonic()
+    answer = Answer(reason="store_lost: the node store ended the load early")
     try:
         pieces = connection.call_stream(
             Op.LOAD, pack_load(chain.tail(first), ttl_s, timeout_s), timeout_s=timeout_s + config.call_timeout_s
         )
-        # Closed here and not when its last reference goes: it holds the connection.
+        answer.copy_out(pieces, guard, copier, pages, first, skip_tokens)
+        connection.send(Op.RELEASE, U64.pack(answer.number))
+    except RegistrationFailed as error:
+        # Nothing is wrong with the store, but nothing of it can be copied now.
+        answer.fail(f"not_pinned: {error}")
+        with contextlib.suppress(KVStoreError):
+            connection.send(Op.RELEASE, U64.pack(answer.number))
+    except CopyStuck:
+        raise  # No result says that blocks are the engine's again.
+    except (StoreUnavailable, TransferError) as error:
+        # Fail closed: what was copied so far may be incomplete, so none of it counts.
+        answer.fail(f"store_lost: {error}")
+    except JobAbandoned as error:
+        # The rest of the answer is not waited for: the connection goes, and with it the lease.
+        connection.close()
+        answer.fail(f"abandoned: {error}")
+    except BaseException:
+        with contextlib.suppress(KVStoreError):
+            connection.send(Op.RELEASE, U64.pack(answer.number))
+        raise
+    if time.monotonic() > asked_s + ttl_s - config.lease_margin_s:
+        # The store may have reused slots while they were copied out: nothing of it counts.
+        answer.num_ready, answer.report["reason"] = 0, "lease_expired"
+    usable = first + answer.num_ready
+    return LoadResult(num_blocks=usable, failed=_failures(usable, pages, len(chain), answer.reason), **answer.counts())
+
+
+class Answer:
+    """What the store said so far in its streamed answer to a load or a fetch.
+
+    Args:
+        reason: why nothing came, as long as no report did.
+    """
+
+    def __init__(self, reason: str) -> None:
+        #: The lease or fetch that the store began, 0 until it said so.
+        self.number = 0
+        #: Blocks that are in place, from the first that was asked for.
+        self.num_ready = 0
+        self.report: dict[str, Any] = {"reason": reason}
+
+    @property
+    def reason(self) -> str:
+        """Why not everything came; empty when it did."""
+        return str(self.report.get("reason") or "")
+
+    def fail(self, reason: str) -> None:
+        """Let nothing count of what came."""
+        self.num_ready, self.report = 0, {"reason": reason}
+
+    def copy_out(
+        self,
+        pieces: Generator[tuple[bool, bytes], None, None],
+        guard: CopyGuard,
+        copier: EngineCopier | None,
+        pages: EnginePages | None,
+        first: int = 0,
+        skip_tokens: int = 0,
+    ) -> None:
+        """Copy each piece out of its slots while the next is on its way; returns when all is in place.
+
+        Args:
+            pieces: the answer; closed here, because it holds the connection.
+            guard: stands before each copy.
+            copier: the engine's cache; None copies nothing.
+            pages: where the tokens lie in the engine.
+            first: the stored block of the job that the answer counts from.
+            skip_tokens: tokens at the front of the job that must not be written.
+        """
         with contextlib.closing(pieces), finishing(copier, pages):
             for _, payload in pieces:
                 progress = unpack_progress(payload)
-                lease_id = progress.lease_id
+                self.number = progress.lease_id
                 if count := len(progress.slots):
                     if copier is not None and pages is not None:
                         at = first + progress.first
                         indexes = np.arange(at, at + count, dtype=np.int64)
                         with guard.copying():
                             copier.out_of_slots(pages, indexes, progress.slots.astype(np.int64), skip_tokens)
-                    ready = progress.first + count
+                    self.num_ready = progress.first + count
                 if progress.report:
-                    report = json.loads(progress.report)
-        connection.send(Op.RELEASE, U64.pack(lease_id))
-    except RegistrationFailed as error:
-        # Nothing is wrong with the store, but nothing of it can be copied now.
-        ready, report = 0, {"reason": f"not_pinned: {error}"}
-        with contextlib.suppress(KVStoreError):
-            connection.send(Op.RELEASE, U64.pack(lease_id))
-    except CopyStuck:
-        raise  # No result says that blocks are the engine's again.
-    except (StoreUnavailable, TransferError) as error:
-        # Fail closed: what was copied so far may be incomplete, so none of it counts.
-        ready, report = 0, {"reason": f"store_lost: {error}"}
-    except JobAbandoned as error:
-        # The rest of the answer is not waited for: the connection goes, and with it the lease.
-        connection.close()
-        ready, report = 0, {"reason": f"abandoned: {error}"}
-    except BaseException:
-        with contextlib.suppress(KVStoreError):
-            connection.send(Op.RELEASE, U64.pack(lease_id))
-        raise
-    if time.monotonic() > asked_s + ttl_s - config.lease_margin_s:
-        # The store may have reused slots while they were copied out: nothing of it counts.
-        ready, report = 0, {**report, "reason": "lease_expired"}
-    return LoadResult(
-        num_blocks=first + ready,
-        failed=_failures(first + ready, pages, len(chain), str(report.get("reason") or "")),
-        num_local=int(report.get("num_local", 0)),
-        num_peer=int(report.get("num_peer", 0)),
-        peers=tuple(report.get("peers", ())),
-        num_bytes=int(report.get("num_bytes", 0)),
-        num_descriptors=int(report.get("num_descriptors", 0)),
-        read_s=float(report.get("read_s", 0.0)),
-        num_locate_calls=int(report.get("num_locate_calls", 0)),
-        num_lease_calls=int(report.get("num_lease_calls", 0)),
-    )
+                    self.report = json.loads(progress.report)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of a result that tell what it cost."""
+        counts = {name: int(self.report.get(name, 0)) for name in _COUNTS}
+        return {**counts, "peers": tuple(self.report.get("peers", ())), "read_s": float(self.report.get("read_s", 0.0))}
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ _LEAST_BYTES_PER_PART = 1 << 20
 _LOOK_S = 2e-4
 #: A reader to which nothing came for this long asks less often: its peer may have stopped.
 _STALLED_AFTER_S, _STALLED_PAUSE_S = 0.1, 0.001
+_STOP_TIMEOUT_S = 5.0
 _COUNT = struct.Struct("<I")
 
 
@@ -58,11 +59,16 @@ class _Reader:
         """Do a part of a READ, after those that were asked for before."""
         self._asked.put((request, read))
 
-    def stop(self) -> None:
-        """End the thread; READs that are under way stay with the transport."""
+    def stop(self) -> bool:
+        """End the thread; READs that are under way stay with the transport.
+
+        Returns:
+            False when it is still inside the transport, which then must not be closed.
+        """
         self._stopping = True
         self._asked.put(None)
-        self._thread.join()
+        self._thread.join(_STOP_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         moved_s = 0.0
@@ -222,10 +228,9 @@ class ParallelTransport:
         return self._usual.notifications()
 
     def close(self) -> None:
-        """Close all."""
-        for reader in self._readers:
-            reader.stop()
-        for transport in (*(reader.transport for reader in self._readers), *self._servers, self._usual):
+        """Close all, but for readers that do not come back: those end with the process."""
+        stopped = [reader.transport for reader in self._readers if reader.stop()]
+        for transport in (*stopped, *self._servers, self._usual):
             transport.close()
 
 

@@ -255,6 +255,31 @@ def test_a_reader_that_waits_for_long_does_not_spin(slow, wait_until):
     transport.release(handle)
 
 
+def test_a_reader_that_does_not_come_back_is_left_open_and_the_rest_is_closed(slow, monkeypatch, wait_until):
+    transport, readers = slow
+    inside, go = threading.Event(), threading.Event()
+
+    def stuck(handle):
+        inside.set()
+        assert go.wait(10)
+        return ReadState.DONE
+
+    closed = []
+    for reader in readers:
+        monkeypatch.setattr(reader, "close", lambda reader=reader: (closed.append(reader), Reader.close(reader)))
+    readers[1].how, readers[1].poll = ReadState.DONE, stuck
+    transport.post(request(EVERYTHING, EVERYTHING, "p"))
+    assert inside.wait(10)
+    monkeypatch.setattr("kvstore.parallel_read._STOP_TIMEOUT_S", 0.05)
+    try:
+        transport.close()
+        assert closed == [readers[0], readers[2]]
+    finally:
+        go.set()
+    # The fixture closes once more, now that it came back.
+    monkeypatch.undo()
+
+
 def test_readers_are_made_for_the_first_peer_that_needs_them():
     network, slab, made = LoopbackNetwork(), np.zeros(BLOCK_BYTES * 4, np.uint8), []
     peer = LoopbackTransport("peer", np.full(BLOCK_BYTES * 4, 7, np.uint8), network)
