@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from typing import Any
 
 import torch
 
 from kvstore.kernels.driver import check, libcuda, on_device
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
+
+
+class _Owner:
+    """Lives as long as the stream that holds it."""
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
@@ -30,9 +35,13 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
         )
         check(status, "cuStreamCreateWithPriority")
     assert handle.value is not None
-    stream = torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
-    weakref.finalize(stream, _destroy, handle.value, index).atexit = False
-    return stream
+    stream: Any = torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
+    # Not a weak reference to the stream itself: torch.cuda.Stream does not clear those when it ends (torch 2.11,
+    # pytorch/pytorch#183403), so this one would never be destroyed, and the interpreter crash at its own end.
+    stream.raykv_owner = _Owner()
+    weakref.finalize(stream.raykv_owner, _destroy, handle.value, index).atexit = False
+    owned: torch.cuda.Stream = stream
+    return owned
 
 
 def _destroy(handle: int, index: int) -> None:
