@@ -5,8 +5,11 @@ Nothing here is done twice for a chunk: small copies wait for the host, and two 
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +17,7 @@ from kvstore.kernels.driver import merge_runs
 from kvstore.kernels.spans import I64, Spans
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Spans [begin, end) of a list, in positions from `first` on, through buffer `buffer`.
 
     A partial one is a slot of which only some tokens are saved: the kernel writes those across the link.
@@ -38,7 +40,35 @@ def partial_positions(spans: Spans, num_positions: int) -> I64 | None:
     return found if len(found) else None
 
 
-def cut_spans(spans: Spans, per_chunk: int, partial: I64 | None, first_buffer: int, num_buffers: int) -> list[Chunk]:
+def by_slot(spans: Spans, slot_ids: I64) -> tuple[Spans, I64]:
+    """Number the positions of a list anew, in the order of their slots: neighbours on the host are moved as one run.
+
+    Args:
+        spans: the list; its slots are positions in `slot_ids`.
+        slot_ids: the slot of each position, each once.
+
+    Returns:
+        The same spans in the order of their slots, and the slots of the new positions.
+    """
+    order = np.argsort(slot_ids, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    rows = spans.rows.copy()
+    rows[:, 1] = rank[rows[:, 1]]
+    rows = rows[np.argsort(rows[:, 1], kind="stable")]
+    return dataclasses.replace(spans, rows=rows), slot_ids[order]
+
+
+def cut_spans(
+    spans: Spans,
+    per_chunk: int,
+    partial: I64 | None,
+    first_buffer: int,
+    num_buffers: int,
+    *,
+    most_first: int | None = None,
+    most_last: int | None = None,
+) -> list[Chunk]:
     """Cut a list, whose positions ascend, so that each chunk fits a buffer.
 
     Args:
@@ -47,61 +77,77 @@ def cut_spans(spans: Spans, per_chunk: int, partial: I64 | None, first_buffer: i
         partial: positions, ascending, that are chunks by themselves and take no buffer.
         first_buffer: the buffer of the first chunk; they take turns.
         num_buffers: buffers.
+        most_first: the first chunk has no more positions: nothing overlaps with the kernel that fills it.
+        most_last: likewise the last chunk, and the kernel that empties it.
     """
-    positions, begin, turn = spans.rows[:, 1], 0, first_buffer
+    positions, begin, turn = spans.rows[:, 1].tolist(), 0, first_buffer
+    alone = [] if partial is None else partial.tolist()
     chunks: list[Chunk] = []
     while begin < len(positions):
-        first = int(positions[begin])
-        stop, alone = first + per_chunk, False
-        if partial is not None and (later := partial[partial.searchsorted(first) :][:1].tolist()):
-            alone = later[0] == first
-            stop = first + 1 if alone else min(stop, later[0])
-        end = int(positions.searchsorted(stop))
-        chunks.append(Chunk(begin, end, first, turn % num_buffers, alone))
-        begin, turn = end, turn + (not alone)
+        first = positions[begin]
+        left = positions[-1] + 1 - first
+        size = per_chunk
+        if most_first is not None and not chunks:
+            size = min(size, most_first)
+        if most_last is not None and most_last < left <= per_chunk:
+            size = left - most_last
+        at = bisect.bisect_left(alone, first)
+        next_alone = alone[at] if at < len(alone) else positions[-1] + 1
+        is_alone = next_alone == first
+        end = bisect.bisect_left(positions, first + 1 if is_alone else min(first + size, next_alone), begin)
+        chunks.append(Chunk(begin, end, first, turn % num_buffers, is_alone))
+        begin, turn = end, turn + (not is_alone)
     return chunks
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """Which runs of bytes the copy engines move for each chunk of a list.
+    """The runs of bytes that the copy engines move, of all chunks one after another.
+
+    Args:
+        host: int64 `[n]`, addresses in the slots.
+        device: int64 `[n]`, addresses in the buffers.
+        lengths: int64 `[n]`, bytes.
+        ends: of each chunk the run after its last; a partial one has none.
+    """
+
+    host: I64
+    device: I64
+    lengths: I64
+    ends: list[int]
+
+
+def list_moves(
+    spans: Spans,
+    chunks: Sequence[Chunk],
+    slots: I64,
+    buffers: Sequence[int],
+    block_bytes: int,
+    runs: Sequence[tuple[int, int]],
+    pieces: I64 | None = None,
+) -> Moves:
+    """List what the copy engines move for the chunks of a list.
 
     Args:
         spans: the list.
+        chunks: all of it, from `cut_spans`.
         slots: int64 `[num_positions]`, address of the slot of each position on the host.
+        buffers: address of each buffer.
         block_bytes: bytes of a block, and distance of two in a buffer.
         runs: (offset, bytes) of what is moved of each slot.
         pieces: int64 `[num_positions]`, the piece of registered memory that each slot lies in; default one for all.
     """
-
-    def __init__(
-        self,
-        spans: Spans,
-        slots: I64,
-        block_bytes: int,
-        runs: Sequence[tuple[int, int]],
-        pieces: I64 | None = None,
-    ) -> None:
-        positions = spans.rows[:, 1]
-        self._positions, self._slots, self._block_bytes, self._pieces = positions, slots, block_bytes, pieces
-        again = positions[1:] == positions[:-1]
-        self._again = again if again.any() else None
-        self._offsets, lengths = np.array(runs, np.int64).T
-        self._lengths = np.tile(lengths, len(slots))
-        whole = len(runs) == 1 and runs[0][1] == block_bytes
-        self._mergeable = whole and bool((slots[1:] - slots[:-1] == block_bytes).any())
-
-    def of(self, chunk: Chunk, buffer: int) -> tuple[I64, I64, I64]:
-        """Return addresses on the host and in the buffer, and lengths, of the runs of a chunk."""
-        used = self._positions[chunk.begin : chunk.end]
-        if self._again is not None:  # the spans of a slot follow each other
-            again = self._again[chunk.begin : chunk.end - 1]
-            used = used[np.concatenate(([True], ~again))]
-        host = self._slots[used] + self._offsets[0]
-        device = used * self._block_bytes + (buffer - chunk.first * self._block_bytes + int(self._offsets[0]))
-        if len(self._offsets) > 1:
-            inside = self._offsets - self._offsets[0]
-            host, device = (host[:, None] + inside).ravel(), (device[:, None] + inside).ravel()
-        lengths = self._lengths[: len(host)]
-        if not self._mergeable:
-            return host, device, lengths
-        return merge_runs(host, device, lengths, None if self._pieces is None else self._pieces[used])
+    bounds = np.array([(chunk.end, chunk.first, buffers[chunk.buffer], chunk.partial) for chunk in chunks], np.int64)
+    ends, first, buffer, partial = bounds.reshape(-1, 4).T
+    positions = spans.rows[:, 1]
+    in_chunk = np.repeat(np.arange(len(chunks)), np.diff(ends, prepend=0))
+    # The spans of a slot follow each other, and a slot is moved once.
+    used = np.flatnonzero((np.diff(positions, prepend=-1) != 0) & (partial[in_chunk] == 0))
+    positions, in_chunk = positions[used], in_chunk[used]
+    offsets, sizes = np.array(runs, np.int64).T
+    host = (slots[positions, None] + offsets).ravel()
+    device = ((buffer[in_chunk] + (positions - first[in_chunk]) * block_bytes)[:, None] + offsets).ravel()
+    apart = in_chunk if pieces is None else in_chunk * (int(pieces.max(initial=0)) + 1) + pieces[positions]
+    host, device, lengths = merge_runs(host, device, np.tile(sizes, len(positions)), np.repeat(apart, len(runs)))
+    num_bytes = np.bincount(in_chunk, minlength=len(chunks)) * sizes.sum()
+    return Moves(host, device, lengths, lengths.cumsum().searchsorted(num_bytes.cumsum(), side="right").tolist())

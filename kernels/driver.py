@@ -36,6 +36,7 @@ class _Attributes(ctypes.Structure):
 #: One set of attributes, from the first run on. Never written.
 _IN_STREAM_ORDER = _Attributes(_SOURCE_IN_STREAM_ORDER, _Location(0, 0), _Location(0, 0), 0)
 _FIRST = ctypes.c_size_t(0)
+_ATTRIBUTES, _FIRST_RUN = ctypes.byref(_IN_STREAM_ORDER), ctypes.byref(_FIRST)
 
 
 def merge_runs(targets: I64, sources: I64, lengths: I64, pieces: I64 | None = None) -> tuple[I64, I64, I64]:
@@ -97,35 +98,51 @@ def wait(stream: int, event: int) -> None:
     check(_queueing().cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
 
 
-def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
-    """Copy runs of bytes on a stream, in one call where the driver has one; nothing is waited for.
+class Runs:
+    """Runs of bytes to be copied, in an array that the driver reads.
 
-    Runs that follow each other on both sides should have been merged.
-
-    Host memory must be pinned, or the copy is neither fast nor asynchronous.
+    Runs that follow each other on both sides should have been merged. Host memory must be pinned, or a copy is neither
+    fast nor asynchronous.
 
     Args:
         targets: int64 `[n]`, addresses.
         sources: int64 `[n]`, addresses.
         lengths: int64 `[n]`, bytes.
-        stream: handle of a stream that is not the default one, of the current device.
-
-    Raises:
-        RuntimeError: the driver refused; runs may or may not have been queued.
     """
-    # Version 2 of the batch call came with CUDA 13; an older driver takes one call for each run.
-    batch = getattr(libcuda(), "cuMemcpyBatchAsync_v2", None)
-    if batch is None or len(lengths) < _BATCH_FROM:
-        for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
-            copy_run(target, source, length, stream)
-        return
-    held = np.array((targets, sources, lengths), np.int64)
-    address, row_bytes = held.ctypes.data, held.strides[0]
-    status = batch(
-        address, address + row_bytes, address + 2 * row_bytes, len(lengths),
-        ctypes.byref(_IN_STREAM_ORDER), ctypes.byref(_FIRST), 1, stream,
-    )  # fmt: skip
-    check(status, "cuMemcpyBatchAsync")
+
+    def __init__(self, targets: I64, sources: I64, lengths: I64) -> None:
+        self._table = np.array((targets, sources, lengths), np.int64)
+        self._targets, row_bytes = self._table.ctypes.data, self._table.strides[0]
+        self._sources, self._lengths = self._targets + row_bytes, self._targets + 2 * row_bytes
+        # Version 2 of the batch call came with CUDA 13; an older driver takes one call for each run.
+        self._batch = getattr(libcuda(), "cuMemcpyBatchAsync_v2", None)
+
+    def copy(self, begin: int, end: int, stream: int) -> None:
+        """Copy runs [begin, end) on a stream, in one call where the driver has one; nothing is waited for.
+
+        Args:
+            begin: the first run.
+            end: the run after the last.
+            stream: handle of a stream that is not the default one, of the current device.
+
+        Raises:
+            RuntimeError: the driver refused; runs may or may not have been queued.
+        """
+        if self._batch is None or end - begin < _BATCH_FROM:
+            for target, source, length in self._table[:, begin:end].T.tolist():
+                copy_run(target, source, length, stream)
+            return
+        skip = begin * self._table.itemsize
+        status = self._batch(
+            self._targets + skip, self._sources + skip, self._lengths + skip, end - begin,
+            _ATTRIBUTES, _FIRST_RUN, 1, stream,
+        )  # fmt: skip
+        check(status, "cuMemcpyBatchAsync")
+
+
+def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
+    """Copy runs of bytes on a stream; see `Runs`."""
+    Runs(targets, sources, lengths).copy(0, len(lengths), stream)
 
 
 def check(status: int, call: str) -> None:

@@ -11,19 +11,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvstore.kernels.chunks import Chunk, Moves, cut_spans, partial_positions
-from kvstore.kernels.driver import copy_runs, on_device, record, wait
+from kvstore.kernels.chunks import Chunk, Moves, by_slot, cut_spans, list_moves, partial_positions
+from kvstore.kernels.driver import Runs, on_device, record, wait
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.launch import check_slots, check_window
 from kvstore.kernels.spans import I64, Ids, Spans, slots_of_positions
 from kvstore.kernels.streams import own_stream
+
+#: The first chunk of a save and the last of a load, which nothing overlaps with, are this part of a chunk at most.
+_SHORT_CHUNK = 4
 
 
 class StagingRing:
     """Copy between a CUDA cache and slots in pinned host memory at the speed of the link.
 
     Everything is asynchronous. Work starts after what is on the caller's stream, and the event that comes back is
-    done when all bytes are in place; arguments have to live until then.
+    done when all bytes are in place; arguments have to live until then. Blocks go in the order of their slots, so
+    that neighbours are one run for the copy engines.
 
     Args:
         copier: of the engine's cache.
@@ -58,6 +62,7 @@ class StagingRing:
         self._copier, self._max_ctas, self._slots_per_piece = copier, max_ctas, slots_per_piece
         self._runs = stored.runs(layers or range(stored.num_layers), heads or range(stored.num_heads))
         self._per_chunk = max(1, chunk_bytes // stored.block_bytes)
+        self._short = max(1, self._per_chunk // _SHORT_CHUNK)
         size = (num_chunks, self._per_chunk, stored.block_bytes)
         # Zeros, so that what aligns side tensors in a slot is never another request's bytes.
         self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -103,12 +108,12 @@ class StagingRing:
         Raises:
             ValueError: ids or slots do not fit; nothing was written.
         """
-        ids = self._check(spans, slots, slot_ids)
-        chunks = self._cut(spans, partial_positions(spans, len(ids)))
+        spans, ids = self._check(spans, slots, slot_ids)
+        chunks = self._cut(spans, partial_positions(spans, len(ids)), most_first=self._short)
         with on_device(self._index):
             self._join()
-            placed, moves = self._place(spans), None
-            for chunk in chunks:
+            placed, runs, ends = self._place(spans), None, [0]
+            for at, chunk in enumerate(chunks):
                 if chunk.partial:
                     slot = int(ids[chunk.first])
                     self._launch(True, placed, slots[slot : slot + 1], chunk)
@@ -118,10 +123,10 @@ class StagingRing:
                 self._launch(True, placed, self._buffers[chunk.buffer], chunk)
                 record(ready, self._kernels.cuda_stream)
                 wait(self._copies.cuda_stream, ready)
-                # Only now, while the first kernel runs.
-                moves = moves or self._moves(spans, slots, ids)
-                host, device, lengths = moves.of(chunk, self._addresses[chunk.buffer])
-                copy_runs(host, device, lengths, self._copies.cuda_stream)
+                if runs is None:  # Only now, while the first kernel runs.
+                    moves = self._moves(spans, chunks, slots, ids)
+                    runs, ends = Runs(moves.host, moves.device, moves.lengths), [0, *moves.ends]
+                runs.copy(ends[at], ends[at + 1], self._copies.cuda_stream)
                 record(drained, self._copies.cuda_stream)
         if any(chunk.partial for chunk in chunks):
             self._copies.wait_stream(self._kernels)
@@ -132,16 +137,16 @@ class StagingRing:
 
         No byte of the engine that is in no span is written.
         """
-        ids = self._check(spans, slots, slot_ids)
-        chunks = self._cut(spans, None)
+        spans, ids = self._check(spans, slots, slot_ids)
+        chunks = self._cut(spans, None, most_last=self._short)
         with on_device(self._index):
             self._join()
-            moves, placed = self._moves(spans, slots, ids), None
-            for chunk in chunks:
+            moves, placed = self._moves(spans, chunks, slots, ids), None
+            runs, ends = Runs(moves.device, moves.host, moves.lengths), [0, *moves.ends]
+            for at, chunk in enumerate(chunks):
                 ready, drained = self._ready[chunk.buffer], self._drained[chunk.buffer]
                 wait(self._copies.cuda_stream, drained)
-                host, device, lengths = moves.of(chunk, self._addresses[chunk.buffer])
-                copy_runs(device, host, lengths, self._copies.cuda_stream)
+                runs.copy(ends[at], ends[at + 1], self._copies.cuda_stream)
                 record(ready, self._copies.cuda_stream)
                 # Only now, while the first bytes are on their way.
                 placed = placed or self._place(spans)
@@ -155,17 +160,14 @@ class StagingRing:
             to_slots, placed, slots, chunk.begin, chunk.end, chunk.first, self._kernels.cuda_stream, self._max_ctas
         )
 
-    def _check(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> I64:
-        """Check everything that a copy is given; return the slot of each position."""
+    def _check(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> tuple[Spans, I64]:
+        """Check everything that a copy is given; return the spans by slot, and the slot of each position."""
         if slots is not self._known:  # Asking the driver what memory this is takes longer than the rest.
             check_slots(self._copier.plan, slots)
             self._known = slots
         ids = slots_of_positions(spans, slot_ids, len(slots))
-        positions = spans.rows[:, 1]
-        if bool((positions[1:] < positions[:-1]).any()):
-            raise ValueError("wanted spans in the order of their positions; make them with slot_ids that ascend")
         check_window(self._copier.plan, spans, len(ids), 0, None, 0, self._max_ctas)
-        return ids
+        return by_slot(spans, ids)
 
     def _join(self) -> None:
         """Let both streams begin after what is on the caller's."""
@@ -178,15 +180,15 @@ class StagingRing:
         self._rows = placed.memory
         return placed
 
-    def _cut(self, spans: Spans, partial: I64 | None) -> list[Chunk]:
-        chunks = cut_spans(spans, self._per_chunk, partial, self._next, len(self._buffers))
+    def _cut(self, spans: Spans, partial: I64 | None, **ends: int | None) -> list[Chunk]:
+        chunks = cut_spans(spans, self._per_chunk, partial, self._next, len(self._buffers), **ends)
         self._next += sum(not chunk.partial for chunk in chunks)
         return chunks
 
-    def _moves(self, spans: Spans, slots: Tensor, ids: I64) -> Moves:
+    def _moves(self, spans: Spans, chunks: list[Chunk], slots: Tensor, ids: I64) -> Moves:
         pieces = ids // self._slots_per_piece if self._slots_per_piece else None
-        addresses = slots.data_ptr() + ids * slots.stride(0)
-        return Moves(spans, addresses, self._copier.plan.stored.block_bytes, self._runs, pieces)
+        addresses, block_bytes = slots.data_ptr() + ids * slots.stride(0), self._copier.plan.stored.block_bytes
+        return list_moves(spans, chunks, addresses, self._addresses, block_bytes, self._runs, pieces)
 
 
 def _event() -> torch.cuda.Event:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvstore.kernels.chunks import Moves, cut_spans, partial_positions
+from kvstore.kernels.chunks import by_slot, cut_spans, list_moves, partial_positions
 from kvstore.kernels.spans import Paging, block_spans
 
 PAGING = Paging(engine_block_size=4, stored_block_size=8, num_blocks=80)
@@ -42,32 +42,85 @@ def test_every_span_is_in_one_chunk_and_fits_its_buffer(seed):
             turn += 1
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_ends_of_a_copy_are_short_chunks(seed):
+    """So that the kernel that fills the first one, or empties the last one, keeps the copy engines for less long."""
+    rng, spans, _ = drawn(seed)
+    per_chunk, most = int(rng.integers(2, 9)), int(rng.integers(1, 3))
+    held = spans.rows[:, 1]
+    for ends in ({"most_first": most}, {"most_last": most}):
+        chunks = cut_spans(spans, per_chunk, None, 0, 3, **ends)
+        assert [at for chunk in chunks for at in range(chunk.begin, chunk.end)] == list(range(len(spans)))
+        assert all(len(set(held[chunk.begin : chunk.end].tolist())) <= per_chunk for chunk in chunks)
+        assert all(((held >= c.first) & (held < c.first + per_chunk))[c.begin : c.end].all() for c in chunks)
+        if chunks:
+            end = chunks[0] if "most_first" in ends else chunks[-1]
+            assert len(set(held[end.begin : end.end].tolist())) <= most
+        fewest = -(-len(set(held.tolist())) // per_chunk)
+        assert len(chunks) <= -(-(int(held.max()) + 1 - int(held.min())) // per_chunk) + 1 if len(held) else not chunks
+        assert len(chunks) >= fewest
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_by_slot_is_the_same_copy_in_the_order_of_the_slots(seed):
+    _, spans, slots = drawn(seed)
+    renamed, sorted_slots = by_slot(spans, slots)
+    assert sorted_slots.tolist() == sorted(slots.tolist())
+    positions = renamed.rows[:, 1]
+    assert (positions[1:] >= positions[:-1]).all()
+
+    def copied(spans, slots):
+        return sorted((row[0], int(slots[row[1]]), *row[2:]) for row in spans.rows.tolist())
+
+    assert copied(renamed, sorted_slots) == copied(spans, slots)
+    assert renamed.rows.flags.c_contiguous  # The kernel reads it.
+
+
 @pytest.mark.parametrize("runs", [[(0, 1000)], [(100, 300)], [(0, 200), (600, 200)], [(300, 100), (0, 300)]])
 @pytest.mark.parametrize("seed", range(30))
 def test_moves_are_those_of_each_position(seed, runs):
     rng, spans, slots = drawn(seed)
-    host, moves = 10**6 + slots * 1000, Moves(spans, 10**6 + slots * 1000, BLOCK_BYTES, runs)
-    for chunk in cut_spans(spans, int(rng.integers(1, 9)), partial_positions(spans, len(slots)), 0, 3):
-        runs_at = list(zip(*(column.tolist() for column in moves.of(chunk, 5000)), strict=True))
-        got = {(host + byte, device + byte) for host, device, length in runs_at for byte in range(0, length, 100)}
+    host, buffers = 10**6 + slots * 1000, [5000, 70_000, 90_000]
+    chunks = cut_spans(spans, int(rng.integers(1, 9)), partial_positions(spans, len(slots)), 0, 3)
+    moves = list_moves(spans, chunks, host, buffers, BLOCK_BYTES, runs)
+    begin = 0
+    for chunk, end in zip(chunks, moves.ends, strict=True):
+        runs_at = [column[begin:end].tolist() for column in (moves.host, moves.device, moves.lengths)]
+        got = {(h + byte, d + byte) for h, d, length in zip(*runs_at, strict=True) for byte in range(0, length, 100)}
+        begin = end
+        if chunk.partial:
+            assert not got
+            continue
         want = {
-            (int(host[position]) + byte, 5000 + (position - chunk.first) * BLOCK_BYTES + byte)
+            (int(host[position]) + byte, buffers[chunk.buffer] + (position - chunk.first) * BLOCK_BYTES + byte)
             for position in set(spans.rows[chunk.begin : chunk.end, 1].tolist())
             for offset, length in runs
             for byte in range(offset, offset + length, 100)
         }
         assert got == want
-        assert sum(length for _, _, length in runs_at) == 100 * len(want)
+        assert sum(runs_at[2]) == 100 * len(want)
+    assert begin == len(moves.lengths)
 
 
 def test_adjoining_blocks_are_one_move():
     spans = block_spans(PAGING, range(12), range(6), 6)
-    moves = Moves(spans, np.array([0, 1000, 2000, 7000, 8000, 5000]), 1000, [(0, 1000)])
     [chunk] = cut_spans(spans, 6, None, 0, 2)
-    assert moves.of(chunk, 10_000)[2].tolist() == [3000, 2000, 1000]
-    in_pieces = Moves(spans, np.arange(6) * 1000, 1000, [(0, 1000)], pieces=np.array([0, 0, 0, 0, 1, 1]))
-    assert in_pieces.of(chunk, 10_000)[2].tolist() == [4000, 2000]
+    slots = np.array([0, 1000, 2000, 7000, 8000, 5000])
+    assert list_moves(spans, [chunk], slots, [10_000], 1000, [(0, 1000)]).lengths.tolist() == [3000, 2000, 1000]
+    pieces = np.array([0, 0, 0, 0, 1, 1])
+    in_pieces = list_moves(spans, [chunk], np.arange(6) * 1000, [10_000], 1000, [(0, 1000)], pieces)
+    assert in_pieces.lengths.tolist() == [4000, 2000]
+
+
+def test_buffers_side_by_side_are_no_one_move():
+    """Each chunk is copied by itself, after its own kernel."""
+    spans = block_spans(PAGING, range(12), range(6), 6)
+    chunks = cut_spans(spans, 3, None, 0, 2)
+    moves = list_moves(spans, chunks, np.arange(6) * 1000, [0, 3000], 1000, [(0, 1000)])
+    assert (moves.lengths.tolist(), moves.ends) == ([3000, 3000], [1, 2])
 
 
 def test_nothing_to_copy_is_no_chunk():
-    assert cut_spans(block_spans(PAGING, [], [], 0), 4, None, 0, 2) == []
+    spans = block_spans(PAGING, [], [], 0)
+    assert cut_spans(spans, 4, None, 0, 2) == []
+    assert list_moves(spans, [], np.empty(0, np.int64), [0], 1000, [(0, 1000)]).ends == []
