@@ -4,51 +4,64 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvstore.kernels.module import WORDS
-from kvstore.kernels.plan import CopyPlan, Section
+from kvstore.kernels.module import ACROSS, INSIDE, Threads
+from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.spans import Spans
 
-#: Threads of a thread block, and planes that a thread copies, as pack.cu has them.
-MAX_THREADS = 256
-NUM_PLANES = 4
 WARP = 32
 _MAX_INDEX = 2**31 - 1
 
 
-class Divisor(ctypes.Structure):
+class Style(NamedTuple):
+    """How a copy of spans of some length is dealt out; measured by `kvstore bench gpu`."""
+
+    threads: Threads
+    by_plane: bool
+    """Whether all spans of a plane come one after another, else all planes of a span."""
+
+
+#: From so many words of a plane of a span on they are long, and very long.
+_LONG, _VERY_LONG = 256, 2048
+
+
+def style_of(to_slots: bool, words: int) -> Style:
+    """Return how spans are dealt out that have so many words in a plane."""
+    if to_slots:
+        return Style(ACROSS if words < _LONG else INSIDE, by_plane=False)
+    return Style(INSIDE if _LONG <= words < _VERY_LONG else ACROSS, by_plane=True)
+
+
+class Divisor(NamedTuple):
     """`struct Divisor` of pack.cu: a product and a shift in place of a division."""
 
-    _fields_ = [(name, ctypes.c_uint32) for name in ("value", "multiplier", "shift")]
+    value: int
+    multiplier: int
+    shift: int
 
 
 @functools.lru_cache(maxsize=1024)
 def divisor_of(value: int) -> Divisor:
-    """Return the divisor of a value of at least 1; nobody may write it.
+    """Return the divisor of a value of at least 1.
 
     Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
     """
     shift = (value - 1).bit_length()
-    return Divisor(value, ((1 << 32) * ((1 << shift) - value)) // value + 1, shift)
+    return Divisor(value, (((1 << 32) * ((1 << shift) - value)) // value + 1) & 0xFFFFFFFF, shift)
 
 
-class Copy(ctypes.Structure):
-    """`struct Copy` of pack.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("engine_bases", "slot_offsets", "spans", "slots")),
-        *((name, ctypes.c_int64) for name in ("engine_block", "engine_head", "engine_token")),
-        *((name, ctypes.c_int64) for name in ("slot_stride", "slot_head", "slot_token")),
-        *((name, ctypes.c_uint32) for name in ("num_planes", "num_heads", "num_units")),
-        *((name, Divisor) for name in ("lanes", "tiles", "groups", "num_spans", "head_words", "row_words")),
-    ]
+#: `struct Copy` of pack.cu: ten addresses and strides, four counts, five divisors.
+_COPY = struct.Struct("<10q19I4x")
+_CopyBytes = ctypes.c_char * _COPY.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,60 +170,71 @@ def launches(
     if end <= begin:
         return
     max_tokens = int(spans.rows[begin:end, 4].max())
-    stride = slots.stride(0)
-    origin = slots.data_ptr() - first_slot * stride
+    stride, address, num_slots = slots.stride(0), slots.data_ptr(), slots.shape[0]
     begin_address = spans_address + begin * spans.rows.strides[0]
     for section, table in zip(plan.sections, tables, strict=True):
-        word = math.gcd(section.align_bytes, slots.data_ptr(), stride if slots.shape[0] > 1 else 16)
+        word = math.gcd(section.align_bytes, address, stride if num_slots > 1 else 16)
         row_words = section.row_bytes // word
-        grid = _grid(section, end - begin, max_tokens * row_words, max_ctas)
-        copy = Copy(
-            table.engine_bases, table.slot_offsets, begin_address, origin,
+        style = style_of(to_slots, max_tokens * row_words * section.num_heads)
+        grid = _grid(style, len(section.engine_bases), section.num_heads, end - begin, max_tokens, row_words, max_ctas)
+        copy = _COPY.pack(
+            table.engine_bases, table.slot_offsets, begin_address, address - first_slot * stride,
             section.engine_block_stride, section.engine_head_stride, section.engine_token_stride,
-            stride, section.slot_head_stride, section.slot_token_stride,
-            len(section.engine_bases), section.num_heads, grid.num_units,
-            *grid.divisors, divisor_of(end - begin), divisor_of(max_tokens * row_words), divisor_of(row_words),
+            stride, section.slot_head_stride, section.slot_token_stride, *grid.counts,
         )  # fmt: skip
-        yield Launch(
-            f"{'pack' if to_slots else 'unpack'}_spans<{WORDS[word]}>", grid.num_ctas, grid.num_threads, (copy,)
-        )
+        args = (_CopyBytes.from_buffer_copy(copy),)
+        yield Launch(_kernel(style.threads, to_slots, word), grid.num_ctas, grid.num_threads, args)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grid:
     num_ctas: int
     num_threads: int
-    num_units: int
-    divisors: tuple[Divisor, ...]
+    counts: tuple[int, ...]  # num_planes and what follows it in `struct Copy`
 
 
-def _grid(section: Section, num_spans: int, head_words: int, max_ctas: int | None) -> _Grid:
-    """Cut what a launch copies: `head_words` words of each head, plane and span."""
-    words = head_words * section.num_heads
-    num_tiles, lanes = _tiles(words)
-    num_groups = -(-len(section.engine_bases) // NUM_PLANES)
-    num_units = num_spans * num_groups * num_tiles
-    if max(num_units, words + MAX_THREADS) > _MAX_INDEX:
-        raise ValueError(
-            f"wanted at most {_MAX_INDEX} pieces of work and words of a span and plane, got {num_units} and {words}; "
-            "copy in smaller pieces"
-        )
-    at_once = MAX_THREADS // lanes
-    num_ctas = -(-num_units // at_once)
-    num_threads = -(-lanes * at_once // WARP) * WARP
-    divisors = (divisor_of(lanes), divisor_of(num_tiles), divisor_of(num_groups))
-    return _Grid(num_ctas if max_ctas is None else min(num_ctas, max_ctas), num_threads, num_units, divisors)
+_kernel = functools.cache(Threads.kernel)
 
 
 @functools.lru_cache(maxsize=1024)
-def _tiles(words: int) -> tuple[int, int]:
+def _grid(
+    style: Style,
+    num_planes: int,
+    num_heads: int,
+    num_spans: int,
+    max_tokens: int,
+    row_words: int,
+    max_ctas: int | None,
+) -> _Grid:
+    """Cut what a launch copies: `max_tokens * row_words` words of each head, plane and span."""
+    is_inside, num_words, most_threads, _ = style.threads
+    head_words = max_tokens * row_words
+    num_tiles, lanes = _tiles(head_words * num_heads, num_words if is_inside else 1, most_threads)
+    num_groups = num_planes if is_inside else -(-num_planes // num_words)
+    num_units = num_spans * num_groups * num_tiles
+    most_words = num_tiles * lanes * num_words
+    if max(num_units, most_words) > _MAX_INDEX:
+        raise ValueError(
+            f"wanted at most {_MAX_INDEX} pieces of work and words of a span and plane, got {num_units} and "
+            f"{head_words * num_heads}; copy in smaller pieces"
+        )
+    at_once = most_threads // lanes
+    num_ctas = -(-num_units // at_once)
+    num_threads = -(-lanes * at_once // WARP) * WARP
+    inner = num_spans if style.by_plane else num_groups
+    divisors = map(divisor_of, (lanes, num_tiles, inner, head_words, row_words))
+    counts = (num_planes, num_heads, num_units, int(style.by_plane), *itertools.chain.from_iterable(divisors))
+    return _Grid(num_ctas if max_ctas is None else min(num_ctas, max_ctas), num_threads, counts)
+
+
+def _tiles(words: int, per_thread: int, most_threads: int) -> tuple[int, int]:
     """Return into how many tiles words are cut, and the threads of each: as few without a word as there can be.
 
     More than a warp of them are whole warps, so that none begins in the middle of a line.
     """
-    fewest = -(-words // MAX_THREADS)
     if words <= WARP:
-        return 1, words
-    lanes = {count: -(-words // (count * WARP)) * WARP for count in range(fewest, fewest + 8)}
+        return 1, -(-words // per_thread)
+    fewest = -(-words // (most_threads * per_thread))
+    lanes = {count: -(-words // (count * per_thread * WARP)) * WARP for count in range(fewest, fewest + 8)}
     count = min(lanes, key=lambda count: count * lanes[count])
     return count, lanes[count]

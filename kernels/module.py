@@ -4,13 +4,40 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-#: Every kernel template of a file, and the types it is made for.
+
+class Threads(NamedTuple):
+    """What a kernel of pack.cu is compiled for, beside the word: its template's other arguments."""
+
+    is_inside: bool
+    """Whether the words of a thread lie in one plane of a span; else one each of as many planes."""
+
+    num_words: int
+    """Words that a thread copies at once."""
+
+    num_threads: int
+    """The most threads of a thread block."""
+
+    num_ctas: int
+    """Thread blocks of a multiprocessor that registers have to do for."""
+
+    def kernel(self, to_slots: bool, word: int) -> str:
+        """Return the name of the kernel for words of so many bytes."""
+        verb = "pack" if to_slots else "unpack"
+        counts = f"{self.num_words}, {self.num_threads}, {self.num_ctas}"
+        return f"{verb}_spans<{WORDS[word]}, {str(self.is_inside).lower()}, {counts}>"
+
+
+ACROSS = Threads(False, 4, 256, 6)
+INSIDE = Threads(True, 2, 128, 16)
 WORDS = {16: "uint4", 8: "unsigned long long", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 INDEX_TYPES = {4: "int", 8: "long long"}
+#: Every kernel of a file: templates with their arguments.
 KERNELS = {
-    "pack.cu": [f"{name}<{word}>" for name in ("pack_spans", "unpack_spans") for word in WORDS.values()],
+    "pack.cu": [
+        threads.kernel(to_slots, word) for threads in (ACROSS, INSIDE) for to_slots in (True, False) for word in WORDS
+    ],
     "index.cu": [
         f"{name}<{index}>"
         for name in ("slots_to_pages", "pages_to_slots", "repack_pages", "last_pages")
@@ -36,7 +63,7 @@ def load(file: str, device: int) -> dict[str, int]:
         device: index of the CUDA device.
 
     Returns:
-        Handles of the kernels by name, with the template's argument; valid as long as the process.
+        Handles of the kernels by name, with the template's arguments; valid as long as the process.
 
     Raises:
         ImportError: CuPy is not installed.

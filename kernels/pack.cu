@@ -11,12 +11,13 @@
 // sizes and negative ids are all settled in that list: a token that must not be touched is in no
 // span, so no thread ever has its address. Origin: ours.
 //
-// Threads: a thread keeps to one word of a span in a plane and copies it in kPlanes planes, so
-// where the word lies is worked out once for all of them, and all loads are in flight before the
-// first store. `lanes` neighbouring threads copy neighbouring words of the slot; as many of them as
-// a plane of a span needs are its tiles. Tiles are dealt out in the order of the slots: memory is
-// fast where what is in flight at one time lies together. The grid may be of any size; a small one
-// leaves multiprocessors to the model.
+// Threads: a thread copies kWords words, all loads in flight before the first store. Where a plane
+// of a span is long they lie in that plane, `lanes` words apart (kInside); where it is short they
+// are one word each of as many planes, so that where the word lies is worked out once for all of
+// them. `lanes` neighbouring threads copy neighbouring words of the slot; as many of them as a
+// plane of a span needs are its tiles. Tiles are dealt out in the order of the slots or of the
+// planes: memory is fast where what is in flight at one time lies together. The grid may be of any
+// size; a small one leaves multiprocessors to the model.
 //
 // Offsets are 64 bits wide wherever they can span more than one block of one plane.
 
@@ -47,22 +48,119 @@ struct Copy {                       // one launch; strides in bytes
     long long slot_token;
     unsigned num_planes;
     unsigned num_heads;
-    unsigned num_units;  // tiles of all spans in all groups of kPlanes planes; below 2^31
+    unsigned num_units;  // tiles of all spans in all groups of planes; below 2^31
+    unsigned by_plane;   // whether all spans of a group of planes come before the next group
     Divisor lanes;
-    Divisor tiles;   // of one span in one plane
-    Divisor groups;  // of planes
-    Divisor num_spans;
+    Divisor tiles;       // of one span in one plane
+    Divisor inner;       // spans if by_plane, else groups of planes
     Divisor head_words;  // of the longest span
     Divisor row_words;
 };
-
-constexpr unsigned kPlanes = 4;
 
 __device__ __forceinline__ unsigned quotient(unsigned dividend, const Divisor& divisor) {
     return (__umulhi(dividend, divisor.multiplier) + dividend) >> divisor.shift;
 }
 
+struct Place {  // of one byte on both sides
+    long long engine;
+    long long slot;
+};
+
+__device__ __forceinline__ Place operator+(const Place& one, const Place& other) {
+    return {one.engine + other.engine, one.slot + other.slot};
+}
+
+// Where a span begins in a plane, without what is the same for all planes of a launch.
+__device__ __forceinline__ Place place_of_span(const Copy& copy, const Span& span) {
+    return {span.block * copy.engine_block + span.engine_token * copy.engine_token,
+            copy.slots + span.slot * copy.slot_stride + span.slot_token * copy.slot_token};
+}
+
+__device__ __forceinline__ Place place_of_plane(const Copy& copy, unsigned plane) {
+    return {copy.engine_bases[plane], copy.slot_offsets[plane]};
+}
+
+// Where a word of a span lies within it; whether there is such a word.
+template <typename Word>
+__device__ __forceinline__ bool place_of_word(const Copy& copy, unsigned num_tokens, unsigned index,
+                                              Place& place) {
+    const unsigned head = quotient(index, copy.head_words);
+    const unsigned in_head = index - head * copy.head_words.value;
+    const unsigned token = quotient(in_head, copy.row_words);
+    const unsigned inside = (in_head - token * copy.row_words.value) * sizeof(Word);
+    place = {token * copy.engine_token + head * copy.engine_head + inside,
+             token * copy.slot_token + head * copy.slot_head + inside};
+    return head < copy.num_heads && token < num_tokens;
+}
+
 template <typename Word, bool kToSlots>
+__device__ __forceinline__ Word load_word(const Place& place) {
+    return __ldcg(reinterpret_cast<const Word*>(kToSlots ? place.engine : place.slot));
+}
+
+template <typename Word, bool kToSlots>
+__device__ __forceinline__ void store_word(const Place& place, const Word& word) {
+    __stcg(reinterpret_cast<Word*>(kToSlots ? place.slot : place.engine), word);
+}
+
+template <typename Word, bool kToSlots, bool kInside, unsigned kWords>
+__device__ __forceinline__ void copy_unit(const Copy& copy, unsigned unit, unsigned lane) {
+    const unsigned pair = quotient(unit, copy.tiles);
+    const unsigned tile = unit - pair * copy.tiles.value;
+    const unsigned slow = quotient(pair, copy.inner);
+    const unsigned fast = pair - slow * copy.inner.value;
+    const unsigned first_plane = (copy.by_plane ? slow : fast) * (kInside ? 1 : kWords);
+    const Span& span = copy.spans[copy.by_plane ? fast : slow];
+    const unsigned num_tokens = static_cast<unsigned>(span.num_tokens);
+    const Place begin = place_of_span(copy, span);
+
+    Word held[kWords];
+    if (kInside) {
+        const Place in_plane = begin + place_of_plane(copy, first_plane);
+        Place places[kWords];
+        bool is_word[kWords];
+#pragma unroll
+        for (unsigned step = 0; step < kWords; ++step) {
+            const unsigned index = (tile * kWords + step) * copy.lanes.value + lane;
+            is_word[step] = place_of_word<Word>(copy, num_tokens, index, places[step]);
+            places[step] = places[step] + in_plane;
+        }
+#pragma unroll
+        for (unsigned step = 0; step < kWords; ++step) {
+            if (is_word[step]) {
+                held[step] = load_word<Word, kToSlots>(places[step]);
+            }
+        }
+#pragma unroll
+        for (unsigned step = 0; step < kWords; ++step) {
+            if (is_word[step]) {
+                store_word<Word, kToSlots>(places[step], held[step]);
+            }
+        }
+        return;
+    }
+    Place place;
+    if (!place_of_word<Word>(copy, num_tokens, tile * copy.lanes.value + lane, place)) {
+        return;
+    }
+    place = place + begin;
+#pragma unroll
+    for (unsigned step = 0; step < kWords; ++step) {
+        if (first_plane + step < copy.num_planes) {
+            held[step] =
+                load_word<Word, kToSlots>(place + place_of_plane(copy, first_plane + step));
+        }
+    }
+#pragma unroll
+    for (unsigned step = 0; step < kWords; ++step) {
+        if (first_plane + step < copy.num_planes) {
+            store_word<Word, kToSlots>(place + place_of_plane(copy, first_plane + step),
+                                       held[step]);
+        }
+    }
+}
+
+template <typename Word, bool kToSlots, bool kInside, unsigned kWords>
 __device__ __forceinline__ void copy_spans(const Copy& copy) {
     const unsigned units_at_once = quotient(blockDim.x, copy.lanes);
     const unsigned turn = quotient(threadIdx.x, copy.lanes);
@@ -70,60 +168,20 @@ __device__ __forceinline__ void copy_spans(const Copy& copy) {
     if (turn >= units_at_once) {
         return;  // the host rounds thread blocks up to whole warps
     }
-    const long long* const sources = kToSlots ? copy.engine_bases : copy.slot_offsets;
-    const long long* const targets = kToSlots ? copy.slot_offsets : copy.engine_bases;
-
     for (unsigned unit = blockIdx.x * units_at_once + turn; unit < copy.num_units;
          unit += gridDim.x * units_at_once) {
-        const unsigned pair = quotient(unit, copy.tiles);
-        const unsigned tile = unit - pair * copy.tiles.value;
-        const Divisor& inner = kToSlots ? copy.groups : copy.num_spans;
-        const unsigned slow = quotient(pair, inner);
-        const unsigned fast = pair - slow * inner.value;
-        const unsigned first_plane = (kToSlots ? fast : slow) * kPlanes;
-        const Span span = copy.spans[kToSlots ? slow : fast];
-
-        const unsigned index = tile * copy.lanes.value + lane;
-        const unsigned head = quotient(index, copy.head_words);
-        const unsigned in_head = index - head * copy.head_words.value;
-        const unsigned token = quotient(in_head, copy.row_words);
-        if (head >= copy.num_heads || token >= span.num_tokens) {
-            continue;
-        }
-        const long long inside =
-            static_cast<long long>(in_head - token * copy.row_words.value) * sizeof(Word);
-        const long long engine = span.block * copy.engine_block +
-                                 (span.engine_token + token) * copy.engine_token +
-                                 head * copy.engine_head + inside;
-        const long long slot = copy.slots + span.slot * copy.slot_stride +
-                               (span.slot_token + token) * copy.slot_token + head * copy.slot_head +
-                               inside;
-        const long long source = kToSlots ? engine : slot;
-        const long long target = kToSlots ? slot : engine;
-
-        Word held[kPlanes];
-#pragma unroll
-        for (unsigned step = 0; step < kPlanes; ++step) {
-            if (first_plane + step < copy.num_planes) {
-                held[step] =
-                    __ldcg(reinterpret_cast<const Word*>(sources[first_plane + step] + source));
-            }
-        }
-#pragma unroll
-        for (unsigned step = 0; step < kPlanes; ++step) {
-            if (first_plane + step < copy.num_planes) {
-                __stcg(reinterpret_cast<Word*>(targets[first_plane + step] + target), held[step]);
-            }
-        }
+        copy_unit<Word, kToSlots, kInside, kWords>(copy, unit, lane);
     }
 }
 
-template <typename Word>
-__global__ void __launch_bounds__(256, 6) pack_spans(const Copy copy) {
-    copy_spans<Word, true>(copy);
+// kThreads and kCtas: the most threads of a thread block, and thread blocks of a multiprocessor
+// that registers have to do for.
+template <typename Word, bool kInside, unsigned kWords, unsigned kThreads, unsigned kCtas>
+__global__ void __launch_bounds__(kThreads, kCtas) pack_spans(const Copy copy) {
+    copy_spans<Word, true, kInside, kWords>(copy);
 }
 
-template <typename Word>
-__global__ void __launch_bounds__(256, 6) unpack_spans(const Copy copy) {
-    copy_spans<Word, false>(copy);
+template <typename Word, bool kInside, unsigned kWords, unsigned kThreads, unsigned kCtas>
+__global__ void __launch_bounds__(kThreads, kCtas) unpack_spans(const Copy copy) {
+    copy_spans<Word, false, kInside, kWords>(copy);
 }

@@ -27,7 +27,8 @@ from kvstore.kernels.stored import StoredBlock
 from kvstore.shape import KVShape
 
 _POISON = 0xA5
-_DELAY_CYCLES = 2_000_000  # about a millisecond: the host has queued everything before the device begins
+# About one and four milliseconds: the host has queued everything before the device begins.
+_DELAY_CYCLES, _LINK_DELAY_CYCLES = 2_000_000, 8_000_000
 BESIDE = "host_to_gpu_beside_products"
 _SPARE = 2  # the engine's cache and the arena are this many times as large as what is moved
 #: Name -> (layers, KV heads, head dim, planes), bfloat16.
@@ -80,7 +81,8 @@ def run_gpu(
             for count in fitting:
                 setup = _smaller(whole, count)
                 for direction, ways in directions(setup):
-                    medians = _measure(ways, rounds, _DELAY_CYCLES)
+                    on_device = direction in ("pack", "unpack")
+                    medians = _measure(ways, rounds, _DELAY_CYCLES if on_device else _LINK_DELAY_CYCLES)
                     if direction in ("gpu_to_host", "host_to_gpu"):
                         cold = {f"{name}_from_idle": ways[name] for name in ("limit", "ours")}
                         medians |= _measure(cold, rounds, 0)
@@ -161,19 +163,25 @@ def _measure(ways: dict[str, Way], rounds: int, delay_cycles: int) -> dict[str, 
 def _check(setup: Setup, direction: str, ours: Way) -> None:
     """Run ours once more over a poisoned destination and compare every byte."""
     shape, ids = setup.shape, torch.from_numpy(setup.block_ids).cuda()
-    bits = [cache.view(torch.int16) for cache in setup.caches]
+    bits, slots = [cache.view(torch.int16) for cache in setup.caches], torch.from_numpy(setup.slot_ids).cuda()
+    # On the device: a host takes seconds to gather as many slots.
+    far = torch.full_like(setup.host, _POISON, device="cuda")
     if direction in ("pack", "gpu_to_host", "both"):
-        (setup.device if direction == "pack" else setup.host).fill_(_POISON)
+        if direction == "pack":
+            setup.device.fill_(_POISON)
+        else:
+            setup.host.copy_(far)
         torch.cuda.synchronize()
         ours()
         torch.cuda.synchronize()
-        got = setup.device if direction == "pack" else setup.host[setup.slot_ids].cuda()
+        got = setup.device if direction == "pack" else far.copy_(setup.host)[slots]
     else:
         got = setup.flat if direction == "unpack" else torch.randint_like(setup.flat, 256)
         if direction == "unpack":
             setup.device.copy_(got)
         else:
-            setup.host[setup.slot_ids] = got.cpu()
+            far[slots] = got
+            setup.host.copy_(far)
         for cache in bits:
             cache[:, ids] = _POISON
         torch.cuda.synchronize()

@@ -19,7 +19,7 @@ from kvstore.kernels.stored import StoredBlock
 MASKS = {
     "spans.py": ("first, last = skip_prefix_tokens // step,", "skip_prefix_tokens = 0\n    first, last = 0,"),
     "reference_tokens.py": ("range(skip_prefix_tokens, num_tokens)", "range(num_tokens)"),
-    "pack.cu": ("(span.engine_token + token)", "token"),  # whole pages
+    "pack.cu": (" + span.engine_token * copy.engine_token", ""),  # from the begin of the page
 }
 PAGE, STORED_SIZE, NUM_PAGES = 16, 64, 64
 

@@ -73,7 +73,7 @@ def test_the_grid_shrinks_with_the_skip_and_stores_only_what_moves(shim):
         pairs = case.expected(False)[2]
         per_token = len(case.layers) * len(case.heads) * sum(t.num_planes * t.row_bytes for t in case.stored.tensors)
         width = {"uint4": 16, "unsigned long long": 8, "unsigned int": 4, "unsigned short": 2, "unsigned char": 1}
-        moved = sum(count * width[launch.name.split("<")[1][:-1]] for launch, count in stores)
+        moved = sum(count * width[launch.name.split("<")[1].split(",")[0]] for launch, count in stores)
         assert moved == len(pairs) * per_token
         if not pairs:
             assert stores == []  # a grid of no thread blocks is an error in CUDA
@@ -140,10 +140,32 @@ def test_words_are_as_wide_as_both_sides_allow(shim):
         if stores:
             launch = stores[0][0]
             row_bytes = case.plan(engines).sections[0].row_bytes
-            seen.add(launch.name)
+            seen.add(launch.name.split(",")[0])
             if "uint4" in launch.name:
                 assert math.gcd(row_bytes, 16) == 16
     assert len(seen) == 5
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize(("size", "dim"), [(4, 40), (4, 560), (16, 2080)])
+def test_short_and_long_and_very_long_spans(shim, size, dim, to_slots):
+    """Each is dealt out in its own way; none of them fills its tiles."""
+    stored = StoredBlock(block_dims=(1, 2, 2, 2, size, dim), dtype="bfloat16")
+    engine = torch.randint(0, 99, (2, 3, 2, 2, size, dim)).to(torch.bfloat16)
+    slots = torch.randint(0, 99, (2, stored.block_bytes), dtype=torch.uint8)
+    plan, blocks = plan_copy(list(engine), stored), [2, 0]
+    spans = block_spans(plan.paging, blocks, [1, 0], 2, num_tokens=2 * size - 1, skip_prefix_tokens=1)
+    [table] = [Tables(s.engine_bases.ctypes.data, s.slot_offsets.ctypes.data) for s in plan.sections]
+    want_engine, want_slots = engine.clone(), slots.clone()
+    held = want_slots.view(torch.bfloat16).view(2, 2, 2, 2, size, dim)  # [slot, head, layer, plane, token, dim]
+    for block, slot, tokens in ((2, 1, slice(1, size)), (0, 0, slice(0, size - 1))):
+        there, here = held[slot][..., tokens, :], want_engine[:, block][..., tokens, :].transpose(0, 1)
+        (there if to_slots else here).copy_(here if to_slots else there)
+    shim.allow(*((engine,) if to_slots else (slots,)), writable=[slots if to_slots else engine])
+    [launch] = launches(plan, [table], spans, spans.rows.ctypes.data, slots, to_slots=to_slots)
+    shim.run(launch)
+    assert torch.equal(engine.view(torch.int16), want_engine.view(torch.int16))
+    assert torch.equal(slots, want_slots)
 
 
 def test_the_shim_sees_a_copy_that_is_out_of_bounds(shim):
