@@ -26,7 +26,6 @@ from kvstore.copier import HostCopier
 from kvstore.detect import detect_layout
 from kvstore.engine_copy import engine_pages
 from kvstore.kernels import reference
-from kvstore.kernels.stored import StoredBlock
 from kvstore.layout import canonical_views
 from kvstore.part import WHOLE, Part
 from kvstore.provenance import provenance
@@ -69,7 +68,7 @@ def measure(case: Case, arena: Arena) -> list[dict[str, Any]]:
     rng = np.random.default_rng(1)
     caches = caches_of(case)
     layout = detect_layout(caches, SHAPE, ORDERS[case.order], case.part)
-    stored = StoredBlock(block_dims=SHAPE.block_dims, dtype=SHAPE.dtype)
+    stored = SHAPE.stored_block
     (begin, part_bytes), *more = stored.runs(*case.part.ranges(SHAPE))
     assert not more
     copier = HostCopier(caches, layout, SHAPE, arena, SHAPE.block_bytes, NUM_BLOCKS)

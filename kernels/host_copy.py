@@ -66,7 +66,8 @@ def fragments_of(
         One table for the planes, and one for every side tensor.
 
     Raises:
-        ValueError: the tensors are not on the CPU, or the tokens are not within both blocks.
+        ValueError: the tensors are not on the CPU, or the tokens are not within both blocks, or only some of a block
+            that may only be copied whole.
     """
     engine_size, stored_size = plan.paging.engine_block_size, plan.paging.stored_block_size
     count = min(engine_size, stored_size) if num_tokens is None else num_tokens
@@ -79,13 +80,20 @@ def fragments_of(
             f"fragments_of: wanted tokens within engine blocks of {engine_size} and stored ones of {stored_size}, got "
             f"{count} from {engine_token} and {slot_token} on"
         )
+    if plan.whole_blocks and count != stored_size:
+        raise ValueError(
+            f"fragments_of: wanted whole blocks of {stored_size} tokens, because a side tensor has one row for all of "
+            f"them, got {count} tokens"
+        )
     if plan.device.type != "cpu":
         raise ValueError(f"fragments_of: wanted an engine's tensors on the CPU, got {plan.device}")
     return tuple(_fragments(plan, section, engine_token, slot_token, count) for section in plan.sections)
 
 
 def _fragments(plan: CopyPlan, section: Section, engine_token: int, slot_token: int, count: int) -> Fragments:
-    heads, tokens = np.arange(section.num_heads, dtype=np.int64)[:, None], np.arange(count, dtype=np.int64)
+    heads = np.arange(section.num_heads, dtype=np.int64)[:, None]
+    # A row that all tokens of a block share is copied once.
+    tokens = np.arange(count if section.slot_token_stride else min(count, 1), dtype=np.int64)
 
     def rows(begins: I64, head_stride: int, token_stride: int, first: int) -> I64:
         inside = heads * head_stride + (first + tokens) * token_stride

@@ -114,7 +114,7 @@ def check_window(
 
     Raises:
         ValueError: the list is of other block sizes or names slots outside the window, the bounds are no part of it,
-            or max_ctas is below 1.
+            max_ctas is below 1, or a span is part of a block that may only be copied whole.
     """
     if spans.paging != plan.paging:
         raise ValueError(
@@ -127,6 +127,12 @@ def check_window(
         raise ValueError(f"wanted 0 <= begin <= end <= {len(spans)} spans, got {begin} and {end}")
     if begin == end:
         return
+    size = plan.paging.stored_block_size
+    if plan.whole_blocks and int(spans.rows[begin:end, 4].min()) < size:
+        raise ValueError(
+            f"wanted whole blocks of {size} tokens, because a side tensor has one row for all of them, got a span of "
+            f"{int(spans.rows[begin:end, 4].min())}; skip and copy whole blocks"
+        )
     low, high = int(spans.rows[begin:end, 1].min()), int(spans.rows[begin:end, 1].max())
     if low < first_slot or high >= first_slot + num_slots:
         raise ValueError(

@@ -27,9 +27,10 @@ class Section:
         engine_bases: int64 `[n]`, address of block 0, token 0, head 0 of every layer and plane; where an engine keeps
             the elements of a row apart, of every element too.
         slot_offsets: int64 `[n]`, distance of the same row from the begin of its slot.
-        num_heads: heads held.
+        num_heads: heads held; 1 where one row is for all of them.
         row_bytes: bytes that are contiguous on both sides for one token and head.
-        engine_block_stride: bytes between two engine blocks; the other strides likewise.
+        engine_block_stride: bytes between two engine blocks; the other strides likewise. Where one row is for all
+            tokens of a block both token strides are 0: it is copied with each of them.
         align_bytes: all of the above are multiples of it; a power of two, at most 16.
     """
 
@@ -63,6 +64,11 @@ class CopyPlan:
     device: torch.device
     views: tuple[Tensor, ...]
 
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether blocks may only be copied whole, because something in them is for all of their tokens."""
+        return not all(side.per_token for side in self.stored.sides)
+
 
 def plan_copy(
     views: Sequence[Tensor],
@@ -81,11 +87,13 @@ def plan_copy(
         stored: the block of all layers and heads.
         layers: layers of the block that the engine holds; default all.
         heads: heads of the block that the engine holds; default all.
-        sides: for every side tensor of the block, views as above.
+        sides: for every side tensor of the block, views as above; with one H where it has no heads, and one T where
+            it has no tokens.
 
     Raises:
         ValueError: number, shape, dtype, device or strides do not fit, memory is shared between views or within one,
-            neither block size divides the other, or layers or heads are not in the block.
+            neither block size divides the other, or layers or heads are not in the block; or a side tensor is for
+            all heads and not all are held, or for all tokens of a block and the block sizes differ.
     """
     layers = range(stored.num_layers) if layers is None else layers
     heads = range(stored.num_heads) if heads is None else heads
@@ -101,16 +109,32 @@ def plan_copy(
         )
     first = views[0]
     paging = Paging(engine_block_size=first.shape[3], stored_block_size=stored.block_dims[4], num_blocks=first.shape[0])
+    _check_sides(stored, heads, paging)
     groups = [list(views), *(list(side) for side in sides)]
     sections = []
     for index, (tensor, group) in enumerate(zip(stored.tensors, groups, strict=True)):
         per_layer = _views_per_layer(tensor, group, len(layers))
-        _check_views(group, (paging.num_blocks, len(heads), tensor.num_planes // per_layer, first.shape[3]), tensor)
+        num_heads, num_rows = len(heads) if tensor.per_head else 1, first.shape[3] if tensor.per_token else 1
+        _check_views(group, (paging.num_blocks, num_heads, tensor.num_planes // per_layer, num_rows), tensor)
         if group[0].device != first.device:
             raise ValueError(f"plan_copy: wanted side tensors on {first.device}, got {group[0].device}")
         sections.append(_section(stored, index, group, per_layer, layers, heads))
     every = tuple(view for group in groups for view in group)
     return CopyPlan(stored=stored, paging=paging, sections=tuple(sections), device=first.device, views=every)
+
+
+def _check_sides(stored: StoredBlock, heads: range, paging: Paging) -> None:
+    if len(heads) < stored.num_heads and not all(side.per_head for side in stored.sides):
+        raise ValueError(
+            f"plan_copy: wanted all {stored.num_heads} heads, because a side tensor has one row for all of them, got "
+            f"{len(heads)}"
+        )
+    engine, size = paging.engine_block_size, paging.stored_block_size
+    if engine != size and not all(side.per_token for side in stored.sides):
+        raise ValueError(
+            f"plan_copy: wanted engine blocks of the stored size, because a side tensor has one row for all tokens of "
+            f"a block, got {engine} and {size} tokens"
+        )
 
 
 def _views_per_layer(tensor: Side, views: Sequence[Tensor], num_layers: int) -> int:
@@ -149,7 +173,8 @@ def _section(
     stored: StoredBlock, index: int, views: Sequence[Tensor], per_layer: int, layers: range, heads: range
 ) -> Section:
     tensor, first = stored.tensors[index], views[0]
-    per_group, tokens, width = stored.block_dims[2], stored.block_dims[4], torch_dtype(tensor.dtype).itemsize
+    per_group, width = stored.block_dims[2], torch_dtype(tensor.dtype).itemsize
+    num_heads, head_bytes = (len(heads), stored.head_bytes) if tensor.per_head else (1, 0)
     held = tensor.num_planes // per_layer
     block, head, plane, token, dim = (stride * width for stride in first.stride())
     # Elements of a row that lie apart become rows of their own.
@@ -161,17 +186,18 @@ def _section(
 
     layer = np.arange(layers.start, layers.stop, dtype=np.int64)[:, None, None]
     planes = np.arange(tensor.num_planes, dtype=np.int64)[:, None]
-    begin = layer // per_group * stored.group_bytes + heads.start * stored.head_bytes + stored.section_offset(index)
-    rows = ((layer % per_group) * tensor.num_planes + planes) * tokens * tensor.row_bytes
+    begin = layer // per_group * stored.group_bytes + heads.start * head_bytes + stored.section_offset(index)
+    rows = ((layer % per_group) * tensor.num_planes + planes) * stored.rows_of(tensor) * tensor.row_bytes
     offsets = (begin + rows + np.arange(num_pieces, dtype=np.int64) * row_bytes).ravel()
 
     # A stride over a dim of size 1 is never walked, and torch may have put anything there.
+    token = token if first.shape[3] > 1 else row_bytes
     strides = (
         block if first.shape[0] > 1 else 0,
-        head if len(heads) > 1 else 0,
-        token if first.shape[3] > 1 else row_bytes,
-        stored.head_bytes if len(heads) > 1 else 0,
-        tensor.row_bytes,
+        head if num_heads > 1 else 0,
+        token if tensor.per_token else 0,
+        head_bytes if num_heads > 1 else 0,
+        tensor.row_bytes if tensor.per_token else 0,
     )
     align_bytes = math.gcd(16, row_bytes, *strides, int(np.gcd.reduce(bases)), int(np.gcd.reduce(offsets)))
-    return Section(bases, offsets, len(heads), row_bytes, *strides, align_bytes)
+    return Section(bases, offsets, num_heads, row_bytes, *strides, align_bytes)

@@ -50,16 +50,20 @@ def slot_sections(slots: Tensor, stored: StoredBlock) -> list[Tensor]:
         stored: the block.
 
     Returns:
-        Per tensor `[S, G, H, L, P, T, D]`, as integers of its elements' width, sharing the slots' memory.
+        Per tensor `[S, G, H, L, P, T, D]`, as integers of its elements' width, sharing the slots' memory; with one H
+        where it has no heads, and one T where it has no tokens.
     """
     groups, heads, per_group, _, tokens, _ = stored.block_dims
-    whole = slots[:, : stored.block_bytes].view(-1, groups, heads, stored.head_bytes)
-    sections, offset = [], 0
+    whole = slots[:, : stored.block_bytes].view(-1, groups, stored.block_bytes // groups)
+    of_heads = whole[..., : heads * stored.head_bytes].view(-1, groups, heads, stored.head_bytes)
+    of_groups = whole[..., None, heads * stored.head_bytes :]
+    sections, ends = [], {True: 0, False: 0}
     for tensor in stored.tensors:
-        num_bytes = per_group * tensor.num_planes * tokens * tensor.row_bytes
-        part = whole[..., offset : offset + num_bytes].view(_BITS[torch_dtype(tensor.dtype).itemsize])
-        sections.append(part.view(-1, groups, heads, per_group, tensor.num_planes, tokens, tensor.dim))
-        offset += -(-num_bytes // 16) * 16
+        held, rows = of_heads if tensor.per_head else of_groups, tokens if tensor.per_token else 1
+        begin, num_bytes = ends[tensor.per_head], per_group * tensor.num_planes * rows * tensor.row_bytes
+        part = held[..., begin : begin + num_bytes].view(_BITS[torch_dtype(tensor.dtype).itemsize])
+        sections.append(part.view(-1, groups, held.shape[2], per_group, tensor.num_planes, rows, tensor.dim))
+        ends[tensor.per_head] = begin + -(-num_bytes // 16) * 16
     return sections
 
 
@@ -81,9 +85,10 @@ def pack_tokens(
         layers: layers that the engine holds.
         heads: heads that the engine holds.
     """
-    for view, piece in _pieces(views, slots, stored, layers, heads):
+    for view, piece, size in _pieces(views, slots, stored, layers, heads):
         for place, slot, token in pairs:
-            piece[slot, :, :, token] = view[place // view.shape[3], :, :, place % view.shape[3]]
+            # Where all tokens share one row, the row goes with each of them.
+            piece[slot, :, :, token % piece.shape[3]] = view[place // size, :, :, place % size % view.shape[3]]
 
 
 def unpack_tokens(
@@ -95,22 +100,26 @@ def unpack_tokens(
     heads: range,
 ) -> None:
     """Copy tokens of slots into an engine; arguments as for `pack_tokens`."""
-    for view, piece in _pieces(views, slots, stored, layers, heads):
+    for view, piece, size in _pieces(views, slots, stored, layers, heads):
         for place, slot, token in pairs:
-            view[place // view.shape[3], :, :, place % view.shape[3]] = piece[slot, :, :, token]
+            view[place // size, :, :, place % size % view.shape[3]] = piece[slot, :, :, token % piece.shape[3]]
 
 
 def _pieces(
     views: Sequence[Sequence[Tensor]], slots: Tensor, stored: StoredBlock, layers: range, heads: range
-) -> list[tuple[Tensor, Tensor]]:
-    """Pair every view `[B, H, P, T, D]` with the piece `[S, H, P, T, D]` of the slots that holds the same KV."""
-    pieces = []
+) -> list[tuple[Tensor, Tensor, int]]:
+    """Pair every view `[B, H, P, T, D]` with the piece `[S, H, P, T, D]` of the slots that holds the same.
+
+    Beside them comes the engine's block size, which views without tokens do not have.
+    """
+    pieces, size = [], views[0][0].shape[3]
     for section, group in zip(slot_sections(slots, stored), views, strict=True):
         per_layer = len(group) // len(layers)
         held = section.shape[4] // per_layer
         for index, view in enumerate(group):
             layer, plane = layers[index // per_layer], index % per_layer * held
             g, inside = divmod(layer, stored.block_dims[2])
-            piece = section[:, g, heads.start : heads.stop, inside, plane : plane + held]
-            pieces.append((view.view(section.dtype), piece))
+            chosen = slice(heads.start, heads.stop) if section.shape[2] == stored.num_heads else slice(1)
+            piece = section[:, g, chosen, inside, plane : plane + held]
+            pieces.append((view.view(section.dtype), piece, size))
     return pieces

@@ -36,8 +36,9 @@ class SpanRuns:
 def span_runs(plan: CopyPlan, engine_token: int, slot_token: int, num_tokens: int) -> SpanRuns:
     """List the runs of a span of `num_tokens` that begins with these tokens of its engine block and of its slot."""
     columns = []
-    token = np.arange(num_tokens, dtype=np.int64)
     for section in plan.sections:
+        # A row that all tokens of a block share is copied once.
+        token = np.arange(num_tokens if section.slot_token_stride else min(num_tokens, 1), dtype=np.int64)
         head = np.arange(section.num_heads, dtype=np.int64)[:, None]
         engine = head * section.engine_head_stride + (engine_token + token) * section.engine_token_stride
         slot = head * section.slot_head_stride + (slot_token + token) * section.slot_token_stride

@@ -1,9 +1,10 @@
 """Where every byte of a stored block lies in its slot, side tensors and parts included.
 
 Letters of dims: G layer group, H head, L layer within its group, P plane, T token, D dim. A block lies as
-[G, H, L, P, T, D]. Side tensors, such as the scales of a quantised cache, travel behind the planes of their head:
+[G, H, L, P, T, D]. Side tensors, such as the scales of a quantised cache, travel behind the planes of their head,
+and those without heads behind all heads of their group:
 
-    slot ─► group 0: head 0: [L, P, T, D] [side 0: L, P', T, D'] ... | head 1: ... | group 1: ...
+    slot ─► group 0: head 0: [L, P, T, D] [side 0: L, P', T, D'] ... | head 1: ... | [side: L, P', T, D'] | group 1: ...
 
 so that what one tensor- or pipeline-parallel rank owns is still one run of bytes, and moves as one descriptor.
 """
@@ -13,32 +14,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.kernels.reference import torch_dtype
+ELEMENT_BYTES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of one element of every dtype that a block may hold."""
 
 _SIDE_ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A side tensor: `dim` elements for every token, head, layer and plane.
+    """A side tensor: a row of `dim` elements for every layer, plane, and head and token if it has them.
 
-    A scale for a whole block is none: it could not be written without changing what tokens below a skipped
-    prefix mean. A scale for a whole layer belongs to the engine's configuration.
+    A row for all tokens of a block cannot be written without changing what every one of them means, so blocks with
+    such a side are only copied whole, between blocks of one size. A scale for a whole layer is no side tensor: it
+    belongs to the engine's configuration.
 
     Args:
         num_planes: its planes; 2 when K and V have each their own.
         dim: elements of one row.
-        dtype: name of the element type, as for `torch_dtype`.
+        dtype: name of the element type, a key of `ELEMENT_BYTES`.
+        per_head: every head has rows of its own; else one row is for all heads, and moves with all of them only.
+        per_token: every token has rows of its own; else one row is for all tokens of a block.
     """
 
     num_planes: int
     dim: int
     dtype: str
+    per_head: bool = True
+    per_token: bool = True
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return self.dim * torch_dtype(self.dtype).itemsize
+        return self.dim * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +62,7 @@ class StoredBlock:
 
     Args:
         block_dims: sizes [G, H, L, P, T, D].
-        dtype: name of the element type, as for `torch_dtype`.
+        dtype: name of the element type, a key of `ELEMENT_BYTES`.
         sides: side tensors, in the order in which they lie.
 
     Raises:
@@ -66,7 +81,8 @@ class StoredBlock:
                 f"{list(self.block_dims)} and {list(self.sides)}"
             )
         for dtype in (self.dtype, *(side.dtype for side in self.sides)):
-            torch_dtype(dtype)
+            if dtype not in ELEMENT_BYTES:
+                raise ValueError(f"StoredBlock: wanted a dtype of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
 
     @property
     def num_layers(self) -> int:
@@ -83,25 +99,34 @@ class StoredBlock:
         """The planes themselves, then the side tensors."""
         return [Side(num_planes=self.block_dims[3], dim=self.block_dims[5], dtype=self.dtype), *self.sides]
 
+    def rows_of(self, tensor: Side) -> int:
+        """Rows that a tensor has in one block for a layer, plane and head."""
+        return self.block_dims[4] if tensor.per_token else 1
+
     def section_bytes(self, index: int) -> int:
-        """Bytes of tensor `index` for one head of one group, without what aligns the next one."""
-        return self.block_dims[2] * self.tensors[index].num_planes * self.block_dims[4] * self.tensors[index].row_bytes
+        """Bytes of tensor `index` for one group, and one head of it if it has heads, without what aligns the next."""
+        tensor = self.tensors[index]
+        return self.block_dims[2] * tensor.num_planes * self.rows_of(tensor) * tensor.row_bytes
 
     def section_offset(self, index: int) -> int:
-        """Distance of tensor `index` from the begin of its head."""
-        return sum(_aligned(self.section_bytes(before)) for before in range(index))
+        """Distance of tensor `index` from the begin of its head, or of its group where it has no heads."""
+        per_head = self.tensors[index].per_head
+        return (0 if per_head else self.num_heads * self.head_bytes) + self._extent(per_head, index)
 
     @property
     def head_bytes(self) -> int:
         """Distance between two heads of a group."""
-        if not self.sides:
-            return self.section_bytes(0)
-        return _aligned(self.section_offset(len(self.sides)) + self.section_bytes(len(self.sides)))
+        return self._extent(True, len(self.tensors)) if self.sides else self.section_bytes(0)
 
     @property
     def group_bytes(self) -> int:
         """Distance between two layer groups."""
-        return self.num_heads * self.head_bytes
+        return self.num_heads * self.head_bytes + self._extent(False, len(self.tensors))
+
+    def _extent(self, per_head: bool, end: int) -> int:
+        """Bytes of the tensors below `end` that lie within a head, or behind all of them."""
+        tensors = self.tensors[:end]
+        return sum(_aligned(self.section_bytes(at)) for at, found in enumerate(tensors) if found.per_head == per_head)
 
     @property
     def block_bytes(self) -> int:
@@ -134,7 +159,10 @@ class StoredBlock:
         return range(pp_rank * layers, (pp_rank + 1) * layers), range(tp_rank * held, (tp_rank + 1) * held)
 
     def runs(self, layers: range, heads: range) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of the runs of a slot that hold these heads of the groups of these layers."""
+        """Return (offset, bytes) of the runs of a slot that hold these heads of the groups of these layers.
+
+        What has no heads is in none of them unless it is all heads.
+        """
         per_group = self.block_dims[2]
         if layers.start % per_group or layers.stop % per_group:
             raise ValueError(f"runs: wanted whole groups of {per_group} layers, got {layers}")

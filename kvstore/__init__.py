@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstore.lease import Lease
     from kvstore.part import Part
     from kvstore.results import BlockFailure, Job, LoadResult, Match, MissReason, Pinned, SaveResult
-    from kvstore.shape import KVShape, Planes
+    from kvstore.shape import KVShape, Planes, SideTensor
 
 __version__ = "0.1.0"
 
@@ -42,6 +42,7 @@ __all__ = [
     "Pinned",
     "Planes",
     "SaveResult",
+    "SideTensor",
     "StoreConfig",
     "__version__",
     "connect",
@@ -72,6 +73,7 @@ _MODULE_OF = {
     "SaveResult": "results",
     "KVShape": "shape",
     "Planes": "shape",
+    "SideTensor": "shape",
 }
 
 

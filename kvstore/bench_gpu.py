@@ -23,7 +23,6 @@ from kvstore.errors import ConfigError
 from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.plan import plan_copy
 from kvstore.kernels.reference import torch_dtype
-from kvstore.kernels.stored import StoredBlock
 from kvstore.shape import KVShape
 
 _POISON = 0xA5
@@ -116,7 +115,7 @@ def _setup(shape: KVShape, num_blocks: int) -> Setup:
         bits = torch.randint(-(2**15), 2**15, dims, dtype=torch.int16, device="cuda")
         caches.append(bits.view(torch_dtype(shape.dtype)))
     views = [cache.permute(1, 3, 0, 2, 4) for cache in caches]
-    copier = GpuCopier(plan_copy(views, StoredBlock(block_dims=shape.block_dims, dtype=shape.dtype)))
+    copier = GpuCopier(plan_copy(views, shape.stored_block))
     size = (num_blocks, shape.block_bytes)
     return Setup(
         shape=shape,

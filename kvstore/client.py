@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from types import TracebackType
@@ -51,6 +51,7 @@ from kvstore.messages import (
 from kvstore.part import Part, as_part
 from kvstore.registration import make_copier
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult
+from kvstore.sides import check_skip, detect_sides
 from kvstore.wire import Op, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class Client:
         StoreNotRunning: nobody answers at `control_path`.
         IncompatibleStore: the store runs another protocol version.
         ConfigError: the store's slots are too small for this namespace's blocks, or `part` is no part.
-        LayoutMismatch: heads or layer groups of the namespace's shape do not divide by the number of ranks.
+        LayoutMismatch: heads, layer groups or a side tensor of the namespace's shape do not divide by the number of
+            ranks.
     """
 
     def __init__(self, control_path: str, space: Namespace, part: Part | Sequence[int] | None = None) -> None:
@@ -115,7 +117,13 @@ class Client:
         return client, fd
 
     def register_kv_caches(
-        self, caches: Any, axes: str | None = None, *, copy_path: CopyPath | str = CopyPath.AUTO
+        self,
+        caches: Any,
+        axes: str | None = None,
+        *,
+        side_caches: Mapping[str, Any] | None = None,
+        side_axes: Mapping[str, str] | None = None,
+        copy_path: CopyPath | str = CopyPath.AUTO,
     ) -> EngineLayout:
         """Say where this engine's cache is; its layout is found from shape and strides.
 
@@ -123,6 +131,9 @@ class Client:
             caches: list or dict of per-layer tensors, of per-layer (K, V) pairs, or one cross-layer tensor; the heads
                 and layers of this client's part, in blocks of a multiple or a divisor of the stored size.
             axes: names the dimensions where shapes alone are ambiguous, see kvstore.layout.
+            side_caches: the tensors of every `SideTensor` of the namespace's shape, by its name: per layer one, in the
+                order of the caches, or one for all layers. They are saved and loaded with the blocks.
+            side_axes: `axes` of side tensors, by name, where needed.
             copy_path: how the bytes of a cache on a GPU go: "staged", "direct", or "auto", which is whichever is
                 better for this layout (docs/gpu.md). A cache on the CPU has one path.
 
@@ -130,15 +141,18 @@ class Client:
             The layout that was found. The client keeps references to the tensors until `close`.
 
         Raises:
-            LayoutMismatch: the tensors do not fit the namespace's shape; nothing is registered.
+            LayoutMismatch: the tensors do not fit the namespace's shape, or a side tensor is missing or not of it;
+                nothing is registered.
             ConfigError: the tensors are on a GPU, and CuPy or the driver is missing.
             KernelError: the kernels could not be built, or the GPU has no memory left for their buffers.
             StoreUnavailable: this client was closed.
         """
         self._check_open()
-        layout = detect_layout(caches, self.space.shape, axes, self.part)
+        shape = self.space.shape
+        found = detect_layout(caches, shape, axes, self.part)
+        layout, sides = detect_sides(caches, side_caches, shape, found, side_axes)
         self._copier = make_copier(
-            caches, layout, self.space.shape, self._mapping, self.slot_bytes, self.num_slots, copy_path
+            caches, layout, shape, self._mapping, self.slot_bytes, self.num_slots, copy_path, sides
         )
         return layout
 
@@ -275,7 +289,7 @@ class Client:
             block_ids: the engine's blocks for their tokens, in order: one for each hash when the block sizes are
                 alike. Tokens before and behind the run in the first and the last one are not written.
             skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is
-                written, whether or not they end at a block.
+                written, whether or not they end at a block. With side tensors of a row for a whole block they have to.
             timeout_s: give up fetching after this long; the configured transfer timeout when None.
 
         Returns:
@@ -290,6 +304,7 @@ class Client:
         copier.check_unchanged()
         if not isinstance(skip_prefix_tokens, int) or skip_prefix_tokens < 0:
             raise InvalidRequest(f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_prefix_tokens!r}")
+        check_skip(self.space.shape, skip_prefix_tokens, len(chain))
         chain.check_unique()
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
         return self._load(copier, chain, pages, skip_prefix_tokens, timeout, f"load of {len(chain)} blocks")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import numpy as np
 from kvstore.arena import Arena
 from kvstore.config import num_copy_threads
 from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, job_spans
-from kvstore.layout import EngineLayout, same_layout
+from kvstore.layout import EngineLayout
 from kvstore.shape import KVShape
+from kvstore.sides import same_layouts
 
 if TYPE_CHECKING:
     import torch
@@ -31,22 +32,30 @@ class HostCopier:
 
     Args:
         caches: as they were registered.
-        layout: of the caches, from `detect_layout`.
+        layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
         shape: of the stored block.
         arena: where the slots are, from its begin on.
         slot_bytes: distance between two slots.
         num_slots: slots of the arena.
+        sides: the side tensors beside the caches, in the order of the shape's.
     """
 
     def __init__(
-        self, caches: Any, layout: EngineLayout, shape: KVShape, arena: Arena, slot_bytes: int, num_slots: int
+        self,
+        caches: Any,
+        layout: EngineLayout,
+        shape: KVShape,
+        arena: Arena,
+        slot_bytes: int,
+        num_slots: int,
+        sides: Sequence[Any] = (),
     ) -> None:
         import torch
 
         from kvstore.kernels import host_copy
 
-        self._kernels, self._caches, self._layout = host_copy, caches, layout
-        plan = engine_plan(caches, layout, shape)
+        self._kernels, self._caches, self._sides, self._layout = host_copy, caches, sides, layout
+        plan = engine_plan(caches, layout, shape, sides)
         self._paging = plan.paging
         sizes = (plan.paging.engine_block_size, plan.paging.stored_block_size)
         self._same_size = sizes[0] == sizes[1]
@@ -67,7 +76,7 @@ class HostCopier:
 
     def check_unchanged(self) -> None:
         """Refuse tensors that were resized or restrided; see `EngineCopier`."""
-        same_layout(self._caches, self._layout)
+        same_layouts(self._caches, self._sides, self._layout)
 
     def order(self) -> CopyOrder | None:
         """Return None: a copy is done when the thread that makes it goes on."""

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -31,9 +32,10 @@ from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.runs import RunTable
 from kvstore.kernels.staging import StagingRing
 from kvstore.kernels.streams import own_stream
-from kvstore.layout import EngineLayout, same_layout
+from kvstore.layout import EngineLayout
 from kvstore.pinning import ArenaPinning
 from kvstore.shape import KVShape
+from kvstore.sides import same_layouts
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +113,14 @@ class CudaCopier:
 
     Args:
         caches: as they were registered.
-        layout: of the caches, from `detect_layout`.
+        layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
         shape: of the stored block.
         arena: where the slots are, from its begin on.
         slot_bytes: distance between two slots.
         num_slots: slots of the arena.
         pinning: of the arena.
         path: how the bytes go.
+        sides: the side tensors beside the caches, in the order of the shape's.
 
     Raises:
         ConfigError: CuPy or the driver is missing.
@@ -135,9 +138,10 @@ class CudaCopier:
         num_slots: int,
         pinning: ArenaPinning,
         path: CopyPath = CopyPath.AUTO,
+        sides: Sequence[Any] = (),
     ) -> None:
-        self._layout, self._caches, self._pinning = layout, caches, pinning
-        self._plan = engine_plan(caches, layout, shape)
+        self._layout, self._caches, self._sides, self._pinning = layout, caches, sides, pinning
+        self._plan = engine_plan(caches, layout, shape, sides)
         self._slots = torch.from_numpy(arena.bytes_view())[: slot_bytes * num_slots].view(num_slots, slot_bytes)
         self.path = chosen_path(path, RunTable(self._plan).mean_run_bytes)
         self._broken: str = ""
@@ -163,7 +167,7 @@ class CudaCopier:
 
     def check_unchanged(self) -> None:
         """Refuse tensors that were resized or restrided; see `EngineCopier`."""
-        same_layout(self._caches, self._layout)
+        same_layouts(self._caches, self._sides, self._layout)
 
     def order(self) -> CopyOrder:
         """Record what copies of a job come after: the work on the calling thread's current stream.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import combinations, permutations
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -12,7 +13,10 @@ from kvstore.errors import LayoutMismatch
 from kvstore.kernels.reference import torch_dtype
 from kvstore.layout import CacheForm, Caches, EngineLayout, described, flatten, num_tensors
 from kvstore.part import WHOLE, Part
-from kvstore.shape import KVShape, Planes
+from kvstore.shape import KVShape, Planes, SideTensor
+
+_Sizes: TypeAlias = tuple[dict[str, int], str]
+"""Sizes of axes, and the axes that may be left out. B and T may be of any size where they have none."""
 
 _EXAMPLES = {
     CacheForm.PER_LAYER: "BPTHD, PBTHD, BPHTD, BHTD (packed), BTD (MLA)",
@@ -40,22 +44,67 @@ def detect_layout(caches: Caches, shape: KVShape, axes: str | None = None, part:
     """
     held = part.held(shape)
     form, tensors = flatten(caches)
-    first = tensors[0]
     _check_tensors(form, tensors, held)
-    dims = tuple(first.shape)
-    readings = _candidates(form, held, dims) if axes is None else [axes] if _fits(axes, form, held, dims) else []
+    dims, sizes = tuple(tensors[0].shape), _sizes(form, held)
+    readings = _readings(axes, sizes, dims)
     stored = shape.block_size
     fitting = [found for found in readings if not (size := _tokens(found, dims)) % stored or not stored % size]
     # Another block size is considered only where no reading has the stored one.
     found = [reading for reading in fitting if _tokens(reading, dims) == stored] or fitting
     if not found:
         raise _no_match(axes, form, held, dims, readings)
+    return _layout(form, tensors[0], found, held, part)
+
+
+def detect_side(
+    caches: Caches, side: SideTensor, shape: KVShape, layout: EngineLayout, axes: str | None = None
+) -> EngineLayout:
+    """Find the one way in which the tensors can be a side tensor of caches whose layout is known.
+
+    Args:
+        caches: a list or dict of per-layer tensors, or one cross-layer tensor; rows of one element need no dim D.
+        side: which side tensor of the shape they are.
+        shape: the stored block of all layers and heads.
+        layout: of the caches that they lie beside: blocks and tokens are as many as there.
+        axes: dims of each tensor, for example "BTH"; needed only when sizes leave a choice.
+
+    Raises:
+        LayoutMismatch: as for `detect_layout`, or they are of other blocks, or on another device.
+    """
+    held = layout.part.held(shape).of_side(side)
+    form, tensors = flatten(caches)
+    if form is CacheForm.KV_PAIR:
+        raise LayoutMismatch(
+            "wanted one tensor per layer, got pairs; give what belongs to K and to V names of their own"
+        )
+    if str(tensors[0].device) != layout.device:
+        raise LayoutMismatch(
+            f"wanted tensors on {layout.device} as the caches, got {tensors[0].device}; move them there"
+        )
+    _check_tensors(form, tensors, held)
+    dims, (sizes, optional) = tuple(tensors[0].shape), _sizes(form, held)
+    sizes = {axis: size for axis, size in sizes.items() if axis != "P"}
+    sizes |= {"B": layout.num_blocks, "T": layout.block_size if side.per_token else 1}
+    optional = optional.replace("P", "") + ("D" if side.dim == 1 else "") + ("" if side.per_token else "T")
+    found = _readings(axes, (sizes, optional), dims)
+    if not found:
+        wanted = ", ".join(f"{axis}={size}" for axis, size in sorted(sizes.items()))
+        raise LayoutMismatch(
+            f"wanted {form.value} tensors with {wanted}{', ' + '/'.join(optional) + ' optional' if optional else ''}, "
+            f"got {list(dims)}{'' if axes is None else f' with axes={axes!r}'}; slice or view the engine's tensor so "
+            "that it holds this alone, which copies nothing"
+        )
+    return _layout(form, tensors[0], found, held, layout.part)
+
+
+def _layout(form: CacheForm, first: Tensor, found: list[str], held: KVShape, part: Part) -> EngineLayout:
+    """Return the layout of the only reading."""
+    dims, width = tuple(first.shape), first.element_size()
     if len(found) > 1:
         raise LayoutMismatch(
             f"detect_layout: wanted one reading of {form.value} tensors {list(dims)}, got {len(found)}: "
-            f"{', '.join(found)}; sizes alone cannot tell them apart, pass axes= with the right one"
+            f"{', '.join(found)}; sizes alone cannot tell them apart, pass axes= with the right one, or side_axes="
         )
-    width = first.element_size()
     return EngineLayout(
         form=form,
         axes=found[0],
@@ -64,7 +113,7 @@ def detect_layout(caches: Caches, shape: KVShape, axes: str | None = None, part:
         block_size=_tokens(found[0], dims),
         tensor_shape=dims,
         stride_bytes=tuple(stride * width for stride in first.stride()),
-        dtype=shape.dtype,
+        dtype=held.dtype,
         device=str(first.device),
         part=part,
     )
@@ -115,7 +164,7 @@ def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> No
         extent += stride * (size - 1)
 
 
-def _sizes(form: CacheForm, shape: KVShape) -> tuple[dict[str, int], str]:
+def _sizes(form: CacheForm, shape: KVShape) -> _Sizes:
     """Return the size of every axis of a form except B and T, and the axes that may be left out."""
     sizes = {"H": shape.num_kv_heads, "D": shape.row_dim}
     optional = "H" if shape.planes is Planes.SINGLE and shape.num_kv_heads == 1 else ""
@@ -128,51 +177,55 @@ def _sizes(form: CacheForm, shape: KVShape) -> tuple[dict[str, int], str]:
     return sizes, optional
 
 
-def _fits(axes: str, form: CacheForm, shape: KVShape, dims: tuple[int, ...]) -> bool:
-    """Tell whether axes name dims of these sizes, each required axis once and D last; any block size does."""
-    sizes, optional = _sizes(form, shape)
-    required = ({"B", "T"} | sizes.keys()) - set(optional)
+def _fits(axes: str, sizes: _Sizes, dims: tuple[int, ...]) -> bool:
+    """Tell whether axes name dims of these sizes, each required axis once and D last; others may have any size."""
+    known, optional = sizes
+    required = ({"B", "T"} | known.keys()) - set(optional)
     return (
         len(set(axes)) == len(axes) == len(dims)
-        and axes.endswith("D")
+        and axes.find("D") in (-1, len(axes) - 1)
         and required <= set(axes) <= required | set(optional)
-        and all(size >= 1 if axis in "BT" else size == sizes[axis] for axis, size in zip(axes, dims, strict=True))
+        and all(size >= 1 and size == known.get(axis, size) for axis, size in zip(axes, dims, strict=True))
     )
 
 
-def _orders(form: CacheForm, shape: KVShape) -> Iterator[str]:
+def _orders(sizes: _Sizes) -> Iterator[str]:
     """Yield the plausible orders of axes; stranger ones have to be named by the caller."""
-    sizes, optional = _sizes(form, shape)
-    required = sorted(({"B", "T"} | sizes.keys()) - set(optional) - {"D"})
+    known, optional = sizes
+    required = sorted(({"B", "T"} | known.keys()) - set(optional))
     for count in range(len(optional) + 1):
         for chosen in combinations(optional, count):
-            for order in permutations([*required, *chosen]):
+            held = {*required, *chosen}
+            for order in permutations(sorted(held - {"D"})):
                 if _plausible("".join(order)):
-                    yield "".join(order) + "D"
+                    yield "".join(order) + ("D" if "D" in held else "")
 
 
 def _plausible(axes: str) -> bool:
     """Keep orders that engines use: blocks before tokens and heads, layers and planes before tokens."""
     at = {axis: index for index, axis in enumerate(axes)}
-    early = all(at[axis] < at["T"] for axis in "BLP" if axis in at) and at["B"] < at.get("H", at["T"])
+    tokens = at.get("T", len(axes))
+    early = all(at[axis] < tokens for axis in "BLP" if axis in at) and at["B"] < at.get("H", tokens)
     if at.get("P", -1) > at.get("H", len(axes)):
         # Heads come before planes only where they come before layers too, as in the stored order.
         return early and at["H"] < at.get("L", -1)
     return early
 
 
-def _candidates(form: CacheForm, shape: KVShape, dims: tuple[int, ...]) -> list[str]:
-    """Return every plausible reading; readings that differ only in dims of size 1 are one."""
+def _readings(axes: str | None, sizes: _Sizes, dims: tuple[int, ...]) -> list[str]:
+    """Return the given reading if it fits, else all plausible ones; those that differ in dims of size 1 are one."""
+    if axes is not None:
+        return [axes] if _fits(axes, sizes, dims) else []
     found: dict[tuple[tuple[str, int], ...], str] = {}
-    for axes in _orders(form, shape):
-        if _fits(axes, form, shape, dims):
+    for axes in _orders(sizes):
+        if _fits(axes, sizes, dims):
             key = tuple((axis, at) for at, axis in enumerate(axes) if dims[at] > 1)
             found.setdefault(key, axes)
     return sorted(found.values())
 
 
 def _tokens(axes: str, dims: tuple[int, ...]) -> int:
-    return dims[axes.index("T")]
+    return dims[axes.index("T")] if "T" in axes else 1
 
 
 def _no_match(

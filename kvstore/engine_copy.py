@@ -7,6 +7,7 @@ hash, and `EnginePages` says where in the engine each of its tokens lies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,9 +17,9 @@ import numpy.typing as npt
 from kvstore.errors import InvalidRequest
 from kvstore.kernels.plan import CopyPlan, plan_copy
 from kvstore.kernels.spans import Paging, Spans, block_spans
-from kvstore.kernels.stored import StoredBlock
 from kvstore.layout import EngineLayout, canonical_views
 from kvstore.shape import KVShape
+from kvstore.sides import side_views
 
 I64 = npt.NDArray[np.int64]
 
@@ -189,16 +190,21 @@ def ordered(pages: EnginePages, copier: EngineCopier) -> EnginePages:
     return pages if order is None else replace(pages, order=order)
 
 
-def engine_plan(caches: Any, layout: EngineLayout, shape: KVShape) -> CopyPlan:
+def engine_plan(caches: Any, layout: EngineLayout, shape: KVShape, sides: Sequence[Any] = ()) -> CopyPlan:
     """Work out where the rows of the engine's part and of slots lie, for a copier of any kind.
+
+    Args:
+        caches: as they were registered.
+        layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
+        shape: of the stored block.
+        sides: the side tensors beside the caches, in the order of the shape's.
 
     Raises:
         LayoutMismatch: the caches are not as registered, or the layout is of another shape.
     """
     views = canonical_views(caches, layout, shape)
     layers, heads = layout.part.ranges(shape)
-    stored = StoredBlock(block_dims=shape.block_dims, dtype=shape.dtype)
-    return plan_copy(views, stored, layers=layers, heads=heads)
+    return plan_copy(views, shape.stored_block, layers=layers, heads=heads, sides=side_views(sides, layout, shape))
 
 
 def job_spans(

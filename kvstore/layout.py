@@ -59,6 +59,7 @@ class EngineLayout:
         dtype: name of the element type.
         device: where the tensors are, as torch writes it.
         part: the rank's part of every block.
+        sides: layouts of the side tensors, in the order of the shape's.
     """
 
     form: CacheForm
@@ -71,6 +72,7 @@ class EngineLayout:
     dtype: str
     device: str
     part: Part = WHOLE
+    sides: tuple[EngineLayout, ...] = ()
 
     @property
     def cross_layer(self) -> bool:
@@ -88,7 +90,7 @@ class EngineLayout:
             gaps.append([self.axes[at], self.stride_bytes[at] - extent])
             extent = self.stride_bytes[at] * self.tensor_shape[at]
         part = self.part
-        fields = {
+        fields: dict[str, object] = {
             "axes": self.axes,
             "dtype": self.dtype,
             "form": self.form.value,
@@ -97,6 +99,8 @@ class EngineLayout:
             "part": [part.tp_rank, part.tp_size, part.pp_rank, part.pp_size],
             "sizes": [size for axis, size in zip(self.axes, self.tensor_shape, strict=True) if axis != "B"],
         }
+        if self.sides:
+            fields["sides"] = [side.fingerprint for side in self.sides]
         encoded = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
         return sha256(b"raykv/layout/1" + encoded).hexdigest()[:16]
 

@@ -45,7 +45,8 @@ class Part:
         """Check that the blocks of a shape can be divided so.
 
         Raises:
-            LayoutMismatch: heads or layer groups do not divide by the number of ranks.
+            LayoutMismatch: heads or layer groups do not divide by the number of ranks, or a side tensor has one row
+                for the heads of all of them.
         """
         if shape.num_kv_heads % self.tp_size:
             raise LayoutMismatch(
@@ -58,6 +59,14 @@ class Part:
                 f"part: wanted pp_size to divide the {shape.num_layer_groups} layer groups of a block, got pp_size="
                 f"{self.pp_size}; use KVShape(num_layer_groups=) with a multiple of {self.pp_size} that divides the "
                 f"{shape.num_layers} layers, for all engines that share these blocks"
+            )
+
+        shared = [side.name for side in shape.sides if not side.per_head]
+        if self.tp_size > 1 and shared:
+            raise LayoutMismatch(
+                f"part: wanted tp_size=1, because side tensors {shared} have one row for all "
+                f"{shape.num_kv_heads} heads, got tp_size={self.tp_size}; use SideTensor(per_head=True), "
+                "each rank with the rows of its own heads"
             )
 
     def ranges(self, shape: KVShape) -> tuple[range, range]:

@@ -70,9 +70,12 @@ def make_engine(rng, order, sizes, num_layers, dtype, shift=0):
 
 
 class Case:
-    """An engine, the slots of a stored block, and one run of tokens, all drawn from a seed."""
+    """An engine, the slots of a stored block, and one run of tokens, all drawn from a seed.
 
-    def __init__(self, seed, order=None, dtype=None, token_mode=None, big=False):
+    With `shared` there are side tensors of which all heads or all tokens of a block share a row.
+    """
+
+    def __init__(self, seed, order=None, dtype=None, token_mode=None, big=False, shared=False):
         rng = self.rng = np.random.default_rng(seed)
         order = order or str(rng.choice(ORDERS + CROSS))
         dtype = dtype or str(rng.choice(DTYPES))
@@ -84,10 +87,16 @@ class Case:
         sides = (Side(num_planes=planes, dim=1, dtype="float32"),) if rng.random() < 0.3 else ()
         if sides and rng.random() < 0.5:
             sides += (Side(num_planes=1, dim=3, dtype="uint8"),)
+        if shared:
+            kinds = [dict(zip(("per_head", "per_token"), rng.random(2) < 0.4, strict=True)) for _ in range(3)]
+            sides += tuple(Side(num_planes=1, dim=int(rng.integers(1, 4)), dtype="float16", **kind) for kind in kinds)
+        self.whole_blocks = not all(side.per_token for side in sides)
+        if self.whole_blocks:
+            engine_size, self.token_mode = stored_size, False
         self.stored = StoredBlock(
             block_dims=(groups, heads, per_group, planes, stored_size, dim), dtype=dtype, sides=sides
         )
-        self._choose_part(heads, groups)
+        self._choose_part(heads if all(side.per_head for side in sides) else 1, groups)
         num_blocks, num_slots = (40, 30) if big else (9, 7)
         sizes = {"B": num_blocks, "H": len(self.heads), "T": engine_size}
         shift = int(rng.choice([0, 0, 1]))
@@ -95,6 +104,8 @@ class Case:
         for index, tensor in enumerate(self.stored.tensors):
             axes = order if index == 0 or "L" not in order else "BPTHD"
             dims = {**sizes, "P": tensor.num_planes, "D": tensor.dim}
+            dims |= {} if tensor.per_head else {"H": 1}
+            dims |= {} if tensor.per_token else {"T": 1}
             self.engines.append(make_engine(rng, axes, dims, len(self.layers), tensor.dtype, shift))
         self.slot_bytes = self.stored.block_bytes + int(rng.choice([0, 4, 16])) * 4
         self.buffer = random_bytes(num_slots * self.slot_bytes + 2 * GUARD, rng)
@@ -112,6 +123,8 @@ class Case:
         most = min(num_blocks * engine_size, self.num_slots * stored_size)
         self.num_tokens = int(rng.integers(0, most + 1))
         self.skip = int(rng.integers(0, self.num_tokens + 1)) if rng.random() < 0.7 else 0
+        if self.whole_blocks:
+            self.num_tokens, self.skip = (n // stored_size * stored_size for n in (self.num_tokens, self.skip))
         slots = rng.permutation(self.num_slots)[: -(-self.num_tokens // stored_size)]
         self.slot_ids = np.where(rng.random(len(slots)) < 0.1, -1, slots).astype(np.int64)
         blocks = rng.permutation(num_blocks)[: -(-self.num_tokens // engine_size)]

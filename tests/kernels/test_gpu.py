@@ -79,22 +79,35 @@ def copied_through(case, copies_of, to_slots):
     return engines, buffer
 
 
+def check_staged(case, to_slots, chunk_bytes):
+    engines, buffer = copied_through(
+        case, lambda c: StagingRing(c, layers=case.layers, heads=case.heads, chunk_bytes=chunk_bytes), to_slots
+    )
+    wanted_engines, wanted_buffer, _ = case.expected(to_slots)
+    for got, want in zip(engines, wanted_engines, strict=True):
+        assert torch.equal(got.raw.cpu(), want.raw)
+    if not case.stored.sides:  # What aligns side tensors is copied, too, but belongs to nobody.
+        assert torch.equal(buffer, wanted_buffer)
+    want = oracle.slot_sections(case.slots_of(wanted_buffer), case.stored)
+    for section, wanted in zip(oracle.slot_sections(case.slots_of(buffer), case.stored), want, strict=True):
+        assert torch.equal(section, wanted)
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 5000, 1 << 20])
 @pytest.mark.parametrize("to_slots", [True, False])
 def test_the_staging_ring(to_slots, chunk_bytes):
     for seed in range(60):
-        case = Case(seed, big=seed % 3 == 0)
-        engines, buffer = copied_through(
-            case, lambda c, k=case: StagingRing(c, layers=k.layers, heads=k.heads, chunk_bytes=chunk_bytes), to_slots
-        )
-        wanted_engines, wanted_buffer, _ = case.expected(to_slots)
-        for got, want in zip(engines, wanted_engines, strict=True):
-            assert torch.equal(got.raw.cpu(), want.raw)
-        if not case.stored.sides:  # What aligns side tensors is copied, too, but belongs to nobody.
-            assert torch.equal(buffer, wanted_buffer)
-        want = oracle.slot_sections(case.slots_of(wanted_buffer), case.stored)
-        for section, wanted in zip(oracle.slot_sections(case.slots_of(buffer), case.stored), want, strict=True):
-            assert torch.equal(section, wanted)
+        check_staged(Case(seed, big=seed % 3 == 0), to_slots, chunk_bytes)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_rows_that_all_heads_or_all_tokens_share(to_slots):
+    for seed in range(6000, 6040):
+        case = Case(seed, shared=True)
+        run(case, "device", to_slots)
+        check_staged(case, to_slots, 5000)
+        engines, buffer = copied_through(case, lambda c: DirectCopies(c.plan), to_slots)
+        assert_equal(case, engines, buffer, to_slots)
 
 
 @pytest.mark.parametrize("to_slots", [True, False])

@@ -11,7 +11,7 @@ import torch
 from copy_case import CROSS, ORDERS, Case, random_bytes
 from kvstore.kernels import host_copy
 from kvstore.kernels.plan import plan_copy
-from kvstore.kernels.stored import StoredBlock
+from kvstore.kernels.stored import Side, StoredBlock
 
 BLOCKS, SLOTS, HEADS, LAYERS, TOKENS = 6, 5, 3, 2, 4
 
@@ -45,6 +45,12 @@ def check(case, to_slots, num_threads=1):
 @pytest.mark.parametrize("seed", range(100))
 def test_copies_equal_the_oracle_and_touch_nothing_else(seed, to_slots):
     check(Case(seed, token_mode=False), to_slots)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_that_all_heads_or_all_tokens_share(seed, to_slots):
+    check(Case(6000 + seed, shared=True), to_slots)
 
 
 @pytest.mark.parametrize("to_slots", [True, False])
@@ -155,6 +161,14 @@ def test_bad_arguments_are_refused_before_anything_is_written():
             host_copy.unpack(tables, bad, good, good)
     assert torch.equal(engine.view(torch.int16), before[0].view(torch.int16))
     assert torch.equal(slots, before[1])
+    shared = StoredBlock(
+        block_dims=(1, 1, 1, 1, TOKENS, 8),
+        dtype="uint8",
+        sides=(Side(num_planes=1, dim=1, dtype="uint8", per_token=False),),
+    )
+    views = torch.zeros(2, 1, 1, TOKENS, 8, dtype=torch.uint8), torch.zeros(2, 1, 1, 1, 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"wanted whole blocks of {TOKENS} tokens.*, got 2 tokens"):
+        host_copy.fragments_of(plan_copy(views[:1], shared, sides=[views[1:]]), 0, 0, 2)
     for place in ((-1, 0, 1), (0, -1, 1), (1, 0, TOKENS), (0, 1, TOKENS), (0, 0, -1)):
         with pytest.raises(ValueError, match="wanted tokens within"):
             host_copy.fragments_of(plan, *place)

@@ -46,6 +46,14 @@ def test_random_copies(shim, seed, to_slots):
 
 
 @pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_that_all_heads_or_all_tokens_share(shim, seed, to_slots):
+    case = Case(6000 + seed, shared=True)
+    engines, buffer, _ = run_on_cpu(shim, case, to_slots)
+    assert_equal(case, engines, buffer, to_slots)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
 @pytest.mark.parametrize("order", ORDERS + CROSS)
 @pytest.mark.parametrize("token_mode", [True, False])
 def test_every_layout(shim, order, token_mode, to_slots):

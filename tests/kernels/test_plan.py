@@ -35,6 +35,75 @@ def test_sides_lie_behind_the_planes_of_their_head():
     assert [section.align_bytes for section in plan.sections] == [8, 4, 1]
 
 
+def test_sides_without_heads_lie_behind_all_heads_of_their_group_and_those_without_tokens_have_one_row():
+    sides = (
+        Side(num_planes=1, dim=1, dtype="float32", per_head=False),
+        Side(num_planes=1, dim=3, dtype="float32", per_token=False),
+        Side(num_planes=1, dim=1, dtype="float16", per_head=False, per_token=False),
+    )
+    stored = StoredBlock(block_dims=(2, 2, 1, 1, 4, 8), dtype="uint8", sides=sides)
+    # Head 0: 32 bytes of planes and 12 of the second side; head 1; then 16 of the first and 2 of the third.
+    assert stored.head_bytes == 48
+    assert [stored.section_offset(index) for index in range(4)] == [0, 96, 32, 112]
+    assert (stored.group_bytes, stored.block_bytes) == (128, 256)
+    planes = [torch.zeros(3, 2, 1, 4, 8, dtype=torch.uint8) for _ in range(2)]
+    given = (
+        [torch.zeros(3, 1, 1, 4, 1) for _ in range(2)],
+        [torch.zeros(3, 2, 1, 1, 3) for _ in range(2)],
+        [torch.zeros(3, 1, 1, 1, 1, dtype=torch.float16) for _ in range(2)],
+    )
+    plan = plan_copy(planes, stored, sides=given)
+    assert [section.slot_offsets.tolist() for section in plan.sections] == [[0, 128], [96, 224], [32, 160], [112, 240]]
+    assert [section.num_heads for section in plan.sections] == [2, 1, 2, 1]
+    assert [section.slot_token_stride for section in plan.sections] == [8, 4, 0, 0]
+    assert plan.whole_blocks
+    assert stored.runs(range(2), range(2)) == [(0, 256)]
+
+
+SCALED = StoredBlock(block_dims=(1, 2, 2, 1, 4, 8), dtype="uint8", sides=(Side(num_planes=1, dim=1, dtype="float32"),))
+
+
+def test_a_rank_has_its_sides_in_its_own_run():
+    """A part with its scales is as one run as one without, whatever the split: two ranks' runs are four ranks' runs."""
+    assert SCALED.head_bytes == 2 * 4 * 8 + 2 * 4 * 4
+    whole = SCALED.runs(range(2), range(2))
+    halves = [SCALED.runs(range(2), range(at, at + 1)) for at in range(2)]
+    assert whole == [(0, 2 * SCALED.head_bytes)]
+    assert halves == [[(0, SCALED.head_bytes)], [(SCALED.head_bytes, SCALED.head_bytes)]]
+
+
+def shared(**kind):
+    """A plan of four blocks of four tokens with a side of this kind."""
+    stored = StoredBlock(
+        block_dims=(1, 2, 1, 1, 4, 8), dtype="uint8", sides=(Side(num_planes=1, dim=1, dtype="float32", **kind),)
+    )
+
+    def plan(size=4, **held):
+        heads = len(held.get("heads", range(2)))
+        cache = torch.zeros(4, heads, 1, size, 8, dtype=torch.uint8)
+        rows = torch.zeros(
+            4, heads if kind.get("per_head", True) else 1, 1, size if kind.get("per_token", True) else 1, 1
+        )
+        return plan_copy([cache], stored, sides=[[rows]], **held)
+
+    return plan
+
+
+def test_what_tokens_or_heads_share_is_copied_for_all_of_them_or_not_at_all():
+    plan = shared(per_token=False)()
+    whole = block_spans(plan.paging, [0, 1], [2, 1], 3, skip_prefix_tokens=4)
+    check_window(plan, whole, 3, 0, None, 0, None)
+    for options in ({"skip_prefix_tokens": 5}, {"num_tokens": 7}):
+        spans = block_spans(plan.paging, [0, 1], [2, 1], 3, **options)
+        with pytest.raises(ValueError, match=r"wanted whole blocks of 4 tokens.*, got a span of 3"):
+            check_window(plan, spans, 3, 0, None, 0, None)
+    with pytest.raises(ValueError, match=r"wanted engine blocks of the stored size.*, got 8 and 4 tokens"):
+        shared(per_token=False)(size=8)
+    with pytest.raises(ValueError, match=r"wanted all 2 heads.*, got 1"):
+        shared(per_head=False)(heads=range(1))
+    assert shared(per_head=False)(size=8).sections[1].num_heads == 1
+
+
 def test_a_part_is_one_run_and_unlike_splits_share_a_block():
     two = [STORED.runs(*STORED.part(rank, 2)) for rank in range(2)]
     four = [STORED.runs(*STORED.part(rank, 4)) for rank in range(4)]

@@ -48,6 +48,13 @@ def test_random_copies(seed, to_slots):
 
 
 @pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_that_all_heads_or_all_tokens_share(seed, to_slots):
+    case = Case(6000 + seed, shared=True)
+    assert_equal(case, copied(case, to_slots, [None, 2][seed % 2]), to_slots)
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
 @pytest.mark.parametrize("order", ORDERS + CROSS)
 def test_every_layout(order, to_slots):
     for dtype in DTYPES:

@@ -19,10 +19,11 @@ from kvstore.copier import HostCopier
 from kvstore.detect import detect_layout
 from kvstore.engine_copy import engine_pages
 from kvstore.kernels import reference_tokens as oracle
-from kvstore.kernels.stored import StoredBlock
+from kvstore.kernels.reference import torch_dtype
 from kvstore.layout import canonical_views
 from kvstore.part import Part
-from kvstore.shape import KVShape
+from kvstore.shape import KVShape, SideTensor
+from kvstore.sides import detect_sides, side_views
 
 NUM_BLOCKS, NUM_SLOTS, GUARD, ARENA_BYTES = 13, 9, 64, 1 << 20
 FORMS = {
@@ -69,12 +70,22 @@ class Engine:
 
 @st.composite
 def cases(draw):
-    """(engine, shape, part, start, number of blocks, ids, indexes, slots, skip)"""
+    """(engines of caches and of each side tensor, shape, part, start, number of blocks, ids, indexes, slots, skip)"""
     stored, engine_size = draw(st.sampled_from([(4, 4), (4, 8), (2, 8), (8, 4), (8, 2), (4, 1), (3, 6)]))
     tp_size, pp_size = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([1, 1, 2]))
     part = Part(draw(st.integers(0, tp_size - 1)), tp_size, draw(st.integers(0, pp_size - 1)), pp_size)
     groups = pp_size * draw(st.integers(1, 2))
     dtype = draw(st.sampled_from(sorted(DTYPES)))
+    sides = [
+        SideTensor(
+            name=f"side {index}",
+            dtype=draw(st.sampled_from(["float32", "float16", "uint8"])),
+            dim=draw(st.integers(1, 3)),
+            per_head=tp_size > 1 or draw(st.booleans()),
+            per_token=stored != engine_size or draw(st.booleans()),
+        )
+        for index in range(draw(st.sampled_from([0, 0, 1, 2, 3])))
+    ]
     shape = KVShape(
         num_layers=groups * draw(st.integers(1, 2)),
         num_kv_heads=tp_size * draw(st.integers(1, 2)),
@@ -82,13 +93,19 @@ def cases(draw):
         dtype=dtype,
         block_size=stored,
         num_layer_groups=groups,
+        sides=sides,
     )
     form = draw(st.sampled_from(sorted(FORMS)))
     axes = draw(st.sampled_from(FORMS[form]))
     held = part.held(shape)
     sizes = {"B": NUM_BLOCKS, "L": held.num_layers, "P": 2, "T": engine_size, "H": held.num_kv_heads, "D": held.row_dim}
     memory = "".join(draw(st.permutations(axes[:-1]))) + "D" if draw(st.booleans()) else axes
-    engine = Engine(form, axes, memory, sizes, DTYPES[dtype])
+    engines = [Engine(form, axes, memory, sizes, DTYPES[dtype])]
+    for side in sides:
+        form, axes = draw(st.sampled_from([("layers", "BTHD"), ("layers", "BHTD"), ("cross", "LBTHD")]))
+        held_by = sizes | {"D": side.dim} | ({} if side.per_head else {"H": 1}) | ({} if side.per_token else {"T": 1})
+        memory = "".join(draw(st.permutations(axes)))
+        engines.append(Engine(form, axes, memory, held_by, torch_dtype(side.dtype)))
 
     start, most = draw(st.integers(0, 5)), (NUM_BLOCKS - 1) * engine_size // stored
     count = draw(st.integers(0, min(most, NUM_SLOTS)))
@@ -96,7 +113,10 @@ def cases(draw):
     ids = draw(st.permutations(range(NUM_BLOCKS)))[:num_ids]
     indexes = sorted(draw(st.sets(st.integers(0, max(0, count - 1)), max_size=count))) if count else []
     slots = draw(st.permutations(range(NUM_SLOTS)))[: len(indexes)]
-    return engine, shape, part, start, count, ids, indexes, slots, draw(st.integers(0, count * stored + 2))
+    skip = draw(st.integers(0, count * stored + 2))
+    if not all(side.per_token for side in sides):
+        skip = skip // stored * stored
+    return engines, shape, part, start, count, ids, indexes, slots, skip
 
 
 @pytest.fixture(scope="module")
@@ -119,34 +139,43 @@ def token_pairs(engine, shape, start, ids, indexes, slots, skip):
 @settings(max_examples=150, deadline=None)
 @given(case=cases(), to_slots=st.booleans(), seed=st.integers(0, 2**32 - 1))
 def test_copies_equal_the_oracle_and_touch_nothing_else(slab, case, to_slots, seed):
-    engine, shape, part, start, count, ids, indexes, slots, skip = case
+    engines, shape, part, start, count, ids, indexes, slots, skip = case
+    engine = engines[0]
     rng = np.random.default_rng(seed)
     slot_bytes = shape.block_bytes + 32
     assert NUM_SLOTS * slot_bytes + GUARD < ARENA_BYTES
     memory = slab.bytes_view()
     memory[:] = rng.integers(0, 256, ARENA_BYTES, dtype=np.uint8)
-    raw = torch.from_numpy(rng.integers(0, 256, engine.num_bytes, dtype=np.uint8))
-    wanted, wanted_memory = raw.clone(), torch.from_numpy(memory.copy())
+    raws = [torch.from_numpy(rng.integers(0, 256, each.num_bytes, dtype=np.uint8)) for each in engines]
+    wanted, wanted_memory = [raw.clone() for raw in raws], torch.from_numpy(memory.copy())
 
-    caches = engine.caches(raw)
-    layout = detect_layout(caches, shape, engine.axes, part)
+    caches, *others = (each.caches(raw) for each, raw in zip(engines, raws, strict=True))
+    names = [side.name for side in shape.sides]
+    layout, sides = detect_sides(
+        caches,
+        dict(zip(names, others, strict=True)),
+        shape,
+        detect_layout(caches, shape, engine.axes, part),
+        {name: each.axes for name, each in zip(names, engines[1:], strict=True)},
+    )
     assert (layout.block_size, layout.num_blocks) == (engine.sizes["T"], NUM_BLOCKS)
-    copier = HostCopier(caches, layout, shape, slab, slot_bytes, NUM_SLOTS)
+    copier = HostCopier(caches, layout, shape, slab, slot_bytes, NUM_SLOTS, sides)
     pages = engine_pages(ids, layout, shape.block_size, start, count)
     numbers = np.array(indexes, np.int64), np.array(slots, np.int64)
 
     skip = 0 if to_slots else skip
     pairs = list(token_pairs(engine, shape, start, ids, indexes, slots, skip))
-    views = [canonical_views(engine.caches(wanted), layout, shape)]
+    wanted_caches, *wanted_sides = (each.caches(raw) for each, raw in zip(engines, wanted, strict=True))
+    views = [canonical_views(wanted_caches, layout, shape), *side_views(wanted_sides, layout, shape)]
     whole = wanted_memory[: NUM_SLOTS * slot_bytes].view(NUM_SLOTS, slot_bytes)
-    stored = StoredBlock(block_dims=shape.block_dims, dtype=shape.dtype)
+    stored = shape.stored_block
     if to_slots:
         oracle.pack_tokens(views, whole, stored, pairs, *part.ranges(shape))
         copier.into_slots(pages, *numbers)
     else:
         oracle.unpack_tokens(whole, views, stored, pairs, *part.ranges(shape))
         copier.out_of_slots(pages, *numbers, skip)
-    assert torch.equal(raw, wanted)
+    assert all(torch.equal(raw, want) for raw, want in zip(raws, wanted, strict=True))
     assert np.array_equal(memory, wanted_memory.numpy())
     copier.close()
 
@@ -155,7 +184,7 @@ def test_copies_equal_the_oracle_and_touch_nothing_else(slab, case, to_slots, se
 def test_ranks_write_one_run_each_and_together_the_whole_slot(slab, sizes):
     tp_size, pp_size = sizes
     shape = KVShape(num_layers=4, num_kv_heads=4, head_dim=8, dtype="float32", block_size=4, num_layer_groups=2)
-    stored = StoredBlock(block_dims=shape.block_dims, dtype=shape.dtype)
+    stored = shape.stored_block
     memory, written = slab.bytes_view(), []
     for pp_rank in range(pp_size):
         for tp_rank in range(tp_size):

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.shape import BLOCK_ORDER_VERSION, ELEMENT_BYTES, KVShape, Planes
+from kvstore.shape import BLOCK_ORDER_VERSION, ELEMENT_BYTES, KVShape, Planes, SideTensor
 
 
 def shape(**changes):
@@ -28,7 +28,6 @@ def test_sizes(planes, num_planes, row_dim, dtype):
     for size in got.block_dims:
         elements *= size
     assert got.block_bytes == elements * got.element_bytes
-    assert got.token_bytes * got.block_size == got.block_bytes
 
 
 def test_split_and_packed_hold_the_same_bytes():
@@ -93,7 +92,67 @@ def test_canonical_is_fixed():
 def test_canonical_names_every_field_and_the_order():
     decoded = json.loads(shape().canonical())
     assert decoded.pop("block_order_version") == BLOCK_ORDER_VERSION == 1
-    assert set(decoded) == {field.name for field in fields(KVShape)}
+    assert set(decoded) == {field.name for field in fields(KVShape)} - {"sides"}
+
+
+SCALES = SideTensor(name="k_scale", dtype="float32"), SideTensor(name="a_zero", dtype="uint8", dim=3, per_token=False)
+
+
+def test_side_tensors_are_part_of_what_is_hashed_only_where_there_are_any():
+    assert shape(sides=[]).canonical() == shape().canonical()
+    assert shape(sides=SCALES[:1]).canonical() == shape().canonical()[:-1] + (
+        b',"sides":[{"dim":1,"dtype":"float32","name":"k_scale","per_head":true,"per_token":true}]}'
+    )
+
+
+def test_the_order_in_which_side_tensors_are_given_does_not_matter():
+    one, other = shape(sides=SCALES), shape(sides=list(SCALES[::-1]))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert [side.name for side in one.sides] == ["a_zero", "k_scale"]
+    assert one.canonical() == other.canonical()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"name": "x"}, {"dtype": "float16"}, {"dim": 2}, {"per_head": False}, {"per_token": False}]
+)
+def test_canonical_differs_by_every_field_of_a_side_tensor(changes):
+    changed = shape(sides=[replace(SCALES[0], **changes)])
+    assert changed.canonical() != shape(sides=SCALES[:1]).canonical()
+    assert changed.canonical() != shape().canonical()
+
+
+def test_a_block_grows_by_its_side_tensors():
+    whole = shape().block_bytes
+    # For each of 4 heads: 6 layers, 16 tokens, 4 bytes.
+    assert shape(sides=SCALES[:1]).block_bytes == whole + 4 * 6 * 16 * 4
+    # And for each head of each of 2 groups 3 layers of 3 bytes, filled up to 16.
+    assert shape(sides=SCALES, num_layer_groups=2).block_bytes == whole + 4 * 6 * 16 * 4 + 2 * 4 * 16
+    for_all = SideTensor(name="scale", dtype="float16", per_head=False)
+    assert shape(sides=[for_all]).block_bytes == whole + 6 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "wanted name"),
+        ({"name": 3}, "wanted name"),
+        ({"dtype": "float64"}, "wanted dtype"),
+        ({"dim": 0}, "wanted dim"),
+        ({"dim": True}, "wanted dim"),
+        ({"per_head": 1}, "wanted per_head"),
+        ({"per_token": "token"}, "wanted per_token"),
+    ],
+)
+def test_bad_side_tensors_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(SCALES[0], **changes)
+
+
+@pytest.mark.parametrize("sides", [SCALES[0], {"k_scale": SCALES[0]}, ["k_scale"], None, SCALES[:1] * 2])
+def test_bad_lists_of_side_tensors_are_refused(sides):
+    with pytest.raises(ConfigError, match="wanted sides"):
+        shape(sides=sides)
 
 
 @pytest.mark.parametrize(
