@@ -4,10 +4,12 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 BIN := .venv/bin
+VLLM ?=
+VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin
 ARGS ?=
 MINUTES ?= 10
 
-.PHONY: help setup demo test test-gpu mutants check lint format wheel example-vllm bench soak clean
+.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench soak clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -48,9 +50,17 @@ wheel: setup  ## sdist and wheel into dist/, checked
 	@$(BIN)/python -m build --outdir dist .
 	@bash scripts/check_wheel.sh
 
-example-vllm:  ## real vLLM on the CPU (in .venv-vllm): cold, then warm from the store
-	@bash scripts/setup_vllm.sh >&2
-	@.venv-vllm/bin/python examples/vllm_cold_warm.py $(ARGS)
+test-vllm:  ## the tests with real vLLM on the CPU, in .venv-vllm; VLLM=0.32.0 another release, in an environment of its own
+	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
+	@$(VLLM_BIN)/python -m pytest -q tests/vllm tests/examples/test_vllm_cold_warm.py $(ARGS)
+
+example-vllm:  ## real vLLM on the CPU: cold, then warm from the store
+	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
+	@$(VLLM_BIN)/python examples/vllm_cold_warm.py $(ARGS)
+
+demo-vllm:  ## real vLLM on two Ray nodes: prefill on one, decode on the other, with unlike block sizes
+	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
+	@$(VLLM_BIN)/python examples/vllm_prefill_decode.py $(ARGS)
 
 bench: setup  ## measure transfers and control calls into benchmarks/results/
 	@mkdir -p benchmarks/results

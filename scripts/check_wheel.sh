@@ -17,6 +17,7 @@ need() { grep -qE "$1" <<<"$names" || die "the wheel holds no file like $1"; }
 refuse() { ! grep -E "$1" <<<"$names" || die "the wheel holds files it should not (see above)"; }
 need '^kvstore/__init__\.py$'
 need '^kvstore/py\.typed$'
+need '^kvstore/integrations/vllm/connector\.py$'
 need '^kvstore/actors/__init__\.py$'
 need '^kvstore/kernels/[a-z_]+\.py$'
 need '\.dist-info/licenses/LICENSE$'

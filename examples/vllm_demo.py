@@ -1,0 +1,100 @@
+"""What the examples with real vLLM share: an environment of their own, a small model, the connector's settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from typing import Any
+
+VOCABULARY = 2048
+MAX_LOGPROB_DIFF = 1e-3  # what float32 loses between a prompt in one step and the same in two
+
+
+def need_vllm(target: str) -> None:
+    """End the program where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit(f"vLLM is not installed in this environment; `make {target}` makes one and runs this example")
+
+
+def private_environment(folder: str) -> None:
+    """Keep this run apart from every other Ray of this machine; must come before Ray and vLLM are imported."""
+    for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
+        os.environ.pop(name, None)
+    os.environ.update(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", VLLM_NO_USAGE_STATS="1")
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CONFIGURE_LOGGING="0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        os.environ["HOME"] = folder
+
+
+def save_model(folder: str) -> str:
+    """Write a Llama with random weights, the same ones every time."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=2048, dtype="float32",
+        initializer_range=0.1,  # wide, so that the answer hangs on all of the prompt
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_engine(model: str, block_size: int, stored_block_size: int = 0, address: str | None = None) -> Any:
+    """Make an engine on the store; with a stored block size of its own it shares with engines of other ones."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(
+        kv_connector="RaykvConnector",
+        kv_connector_module_path="kvstore.integrations.vllm",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            "address": address,
+            "block_size": stored_block_size,
+            "portable": bool(stored_block_size),
+        },
+    )
+    return LLM(
+        model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=block_size,
+        max_model_len=2048, disable_log_stats=False, kv_transfer_config=connector,
+    )  # fmt: skip
+
+
+def generate(engine: Any, tokens: list[int], *, num_tokens: int = 8, cold: bool = False) -> dict[str, Any]:
+    """Answer a prompt; a cold one reads no cache."""
+    from vllm import SamplingParams
+
+    options = SamplingParams(
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False,
+        skip_reading_prefix_cache=cold,
+    )  # fmt: skip
+    (output,) = engine.generate([{"prompt_token_ids": tokens}], options, use_tqdm=False)
+    text = output.outputs[0]
+    return {
+        "tokens": list(text.token_ids),
+        "logprobs": [step[token].logprob for step, token in zip(text.logprobs, text.token_ids, strict=True)],
+        "num_cached": output.num_cached_tokens or 0,
+        "first_token_s": output.metrics.first_token_latency,
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two answers have the same tokens and, as far as float32 goes, log probabilities."""
+    diffs = [abs(a - b) for a, b in zip(one["logprobs"], other["logprobs"], strict=True)]
+    return one["tokens"] == other["tokens"] and max(diffs) <= MAX_LOGPROB_DIFF
+
+
+def empty_own_cache(engine: Any) -> None:
+    """Empty vLLM's prefix cache, once it has let go of the blocks that were being saved."""
+    deadline_s = time.monotonic() + 20
+    while not engine.reset_prefix_cache():
+        if time.monotonic() > deadline_s:
+            sys.exit("vLLM did not let go of its blocks")
+        time.sleep(0.05)

@@ -1,0 +1,135 @@
+"""Prefill and decode with real vLLM on two Ray nodes of this machine, with the store between them.
+
+The prefill engine has blocks of 16 tokens, the decode engine blocks of 32. Prompts are prefilled on one node, which
+saves them; the decode engine on the other finds them, fetches what it lacks over NIXL, and goes on. Every answer is
+compared with one that the decode engine computed from nothing. Exits with 1 when one differs, or came from nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+import click
+from prefill_decode import two_nodes
+from rich.console import Console
+from rich.table import Table
+from vllm_demo import VOCABULARY, generate, make_engine, need_vllm, private_environment, same, save_model
+
+STORED_BLOCK_SIZE = 16
+START_S, CALL_S = 240.0, 120.0
+SYSTEM = 256  # tokens that conversations have in common
+PROMPTS = [  # name, tokens in common, tokens of its own
+    ("shorter than a block", 0, 10),
+    ("one block exactly", 0, 16),
+    ("one token past it", 0, 17),
+    ("some pages", 0, 1_000),
+    ("a conversation", SYSTEM, 60),
+    ("another one", SYSTEM, 100),
+]
+
+
+class Worker:
+    """An actor with an engine in it."""
+
+    def __init__(self, model: str, block_size: int) -> None:
+        # In this process, which already is one of its own.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self._engine = make_engine(model, block_size, stored_block_size=STORED_BLOCK_SIZE)
+        self._core = self._engine.llm_engine.engine_core.engine_core
+
+    def ready(self) -> bool:
+        return True
+
+    def prefill(self, tokens: list[int]) -> dict[str, Any]:
+        answer = generate(self._engine, tokens, num_tokens=1)
+        while self._core.scheduler.has_requests():  # until its blocks are saved
+            self._engine.llm_engine.step()
+        return answer
+
+    def decode(self, tokens: list[int]) -> dict[str, Any]:
+        return generate(self._engine, tokens)
+
+    def alone(self, tokens: list[int]) -> dict[str, Any]:
+        return generate(self._engine, tokens, cold=True)
+
+
+def run(model: str) -> list[dict[str, Any]]:
+    """Send every prompt through both engines; one row for each."""
+    import numpy as np
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    import kvstore
+
+    with two_nodes() as nodes:
+        store = kvstore.start("256MiB")
+        try:
+            engines = [
+                ray.remote(Worker)
+                .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+                .remote(model, block_size)
+                for node, block_size in zip(nodes, (16, 32), strict=True)
+            ]
+            ray.get([engine.ready.remote() for engine in engines], timeout=START_S)
+            prefill, decode = engines
+            random = np.random.default_rng(1)
+            system = random.integers(0, VOCABULARY, SYSTEM).tolist()
+            rows = []
+            for name, num_shared, num_own in PROMPTS:
+                tokens = system[:num_shared] + random.integers(0, VOCABULARY, num_own).tolist()
+                first = ray.get(prefill.prefill.remote(tokens), timeout=CALL_S)
+                answer = ray.get(decode.decode.remote(tokens), timeout=CALL_S)
+                alone = ray.get(decode.alone.remote(tokens), timeout=CALL_S)
+                wanted = len(tokens) // STORED_BLOCK_SIZE * STORED_BLOCK_SIZE
+                identical = same(answer, alone) and first["tokens"] == answer["tokens"][:1]
+                rows.append(
+                    {
+                        "prompt": name,
+                        "num_tokens": len(tokens),
+                        "num_tokens_found": answer["num_cached"],
+                        "first_token_s": answer["first_token_s"],
+                        "alone_first_token_s": alone["first_token_s"],
+                        "identical": identical,
+                        "ok": identical and answer["num_cached"] == wanted,
+                    }
+                )
+            for engine in engines:
+                ray.kill(engine)
+            return rows
+        finally:
+            store.stop()
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="vLLM: prefilled in blocks of 16 on one node, decoded in blocks of 32 on the other")
+    for name in ("prompt", "tokens", "found", "TTFT ms", "without ms", "identical"):
+        table.add_column(name, justify="left" if name == "prompt" else "right")
+    for row in rows:
+        times = [f"{row[key] * 1e3:.1f}" for key in ("first_token_s", "alone_first_token_s")]
+        numbers = [str(row["num_tokens"]), str(row["num_tokens_found"])]
+        table.add_row(row["prompt"], *numbers, *times, "yes" if row["identical"] else "NO")
+    Console().print(table)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as one JSON list.")
+def main(as_json: bool) -> None:
+    """Prefill with one vLLM engine, decode with another."""
+    need_vllm("demo-vllm")
+    with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        private_environment(folder)
+        rows = run(save_model(f"{folder}/model"))
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        show(rows)
+    if not all(row["ok"] for row in rows):
+        sys.exit("an answer changed, or blocks were not found")
+
+
+if __name__ == "__main__":
+    main()

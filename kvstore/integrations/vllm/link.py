@@ -1,0 +1,112 @@
+"""One half's connection to the store of its node, opened again when the store was restarted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvstore.api import connect
+from kvstore.client import Client
+from kvstore.errors import KVStoreError, StoreDraining, StoreNotRunning, StoreUnavailable
+from kvstore.hashing import Namespace
+from kvstore.integrations.vllm.options import Options
+from kvstore.part import Part
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 15.0
+_CLOSE_S = 10.0
+
+
+class StoreLink:
+    """Has a client while the store runs; a thread looks for a new one while it does not.
+
+    Args:
+        options: where the store is.
+        space: what the blocks mean.
+        part: the part of them that this half holds.
+        on_open: called with each new client before it is used.
+
+    Raises:
+        StoreNotRunning: there is no store; says what to change.
+        KVStoreError: it cannot hold these blocks.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        space: Namespace,
+        part: Part | None = None,
+        on_open: Callable[[Client], None] = lambda client: None,
+    ) -> None:
+        self._options, self._space, self._part, self._on_open = options, space, part, on_open
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        #: How often a new client replaced one whose store had ended.
+        self.num_reopened = 0
+        try:
+            self.store = connect(options.store, address=options.address)
+            self._client: Client | None = self._open()
+        except StoreNotRunning as error:
+            raise StoreNotRunning(
+                f"RaykvConnector: wanted the store {options.store!r} on this node, got: {error}. Start it with "
+                f"`kvstore start` before the engine, or set 'store' and 'address' in kv_connector_extra_config"
+            ) from error
+
+    def client(self) -> Client | None:
+        """Return the client; None while the store is away."""
+        return self._client
+
+    def failed(self, client: Client, error: KVStoreError) -> None:
+        """Say that a call failed; when it means that this life of the store is over, a new one is looked for."""
+        if isinstance(error, StoreUnavailable) and not isinstance(error, StoreDraining):
+            self.lost(client)
+
+    def lost(self, client: Client) -> None:
+        """Give a client up and look for the store's next life; nothing happens where that was done before."""
+        with self._lock:
+            if self._client is not client or self._stopping.is_set():
+                return
+            self._client = None
+            self._thread = threading.Thread(target=self._reopen, args=(client,), name="raykv-reopen", daemon=True)
+            self._thread.start()
+        logger.warning("the store is away; prompts are computed until it is back")
+
+    def close(self) -> None:
+        """Close the client; may be called again."""
+        self._stopping.set()
+        with self._lock:
+            client, self._client, thread = self._client, None, self._thread
+        if thread is not None:
+            thread.join(_CLOSE_S)
+        if client is not None:
+            client.close(_CLOSE_S)
+
+    def _open(self) -> Client:
+        client = self.store.client(self._space, self._part, node_id=self._options.node_id)
+        try:
+            self._on_open(client)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def _reopen(self, old: Client) -> None:
+        pause_s = _FIRST_PAUSE_S
+        old.close(_CLOSE_S)
+        while not self._stopping.wait(pause_s):
+            try:
+                client = self._open()
+            except KVStoreError as error:
+                logger.info("the store is not back yet: %s", error)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            with self._lock:
+                if not self._stopping.is_set():
+                    self._client, self.num_reopened = client, self.num_reopened + 1
+                    logger.warning("the store is back, with an empty memory")
+                    return
+            client.close(_CLOSE_S)

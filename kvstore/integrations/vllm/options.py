@@ -1,0 +1,99 @@
+"""What a user sets in vLLM's `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+
+class SavePolicy(Enum):
+    """Which blocks an engine gives to the store."""
+
+    PROMPT = "prompt"
+    """Full blocks of the prompt."""
+
+    ALL = "all"
+    """Those of the answer too: the next turn of a conversation begins with them."""
+
+    NONE = "none"
+    """None; the engine only loads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The keys of `kv_connector_extra_config`; unknown ones are refused.
+
+    Args:
+        store: name of the store.
+        address: of its Ray cluster, as `kvstore.connect` takes it; None finds the one that runs here.
+        node_id: another node whose store shares this machine, in a cluster simulated on one host.
+        model: names the weights where their path or name differs from engine to engine; None takes vLLM's.
+        salt: engines with another one share nothing with these.
+        block_size: tokens of a stored block; 0 takes the engine's block size. A multiple or a divisor of it.
+        portable: on a CPU, store rows of tokens instead of blocks as its attention kernel orders them: for engines
+            with blocks of another size, at the price of a second cache and slower copies. GPUs always do.
+        num_layer_groups: of the stored block, a multiple of every pipeline that shares it; 0 takes this engine's.
+        axes: names the dims of the engine's tensors where their sizes leave a choice (docs/layouts.md).
+        save: a `SavePolicy`, or its value.
+        remote: also use what only other nodes have.
+        lookup_wait_s: how long a request may wait for the store's answer before it is computed.
+        load_timeout_s: a load that takes longer than this has failed.
+
+    Raises:
+        ConfigError: a value cannot work.
+    """
+
+    store: str = "default"
+    address: str | None = None
+    node_id: str | None = None
+    model: str | None = None
+    salt: str = ""
+    block_size: int = 0
+    portable: bool = False
+    num_layer_groups: int = 0
+    axes: str | None = None
+    save: SavePolicy | str = SavePolicy.PROMPT
+    remote: bool = True
+    lookup_wait_s: float = 0.1
+    load_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("store", "salt"):
+            _require(isinstance(getattr(self, name), str), name, "text", getattr(self, name))
+        for name in ("address", "node_id", "model", "axes"):
+            _require(isinstance(getattr(self, name), str | None), name, "text", getattr(self, name))
+        for name in ("block_size", "num_layer_groups"):
+            value = getattr(self, name)
+            _require(type(value) is int and value >= 0, name, "a whole number of at least 0", value)
+        for name in ("lookup_wait_s", "load_timeout_s"):
+            value = getattr(self, name)
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 3600
+            _require(fits, name, "seconds from 0 to 3600", value)
+        for name in ("portable", "remote"):
+            _require(isinstance(getattr(self, name), bool), name, "true or false", getattr(self, name))
+        try:
+            object.__setattr__(self, "save", SavePolicy(self.save))
+        except ValueError:
+            _require(False, "save", " or ".join(repr(policy.value) for policy in SavePolicy), self.save)
+
+    @staticmethod
+    def parse(extra: Mapping[str, Any]) -> Options:
+        """Return the options that a user wrote.
+
+        Raises:
+            ConfigError: a key is unknown, or a value cannot work.
+        """
+        known = [field.name for field in fields(Options)]
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ConfigError(f"kv_connector_extra_config: unknown keys {unknown}; known are {', '.join(known)}")
+        return Options(**extra)
+
+
+def _require(fits: bool, name: str, wanted: str, got: object) -> None:
+    if not fits:
+        raise ConfigError(f"kv_connector_extra_config[{name!r}]: wanted {wanted}, got {got!r}")

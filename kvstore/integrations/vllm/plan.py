@@ -1,0 +1,113 @@
+"""What the two halves of the connector tell each other: once a step down to the workers, once a step back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvstore.hashing import BlockHashes, Namespace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """Blocks to bring into the engine for one request.
+
+    Args:
+        req_id: the request, which vLLM holds back until it is reported as received.
+        hashes: from the root of the chain on.
+        block_ids: the engine's blocks for their tokens.
+        num_engine_tokens: tokens at the front that the engine has already, in blocks that others may read.
+    """
+
+    req_id: str
+    hashes: BlockHashes
+    block_ids: list[int]
+    num_engine_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """Blocks to store for one request, whose last ones are computed in this step.
+
+    Args:
+        req_id: the request.
+        hashes: from the root of the chain on: whatever was evicted meanwhile is stored again.
+        block_ids: the engine's blocks for their tokens.
+    """
+
+    req_id: str
+    hashes: BlockHashes
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):
+    """What the scheduler's half tells the workers' in one step.
+
+    Args:
+        loads: to begin in this step.
+        saves: to begin when this step is computed.
+        settle: requests whose blocks are overwritten in this step; none of their saves may still read them.
+        ending: finished requests whose blocks vLLM keeps until they are reported as sent.
+        is_computing: whether any token is computed in this step.
+        is_waiting: whether a request waits for an answer of the store.
+        drop_saves: the cache was cleared: what was computed before must not be stored any more.
+    """
+
+    loads: list[LoadPlan] = field(default_factory=list)
+    saves: list[SavePlan] = field(default_factory=list)
+    settle: set[str] = field(default_factory=set)
+    ending: set[str] = field(default_factory=set)
+    is_computing: bool = False
+    is_waiting: bool = False
+    drop_saves: bool = False
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What the workers tell the scheduler's half after a step; those of several workers are put together.
+
+    Args:
+        saves_ended: for each request, how many of its saves came to an end on how many workers, well or badly.
+        failed_loads: for each request with a load that failed, the tokens that are right.
+        stored: blocks that are in the store now, for each save that wrote some: (request, blocks from the root).
+        num_drops: workers that have dropped their saves, as they were told.
+    """
+
+    saves_ended: Counter[str] = field(default_factory=Counter)
+    failed_loads: dict[str, int] = field(default_factory=dict)
+    stored: list[tuple[str, int]] = field(default_factory=list)
+    num_drops: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.saves_ended or self.failed_loads or self.stored or self.num_drops)
+
+    def aggregate(self, other: Any) -> WorkerReport:
+        """Put two reports of one step together."""
+        failed = dict(self.failed_loads)
+        for req_id, num_tokens in other.failed_loads.items():
+            failed[req_id] = min(num_tokens, failed.get(req_id, num_tokens))
+        return WorkerReport(
+            saves_ended=self.saves_ended + other.saves_ended,
+            failed_loads=failed,
+            stored=self.stored + other.stored,
+            num_drops=self.num_drops + other.num_drops,
+        )
+
+
+@dataclass(slots=True)
+class WorkerHello(KVConnectorHandshakeMetadata):
+    """What a worker found when it registered its caches: only it sees the tensors.
+
+    Args:
+        space: what the blocks of this engine mean; all workers must have found the same.
+    """
+
+    space: Namespace

@@ -1,0 +1,294 @@
+"""The scheduler's half: what is stored, what to load and save, and when blocks may be freed.
+
+No method of it waits for the store, whose answers come from a thread (lookups.py). `reset_cache` is the exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.errors import KVStoreError
+from kvstore.hashing import BlockHashes, Namespace
+from kvstore.integrations.vllm.events import stored_event
+from kvstore.integrations.vllm.keys import hash_blocks, prompt_tokens
+from kvstore.integrations.vllm.link import StoreLink
+from kvstore.integrations.vllm.lookups import Lookups, Question
+from kvstore.integrations.vllm.options import Options, SavePolicy
+from kvstore.integrations.vllm.plan import LoadPlan, SavePlan, StepPlan, WorkerReport
+from kvstore.integrations.vllm.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+#: An answer older than this is asked for again: blocks may have been evicted while the request waited.
+_ANSWER_S = 1.0
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What is known of one request that has not ended."""
+
+    request: Any
+    question: Question | None = None
+    hashes: BlockHashes | None = None
+    block_ids: list[int] = field(default_factory=list)
+    num_engine_tokens: int = 0  # in the engine's own prefix cache, when vLLM asked last
+    num_saved: int = 0
+    num_saves_open: int = 0  # on all workers
+    is_loading: bool = False
+    may_load: bool = True
+    may_save: bool = True
+
+
+class SchedulerSide:
+    """One for each engine.
+
+    Args:
+        options: the user's.
+        engine_block_size: tokens of vLLM's blocks.
+        num_workers: that report about each load and save.
+        loads: whether this engine uses what is stored.
+        saves: whether it stores what it computes.
+        emits_events: whether anybody reads KV cache events.
+        stats: gets times and counts.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        engine_block_size: int,
+        num_workers: int,
+        *,
+        loads: bool,
+        saves: bool,
+        emits_events: bool,
+        stats: Stats,
+    ) -> None:
+        self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
+        self._loads, self._saves, self._emits_events, self._stats = loads, saves, emits_events, stats
+        self._space: Namespace | None = None
+        self._link: StoreLink | None = None
+        self._lookups: Lookups | None = None
+        self._tracked: dict[str, Tracked] = {}
+        #: Ended, with saves under way.
+        self._ending: dict[str, Tracked] = {}
+        self._plan = StepPlan()
+        self._events: list[Any] = []
+        #: Workers that have yet to drop what was computed before the cache was cleared.
+        self._num_drops_open = 0
+        self._clearing: threading.Thread | None = None
+
+    def open(self, space: Namespace) -> None:
+        """Begin, with what the workers found; until then nothing is loaded or saved.
+
+        Raises:
+            StoreNotRunning: there is no store on this node.
+        """
+        self._space, self._link = space, StoreLink(self._options, space)
+        self._lookups = Lookups(self._link, self._options.remote, self._stats)
+
+    def close(self) -> None:
+        """End the thread and close the client; may be called again."""
+        if self._lookups is not None:
+            self._lookups.close()
+        if self._clearing is not None:
+            self._clearing.join(10.0)
+        if self._link is not None:
+            self._link.close()
+
+    def begin(self, request: Any) -> None:
+        """Have a new request looked up, so that the answer is there when vLLM asks."""
+        if self._lookups is None or request.request_id in self._tracked or getattr(request, "resumable", False):
+            return
+        tracked = self._tracked[request.request_id] = Tracked(request, may_load=self._loads, may_save=self._saves)
+        if request.skip_reading_prefix_cache:
+            tracked.may_load = False
+        self._ask(tracked)
+
+    def match(self, request: Any, num_engine_tokens: int) -> tuple[int | None, bool]:
+        """Answer `get_num_new_matched_tokens`; None while the store has not answered."""
+        self.begin(request)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or self._space is None:
+            return 0, False
+        tracked.num_engine_tokens = num_engine_tokens
+        size, now_s = self._space.shape.block_size, time.monotonic()
+        question = tracked.question
+        if question is None or (tracked.may_load and question.done and now_s > question.asked_s + _ANSWER_S):
+            self._ask(tracked)
+        question = tracked.question
+        assert question is not None
+        if request.num_prompt_tokens // size * size <= num_engine_tokens:
+            return 0, False
+        if not question.done and now_s < question.asked_s + self._options.lookup_wait_s:
+            self._plan.is_waiting = True
+            return None, False
+        if not question.done:
+            self._stats.count("num_late_lookups")
+        tracked.hashes = tracked.hashes if question.hashes is None else question.hashes
+        num_new = question.num_blocks * size - num_engine_tokens
+        if not tracked.may_load or num_new <= 0 or self._num_drops_open:
+            return 0, False
+        return num_new, True
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan a load once vLLM has given it blocks; called again, with 0, when the load is through."""
+        tracked = self._tracked.get(request.request_id)
+        if not num_external_tokens or tracked is None or tracked.hashes is None or self._space is None:
+            return
+        size = self._space.shape.block_size
+        num_blocks = -(-(tracked.num_engine_tokens + num_external_tokens) // size)
+        ids = list(blocks.get_block_ids()[0])[: -(-num_blocks * size // self._engine_block_size)]
+        tracked.is_loading = True
+        self._plan.loads.append(
+            LoadPlan(
+                req_id=request.request_id,
+                hashes=tracked.hashes[:num_blocks],
+                block_ids=ids,
+                num_engine_tokens=tracked.num_engine_tokens,
+            )
+        )
+        tracked.num_saved = num_blocks
+
+    def plan(self, output: Any) -> StepPlan:
+        """Return what the workers have to do in this step, and begin to collect for the next one."""
+        plan, self._plan = self._plan, StepPlan()
+        plan.is_computing = output.total_num_scheduled_tokens > 0
+        plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
+        if plan.settle:
+            self._stats.count("num_preempted", len(plan.settle))
+        for req_id in plan.settle:
+            if (tracked := self._tracked.get(req_id)) and not tracked.is_loading:
+                tracked.num_saved = 0
+        begins = {}
+        for new in output.scheduled_new_reqs:
+            if tracked := self._tracked.get(new.req_id):
+                tracked.block_ids = list(new.block_ids[0])
+                begins[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for req_id, ids, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            if tracked := self._tracked.get(req_id):
+                if req_id in cached.resumed_req_ids:
+                    tracked.block_ids = []
+                tracked.block_ids.extend(ids[0] if ids else ())
+                begins[req_id] = begin
+        for req_id, begin in begins.items():
+            self._plan_save(plan, req_id, begin, begin + output.num_scheduled_tokens[req_id])
+        return plan
+
+    def ended(self, request: Any) -> bool:
+        """Forget a request; whether vLLM has to keep its blocks until they are reported as sent."""
+        tracked = self._tracked.pop(request.request_id, None)
+        # vLLM keeps the blocks of a load under way by itself.
+        if tracked is None or tracked.is_loading or not tracked.num_saves_open:
+            return False
+        self._plan.ending.add(request.request_id)
+        self._ending[request.request_id] = tracked
+        return True
+
+    def heard(self, received: set[str], report: WorkerReport | None) -> None:
+        """Take in what the workers did."""
+        for req_id in received:
+            if tracked := self._tracked.get(req_id):
+                tracked.is_loading = False
+        if report is None:
+            return
+        for req_id, num_tokens in report.failed_loads.items():
+            if (tracked := self._tracked.get(req_id)) and self._space is not None:
+                # Not again: what failed once would fail, and be waited for, again and again.
+                tracked.may_load, tracked.question = False, None
+                tracked.num_saved = min(tracked.num_saved, num_tokens // self._space.shape.block_size)
+        for req_id, num_blocks in report.stored:
+            tracked = self._tracked.get(req_id) or self._ending.get(req_id)
+            if self._emits_events and tracked is not None and tracked.hashes is not None and self._space is not None:
+                self._events.append(stored_event(self._space, tracked.request, tracked.hashes[:num_blocks]))
+        for req_id, count in report.saves_ended.items():
+            if tracked := self._tracked.get(req_id) or self._ending.get(req_id):
+                tracked.num_saves_open -= count
+                if not tracked.num_saves_open:
+                    self._ending.pop(req_id, None)
+        if report.num_drops and self._num_drops_open:
+            self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
+            if not self._num_drops_open:
+                # A save that was on its way while the cache was cleared may have come after that.
+                self._clearing = threading.Thread(target=self._clear, name="raykv-clear", daemon=True)
+                self._clearing.start()
+
+    def take_events(self) -> list[Any]:
+        """Return the events since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> bool:
+        """Make everything of this namespace a miss, on every node; for when weights changed. Waits for the store.
+
+        Returns:
+            False when a node could not be asked, or a load of old blocks is still under way.
+        """
+        if any(tracked.num_saves_open for tracked in (*self._tracked.values(), *self._ending.values())):
+            self._plan.drop_saves, self._num_drops_open = True, self._num_workers
+        is_loading = False
+        for tracked in self._tracked.values():
+            # Their blocks were computed before.
+            tracked.may_save, tracked.question = False, None
+            is_loading = is_loading or tracked.is_loading
+        return self._clear() and not is_loading
+
+    def _clear(self) -> bool:
+        if self._link is None or self._space is None:
+            return False
+        try:
+            num_blocks = self._link.store.clear(self._space)
+        except KVStoreError:
+            logger.exception("the store could not be cleared")
+            return False
+        logger.info("cleared %d blocks of the store", num_blocks)
+        return True
+
+    def _ask(self, tracked: Tracked) -> None:
+        assert self._space is not None
+        assert self._lookups is not None
+        request, known = tracked.request, tracked.hashes
+
+        def make_hashes(space: Namespace = self._space) -> BlockHashes:
+            return known if known is not None else hash_blocks(space, request, prompt_tokens(request))
+
+        tracked.question = Question(make_hashes, tracked.may_load)
+        self._lookups.ask(tracked.question)
+
+    def _plan_save(self, plan: StepPlan, req_id: str, begin: int, end: int) -> None:
+        """Plan what becomes whole while a request computes tokens [begin, end)."""
+        tracked = self._tracked[req_id]
+        if tracked.question is not None and tracked.hashes is None:
+            tracked.hashes = tracked.question.hashes
+        if not tracked.may_save or tracked.hashes is None or self._space is None:
+            return
+        size = self._space.shape.block_size
+        if self._options.save is SavePolicy.ALL:
+            self._hash_answer(tracked, end)
+        # A failed load or a preemption sends a request back: what follows is computed, and saved, once more.
+        tracked.num_saved = min(tracked.num_saved, -(-begin // size))
+        if tracked.question is not None and tracked.num_saved < tracked.question.num_blocks <= begin // size:
+            tracked.num_saved = tracked.question.num_blocks  # The engine had them itself, and the store has them too.
+        num_full = min(len(tracked.hashes), end // size)
+        if num_full <= tracked.num_saved:
+            return
+        ids = tracked.block_ids[: -(-num_full * size // self._engine_block_size)]
+        plan.saves.append(SavePlan(req_id=req_id, hashes=tracked.hashes[:num_full], block_ids=ids))
+        tracked.num_saved = num_full
+        tracked.num_saves_open += self._num_workers
+
+    def _hash_answer(self, tracked: Tracked, end: int) -> None:
+        """Hash blocks of the answer whose tokens are known and computed when this step is through."""
+        assert self._space is not None
+        assert tracked.hashes is not None
+        size = self._space.shape.block_size
+        first = len(tracked.hashes) * size
+        last = min(end, tracked.request.num_tokens) // size * size
+        if last > first:
+            tokens = list(tracked.request.all_token_ids[first:last])
+            new = hash_blocks(self._space, tracked.request, tokens, tracked.hashes)
+            tracked.hashes = BlockHashes.join(tracked.hashes, new)

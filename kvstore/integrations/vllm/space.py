@@ -1,0 +1,185 @@
+"""What an engine's blocks mean and which part of them a worker holds, and start-up checks of both."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from kvstore.errors import ConfigError, LayoutMismatch
+from kvstore.hashing import Namespace
+from kvstore.integrations.vllm.options import Options
+from kvstore.part import Part
+from kvstore.shape import KVShape, Planes
+
+
+def check_engine(config: Any, kv_cache_config: Any) -> Any:
+    """Refuse an engine whose KV the store cannot hold yet; returns the spec of its one KV cache group.
+
+    Raises:
+        ConfigError: which setting or model does not work, and what to change.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        raise ConfigError(
+            f"RaykvConnector: wanted a model with one KV cache group, got {len(groups)} ({', '.join(kinds)}); hybrid "
+            "models do not work yet. Where only sliding windows make it one, --disable-hybrid-kv-cache-manager helps"
+        )
+    spec = groups[0].kv_cache_spec
+    # Subclasses hold something else besides, or free blocks that the store would still be reading.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise ConfigError(
+            f"RaykvConnector: wanted full attention or MLA, got {type(spec).__name__}; such models do not work yet"
+        )
+    mode = getattr(spec, "kv_quant_mode", None)
+    if getattr(mode, "is_per_token_head", False) or getattr(config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "RaykvConnector: wanted a KV cache whose scales come with the weights, got scales that are found while it "
+            "runs and are not stored; set another --kv-cache-dtype, or leave out --calculate-kv-scales"
+        )
+    parallel = config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(f"RaykvConnector: wanted {name}=1, got {getattr(parallel, name)}; set it to 1")
+    return spec
+
+
+def check_block_size(stored: int, engine: int) -> int:
+    """Return the stored block size: what was asked for, or the engine's.
+
+    Raises:
+        ConfigError: neither size divides the other.
+    """
+    stored = stored or engine
+    if stored % engine and engine % stored:
+        raise ConfigError(
+            f"kv_connector_extra_config['block_size']: wanted a multiple or a divisor of the engine's {engine} tokens, "
+            f"got {stored}; set a divisor of both engines' sizes to share between them"
+        )
+    return stored
+
+
+def part_of(config: Any, tp_rank: int, pp_rank: int) -> tuple[Part, bool]:
+    """Return the part of every block that a worker holds, and whether it is the one that saves it.
+
+    Where there are more ranks than KV heads, several hold the same heads: all load them, the first saves them.
+
+    Raises:
+        ConfigError: the ranks do not divide the heads, nor the heads the ranks.
+    """
+    parallel, num_heads = config.parallel_config, _num_kv_heads(config)
+    tp_size, pp_size = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+    if num_heads % tp_size and tp_size % num_heads:
+        raise ConfigError(
+            f"RaykvConnector: wanted a tensor-parallel size that divides the {num_heads} KV heads or is a multiple of "
+            f"them, got {tp_size}; choose another --tensor-parallel-size"
+        )
+    num_parts = min(tp_size, num_heads)
+    num_alike = tp_size // num_parts
+    return Part(tp_rank // num_alike, num_parts, pp_rank, pp_size), tp_rank % num_alike == 0
+
+
+def in_order_of_layers(caches: Mapping[str, Any]) -> dict[str, Any]:
+    """Sort an engine's tensors by layer, and leave out those that name another layer's tensor once more."""
+
+    def numbers(name: str) -> tuple[list[int], str]:
+        return [int(digits) for digits in re.findall(r"\d+", name)], name
+
+    found: dict[str, Any] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name in sorted(caches, key=numbers):
+        tensor = caches[name]
+        place = (tensor.data_ptr(), tuple(tensor.shape)) if hasattr(tensor, "data_ptr") else (id(tensor), ())
+        if place not in seen:
+            seen.add(place)
+            found[name] = tensor
+    return found
+
+
+def planes_of(tensors: Sequence[Any], spec: Any) -> Planes:
+    """Return how K and V share an engine's tensors.
+
+    Raises:
+        LayoutMismatch: the last dim is neither a row of K or V, nor one of both.
+    """
+    if isinstance(spec, MLAAttentionSpec):
+        return Planes.SINGLE
+    dims, head_dim = list(tensors[0].shape), int(spec.head_size)
+    if dims[-1] == head_dim:
+        return Planes.KV_SPLIT
+    if dims[-1] == 2 * head_dim:
+        return Planes.KV_PACKED
+    raise LayoutMismatch(
+        f"RaykvConnector: wanted tensors with rows of {head_dim} or {2 * head_dim} elements, got {dims}; this "
+        "attention backend's layout is not known, choose another with --attention-backend"
+    )
+
+
+def make_space(config: Any, spec: Any, options: Options, tensors: Sequence[Any], order: str) -> Namespace:
+    """Return the namespace of an engine's blocks, as a worker's tensors show it.
+
+    Args:
+        config: vLLM's.
+        spec: of the one KV cache group.
+        options: the user's.
+        tensors: those that are registered, one a layer.
+        order: how blocks are ordered inside, "" for rows of tokens.
+
+    Raises:
+        ConfigError, LayoutMismatch: it cannot be stored; what to change.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    pp_size = int(parallel.pipeline_parallel_size)
+    block_size, engine_size = check_block_size(options.block_size, int(spec.block_size)), int(spec.block_size)
+    if order and block_size % engine_size:
+        raise ConfigError(
+            f"kv_connector_extra_config['block_size']: wanted a multiple of the engine's {engine_size} tokens, got "
+            f"{block_size}: the attention kernel {order!r} of this CPU orders a block as a whole; set 'portable' to "
+            "true, on all engines that share, to store tokens"
+        )
+    shape = KVShape(
+        num_layers=len(tensors) * pp_size,
+        num_kv_heads=_num_kv_heads(config),
+        head_dim=int(spec.head_size),
+        dtype=str(spec.dtype).removeprefix("torch."),
+        block_size=block_size,
+        planes=planes_of(tensors, spec),
+        num_layer_groups=options.num_layer_groups or pp_size,
+    )
+    return Namespace(
+        model=options.model or str(model.model),
+        revision=str(getattr(model, "revision", None) or ""),
+        quantization=_variant(config, f"{order} {engine_size}" if order else ""),
+        shape=shape,
+        salt=options.salt.encode(),
+    )
+
+
+def _num_kv_heads(config: Any) -> int:
+    model = config.model_config
+    return 1 if getattr(model, "use_mla", False) else int(model.get_total_num_kv_heads())
+
+
+def _variant(config: Any, order: str) -> str:
+    """Everything besides the name that makes another model of the same weights, as text."""
+    model = config.model_config
+    overrides = getattr(model, "hf_overrides", None) or {}
+    if callable(overrides):
+        raise ConfigError(
+            "RaykvConnector: wanted hf_overrides as a dict, got a function, whose effect on KV cannot be told; pass a "
+            "dict, or name the result with kv_connector_extra_config['model']"
+        )
+    draft = getattr(config, "speculative_config", None)
+    fields = {
+        "cache": str(config.cache_config.cache_dtype),
+        "dtype": str(model.dtype),
+        "weights": str(model.quantization or ""),
+        "overrides": overrides,
+        "order": order,
+        "draft": str(getattr(draft, "model", None) or ""),
+    }
+    return json.dumps(fields, sort_keys=True, default=str)

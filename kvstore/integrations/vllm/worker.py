@@ -1,0 +1,285 @@
+"""A worker's half: the engine's tensors, and the loads and saves under way on them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.client import Client
+from kvstore.errors import CopyStuck, KVStoreError, LayoutMismatch
+from kvstore.hashing import Namespace
+from kvstore.integrations.vllm.interior import TokenRows, axes_inside, order_inside
+from kvstore.integrations.vllm.link import StoreLink
+from kvstore.integrations.vllm.options import Options
+from kvstore.integrations.vllm.plan import LoadPlan, SavePlan, StepPlan, WorkerReport
+from kvstore.integrations.vllm.space import in_order_of_layers, make_space
+from kvstore.integrations.vllm.stats import Stats
+from kvstore.part import Part
+from kvstore.results import Job, LoadResult, MissReason, SaveResult
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 1.0
+_STUCK_S = 60.0
+#: The engine spins while a load is under way and there is nothing to compute; this leaves the cores to the copies.
+_YIELD_S = 0.0005
+
+
+@dataclass(slots=True)
+class Running:
+    """A load or save under way."""
+
+    plan: Any
+    client: Client
+    job: Job[Any]
+    begin_s: float
+
+
+class WorkerSide:
+    """One for each rank.
+
+    Args:
+        options: the user's.
+        config: vLLM's.
+        spec: of the one KV cache group.
+        part: which part of every block this rank holds.
+        is_saver: whether this rank saves it; where several hold the same heads, one does.
+        stats: gets times and counts.
+    """
+
+    def __init__(self, options: Options, config: Any, spec: Any, part: Part, is_saver: bool, stats: Stats) -> None:
+        self._options, self._config, self._spec = options, config, spec
+        self._part, self._is_saver, self._stats = part, is_saver, stats
+        self._link: StoreLink | None = None
+        self._pages_in_block = 1
+        self._rows: TokenRows | None = None
+        self._loads: dict[str, Running] = {}
+        self._saves: dict[str, list[Running]] = {}
+        self._unsent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed_ids: set[int] = set()
+        self._report = WorkerReport()
+        #: What this engine's blocks mean, once its tensors are known.
+        self.space: Namespace | None = None
+
+    def register(self, caches: Mapping[str, Any]) -> None:
+        """Take the engine's tensors, and find out from them what its blocks mean.
+
+        Raises:
+            StoreNotRunning: there is no store on this node.
+            LayoutMismatch, ConfigError: these tensors cannot be stored; what to change.
+        """
+        if self._link is not None:  # After the engine slept, its tensors may be others.
+            self._link.close()
+        found = in_order_of_layers(caches)
+        tensors, axes = list(found.values()), self._options.axes
+        order = order_inside(self._config, next(iter(found)), tensors[0], self._spec)
+        if order and self._options.portable:
+            self._rows = TokenRows(tensors, order, int(self._spec.head_size))
+            tensors, axes, order = self._rows.tensors, "BPHTD", ""
+        elif order:
+            axes = axes or axes_inside(tensors[0])
+        space = make_space(self._config, self._spec, self._options, tensors, order)
+        self._part.check(space.shape)
+
+        def register(client: Client) -> None:
+            try:
+                layout = client.register_kv_caches(tensors, axes)
+            except LayoutMismatch as error:
+                raise LayoutMismatch(f"{error}. In vLLM, axes are kv_connector_extra_config['axes']") from error
+            if int(self._spec.block_size) % layout.block_size:
+                raise LayoutMismatch(
+                    f"RaykvConnector: wanted tensors with pages that divide a block of {self._spec.block_size} tokens, "
+                    f"got pages of {layout.block_size}; set kv_connector_extra_config['axes']"
+                )
+            self._pages_in_block = int(self._spec.block_size) // layout.block_size
+            logger.info(
+                "%d pages of %d tokens, axes %s, on %s; stored blocks of %d tokens and %d bytes, namespace %s",
+                layout.num_blocks, layout.block_size, layout.axes, layout.device,
+                space.shape.block_size, space.shape.block_bytes, space.digest.hex()[:16],
+            )  # fmt: skip
+
+        self.space = space
+        self._link = StoreLink(self._options, space, self._part, register)
+
+    def settle(self, plan: StepPlan) -> None:
+        """Make sure that nothing reads blocks any more that are overwritten in this step; may be called again."""
+        for req_id in plan.settle & self._saves.keys():
+            self._end_saves(req_id, _SETTLE_S)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start what a step begins with, before anything is computed in it."""
+        self.settle(plan)
+        if plan.drop_saves:
+            for req_id in list(self._saves):
+                self._end_saves(req_id, 0.0)
+            self._report.num_drops += 1
+        for load in plan.loads:
+            self._begin_load(load)
+        self._unsent |= plan.ending
+
+    def save(self, plan: StepPlan) -> None:
+        """Start the saves of a step that was computed. The blocks stay as they are until they are reported as sent."""
+        for save in plan.saves:
+            self._begin_save(save)
+
+    def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
+        """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""
+        if not plan.is_computing and (self._loads or self._saves or plan.is_waiting):
+            time.sleep(_YIELD_S)
+        for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
+            self._end_load(self._loads.pop(req_id))
+        for req_id, saves in list(self._saves.items()):
+            running = [save for save in saves if not self._has_ended(save)]
+            if running:
+                self._saves[req_id] = running
+            else:
+                del self._saves[req_id]
+        sent = {req_id for req_id in self._unsent if req_id not in self._saves}
+        self._unsent -= sent
+        received, self._received = self._received, set()
+        return sent, received
+
+    def take_failed_block_ids(self) -> set[int]:
+        """Return the blocks of loads that ended since the last time which do not hold what was asked for."""
+        failed, self._failed_ids = self._failed_ids, set()
+        return failed
+
+    def take_report(self) -> WorkerReport | None:
+        """Return what the scheduler's half has to hear of this step."""
+        report, self._report = self._report, WorkerReport()
+        return report or None
+
+    def close(self) -> None:
+        """Wait for what is under way and close the client; may be called again."""
+        for req_id in list(self._saves):
+            self._end_saves(req_id, _SETTLE_S)
+        if self._link is not None:
+            self._link.close()
+        self._loads.clear()
+
+    def _begin_load(self, plan: LoadPlan) -> None:
+        client = self._link.client() if self._link is not None else None
+        if client is None:
+            self._fail(plan, plan.num_engine_tokens, MissReason.STORE_LOST.value)
+            return
+        try:
+            job = client.load(
+                plan.hashes, self._pages(plan.block_ids), plan.num_engine_tokens, timeout_s=self._options.load_timeout_s
+            )
+        except KVStoreError as error:
+            logger.warning("a load could not begin: %s", error)
+            self._fail(plan, plan.num_engine_tokens, type(error).__name__)
+            return
+        self._loads[plan.req_id] = Running(plan, client, job, time.perf_counter())
+
+    def _end_load(self, load: Running) -> None:
+        plan: LoadPlan = load.plan
+        size = self._stored_block_size()
+        try:
+            result: LoadResult = load.job.result(0)
+        except CopyStuck:
+            raise  # The device may still write: no block may be used again by anybody.
+        except KVStoreError as error:
+            logger.warning("a load failed: %s", error)
+            self._lost(load.client)
+            self._fail(plan, plan.num_engine_tokens, type(error).__name__)
+            return
+        self._stats.time("load", time.perf_counter() - load.begin_s)
+        self._stats.count("num_loaded_local_blocks", result.num_local)
+        self._stats.count("num_loaded_peer_blocks", result.num_peer)
+        if self._rows is not None:
+            own, size_engine = plan.num_engine_tokens, int(self._spec.block_size)
+            self._rows.give(plan.block_ids[own // size_engine : -(-result.num_blocks * size // size_engine)])
+        if result.num_blocks == len(plan.hashes):
+            self._received.add(plan.req_id)
+            return
+        reason = result.failed[0].reason
+        logger.info("a load brought %d of %d blocks: %s", result.num_blocks, len(plan.hashes), result.failed[0].detail)
+        if reason is MissReason.STORE_LOST:
+            self._lost(load.client)
+        self._fail(plan, max(result.num_blocks * size, plan.num_engine_tokens), reason.value)
+
+    def _fail(self, plan: LoadPlan, num_right_tokens: int, reason: str) -> None:
+        """Report the blocks behind the tokens that are right. Those of the engine's own hit stay what they are."""
+        self._failed_ids.update(plan.block_ids[num_right_tokens // int(self._spec.block_size) :])
+        self._report.failed_loads[plan.req_id] = num_right_tokens
+        # vLLM waits for a request until it is received, whatever came of it.
+        self._received.add(plan.req_id)
+        self._stats.count("num_failed_loads")
+        self._stats.count(f"num_failed_loads_{reason}")
+
+    def _begin_save(self, plan: SavePlan) -> None:
+        client = self._link.client() if self._link is not None and self._is_saver else None
+        if client is None:
+            self._report.saves_ended[plan.req_id] += 1
+            return
+        if self._rows is not None:
+            self._rows.take(plan.block_ids)
+        try:
+            job = client.save(plan.hashes, self._pages(plan.block_ids))
+        except KVStoreError as error:
+            self._count_failed_save(client, error)
+            self._report.saves_ended[plan.req_id] += 1
+            return
+        self._saves.setdefault(plan.req_id, []).append(Running(plan, client, job, time.perf_counter()))
+
+    def _has_ended(self, save: Running) -> bool:
+        if not save.job.done():
+            return False
+        self._end_save(save)
+        return True
+
+    def _end_save(self, save: Running) -> None:
+        self._report.saves_ended[save.plan.req_id] += 1
+        try:
+            result: SaveResult = save.job.result(0)
+        except CopyStuck:
+            raise
+        except KVStoreError as error:
+            self._count_failed_save(save.client, error)
+            return
+        self._stats.time("save", time.perf_counter() - save.begin_s)
+        self._stats.count("num_saved_blocks", result.num_written)
+        self._stats.count("num_refused_blocks", result.num_refused)
+        if result.num_written and self._part.index == 0:
+            self._report.stored.append((save.plan.req_id, result.num_blocks))
+
+    def _end_saves(self, req_id: str, wait_s: float) -> None:
+        """Wait for a request's saves a little, then give them up."""
+        deadline_s = time.monotonic() + wait_s
+        for save in self._saves.pop(req_id):
+            while not save.job.done() and time.monotonic() < deadline_s:
+                time.sleep(_YIELD_S)
+            if not save.job.done() and not save.job.abandon(_STUCK_S):
+                raise CopyStuck(
+                    f"wanted the copies of {save.job!r} to end within {_STUCK_S} s; the blocks they read are about to "
+                    "be overwritten; restart the engine"
+                )
+            if save.job.done():
+                self._end_save(save)
+            else:
+                self._report.saves_ended[req_id] += 1
+                self._stats.count("num_abandoned_saves")
+
+    def _count_failed_save(self, client: Client, error: KVStoreError) -> None:
+        self._stats.count("num_failed_saves")
+        logger.info("a save failed: %s", error)
+        if self._link is not None:
+            self._link.failed(client, error)
+
+    def _lost(self, client: Client) -> None:
+        if self._link is not None:
+            self._link.lost(client)
+
+    def _stored_block_size(self) -> int:
+        assert self.space is not None
+        return self.space.shape.block_size
+
+    def _pages(self, block_ids: list[int]) -> list[int]:
+        """Return the pages of the tensors that are vLLM's blocks: an attention kernel may want smaller ones."""
+        count = self._pages_in_block
+        return block_ids if count == 1 else [block * count + page for block in block_ids for page in range(count)]

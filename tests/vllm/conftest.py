@@ -1,0 +1,207 @@
+"""Real vLLM engines on a real store of two nodes. Without vLLM in this environment all tests here are skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+OBJECT_STORE_BYTES = 80 << 20
+NODE_MEMORY_BYTES = 1 << 40
+VOCABULARY = 2048
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.ray)
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's own are not ours
+            if not HAS_VLLM:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not in this environment; `make test-vllm` has it"))
+
+
+@pytest.fixture(scope="session", autouse=HAS_VLLM)
+def _environment(tmp_path_factory):
+    """Before Ray or vLLM is imported."""
+    for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
+        os.environ.pop(name, None)
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL="INFO",
+        VLLM_CACHE_ROOT=f"{sys.prefix}/cache-of-tests",  # what it finds out of a model, in a process for each
+        PYTHONPATH=f"{Path(__file__).parent}:{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
+        HF_HUB_OFFLINE="1",
+    )
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A small Llama with random weights, the same ones every time."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = str(tmp_path_factory.mktemp("model"))
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=8192, dtype="float32",
+        initializer_range=0.1,  # wide, so that the answer hangs on all of the prompt
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Two nodes of a Ray cluster on this machine."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for is_head in (True, False):
+            options = {"include_dashboard": False} if is_head else {}
+            cluster.add_node(num_cpus=2, memory=NODE_MEMORY_BYTES, object_store_memory=OBJECT_STORE_BYTES, **options)
+        ray.init(address=cluster.address, log_to_driver=False)
+        cluster.wait_for_nodes(timeout=30)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def store(cluster):
+    import kvstore
+
+    store = kvstore.start("256MiB", lease_ttl_s=10.0)
+    yield store
+    store.stop()
+
+
+@pytest.fixture(scope="session")
+def node_ids(store):
+    """The ids of both nodes."""
+    return store.node_ids()
+
+
+@pytest.fixture(scope="session")
+def pool_of(store):
+    """The counts of a node's pool."""
+
+    def ask(node_id):
+        return store.stats()["nodes"][node_id]["pool"]
+
+    return ask
+
+
+@contextlib.contextmanager
+def _engines(tmp_path_factory):
+    from engines import Engine
+
+    started = []
+
+    def start(model, **settings):
+        log = tmp_path_factory.mktemp("engine") / "log"
+        started.append(Engine(model, log, **settings))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for engine in started:
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def start_engine(tmp_path_factory):
+    """Starts engines; several at once come up together. All end with the module."""
+    with _engines(tmp_path_factory) as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def _lasting(tmp_path_factory, model, connector):
+    """The engines that all modules share: starting one takes longer than most tests."""
+    with _engines(tmp_path_factory) as start:
+        made = {
+            "plain": start(model, block_size=16),
+            "sixteen": start(model, block_size=16, connector=connector(0, portable=True)),
+            "thirty_two": start(model, block_size=32, connector=connector(1, block_size=16, portable=True)),
+        }
+        yield {name: engine.wait_started() for name, engine in made.items()}
+
+
+@pytest.fixture(scope="session")
+def plain(_lasting):
+    """An engine without a store."""
+    return _lasting["plain"]
+
+
+@pytest.fixture(scope="session")
+def sixteen(_lasting):
+    """An engine with blocks of 16 tokens, on the first node."""
+    return _lasting["sixteen"]
+
+
+@pytest.fixture(scope="session")
+def thirty_two(_lasting):
+    """An engine with blocks of 32 tokens, on the second node; stored blocks have 16."""
+    return _lasting["thirty_two"]
+
+
+@pytest.fixture(scope="session")
+def connector(cluster, node_ids):
+    """Makes the extra config of a connector on one of the nodes."""
+
+    def make(node=0, **more):
+        return {"address": cluster.address, "node_id": node_ids[node]} | more
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompt_of():
+    """Makes prompts of random tokens; another seed shares nothing."""
+    import numpy as np
+
+    def make(num_tokens, seed=0):
+        return np.random.default_rng([seed, 7]).integers(0, VOCABULARY, num_tokens).tolist()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def same():
+    """Compares answers: tokens exactly, log probabilities as far as float32 goes."""
+
+    def check(answers, wanted, max_diff=1e-3):
+        assert len(answers) == len(wanted)
+        for at, (answer, other) in enumerate(zip(answers, wanted, strict=True)):
+            assert answer["tokens"] == other["tokens"], f"prompt {at}"
+            diff = max(abs(a - b) for a, b in zip(answer["logprobs"], other["logprobs"], strict=True))
+            assert diff <= max_diff, f"prompt {at}: log probabilities differ by {diff}"
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def eventually():
+    """Waits until a function says something true."""
+    import waiting
+
+    return waiting.eventually

@@ -1,0 +1,176 @@
+"""One real vLLM engine in a process of its own, which does what it is told: vLLM has room for one a process.
+
+Commands and answers are pickled over a connection; `engines.py` has the other end. What is imported here at the top is
+imported once, by the process of which all engines are forks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+
+import ray  # noqa: F401 - imported once for all
+import vllm.model_executor.models.llama
+import vllm.v1.engine.core
+import vllm.v1.engine.llm_engine
+import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.lora.request import LoRARequest
+
+import kvstore.integrations.vllm
+import kvstore.kernels.host_copy  # noqa: F401
+
+
+class EngineProcess:
+    def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", module=None, **settings):
+        transfer = None
+        if connector is not None:
+            transfer = KVTransferConfig(
+                kv_connector="RaykvConnector",
+                kv_connector_module_path="kvstore.integrations.vllm",
+                kv_role=role,
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=connector,
+            )
+        given = {
+            "dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": 64,
+            "enable_prefix_caching": True, "disable_log_stats": False,
+        } | settings  # fmt: skip
+        llm = LLM(
+            model, skip_tokenizer_init=True, enforce_eager=True, async_scheduling=False,
+            kv_transfer_config=transfer, **given,
+        )  # fmt: skip
+        self.engine = llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.num_preemptions = 0
+        self.finished, self._first_s = {}, {}
+
+    # Requests one by one.
+
+    def add(self, name, tokens, salt=None, max_tokens=8, cold=False, lora=None):
+        options = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False,
+            skip_reading_prefix_cache=cold,
+        )  # fmt: skip
+        prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
+        adapter = LoRARequest(*lora) if lora else None
+        self._first_s[name] = -time.perf_counter()
+        self.engine.add_request(name, prompt, options, lora_request=adapter)
+
+    def step(self, count=1):
+        """Step, and return the status of each request that is not over."""
+        for _ in range(count):
+            for output in self.engine.step():
+                if self._first_s[output.request_id] < 0:
+                    self._first_s[output.request_id] += time.perf_counter()
+                if output.finished:
+                    self.finished[output.request_id] = self._answer(output)
+            self.num_preemptions = max(
+                [self.num_preemptions, *(request.num_preemptions for request in self.scheduler.requests.values())]
+            )
+        return self.states()
+
+    def states(self):
+        return {request.request_id.rsplit("-", 1)[0] if "-" in request.request_id else request.request_id:
+                request.status.name for request in self.scheduler.requests.values()}  # fmt: skip
+
+    def step_until(self, name, status, limit_s=20.0):
+        """Step until a request has a status; returns whether it came to that."""
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s:
+            if self.step().get(name) == status:
+                return True
+        return False
+
+    def abort(self, *names):
+        self.engine.abort_request(list(names))
+
+    def settle(self, limit_s=60.0):
+        """Step until nothing is left, blocks that are kept for saves included."""
+        deadline_s = time.monotonic() + limit_s
+        while self.engine.has_unfinished_requests() or self.scheduler.has_requests():
+            assert time.monotonic() < deadline_s, f"the engine still has {self.states()}"
+            self.step()
+
+    def answer(self, name):
+        return self.finished.pop(name, None)
+
+    # All at once.
+
+    def run(self, prompts, **options):
+        """Answer prompts that come at once: [(name, tokens, options)], and options for all of them."""
+        for name, tokens, more in prompts:
+            self.add(name, tokens, **(options | more))
+        while self.engine.has_unfinished_requests():
+            self.step()
+        answers = [self.finished.pop(name) for name, _, _ in prompts]
+        self.settle()
+        return answers
+
+    def _answer(self, output):
+        text = output.outputs[0]
+        logprobs = [step[token].logprob for step, token in zip(text.logprobs or [], text.token_ids, strict=True)]
+        return {
+            "tokens": list(text.token_ids), "logprobs": logprobs, "num_cached": output.num_cached_tokens or 0,
+            "reason": text.finish_reason, "first_s": self._first_s[output.request_id],
+        }  # fmt: skip
+
+    def reset(self, connector=False):
+        self.settle()
+        options = {"reset_connector": True} if connector else {}
+        return self.engine.reset_prefix_cache(**options)
+
+    # Questions.
+
+    def blocks(self):
+        """(free, all that can be free) of the engine's own blocks."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
+
+    def stats(self):
+        return {"scheduler": self.scheduler.connector.stats.total(), "worker": get_kv_transfer_group().stats.total()}
+
+    def tracked(self):
+        """How many requests the connector's halves still know."""
+        side, rank = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
+        return len(side._tracked) + len(side._ending) + len(rank._loads) + len(rank._saves) + len(rank._unsent)
+
+    def events(self):
+        return self.scheduler.connector.take_events()
+
+    def pid(self):
+        return os.getpid()
+
+    def stop(self):
+        self.engine.engine_core.shutdown()
+        for connector in (self.scheduler.connector,):
+            if connector is not None:
+                connector.shutdown()
+
+
+def serve(connection, log, environment):
+    """Be an engine until the connection ends."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.update(environment)
+    engine = None
+    while True:
+        try:
+            verb, args, options = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            if verb == "start":
+                engine, answer = EngineProcess(*args, **options), None
+            else:
+                answer = getattr(engine, verb)(*args, **options)
+            connection.send(("is", answer))
+        except Exception as error:
+            connection.send(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
+        if verb == "stop":
+            os._exit(0)

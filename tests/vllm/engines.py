@@ -1,0 +1,76 @@
+"""Starting engines in processes of their own, and asking them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from pathlib import Path
+
+START_S = 240.0
+ANSWER_S = 100.0
+#: Importing vLLM takes longer than making an engine, so it is done once, in a process that then forks.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["engine_process"])
+
+
+def _serve(*args):
+    from engine_process import serve  # where it is imported already
+
+    serve(*args)
+
+
+class EngineError(Exception):
+    """What went wrong in the engine's process."""
+
+
+class Engine:
+    """The near end of one engine; any verb of `EngineProcess` is a method."""
+
+    def __init__(self, model, log, **settings):
+        self._connection, far = _processes.Pipe()
+        self._log = Path(log)
+        self.process = _processes.Process(target=_serve, args=(far, str(log), dict(os.environ)), daemon=True)
+        self.process.start()
+        far.close()
+        self.begin("start", model, **settings)
+
+    def wait_started(self):
+        self.end(START_S)
+        return self
+
+    def begin(self, verb, *args, **options):
+        """Tell it to do something, and return before that is done."""
+        self._connection.send((verb, args, options))
+
+    def end(self, timeout_s=ANSWER_S):
+        """Wait for what `begin` began."""
+        if not self._connection.poll(timeout_s):
+            raise EngineError(f"no answer in {timeout_s} s; the log ends with\n{self.log()}")
+        try:
+            kind, answer, *more = self._connection.recv()
+        except EOFError:
+            raise EngineError(f"the engine is gone; its log ends with\n{self.log()}") from None
+        if kind == "error":
+            raise EngineError(f"{answer}\n{''.join(more)}\n{self.log()}")
+        return answer
+
+    def __getattr__(self, verb):
+        def ask(*args, **options):
+            self.begin(verb, *args, **options)
+            return self.end()
+
+        return ask
+
+    def log(self):
+        return self._log.read_text(errors="replace")[-4000:] if self._log.exists() else ""
+
+    def close(self):
+        with contextlib.suppress(EngineError, OSError):
+            self.begin("stop")
+            self.end(30)
+        self._connection.close()
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(20)

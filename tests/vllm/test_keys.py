@@ -1,0 +1,97 @@
+"""Everything that vLLM counts as part of a block's content changes its hash; where it begins in the engine does not."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import kvstore  # noqa: E402
+
+TOKENS = list(range(100))
+
+
+@pytest.fixture(scope="module")
+def space():
+    shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=16)
+    return kvstore.Namespace(model="m", shape=shape)
+
+
+@pytest.fixture(scope="module")
+def hashes_of(space):
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvstore.integrations.vllm.keys import hash_blocks, prompt_tokens
+
+    def make(tokens=TOKENS, **more):
+        request = Request(
+            request_id="r", prompt_token_ids=tokens, sampling_params=SamplingParams(), pooling_params=None, **more
+        )
+        return hash_blocks(space, request, prompt_tokens(request))
+
+    return make
+
+
+def lora(name, number=1):
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, "/nowhere")
+
+
+def image(name, offset=20, length=30):
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    where = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=where)
+
+
+def test_the_same_request_has_the_same_hashes(hashes_of, space):
+    assert hashes_of() == hashes_of() == space.block_hashes(TOKENS)
+    assert hashes_of(lora_request=lora("a"), cache_salt="s") == hashes_of(lora_request=lora("a", 2), cache_salt="s")
+
+
+def test_each_kind_of_content_changes_every_hash_from_where_it_begins(hashes_of):
+    embeds = torch.ones(100, 8)
+    other = embeds.clone()
+    other[50] += 1
+    variants = {
+        "tokens": (hashes_of(), 0),
+        "lora": (hashes_of(lora_request=lora("a")), 0),
+        "another lora": (hashes_of(lora_request=lora("b")), 0),
+        "salt": (hashes_of(cache_salt="a"), 0),
+        "another salt": (hashes_of(cache_salt="b"), 0),
+        "salt and lora": (hashes_of(cache_salt="a", lora_request=lora("b")), 0),
+        "the other way round": (hashes_of(cache_salt="b", lora_request=lora("a")), 0),
+        "image": (hashes_of(mm_features=[image("a")]), 1),
+        "another image": (hashes_of(mm_features=[image("b")]), 1),
+        "at another place": (hashes_of(mm_features=[image("a", 21)]), 1),
+        "embeddings": (hashes_of(None, prompt_embeds=embeds), 0),
+        "other embeddings": (hashes_of(None, prompt_embeds=other), 3),
+    }
+    for name, (hashes, _) in variants.items():
+        for other_name, (others, _) in variants.items():
+            if name != other_name:
+                assert hashes[-1] != others[-1], f"{name} and {other_name}"
+    plain = variants["tokens"][0]
+    for name in ("image", "another image", "at another place"):
+        hashes, first = variants[name]
+        assert plain.common_prefix(hashes) == first, name
+    assert variants["embeddings"][0].common_prefix(variants["other embeddings"][0]) == 3
+    assert all(variants[name][0].common_prefix(plain) == 0 for name in variants if "salt" in name or "lora" in name)
+
+
+def test_an_answer_continues_the_prompt(hashes_of, space):
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvstore.integrations.vllm.keys import hash_blocks
+
+    request = Request(
+        request_id="r", prompt_token_ids=TOKENS[:40], sampling_params=SamplingParams(), pooling_params=None,
+        lora_request=lora("a"), cache_salt="s",
+    )  # fmt: skip
+    prompt = hash_blocks(space, request, TOKENS[:40])
+    answer = hash_blocks(space, request, TOKENS[32:96], prompt)
+    whole = hashes_of(TOKENS[:96], lora_request=lora("a"), cache_salt="s")
+    assert kvstore.BlockHashes.join(prompt, answer) == whole
