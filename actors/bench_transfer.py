@@ -237,13 +237,16 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
     config = StoreConfig(name=f"bench-{lane}-{block_bytes >> 10}", capacity_bytes=(rounds + 2) * load_bytes, lane=lane)
     times: dict[str, list[float]] = {}
     with contextlib.ExitStack() as started:
+        # Their processes start while the store does.
+        raw = _raw_pair(started, nodes, lane, f"{config.name}-a", load_bytes, block_bytes, True, False)
+        huge = _raw_pair(started, nodes, lane, f"{config.name}-b", load_bytes, block_bytes, True, True)
         store = start(config, None, _TIMEOUT_S)
         started.callback(store.stop)
         space = Namespace(model="bench", shape=shape_of(block_bytes))
         workers = [on_node(Worker, node).remote(store, space, num_blocks) for node in nodes]
         _kill_at_end(started, workers)
-        raw = _raw_pair(started, nodes, lane, f"{config.name}-a", load_bytes, block_bytes, True, False)
-        huge = _raw_pair(started, nodes, lane, f"{config.name}-b", load_bytes, block_bytes, True, True)
+        _connect(raw)
+        _connect(huge)
         for number in range(rounds + 1):
             seen = {
                 "memcpy": call("memcpy", raw[1].memcpy.remote(load_bytes), _TIMEOUT_S),
@@ -262,6 +265,7 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
     with contextlib.ExitStack() as started:
         # By themselves: each agent as the wrapper builds it spins on a core all the time.
         spinning = _raw_pair(started, nodes, lane, config.name, load_bytes, block_bytes, False, False)
+        _connect(spinning)
         times["nixl_untuned"] = [_read_raw(spinning, number, load_bytes) for number in range(rounds + 1)][1:]
     return times
 
@@ -285,9 +289,12 @@ def _raw_pair(
         for i, node in enumerate(nodes)
     ]
     _kill_at_end(started, ends)
+    return ends
+
+
+def _connect(ends: list[Any]) -> None:
     description = call("raw", ends[0].describe.remote(), _TIMEOUT_S)
     call("raw", ends[1].add_peer.remote(description), _TIMEOUT_S)
-    return ends
 
 
 def _read_raw(ends: list[Any], number: int, load_bytes: int) -> float:
