@@ -22,9 +22,10 @@ def test_the_choices_of_a_seed_are_the_same_in_every_run_and_differ_between_live
 @pytest.mark.parametrize("client", range(2))
 def test_every_verb_comes_and_every_run_of_a_chain_is_possible(client):
     chosen = list(islice(plan.choices(1, client, 0), 5000))
+    num_chains = len(plan.chains(plan.space()))
     assert {choice.verb for choice in chosen} == set(Verb)
     for choice in chosen:
-        assert 0 <= choice.chain < len(plan.chains(plan.space()))
+        assert 0 <= choice.chain < num_chains
         assert 0 <= choice.first < choice.first + choice.num_blocks <= plan.CHAIN_BLOCKS
         assert choice.skip_tokens <= choice.num_blocks * plan.SHAPE.block_size
         assert 0 <= choice.wait_s <= 0.2
