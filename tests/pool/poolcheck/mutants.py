@@ -29,7 +29,8 @@ from poolcheck.mutations import MUTANTS
 from poolcheck.patch import DoesNotApply, check, install
 
 _ROOT = Path(__file__).parents[3]
-_TIMEOUT_S = 120.0
+#: For the tests of one mutant, and for those of all of them on the code as it is.
+_TIMEOUT_S, _WHOLE_TIMEOUT_S = 120.0, 600.0
 #: What a mutant that is broken Python raises; that some test fails then says nothing.
 _BROKEN = (NameError, ImportError, SyntaxError, MemoryError)
 
@@ -98,6 +99,7 @@ class _Child:
 
     def __init__(self, mutant: Mutant | None, tests: Sequence[str]) -> None:
         self.name, self.source = (mutant.name, mutant.source) if mutant else ("the code as it is", "")
+        self._timeout_s = _TIMEOUT_S if mutant else _WHOLE_TIMEOUT_S
         self._begun_s = time.monotonic()
         self._answer, self._log = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         sys.stdout.flush()
@@ -128,7 +130,7 @@ class _Child:
         """Return what came of it, None while it runs."""
         seconds = time.monotonic() - self._begun_s
         if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
-            if seconds < _TIMEOUT_S:
+            if seconds < self._timeout_s:
                 return None
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
