@@ -35,6 +35,9 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
                 "num_cpus": num_cpus,
                 "object_store_memory": object_store_bytes,
                 "include_dashboard": False,
+                # Nothing that is not measured shall run.
+                "include_log_monitor": False,
+                "no_monitor": True,
             },
         )
         other = cluster.add_node(num_cpus=num_cpus, object_store_memory=object_store_bytes)

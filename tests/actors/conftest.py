@@ -22,6 +22,13 @@ NAMESPACE = "raykv-tests"
 POISON = 0x5A5A
 #: A raylet that is gone makes its node dead after 3 s instead of 15; a slow one has as long as ever.
 _HEALTH = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+#: For the head node only; what no test looks at is not started.
+_HEAD = {
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+    "_system_config": _HEALTH,
+}
 
 
 class Engine:
@@ -158,31 +165,75 @@ class Worker:
         return os.getpid()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that share a cluster come before those with one of their own."""
+    places = [i for i, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    ordered = sorted((items[i] for i in places), key=lambda item: bool(item.get_closest_marker("own_cluster")))
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+
+
+class _Clusters:
+    """Two nodes of one real Ray cluster on this machine, with this process connected as a driver."""
+
+    def __init__(self) -> None:
+        self._running: Any = None
+
+    def start(self) -> Any:
+        """Return the cluster that runs; starts one if none does."""
+        import ray
+        from ray import cloudpickle
+        from ray.cluster_utils import Cluster
+
+        if self._running is None:
+            # Workers cannot import this file, so its classes travel whole.
+            cloudpickle.register_pickle_by_value(sys.modules[__name__])
+            self._running = Cluster()
+            try:
+                for only in (_HEAD, {}):
+                    self._running.add_node(
+                        num_cpus=2, memory=NODE_MEMORY_BYTES, object_store_memory=OBJECT_STORE_BYTES, **only
+                    )
+                ray.init(address=self._running.address, namespace=NAMESPACE, log_to_driver=False)
+                self._running.wait_for_nodes(timeout=30)
+            except BaseException:
+                self.stop()
+                raise
+        return self._running
+
+    def stop(self) -> None:
+        """End the cluster, if one runs."""
+        import ray
+        from ray import cloudpickle
+
+        if self._running is not None:
+            ray.shutdown()
+            self._running.shutdown()
+            self._running = None
+            cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="session")
+def _clusters() -> Iterator[_Clusters]:
+    clusters = _Clusters()
+    yield clusters
+    clusters.stop()
+
+
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[Any]:
-    """Two nodes of one real Ray cluster on this machine, with this process connected as a driver.
+def ray_cluster(request: pytest.FixtureRequest, _clusters: _Clusters) -> Iterator[Any]:
+    """The `ray.cluster_utils.Cluster` of two nodes that this process is a driver of.
 
-    One for each module: a node that a module adds, and loses, is seen by the others long after.
-    Yields the `ray.cluster_utils.Cluster`; a test may add nodes to it, and removes only those.
+    Modules share it, but for those marked `own_cluster`: these may add nodes and lose them, which others would see.
     """
-    import ray
-    from ray import cloudpickle
-    from ray.cluster_utils import Cluster
-
-    # Workers cannot import this file, so its classes travel whole.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    cluster = Cluster()
+    own = bool(request.node.get_closest_marker("own_cluster"))
+    if own:
+        _clusters.stop()
     try:
-        for is_head in (True, False):
-            head_only = {"include_dashboard": False, "_system_config": _HEALTH} if is_head else {}
-            cluster.add_node(num_cpus=2, memory=NODE_MEMORY_BYTES, object_store_memory=OBJECT_STORE_BYTES, **head_only)
-        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
-        cluster.wait_for_nodes(timeout=30)
-        yield cluster
+        yield _clusters.start()
     finally:
-        ray.shutdown()
-        cluster.shutdown()
-        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+        if own:
+            _clusters.stop()
 
 
 @pytest.fixture(scope="module")

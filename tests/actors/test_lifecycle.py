@@ -16,7 +16,7 @@ import ray
 import kvstore
 from kvstore.errors import ConfigError, IncompatibleStore, StoreNotRunning
 
-pytestmark = [pytest.mark.ray]
+pytestmark = [pytest.mark.ray, pytest.mark.own_cluster]
 
 
 @pytest.fixture(scope="module")
