@@ -2,7 +2,8 @@
 
 KVStoreError
 ├── ConfigError              settings that cannot work
-│   └── IncompatibleStore    a running store has another protocol version or configuration
+│   ├── IncompatibleStore    a running store has another protocol version or configuration
+│   └── UnsupportedModel     an engine's model whose KV cannot be shared yet
 ├── InvalidRequest           an argument of one call is wrong; nothing was changed
 │   ├── NamespaceMismatch    hashes of one namespace used with a client of another
 │   ├── ChainBroken          hashes are not one contiguous run of a chain
@@ -43,6 +44,10 @@ class ConfigError(KVStoreError):
 
 class IncompatibleStore(ConfigError):
     """A running store has another protocol version or configuration than asked for."""
+
+
+class UnsupportedModel(ConfigError):
+    """The KV of an engine's model cannot be shared yet: another kind of attention or cache, or an adapter."""
 
 
 class InvalidRequest(KVStoreError):

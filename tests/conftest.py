@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     for item in items:
         top, *_ = item.path.relative_to(folder).parts
-        item.add_marker(pytest.mark.xdist_group("clusters" if top in ("actors", "examples") else str(item.path)))
+        has_cluster = top in ("actors", "examples") or item.get_closest_marker("ray") is not None
+        item.add_marker(pytest.mark.xdist_group("clusters" if has_cluster else str(item.path)))
 
 
 def _num_gpus() -> int:

@@ -136,6 +136,16 @@ def test_one_file_imports_nixl():
     assert users == {NIXL_FILE}
 
 
+def test_a_framework_is_imported_by_its_adapter_alone():
+    inside = python_files("kvstore", "actors", "kernels")
+    adapter = "kvstore/integrations/transformers/"
+    assert offences([path for path in inside if not path.startswith(adapter)], "transformers") == []
+    assert offences([path for path in inside if path.startswith(adapter)], "transformers") != []
+    # The core knows no adapter; an adapter knows no other one.
+    core = [path for path in inside if not path.startswith("kvstore/integrations/")]
+    assert offences(core, "kvstore.integrations") == []
+
+
 def test_nobody_uses_the_bare_names_of_the_top_folders():
     paths = python_files("kvstore", "actors", "kernels", "examples", "benchmarks", "tests")
     assert offences(paths, "actors", "kernels") == []
@@ -161,7 +171,7 @@ def modules_after(statement: str) -> set[str]:
 
 def test_import_kvstore_is_light():
     loaded = {name.split(".")[0] for name in modules_after("import kvstore")}
-    assert loaded.isdisjoint({"torch", "ray", "cupy", "vllm", *NIXL_PACKAGES})
+    assert loaded.isdisjoint({"torch", "ray", "cupy", "transformers", "vllm", *NIXL_PACKAGES})
 
 
 def test_no_module_is_loaded_twice_under_a_bare_name():

@@ -1,0 +1,211 @@
+"""What a model's KV is: the shape of a block, and a namespace that no other weights have."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvstore.errors import InvalidRequest, UnsupportedModel
+from kvstore.hashing import Namespace
+from kvstore.shape import KVShape
+
+SUPPORTED = (
+    "supported are decoder-only models in eval mode whose DynamicCache has one plain DynamicLayer per layer: full "
+    "attention in every layer, K and V of one shape, all on one device"
+)
+
+_ROPE_OF_LENGTH = ("dynamic", "longrope")
+"""Kinds of RoPE whose angles for the first tokens change when the sequence gets long."""
+
+_NOT_OF_KV = ("_name_or_path", "transformers_version", "architectures", "id2label", "label2id")
+"""Keys of a config that say where a model came from or what its head is called, and change no KV."""
+
+_PIECE_BYTES = 64 << 20
+
+
+def check_supported(model: Any) -> None:
+    """Refuse models whose KV of a prefix is not what the tokens of that prefix say.
+
+    Raises:
+        UnsupportedModel: it is such a model; the message says what is supported.
+    """
+    config = model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(
+            f"wanted a decoder-only model, got the encoder-decoder {type(model).__name__}; {SUPPORTED}"
+        )
+    kinds = set(_rope_kinds(config))
+    if found := sorted(kind for kind in kinds if any(name in kind for name in _ROPE_OF_LENGTH)):
+        raise UnsupportedModel(
+            f"wanted a RoPE whose angles depend on the position alone, got rope_type {found[0]!r}: KV of a prefix "
+            "then depends on how long the whole sequence is, so it cannot be shared; 'default', 'linear', 'yarn' and "
+            "'llama3' can"
+        )
+    check_unadapted(model)
+
+
+def check_unadapted(model: Any) -> None:
+    """Refuse models with PEFT adapters: which of them are active can change from call to call, unseen.
+
+    Raises:
+        UnsupportedModel: a module of PEFT is in the model.
+    """
+    found = next((module for module in model.modules() if type(module).__module__.split(".")[0] == "peft"), None)
+    if found is not None:
+        raise UnsupportedModel(
+            f"wanted plain weights, got a PEFT adapter ({type(found).__name__}) in {type(model).__name__}; merge it "
+            "(model.merge_and_unload()) and wrap the merged model, whose weights get a namespace of their own"
+        )
+
+
+def kv_shape(model: Any, block_size: int) -> tuple[KVShape, torch.device]:
+    """Ask the model itself what its cache holds, by running it on one token.
+
+    Configs name heads and dims in a dozen ways; the tensors that come out cannot be wrong.
+
+    Returns:
+        The stored block, and the device of the KV.
+
+    Raises:
+        UnsupportedModel: the cache is of a kind that has no blocks, or its layers are unlike each other.
+    """
+    cache = new_cache(model)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"wanted a model that takes input_ids and past_key_values, but {type(model).__name__} said: {error}; "
+            f"{SUPPORTED}"
+        ) from error
+    layers = cache.layers
+    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no layers"
+        raise UnsupportedModel(
+            f"wanted full attention in every layer, got a cache of {kinds} in {type(model).__name__} (sliding windows, "
+            f"linear attention and layers that share KV have no blocks to store yet); {SUPPORTED}"
+        )
+    planes = {_describe(plane) for layer in layers for plane in (layer.keys, layer.values)}
+    if len(planes) != 1:
+        raise UnsupportedModel(
+            f"wanted K and V of one shape, dtype and device in all layers, got {len(planes)} kinds: "
+            f"{'; '.join(sorted(map(str, planes)))}; {SUPPORTED}"
+        )
+    keys = layers[0].keys
+    if keys is None or keys.dim() != 4 or tuple(keys.shape[::2]) != (1, 1):
+        raise UnsupportedModel(
+            f"wanted K as [batch, heads, tokens, head_dim], got {_describe(keys)} after one token; {SUPPORTED}"
+        )
+    shape = KVShape(
+        num_layers=len(layers),
+        num_kv_heads=keys.shape[1],
+        head_dim=keys.shape[3],
+        dtype=str(keys.dtype).removeprefix("torch."),
+        block_size=block_size,
+    )
+    return shape, keys.device
+
+
+def new_cache(model: Any) -> DynamicCache:
+    """Return an empty cache as `generate` makes it."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) -> Namespace:
+    """Return the namespace of a model: its class, its config with RoPE scaling, its weights, and the shape.
+
+    A name and a revision would not do: weights are fine-tuned, merged, quantised or made from a seed under one
+    name. Nor would a sample of the parameters: an edit of a few rows (new tokens in an embedding, one fact in one
+    matrix) can miss every sample, and then one model answers with the KV of another. So by default the digest is
+    SHA-256 over every byte of every parameter and buffer, once per object. Two models share KV only if all of it is
+    equal; the price is one pass over the weights (`weights_digest`). It errs on one side: a buffer computed at
+    start-up, such as RoPE's frequencies, may differ in its last bit between unlike machines, which then do not share.
+
+    Args:
+        model: the model.
+        shape: of its blocks.
+        model_id: what the user calls exactly these weights, in every process that is to share; replaces the digest
+            of the weights, and whoever passes it answers for it. Class, config and shape count all the same.
+        salt: keeps tenants apart.
+    """
+    kind = type(model)
+    fields = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": _config_of(model)}
+    config = sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    weights = weights_digest(model) if model_id is None else f"id:{model_id}"
+    return Namespace(model=f"transformers:{weights}", revision=config, shape=shape, salt=salt)
+
+
+def weights_digest(model: Any) -> str:
+    """Return SHA-256 over names, dtypes, shapes and all bytes of a model's parameters and buffers, in hex.
+
+    Takes as long as a few threads need to hash them. Weights on a GPU are copied to the host in pieces.
+
+    Raises:
+        UnsupportedModel: a weight is not in memory, or holds more than its bytes say; pass model_id then.
+    """
+    named = sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda pair: pair[0])
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="raykv-digest") as threads:
+        digests = list(threads.map(lambda pair: _tensor_digest(*pair), named))
+    return sha256(b"".join(digests)).hexdigest()
+
+
+def weights_marks(model: Any) -> tuple[tuple[int, int], ...]:
+    """Return where each parameter lies and how often it was written, to see that weights were changed or moved."""
+    return tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters())
+
+
+def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
+    # Quantised and distributed tensors keep scales or shards where this would not see them.
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.is_meta:
+        where = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
+        raise UnsupportedModel(
+            f"wanted weights that lie in memory as plain tensors, got {name} {where}, of which no digest can be taken; "
+            "pass model_id= with a name that only these weights have"
+        )
+    digest = sha256(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+    flat = tensor.detach().reshape(-1)
+    for piece in torch.split(flat, max(1, _PIECE_BYTES // tensor.element_size())):
+        digest.update(piece.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return {key: value for key, value in fields.items() if key not in _NOT_OF_KV}
+
+
+def _rope_kinds(config: Any) -> list[str]:
+    """Return all rope types that a config names: for all layers, or one for each kind of layer."""
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        fields = getattr(config.get_text_config(decoder=True), name, None)
+        for each in (fields, *fields.values()) if isinstance(fields, dict) else ():
+            if isinstance(each, dict):
+                found += [str(each[key]) for key in ("rope_type", "type") if key in each]
+    return found
+
+
+def _describe(plane: torch.Tensor | None) -> tuple[object, ...]:
+    return () if plane is None else (tuple(plane.shape), str(plane.dtype), str(plane.device))
+
+
+def check_weights_unchanged(model: Any, marks: tuple[tuple[int, int], ...]) -> None:
+    """Refuse weights that were written to or moved since `weights_marks`.
+
+    Raises:
+        InvalidRequest: they were.
+    """
+    if weights_marks(model) != marks:
+        raise InvalidRequest(
+            "wanted the weights that this namespace was made of, got others: they were changed or moved since; close "
+            "this PrefixCachedModel and make a new one, which gets the namespace of the new weights"
+        )

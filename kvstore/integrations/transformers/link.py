@@ -1,0 +1,103 @@
+"""The way to the store, which may fail at any time and must not fail what uses it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+from kvstore.client import Client
+from kvstore.errors import KVStoreError
+from kvstore.hashing import Namespace
+from kvstore.integrations.transformers.staging import Staging
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StoreLike(Protocol):
+    """What is asked of a store: `kvstore.start` and `kvstore.connect` return one."""
+
+    def client(self, space: Namespace) -> Client:
+        """Open a client on this process's node."""
+
+
+class StoreLink:
+    """One client and its staging buffer, made anew after a failure. For any number of threads, one at a time.
+
+    Args:
+        store: opens clients.
+        space: of the clients.
+        num_blocks: blocks in each half of the buffer.
+        device: of the buffer.
+        retry_s: how long the store is left alone after a failure, and how long a thread waits for others.
+
+    Raises:
+        KVStoreError: the first client cannot be opened.
+    """
+
+    def __init__(
+        self, store: StoreLike, space: Namespace, num_blocks: int, device: torch.device, retry_s: float
+    ) -> None:
+        self._store, self._space, self._num_blocks, self._device = store, space, num_blocks, device
+        self._retry_s, self._retry_at_s = retry_s, 0.0
+        self._lock, self._count_lock = threading.Lock(), threading.Lock()
+        self.closed, self.num_failures, self.num_bypassed = False, 0, 0
+        self._staging: Staging | None = self._open()
+
+    def use(self, action: Callable[[Staging], T], otherwise: T) -> T:
+        """Return what an action with the buffer returns, or `otherwise` when the store fails, or failed a while ago."""
+        if not self._lock.acquire(timeout=self._retry_s):
+            return self._bypass(otherwise)
+        try:
+            if self.closed or (self._staging is None and time.monotonic() < self._retry_at_s):
+                return self._bypass(otherwise)
+            try:
+                if self._staging is None:
+                    self._staging = self._open()
+                    logger.info("the store answers again: prefixes are shared")
+                return action(self._staging)
+            except KVStoreError as error:
+                self._fail(error)
+                return otherwise
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Give everything back to the store; may be called again."""
+        with self._lock:
+            self.closed = True
+            staging, self._staging = self._staging, None
+            if staging is not None:
+                staging.close()
+
+    def _bypass(self, otherwise: T) -> T:
+        with self._count_lock:
+            self.num_bypassed += 1
+        return otherwise
+
+    def _open(self) -> Staging:
+        client = self._store.client(self._space)
+        try:
+            return Staging(client, self._num_blocks, self._device)
+        except BaseException:
+            client.close(1.0)
+            raise
+
+    def _fail(self, error: KVStoreError) -> None:
+        staging, self._staging = self._staging, None
+        # Said once: from here on, until the store answers again, there is no buffer.
+        log = logger.debug if staging is None else logger.warning
+        log(
+            "the store failed; prompts are computed, and it is tried again in %.0f s: %s: %s",
+            self._retry_s, type(error).__name__, error,
+        )  # fmt: skip
+        self.num_failures += 1
+        self._retry_at_s = time.monotonic() + self._retry_s
+        if staging is not None:
+            staging.close()

@@ -1,0 +1,132 @@
+"""Reading the arguments of `generate`: which rows of tokens a call has, and whether their KV can be shared."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from kvstore.errors import InvalidRequest
+
+_INPUTS = ("attention_mask", "logits_to_keep", "tokenizer", "assistant_tokenizer")
+"""Arguments that are neither of `generate` itself nor settings, and change no KV."""
+
+_REFUSED = {
+    "past_key_values": "the cache is made here; leave it out",
+    "inputs_embeds": "embeddings name no tokens; pass input_ids",
+    "position_ids": "positions are those of the attention mask; leave them out",
+    "custom_generate": "another decoding loop may use the cache in another way; call model.generate",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """The rows of one `generate` call.
+
+    Args:
+        input_ids: [num_rows, width], as the caller passed them, padding included.
+        attention_mask: [num_rows, width] of 0 (padding on the left) and 1.
+        num_padding: padding tokens of each row.
+        num_copies: rows of the cache for each row of the prompt: beams, or returned sequences.
+        follows_rows: whether row r of the cache goes on to be row r of the answer, token by token.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    num_padding: tuple[int, ...]
+    num_copies: int
+    follows_rows: bool
+
+    @property
+    def width(self) -> int:
+        """Columns of the prompt, padding included."""
+        return int(self.input_ids.shape[1])
+
+    def tokens(self, row: int) -> torch.Tensor:
+        """Return the tokens of a row without its padding, on the CPU."""
+        return self.input_ids[row, self.num_padding[row] :].cpu()
+
+
+def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> tuple[Prompts, dict[str, Any]]:
+    """Read a call's arguments.
+
+    Args:
+        model: whose `generate` is called.
+        inputs: the first positional argument.
+        options: all keyword arguments.
+
+    Returns:
+        The prompts, and the keyword arguments that `generate` gets besides them and the cache.
+
+    Raises:
+        InvalidRequest: an argument makes KV depend on more than the tokens before it, or needs another cache.
+    """
+    options = dict(options)
+    named = options.pop("input_ids", None)
+    if (inputs is None) == (named is None):
+        raise InvalidRequest("wanted input_ids, once: as the first argument or by name")
+    input_ids = named if inputs is None else inputs
+    is_ids = isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()
+    if not is_ids or 0 in input_ids.shape:
+        got = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise InvalidRequest(f"input_ids: wanted a tensor of token ids, [batch, tokens], got {got}")
+    _check_options(model, options)
+    settings = [options.get("generation_config"), model.generation_config]
+
+    def setting(name: str) -> Any:
+        found = (options.get(name), *(getattr(each, name, None) for each in settings))
+        return next((value for value in found if value is not None), None)
+
+    if setting("cache_implementation") is not None or setting("use_cache") is False:
+        raise InvalidRequest(
+            f"wanted the default DynamicCache, got cache_implementation={setting('cache_implementation')!r}, "
+            f"use_cache={setting('use_cache')!r}; leave both out: static, offloaded and quantised caches have no "
+            "blocks to store yet"
+        )
+    mask = options.pop("attention_mask", None)
+    mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id")) if mask is None else mask
+    copies = max(setting("num_beams") or 1, setting("num_return_sequences") or 1)
+    is_assisted = options.get("assistant_model") is not None or setting("prompt_lookup_num_tokens") is not None
+    prompts = Prompts(
+        input_ids=input_ids,
+        attention_mask=mask,
+        num_padding=_padding(mask, input_ids),
+        num_copies=copies,
+        follows_rows=copies == 1 and not is_assisted,
+    )
+    return prompts, options
+
+
+def _check_options(model: Any, options: dict[str, Any]) -> None:
+    """Let through what `generate` itself takes; any other input of the model may change KV unseen."""
+    known = {*inspect.signature(model.generate).parameters, *vars(GenerationConfig()), *_INPUTS}
+    for name, value in options.items():
+        if value is not None and (name in _REFUSED or name not in known):
+            why = _REFUSED.get(name, "KV may depend on it, and the block hashes would not say so; call model.generate")
+            raise InvalidRequest(f"{name}: wanted input_ids, attention_mask and settings of generate alone; {why}")
+
+
+def _inferred_mask(input_ids: torch.Tensor, pad_id: Any, eos_ids: Any) -> torch.Tensor:
+    """Return the mask that `generate` would infer: padding is masked where the pad token ends no sequence."""
+    eos = eos_ids if isinstance(eos_ids, list | tuple) else [eos_ids]
+    if pad_id is None or pad_id in eos:
+        return torch.ones_like(input_ids)
+    return input_ids.ne(pad_id).to(input_ids.dtype)
+
+
+def _padding(mask: torch.Tensor, input_ids: torch.Tensor) -> tuple[int, ...]:
+    if mask.shape != input_ids.shape:
+        raise InvalidRequest(
+            f"attention_mask: wanted one of input_ids' shape, {list(input_ids.shape)}, got {list(mask.shape)}"
+        )
+    ones = mask.ne(0)
+    # From the first 1 on, all ones: a hole or padding on the right would change the positions behind it.
+    if not bool((ones.cummax(dim=1).values == ones).all()) or not bool(ones[:, -1].all()):
+        raise InvalidRequest(
+            "attention_mask: wanted padding on the left only, got zeros behind a token; set padding_side='left' in the "
+            "tokenizer, or call model.generate"
+        )
+    return tuple((mask.shape[1] - ones.sum(dim=1)).tolist())

@@ -1,0 +1,167 @@
+"""Blocks between a store and a cache that has no blocks, through a buffer of limited size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from kvstore.client import Client
+from kvstore.errors import ChainBroken, JobRunning, StoreUnavailable
+from kvstore.hashing import BlockHashes
+from kvstore.results import Job, LoadResult, MissReason
+from kvstore.shape import KVShape
+
+Write: TypeAlias = "Callable[[int, torch.Tensor], None]"
+"""Takes the index of a first block, and blocks [n, num_kv_heads, num_layers, 2, block_size, head_dim]."""
+
+_GRACE_S = 5.0
+"""A job ends by its own timeouts; this much later it is given up."""
+
+
+class Staging:
+    """A buffer in two halves, registered with a client: one is copied while the other one's job runs.
+
+    Not for several threads. After an error it must not be used again: a job may still be using the buffer.
+
+    Args:
+        client: of this buffer alone; closed with it.
+        num_blocks: blocks of each half.
+        device: of the KV.
+    """
+
+    def __init__(self, client: Client, num_blocks: int, device: torch.device) -> None:
+        shape: KVShape = client.space.shape
+        self._client, self._num_blocks = client, num_blocks
+        dims = (2 * num_blocks, shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim)
+        # The stored order, so that each block is copied as one run.
+        self._blocks = torch.empty(dims, dtype=getattr(torch, shape.dtype), device=device)
+        client.register_kv_caches(self._blocks, "BHLPTD")
+        self._limit_s = client.config.transfer_timeout_s + client.config.call_timeout_s + _GRACE_S
+
+    def close(self) -> None:
+        """Close the client, which waits a little for what runs."""
+        self._client.close(1.0)
+
+    def num_stored(self, hashes: BlockHashes) -> int:
+        """Return how many leading blocks of a chain some node has."""
+        return self._client.lookup(hashes).num_blocks if len(hashes) else 0
+
+    def load(self, hashes: BlockHashes, write: Write, timeout_s: float | None) -> int:
+        """Load a chain from its root.
+
+        Args:
+            hashes: the blocks wanted.
+            write: called for the blocks in order, with a view that is valid during the call.
+            timeout_s: of each job for blocks of other nodes; the store's own when None.
+
+        Returns:
+            How many leading blocks were written.
+
+        Raises:
+            KVStoreError: the store cannot be used; what was written before is right.
+        """
+        starts = range(0, len(hashes), self._num_blocks)
+        following = self._load_job(hashes, 0, timeout_s) if starts else None
+        for start in starts:
+            running, following = following, None
+            assert running is not None
+            if start + self._num_blocks < len(hashes):
+                following = self._load_job(hashes, start + self._num_blocks, timeout_s)
+            result: LoadResult = self._wait(running)
+            if any(failure.reason is MissReason.STORE_LOST for failure in result.failed):
+                raise StoreUnavailable(f"wanted the node's store, it is lost: {result.failed[0].detail}")
+            half = self._half(start)
+            if result.num_blocks:
+                write(start, self._blocks[half.start : half.start + result.num_blocks])
+            if result.num_blocks < min(self._num_blocks, len(hashes) - start):
+                if following is not None:
+                    self._wait(following)
+                return start + result.num_blocks
+        return len(hashes)
+
+    def save(self, hashes: BlockHashes, first: int, read: Write) -> tuple[int, int]:
+        """Save blocks [first, len(hashes)) of a chain, of which the earlier ones are stored.
+
+        Args:
+            hashes: a chain from its root.
+            first: blocks before it are stored; when they turn out not to be, they are saved, too.
+            read: called to fill blocks, with the index of the first one.
+
+        Returns:
+            (blocks that this wrote, blocks for which the store had no room).
+
+        Raises:
+            KVStoreError: the store cannot be used; what was saved before stays.
+        """
+        try:
+            return self._save(hashes, first, read)
+        except ChainBroken:
+            if first == 0:
+                raise
+            return self._save(hashes, 0, read)  # What it was built on was evicted meanwhile.
+
+    def _save(self, hashes: BlockHashes, first: int, read: Write) -> tuple[int, int]:
+        num_written, num_at_once = 0, len(self._blocks)
+        for start in range(first, len(hashes), num_at_once):
+            run = hashes[start : start + num_at_once]
+            read(start, self._blocks[: len(run)])
+            result = self._wait(self._client.save(run, range(len(run))))
+            num_written += result.num_written
+            if result.num_blocks < len(run):
+                return num_written, len(hashes) - start - result.num_blocks
+        return num_written, 0
+
+    def _load_job(self, hashes: BlockHashes, start: int, timeout_s: float | None) -> Job[Any]:
+        run, half = hashes[start : start + self._num_blocks], self._half(start)
+        return self._client.load(run, half[: len(run)], timeout_s=timeout_s)
+
+    def _half(self, start: int) -> range:
+        begin = self._num_blocks * (start // self._num_blocks % 2)
+        return range(begin, begin + self._num_blocks)
+
+    def _wait(self, job: Job[Any]) -> Any:
+        try:
+            return job.result(self._limit_s)
+        except JobRunning:
+            job.abandon(0.0)
+            raise
+
+
+def rows_into(planes: Sequence[tuple[torch.Tensor, torch.Tensor]], row: int, offset: int, block_size: int) -> Write:
+    """Return a function that writes blocks into a row of per-layer (K, V), [rows, heads, tokens, head_dim].
+
+    Args:
+        planes: of each layer; written.
+        row: which.
+        offset: column of the row's first token.
+        block_size: tokens of a block.
+    """
+
+    def write(first: int, blocks: torch.Tensor) -> None:
+        for layer, pair in enumerate(planes):
+            for plane, target in enumerate(pair):
+                _block_view(target, row, offset, first, len(blocks), block_size).copy_(blocks[:, :, layer, plane])
+
+    return write
+
+
+def rows_out_of(planes: Sequence[tuple[torch.Tensor, torch.Tensor]], row: int, offset: int, block_size: int) -> Write:
+    """Return a function that fills blocks from a row of per-layer (K, V); arguments as for `rows_into`."""
+
+    def read(first: int, blocks: torch.Tensor) -> None:
+        for layer, pair in enumerate(planes):
+            for plane, source in enumerate(pair):
+                blocks[:, :, layer, plane].copy_(_block_view(source, row, offset, first, len(blocks), block_size))
+
+    return read
+
+
+def _block_view(
+    plane: torch.Tensor, row: int, offset: int, first: int, num_blocks: int, block_size: int
+) -> torch.Tensor:
+    """Return blocks of a row as [block, head, token, head_dim], without a copy."""
+    begin = offset + first * block_size
+    tokens = plane[row, :, begin : begin + num_blocks * block_size]
+    return tokens.view(len(tokens), num_blocks, block_size, -1).transpose(0, 1)

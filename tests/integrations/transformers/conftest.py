@@ -1,0 +1,118 @@
+"""Small models with random weights, and the stores in one process of tests/kvstore."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+_PATH = Path(__file__).parent.parent.parent / "kvstore" / "conftest.py"
+_SPEC = importlib.util.spec_from_file_location("kvstore_cluster", _PATH)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+_MODULE = importlib.util.module_from_spec(_SPEC)
+sys.modules.setdefault("kvstore_cluster", _MODULE)
+_SPEC.loader.exec_module(_MODULE)
+_sockets, cluster_class = _MODULE._sockets, _MODULE.cluster_class
+
+VOCAB = 211
+SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96}
+#: No token ends an answer or is padding unless a test says so.
+TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+FAMILIES = {
+    "Llama": GQA,
+    "Qwen2": GQA,
+    "Qwen3": GQA | {"head_dim": 16},
+    "Mistral": GQA | {"sliding_window": None},
+    "GPTNeoX": {"num_attention_heads": 4, "max_position_embeddings": 512},  # multi-head, rotary over a part
+    "GPT2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "vocab_size": VOCAB},  # learned positions
+}
+
+
+def build(family="Llama", seed=1, dtype="float32", **changes):
+    """Return a model whose weights depend on the arguments alone."""
+    import torch
+    import transformers
+
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    sizes = FAMILIES[family] if family == "GPT2" else SIZES | FAMILIES[family]
+    config = getattr(transformers, f"{family}Config")(**(sizes | TOKENS | changes))
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{family}{head}")(config).to(getattr(torch, dtype)).eval()
+
+
+def tokens(num_tokens, seed=0):
+    """Return a prompt, [1, num_tokens]."""
+    import torch
+
+    return torch.randint(1, VOCAB, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+
+
+class LocalStore:
+    """The store of one node of a cluster in this process, as `kvstore.start` would return it."""
+
+    def __init__(self, cluster, node_id):
+        self.cluster, self.node_id, self.num_opened = cluster, node_id, 0
+
+    def client(self, space):
+        from kvstore.errors import StoreNotRunning
+
+        if self.node_id not in self.cluster.nodes:
+            raise StoreNotRunning(f"node {self.node_id!r} has no store")
+        self.num_opened += 1
+        return self.cluster.client(self.node_id, space)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Sums of several threads may be added in another order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def stores(cluster_class):
+    """Two nodes with a store each; slots are large enough for every model here."""
+    cluster = cluster_class()
+    for node_id in "ab":
+        cluster.add(node_id, capacity_bytes=4 << 20, block_bytes=1 << 15)
+    yield {node_id: LocalStore(cluster, node_id) for node_id in "ab"}
+    cluster.stop()
+
+
+@pytest.fixture
+def store(stores):
+    return stores["a"]
+
+
+@pytest.fixture
+def wrap(store):
+    """Wraps models around the first node's store unless another is named."""
+    from kvstore.integrations.transformers import PrefixCachedModel
+
+    opened = []
+
+    def make(model, on=store, **options):
+        opened.append(PrefixCachedModel(model, on, **options))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture(name="build")
+def _build():
+    return build
+
+
+@pytest.fixture(name="tokens")
+def _tokens():
+    return tokens

@@ -1,0 +1,111 @@
+"""Two models share KV exactly if nothing that KV depends on differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from kvstore.errors import InvalidRequest, StoreUnavailable, UnsupportedModel
+from kvstore.integrations.transformers.identity import weights_digest
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+def test_the_shape_is_what_the_cache_holds(build, wrap):
+    for family, heads, dim in (("Llama", 2, 16), ("GPTNeoX", 4, 16), ("GPT2", 4, 16)):
+        shape = wrap(build(family)).space.shape
+        assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, heads, dim)
+        assert (shape.dtype, shape.block_size) == ("float32", 16)
+
+
+def test_equal_models_share_and_unlike_ones_do_not(build, tokens, wrap):
+    spaces = {
+        name: wrap(build(**changes), **options).space.digest
+        for name, changes, options in (
+            ("one", {}, {}),
+            ("again", {}, {}),
+            ("other weights", {"seed": 2}, {}),
+            ("other dtype", {"dtype": "bfloat16"}, {}),
+            ("rope base", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {}),
+            ("rope scaling", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, {}),
+            ("norm", {"rms_norm_eps": 1e-5}, {}),
+            ("salt", {}, {"salt": b"tenant"}),
+            ("block size", {}, {"block_size": 8}),
+            ("named", {}, {"model_id": "mine"}),
+            ("named otherwise", {}, {"model_id": "yours"}),
+        )
+    }
+    assert spaces.pop("again") == spaces["one"]
+    assert len(set(spaces.values())) == len(spaces)
+
+
+def test_any_byte_of_any_weight_counts(build):
+    model = build()
+    digests = {weights_digest(model)}
+    with torch.no_grad():
+        for weights in model.parameters():
+            flat = weights.view(-1)
+            flat[len(flat) // 3] += 1
+            digests.add(weights_digest(model))
+    model.model.rotary_emb.inv_freq[3] *= 1.01  # A buffer that is never saved.
+    digests.add(weights_digest(model))
+    assert len(digests) == 2 + sum(1 for _ in model.parameters())
+
+
+def test_a_model_that_was_saved_and_loaded_shares_with_itself(build, wrap, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
+    loaded.config.dtype = model.config.dtype  # Only how it was asked for; the weights say what it is.
+    assert wrap(loaded).space == wrap(model).space
+
+
+def test_a_name_stands_for_the_weights_and_for_nothing_else(build, wrap):
+    one, other = wrap(build(), model_id="mine"), wrap(build(seed=2), model_id="mine")
+    assert one.space.digest == other.space.digest
+    changed = wrap(build(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), model_id="mine")
+    assert changed.space.digest != one.space.digest
+    assert wrap(build("Qwen2"), model_id="mine").space.digest != one.space.digest
+
+
+def test_weights_that_no_digest_sees_need_a_name(build, wrap):
+    class Quantised(torch.nn.Parameter):
+        """As quantisers' are: scales lie beside the bytes."""
+
+    model = build()
+    model.lm_head.weight = Quantised(model.lm_head.weight.detach())
+    with pytest.raises(UnsupportedModel, match=r"lm_head.*pass model_id"):
+        wrap(model)
+    wrap(model, model_id="mine")
+
+
+def test_changed_weights_are_noticed(build, tokens, wrap):
+    model = build()
+    cached, prompt = wrap(model), tokens(40)
+    cached.generate(prompt, **GREEDY)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        cached.generate(prompt, **GREEDY)
+    cached.close()
+
+    renewed = wrap(model)
+    assert torch.equal(renewed.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY))
+    assert renewed.stats.num_loaded_tokens == 0
+
+
+def test_training_mode_autocast_and_closed_ones_are_refused(build, tokens, wrap):
+    model, prompt = build(), tokens(40)
+    cached = wrap(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InvalidRequest, match="autocast"):
+        cached.generate(prompt, **GREEDY)
+    model.train()
+    for call in (lambda: cached.generate(prompt, **GREEDY), lambda: wrap(model)):
+        with pytest.raises(InvalidRequest, match="training mode"):
+            call()
+    model.eval()
+    cached.close()
+    cached.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        cached.generate(prompt, **GREEDY)

@@ -1,0 +1,108 @@
+"""What cannot be shared is refused at once, with a type, and with what to do instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+from kvstore.errors import InvalidRequest, UnsupportedModel
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+SMALL = {
+    "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+MLA = {
+    "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def make(name, **changes):
+    config = getattr(transformers, f"{name.split(':')[0]}Config")(**changes)
+    return getattr(transformers, name.replace(":", ""))(config).eval()
+
+
+DYNAMIC_ROPE = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+T5 = {"vocab_size": 211, "d_model": 32, "d_kv": 8, "num_layers": 1}
+MAMBA = {"vocab_size": 211, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+WINDOW_ABOVE = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("T5:ForConditionalGeneration", T5, "encoder-decoder"),
+        ("Mistral:ForCausalLM", SMALL | {"sliding_window": 32}, "DynamicSlidingWindowLayer"),
+        ("Qwen2:ForCausalLM", SMALL | WINDOW_ABOVE, "DynamicSlidingWindowLayer"),
+        ("Mamba:ForCausalLM", MAMBA, "Mamba"),
+        ("DeepseekV3:ForCausalLM", SMALL | MLA, "K and V of one shape"),
+        ("Llama:ForCausalLM", SMALL | DYNAMIC_ROPE, "dynamic"),
+    ],
+)
+def test_models_whose_kv_has_no_blocks(wrap, store, name, settings, said):
+    model = make(name, **settings)
+    with pytest.raises(UnsupportedModel, match=said):
+        wrap(model)
+    assert store.num_opened == 0
+
+
+def test_rope_that_depends_on_the_length(wrap, build):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    model = build(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors})
+    with pytest.raises(UnsupportedModel, match=r"longrope.*how long"):
+        wrap(model)
+
+
+def test_adapters(wrap, build, tokens):
+    # PEFT puts its own modules into the model; this one has their address and nothing else.
+    adapter = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    model = build()
+    cached = wrap(model)
+    model.model.layers[1].self_attn.q_proj = adapter(64, 64, bias=False)
+    for call in (lambda: wrap(model), lambda: cached.generate(tokens(40), **GREEDY)):
+        with pytest.raises(UnsupportedModel, match=r"adapter.*merge"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cache_implementation": "static"}, "DynamicCache.*static"),
+        ({"cache_implementation": "quantized"}, "quantized"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"inputs_embeds": torch.zeros(1, 40, 64)}, "inputs_embeds"),
+        ({"position_ids": torch.arange(40)[None]}, "position_ids"),
+        ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
+        ({"token_type_ids": torch.zeros(1, 40).long()}, "token_type_ids"),
+        ({"custom_generate": lambda *_, **__: None}, "custom_generate"),
+        ({"input_ids": torch.ones(1, 40).long()}, "once"),
+        ({"attention_mask": torch.ones(1, 39).long()}, "shape"),
+        ({"attention_mask": torch.tensor([[1] * 39 + [0]])}, "left only"),
+        ({"attention_mask": torch.tensor([[1] * 20 + [0] + [1] * 19])}, "left only"),
+        ({"pad_token_id": 7}, "left only"),
+    ],
+)
+def test_arguments_that_would_change_kv_unseen(wrap, build, tokens, options, said):
+    cached, prompt = wrap(build()), tokens(40)
+    prompt[0, 20] = 7
+    with pytest.raises(InvalidRequest, match=said):
+        cached.generate(prompt, **(GREEDY | options))
+    assert cached.stats.num_requests == 0
+
+
+@pytest.mark.parametrize("prompt", [None, [[1, 2]], torch.ones(40).long(), torch.ones(1, 40), torch.ones(1, 0).long()])
+def test_prompts_that_are_no_rows_of_tokens(wrap, build, prompt):
+    with pytest.raises(InvalidRequest, match="input_ids"):
+        wrap(build()).generate(prompt, **GREEDY)
+
+
+def test_a_setting_of_the_models_own_generation_config_counts(wrap, build, tokens):
+    model = build()
+    model.generation_config.cache_implementation = "static"
+    with pytest.raises(InvalidRequest, match="static"):
+        wrap(model).generate(tokens(40), **GREEDY)
