@@ -88,7 +88,8 @@ def cluster():
 def store(cluster):
     import kvstore
 
-    store = kvstore.start("256MiB", lease_ttl_s=10.0)
+    # 32 tokens of 4 KiB, the largest stored block here.
+    store = kvstore.start("512MiB", block_bytes=32 * 4096, lease_ttl_s=10.0)
     yield store
     store.stop()
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-#: Shorter than a block, on a boundary, one past it; of 16 and of 32 tokens, and of 64 in the store.
+#: Shorter than a block, on a boundary, one past it; of 16 and of 32 tokens.
 LENGTHS = (5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 200, 333)
 
 
 @pytest.fixture(scope="module")
 def engines(plain, sixteen, thirty_two, model, start_engine, connector):
-    """No store; blocks of 16 on one node, 32 on the other, with stored blocks of 16; stored blocks of 64, in chunks."""
+    """No store; blocks of 16 on one node, 32 on the other, with stored blocks of 16; stored blocks of 32, in chunks."""
     chunks = start_engine(
-        model, block_size=16, connector=connector(0, block_size=64), max_num_batched_tokens=96, max_num_seqs=16
+        model, block_size=16, connector=connector(0, block_size=32), max_num_batched_tokens=96, max_num_seqs=16
     )
     return {"plain": plain, "sixteen": sixteen, "thirty-two": thirty_two, "chunks": chunks.wait_started()}
 
@@ -81,7 +81,7 @@ def test_stored_blocks_larger_than_the_engines_and_prompts_in_chunks(engines, pr
     warm = one_by_one(engine, prompts("warm"))
     same(cold, wanted)
     same(warm, wanted)
-    assert cached(warm) == full(64)
+    assert cached(warm) == full(32)
 
 
 def test_another_salt_finds_nothing(engines, prompts, wanted, same):

@@ -51,12 +51,18 @@ class Lookups:
         self._link, self._is_remote, self._stats = link, is_remote, stats
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._not_before_s = 0.0
+        self._begun_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="raykv-lookups", daemon=True)
         self._thread.start()
 
     def ask(self, question: Question) -> None:
         """Have a question answered; returns at once."""
         self._questions.put(question)
+
+    def is_held_up(self, limit_s: float) -> bool:
+        """Whether one question has taken longer than that: then those behind it need not wait for their turn."""
+        begun_s = self._begun_s
+        return begun_s is not None and time.monotonic() > begun_s + limit_s
 
     def close(self) -> None:
         """End the thread; questions that wait are answered with nothing. May be called again."""
@@ -66,6 +72,7 @@ class Lookups:
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
             begin_s = time.perf_counter()
+            self._begun_s = time.monotonic()
             try:
                 question.hashes = question.make_hashes()
                 if question.is_lookup and len(question.hashes):
@@ -75,7 +82,7 @@ class Lookups:
                 logger.exception("a lookup failed; the prompt is computed")
                 self._stats.count("num_lookup_errors")
             finally:
-                question.done = True
+                question.done, self._begun_s = True, None
             self._stats.time("lookup", time.perf_counter() - begin_s)
 
     def _look_up(self, question: Question, hashes: BlockHashes) -> None:

@@ -40,7 +40,7 @@ class Options:
         axes: names the dims of the engine's tensors where their sizes leave a choice (docs/layouts.md).
         save: a `SavePolicy`, or its value.
         remote: also use what only other nodes have.
-        lookup_wait_s: how long a request may wait for the store's answer before it is computed.
+        lookup_wait_s: how long the store may take for one answer before requests are computed without it.
         load_timeout_s: a load that takes longer than this has failed.
 
     Raises:

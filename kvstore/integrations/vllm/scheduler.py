@@ -123,7 +123,8 @@ class SchedulerSide:
         assert question is not None
         if request.num_prompt_tokens // size * size <= num_engine_tokens:
             return 0, False
-        if not question.done and now_s < question.asked_s + self._options.lookup_wait_s:
+        assert self._lookups is not None
+        if not question.done and not self._lookups.is_held_up(self._options.lookup_wait_s):
             self._plan.is_waiting = True
             return None, False
         if not question.done:
