@@ -170,7 +170,9 @@ def connector(cluster, node_ids):
     """Makes the extra config of a connector on one of the nodes."""
 
     def make(node=0, **more):
-        return {"address": cluster.address, "node_id": node_ids[node]} | more
+        # On a busy machine an answer may take long, and is wanted all the same.
+        waits = {"lookup_wait_s": 5.0, "load_timeout_s": 30.0}
+        return {"address": cluster.address, "node_id": node_ids[node]} | waits | more
 
     return make
 

@@ -15,10 +15,9 @@ from kvstore.integrations.vllm.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-_LOCAL_S = 1.0
-_REMOTE_S = 0.25
 #: The directory is not asked for this long after it gave no answer: each question would keep others waiting.
 _BACK_OFF_S = 5.0
+_CLOSE_S = 5.0
 
 
 class Question:
@@ -44,11 +43,12 @@ class Lookups:
     Args:
         link: to the store.
         is_remote: whether what only other nodes have counts.
+        wait_s: how long the store may take for an answer.
         stats: gets times and counts.
     """
 
-    def __init__(self, link: StoreLink, is_remote: bool, stats: Stats) -> None:
-        self._link, self._is_remote, self._stats = link, is_remote, stats
+    def __init__(self, link: StoreLink, is_remote: bool, wait_s: float, stats: Stats) -> None:
+        self._link, self._is_remote, self._wait_s, self._stats = link, is_remote, wait_s, stats
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._not_before_s = 0.0
         self._begun_s: float | None = None
@@ -59,15 +59,15 @@ class Lookups:
         """Have a question answered; returns at once."""
         self._questions.put(question)
 
-    def is_held_up(self, limit_s: float) -> bool:
-        """Whether one question has taken longer than that: then those behind it need not wait for their turn."""
+    def is_held_up(self) -> bool:
+        """Whether the store takes too long for an answer: then the questions behind it need not wait for theirs."""
         begun_s = self._begun_s
-        return begun_s is not None and time.monotonic() > begun_s + limit_s
+        return begun_s is not None and time.monotonic() > begun_s + self._wait_s
 
     def close(self) -> None:
         """End the thread; questions that wait are answered with nothing. May be called again."""
         self._questions.put(None)
-        self._thread.join(2 * (_LOCAL_S + _REMOTE_S))
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
@@ -90,10 +90,10 @@ class Lookups:
         if client is None:
             return
         try:
-            question.num_blocks = client.lookup(hashes, remote=False, timeout_s=_LOCAL_S).num_local
+            question.num_blocks = client.lookup(hashes, remote=False, timeout_s=self._wait_s).num_local
             if question.num_blocks == len(hashes) or not self._is_remote or time.monotonic() < self._not_before_s:
                 return
-            question.num_blocks = client.lookup(hashes, timeout_s=_REMOTE_S).num_blocks
+            question.num_blocks = client.lookup(hashes, timeout_s=self._wait_s).num_blocks
         except (TransferTimeout, PeerLost) as error:
             self._not_before_s = time.monotonic() + _BACK_OFF_S
             self._stats.count("num_lookup_errors")

@@ -58,7 +58,7 @@ class Options:
     axes: str | None = None
     save: SavePolicy | str = SavePolicy.PROMPT
     remote: bool = True
-    lookup_wait_s: float = 0.1
+    lookup_wait_s: float = 0.5
     load_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -71,8 +71,8 @@ class Options:
             _require(type(value) is int and value >= 0, name, "a whole number of at least 0", value)
         for name in ("lookup_wait_s", "load_timeout_s"):
             value = getattr(self, name)
-            fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 3600
-            _require(fits, name, "seconds from 0 to 3600", value)
+            fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3600
+            _require(fits, name, "seconds above 0, below 3600", value)
         for name in ("portable", "remote"):
             _require(isinstance(getattr(self, name), bool), name, "true or false", getattr(self, name))
         try:

@@ -88,7 +88,7 @@ class SchedulerSide:
             StoreNotRunning: there is no store on this node.
         """
         self._space, self._link = space, StoreLink(self._options, space)
-        self._lookups = Lookups(self._link, self._options.remote, self._stats)
+        self._lookups = Lookups(self._link, self._options.remote, self._options.lookup_wait_s, self._stats)
 
     def close(self) -> None:
         """End the thread and close the client; may be called again."""
@@ -124,7 +124,7 @@ class SchedulerSide:
         if request.num_prompt_tokens // size * size <= num_engine_tokens:
             return 0, False
         assert self._lookups is not None
-        if not question.done and not self._lookups.is_held_up(self._options.lookup_wait_s):
+        if not question.done and not self._lookups.is_held_up():
             self._plan.is_waiting = True
             return None, False
         if not question.done:
