@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -17,10 +18,11 @@ pytestmark = [pytest.mark.ray]
 
 NUM_BLOCKS, POISON = 12, 0x5A5A
 SHAPE = kvstore.KVShape(num_layers=4, num_kv_heads=4, head_dim=32, dtype="bfloat16", block_size=16, num_layer_groups=2)
+SCALED = dataclasses.replace(SHAPE, sides=[kvstore.SideTensor(name="scale", dtype="float32")])
 
 
 class Rank:
-    """One rank of an engine: its heads of its layers, in blocks of its own size and order of dims."""
+    """One rank of an engine: its heads of its layers, in blocks of its own size and order of dims; scales if any."""
 
     def __init__(self, store: Any, space: Any, part: Any, block_size: int, axes: str) -> None:
         import torch
@@ -33,10 +35,17 @@ class Rank:
         num_blocks = 4 * NUM_BLOCKS * space.shape.block_size // block_size
         dims = {"P": 2, "B": num_blocks, "T": block_size, "H": len(self.heads), "D": space.shape.head_dim}
         caches = [torch.zeros([dims[axis] for axis in axes], dtype=torch.bfloat16) for _ in self.layers]
-        self.client.register_kv_caches(caches, axes)
-        # By plane, block, token and head, whatever the order in memory.
+        sides = {
+            side.name: [torch.zeros(num_blocks, block_size, len(self.heads)) for _ in self.layers]
+            for side in space.shape.sides
+        }
+        axes_of_sides = dict.fromkeys(sides, "BTH")
+        self.client.register_kv_caches(caches, axes, side_caches=sides, side_axes=axes_of_sides)
+        # By plane, block, token and head, whatever the order in memory; scales have one plane.
         views = [cache.view(torch.int16).permute([axes.index(axis) for axis in "PBTHD"]) for cache in caches]
-        self.bits = [view.numpy() for view in views]
+        flat = [rows.view(torch.int16) for tensors in sides.values() for rows in tensors]
+        scales = [rows.view(1, num_blocks, block_size, len(self.heads), 2) for rows in flat]
+        self.bits = [view.numpy() for view in [*views, *scales]]
         self.ids = np.random.default_rng(block_size).permutation(num_blocks).tolist()
 
     def node_id(self) -> str:
@@ -48,14 +57,18 @@ class Rank:
     def stamped(self, hashes: Any, skip: int = 0) -> list[np.ndarray]:
         """What this rank's caches hold with these blocks in them, poison elsewhere; bits depend on the hash alone."""
         shape, found = self.space.shape, [np.full_like(bits, POISON) for bits in self.bits]
-        dims = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        kinds = [(2, shape.head_dim), *[(1, 2) for _ in shape.sides]]
         for index, block_hash in enumerate(hashes):
-            whole = np.random.default_rng(list(block_hash[:8])).integers(-(2**15), 2**15, dims, np.int16)
+            rng, whole = np.random.default_rng(list(block_hash[:8])), []
+            for planes, dim in kinds:
+                dims = (shape.num_layers, planes, shape.block_size, shape.num_kv_heads, dim)
+                drawn = rng.integers(-(2**15), 2**15, dims, np.int16)
+                whole += [drawn[layer] for layer in self.layers]
             for at in range(shape.block_size):
                 token = index * shape.block_size + at
                 if token >= skip:
-                    for bits, layer in zip(found, self.layers, strict=True):
-                        own = whole[layer, :, at, self.heads.start : self.heads.stop]
+                    for bits, drawn in zip(found, whole, strict=True):
+                        own = drawn[:, at, self.heads.start : self.heads.stop]
                         bits[:, self.ids[token // self.size], token % self.size] = own
         return found
 
@@ -91,7 +104,7 @@ def store(ray_cluster):
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    made = kvstore.start("8MiB", name="parts")
+    made = kvstore.start("8MiB", name="parts", block_bytes=SCALED.block_bytes)
     yield made
     made.stop()
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
@@ -109,7 +122,9 @@ def engine(store, space, node_ids, start_worker, get):
     num_engines = iter(range(100))
 
     class Ranks:
-        def __init__(self, node: int, tp_size: int = 1, pp_size: int = 1, block_size: int = 16, axes: str = "PBTHD"):
+        def __init__(
+            self, node: int, tp_size: int = 1, pp_size: int = 1, block_size: int = 16, axes: str = "PBTHD", space=space
+        ):
             self.key = f"engine {next(num_engines)}"
             parts = [(tp, tp_size, pp, pp_size) for pp in range(pp_size) for tp in range(tp_size)]
             while len(processes[node]) < len(parts):
@@ -166,6 +181,20 @@ def test_what_two_ranks_save_any_split_loads_on_another_node(writers, engine, sp
     assert sum(result.num_bytes for result in results) == NUM_BLOCKS * space.shape.block_bytes
     assert [result.num_blocks for result in readers.all("load", chain, 21)] == [NUM_BLOCKS] * len(results)
     readers.close()
+
+
+def test_ranks_of_unlike_splits_and_block_sizes_share_scales_over_the_network(engine, chain_of):
+    space = kvstore.Namespace(model="parts", shape=SCALED)
+    chain = chain_of(space, NUM_BLOCKS, seed=40)
+    there = engine(0, tp_size=2, space=space)
+    here = engine(1, tp_size=4, block_size=8, axes="BPHTD", space=space)
+    assert [result.num_written for result in there.all("save", chain)] == [NUM_BLOCKS] * 2
+    results = here.all("load", chain)
+    assert [result.num_blocks for result in results] == [NUM_BLOCKS] * 4
+    assert sum(result.num_bytes for result in results) == NUM_BLOCKS * SCALED.block_bytes
+    assert [result.num_blocks for result in here.all("load", chain, 21)] == [NUM_BLOCKS] * 4
+    there.close()
+    here.close()
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(16, 32), (32, 16), (64, 8)])
