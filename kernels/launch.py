@@ -36,9 +36,9 @@ _LONG, _VERY_LONG = 256, 2048
 
 def style_of(to_slots: bool, words: int) -> Style:
     """Return how spans are dealt out that have so many words in a plane."""
-    if to_slots:
-        return Style(ACROSS if words < _LONG else INSIDE, by_plane=False)
-    return Style(INSIDE if _LONG <= words < _VERY_LONG else ACROSS, by_plane=True)
+    if words < _LONG:
+        return Style(ACROSS, by_plane=not to_slots)
+    return Style(INSIDE, by_plane=not to_slots and words < _VERY_LONG)
 
 
 class Divisor(NamedTuple):

@@ -155,7 +155,7 @@ def test_words_are_as_wide_as_both_sides_allow(shim):
 
 
 @pytest.mark.parametrize("to_slots", [True, False])
-@pytest.mark.parametrize(("size", "dim"), [(4, 40), (4, 560), (16, 2080)])
+@pytest.mark.parametrize(("size", "dim"), [(4, 40), (4, 560), (16, 560), (16, 2080)])
 def test_short_and_long_and_very_long_spans(shim, size, dim, to_slots):
     """Each is dealt out in its own way; none of them fills its tiles."""
     stored = StoredBlock(block_dims=(1, 2, 2, 2, size, dim), dtype="bfloat16")
