@@ -11,6 +11,8 @@ from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig, num_copy_threads, set_ucx_lane
 from kvstore.control_client import connect_local
 from kvstore.mover import Mover as MoverLoop
+from kvstore.slabs import Slabs
+from kvstore.stage_memory import make_stage
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ class Mover:
 
     def __init__(self, control_path: str, name: str, config_json: str) -> None:
         config = StoreConfig.from_json(config_json)
+        # It stages blocks for every GPU whose worker asks, and knows them by UUID: Ray would show it none.
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         set_ucx_lane(config.lane)
         from kvstore.parallel_read import node_transport
 
@@ -34,10 +38,9 @@ class Mover:
         client, fd = connect_local(control_path, hello, timeout_s=config.call_timeout_s)
         self._arena = attach_arena(fd, int(client.hello["arena_bytes"]))
         self._arena.populate()
-        self._transport = node_transport(
-            name, self._arena.address, self._arena.num_bytes, config.lane, num_copy_threads()
-        )
-        self._loop = MoverLoop(client.detach(), self._transport)
+        arena = node_transport(name, self._arena.address, self._arena.num_bytes, config.lane, num_copy_threads())
+        self._slabs = Slabs(name, arena, self._arena.address, make_stage)
+        self._loop = MoverLoop(client.detach(), self._slabs, self._slabs)
         self._thread = threading.Thread(target=self._run, name="raykv-mover", daemon=True)
         self._thread.start()
 

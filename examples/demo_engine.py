@@ -129,9 +129,12 @@ class Answer:
 
 
 class Engine:
-    """Model, paged cache and the client of this node's store; the two workers below are made of it."""
+    """Model, paged cache and the client of this node's store; the two workers below are made of it.
 
-    def __init__(self, store: Any, device: str = "cpu") -> None:
+    With `peers`, nodes to fetch from, hand-offs go from GPU to GPU where they can.
+    """
+
+    def __init__(self, store: Any, device: str = "cpu", peers: tuple[str, ...] | None = None) -> None:
         torch.set_num_threads(1)  # Sums of several threads may be added in another order.
         torch.set_grad_enabled(False)
         if device != "cpu":
@@ -143,6 +146,8 @@ class Engine:
         self.pages = PagedCache(device)
         self.client = store.client(self.space)
         self.client.register_kv_caches(self.pages.tensors)
+        if peers is not None:
+            self.client.attach_handoff("64MiB", peers)
 
     def ready(self) -> str:
         """Return the namespace's digest, by which the driver sees that both workers hold one model."""
@@ -213,6 +218,18 @@ class PrefillWorker(Engine):
             "seconds": time.perf_counter() - arrived_s,
         }
 
+    def prefill_and_hand_off(self, prompt: list[int]) -> kvstore.HandoffTicket | None:
+        """Compute all full blocks of a prompt and publish them for one decode worker; None when there are none."""
+        cache = DynamicCache()
+        num_blocks = self.compute_blocks(prompt, cache)
+        if num_blocks == 0:
+            return None
+        block_ids = self.pages.take(num_blocks)
+        self.pages.scatter(block_ids, layers_of(cache, num_blocks * BLOCK_SIZE))
+        ticket = self.client.publish(block_ids)
+        self.pages.give_back(block_ids)  # Poisoned: what is published is a copy.
+        return ticket
+
 
 class DecodeWorker(Engine):
     """Answers prompts: once without any store, as the measure of all, and once with it."""
@@ -224,15 +241,26 @@ class DecodeWorker(Engine):
         self._reference_layers = layers_of(cache, num_blocks * BLOCK_SIZE) if num_blocks else []
         self._reference = self.generate(prompt, cache, num_tokens, arrived_s)
 
-    def answer(self, prompt: list[int], num_tokens: int) -> dict[str, object]:
-        """Answer with the store's help; then compare with the run above and with an ordinary one.
+    def fetch(self, ticket: kvstore.HandoffTicket | None) -> tuple[list[int], kvstore.LoadResult]:
+        """Bring handed-off blocks into blocks of the paged cache; they belong to the caller."""
+        if ticket is None:
+            return [], kvstore.LoadResult(num_blocks=0)
+        block_ids = self.pages.take(ticket.num_blocks)
+        result = self.client.fetch(ticket, block_ids).result(JOB_TIMEOUT_S)
+        self.pages.give_back(block_ids[result.num_blocks :])
+        return block_ids[: result.num_blocks], result
+
+    def answer(
+        self, prompt: list[int], num_tokens: int, handoff: bool = False, ticket: kvstore.HandoffTicket | None = None
+    ) -> dict[str, object]:
+        """Answer with the store's help, or from a hand-off; then compare with the run above and an ordinary one.
 
         The ordinary run prefills the whole prompt in one step, which is the fastest way there is without a
         store. It is what time to first token is compared with; its logits differ by rounding, its tokens may not.
         """
         arrived_s = time.perf_counter()
         hashes = self.space.block_hashes(prompt)
-        block_ids, loaded = self.load(hashes)
+        block_ids, loaded = self.fetch(ticket) if handoff else self.load(hashes)
         layers = self.pages.gather(block_ids) if block_ids else []
         cache = cache_of(layers)
         num_computed = self.compute_blocks(prompt, cache)
@@ -252,6 +280,7 @@ class DecodeWorker(Engine):
             "num_blocks_peer": loaded.num_peer,
             "num_blocks_recomputed": num_computed,
             "not_loaded_because": loaded.failed[0].detail if loaded.failed else "",
+            "route": getattr(loaded, "route", ""),
             "nixl_bytes": loaded.num_bytes,
             "nixl_gb_per_s": loaded.num_bytes / loaded.read_s / 1e9 if loaded.num_bytes else 0.0,
             "ttft_cached_s": cached.first_token_s,

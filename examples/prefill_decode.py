@@ -4,6 +4,10 @@ A prefill worker on one node saves the KV of prompts; a decode worker on the oth
 fetch it over NIXL, and only what is missing is computed. Every answer is compared with one computed without
 any store: KV, logits and tokens must be the same to the last bit (demo_engine.py says how that can be), or
 this program exits with 1. With --device cuda the engines' caches are on a GPU, which both workers share.
+
+With --handoff nothing is stored: the prefill worker publishes the blocks of each prompt, its ticket goes to the decode
+worker with the request, and that one fetches them, through host memory or, with --device cuda and two GPUs, straight
+from one GPU to the other. With two GPUs that is what --device cuda does unless --store is given.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ same without a store, where the prompt is prefilled in one step. (With the store
 by block, which is slower where much is computed, but makes bits comparable: see demo_engine.py.)
 """
 REQUIRED = ("peer", "own", "partial", "miss")
+#: A hand-off brings all full blocks or is an error.
+HANDOFF_REQUIRED = ("peer", "too short")
 
 
 def private_environment(folder: str) -> None:
@@ -84,18 +90,25 @@ def two_nodes() -> Iterator[list[str]]:
 class Demo:
     """The two workers, and the answers that later requests build on."""
 
-    def __init__(self, store: Any, nodes: list[str], device: str) -> None:
+    def __init__(self, store: Any, nodes: list[str], device: str, handoff: bool) -> None:
         import ray
         from demo_engine import DecodeWorker, PrefillWorker
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._get = ray.get
-        self.prefill, self.decode = (
-            ray.remote(worker)
-            .options(num_cpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            .remote(store, device)
-            for worker, node in zip((PrefillWorker, DecodeWorker), nodes, strict=True)
-        )
+        self._get, self._handoff = ray.get, handoff
+        devices, peers = [device, device], [None, None]
+        if handoff and device == "cuda":
+            # The one that publishes attaches first; the other one then warms up the lane from there.
+            devices, peers = ["cuda:0", f"cuda:{min(1, num_gpus() - 1)}"], [(), (nodes[0],)]
+        workers = []
+        for worker, node, place, others in zip((PrefillWorker, DecodeWorker), nodes, devices, peers, strict=True):
+            pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+            workers.append(
+                ray.remote(worker).options(num_cpus=1, scheduling_strategy=pinned).remote(store, place, others)
+            )
+            if others is not None:
+                ray.get(workers[-1].ready.remote(), timeout=START_S)
+        self.prefill, self.decode = workers
         self.conversations: dict[str, list[int]] = {}
 
     def wait_ready(self) -> None:
@@ -110,9 +123,13 @@ class Demo:
         prefilled = {"all": prompt, "document": encode(DOCUMENT), "none": []}[request.prefilled]
         # Neither touches what the other measures, so both may run at once: two cores, a thread each.
         reference = self.decode.answer_without_store.remote(prompt, num_tokens)
-        prefill = self.prefill.prefill.remote(prefilled)
-        _, saved = self._get([reference, prefill], timeout=CALL_S)
-        row = self._get(self.decode.answer.remote(prompt, num_tokens), timeout=CALL_S)
+        if self._handoff:
+            prefill = self.prefill.prefill_and_hand_off.remote(prompt)
+        else:
+            prefill = self.prefill.prefill.remote(prefilled)
+        _, made = self._get([reference, prefill], timeout=CALL_S)
+        ticket, saved = (made, {}) if self._handoff else (None, made)
+        row = self._get(self.decode.answer.remote(prompt, num_tokens, self._handoff, ticket), timeout=CALL_S)
         self.conversations[request.title] = prompt + row.pop("answer")
         same = row["kv_identical"] and row["logits_identical"] and row["tokens_identical"]
         return {
@@ -138,12 +155,19 @@ def hit_class(row: dict[str, Any]) -> str:
     return "own+peer" if own and peer else "own" if own else "peer"
 
 
+def num_gpus() -> int:
+    """Return how many GPUs this process may use."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def nixl_bytes(store: Any) -> int:
     """Return how many bytes NIXL says that it has read, on all nodes."""
     return sum((node.get("nixl") or {}).get("num_bytes", 0) for node in store.stats()["nodes"].values())
 
 
-def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int) -> dict[str, Any]:
+def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int, required: tuple[str, ...] = REQUIRED) -> dict[str, Any]:
     """Return the counts of a run, and what is wrong with it."""
     hits = [row["hit"] for row in rows]
     problems = [
@@ -152,7 +176,7 @@ def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int) -> dict[str, Any]
         for name in ("kv_identical", "logits_identical", "tokens_identical")
         if not row[name]
     ]
-    problems += [f"no request was of the class {name!r}" for name in REQUIRED if name not in hits]
+    problems += [f"no request was of the class {name!r}" for name in required if name not in hits]
     counted = sum(row["nixl_bytes"] for row in rows)
     if num_nixl_bytes == 0:
         problems.append("NIXL moved no bytes")
@@ -163,6 +187,7 @@ def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int) -> dict[str, Any]
         "num_identical": sum(row["identical"] for row in rows),
         **{key: hits.count(name) for name, key in CLASSES.items()},
         "nixl_bytes": num_nixl_bytes,
+        "routes": sorted({row["route"] for row in rows if row.get("route")}),
         "problems": problems,
     }
 
@@ -190,7 +215,7 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def run(lane: str, num_tokens: int, capacity: str, device: str) -> dict[str, Any]:
+def run(lane: str, num_tokens: int, capacity: str, device: str, handoff: bool) -> dict[str, Any]:
     """Do everything; returns what --json prints."""
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -202,7 +227,7 @@ def run(lane: str, num_tokens: int, capacity: str, device: str) -> dict[str, Any
             progress.update(bar, advance=1, description="starting the store")
             store = kvstore.start(capacity, lane=lane, timeout_s=START_S)
             progress.update(bar, advance=1, description="building the models")
-            demo = Demo(store, nodes, device)
+            demo = Demo(store, nodes, device, handoff)
             demo.wait_ready()
             # The first steps of a process and the first READ of a connection are slower than all others.
             progress.update(bar, advance=1, description="warming up")
@@ -211,11 +236,15 @@ def run(lane: str, num_tokens: int, capacity: str, device: str) -> dict[str, Any
             for request in REQUESTS:
                 progress.update(bar, advance=1, description=request.title)
                 rows.append(demo.serve(request, num_tokens))
-            summary = summarize(rows, nixl_bytes(store) - before)
+            required = HANDOFF_REQUIRED if handoff else REQUIRED
+            summary = summarize(rows, nixl_bytes(store) - before, required)
             progress.update(bar, advance=1, description="stopping")
             demo.close()
             store.stop()
-    return {"lane": lane, "device": device, "num_new_tokens": num_tokens, "rows": rows, "summary": summary}
+    return {
+        "lane": lane, "device": device, "handoff": handoff, "num_new_tokens": num_tokens, "rows": rows,
+        "summary": summary,
+    }  # fmt: skip
 
 
 @click.command(help=__doc__)
@@ -224,9 +253,16 @@ def run(lane: str, num_tokens: int, capacity: str, device: str) -> dict[str, Any
 @click.option("--new-tokens", type=click.IntRange(1, 256), default=16, show_default=True)
 @click.option("--capacity", default="128MiB", show_default=True, help="Memory for blocks on each node.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-def main(as_json: bool, lane: str, new_tokens: int, capacity: str, device: str) -> None:
+@click.option(
+    "--handoff/--store",
+    default=None,
+    help="Hand the blocks of each prompt to the decode worker, or store them. Default: hand off between two GPUs.",
+)
+def main(as_json: bool, lane: str, new_tokens: int, capacity: str, device: str, handoff: bool | None) -> None:
+    if handoff is None:
+        handoff = device == "cuda" and num_gpus() > 1
     try:
-        result = run(lane, new_tokens, capacity, device)
+        result = run(lane, new_tokens, capacity, device, handoff)
     except kvstore.KVStoreError as error:
         raise click.ClickException(str(error)) from error
     summary = result["summary"]
@@ -241,6 +277,7 @@ def main(as_json: bool, lane: str, new_tokens: int, capacity: str, device: str) 
             f"{summary['num_full_peer_hits']} full peer hits, {summary['num_local_hits']} local, "
             f"{summary['num_mixed_hits']} mixed, {summary['num_partial_hits']} partial, "
             f"{summary['num_misses']} missed; {summary['nixl_bytes'] / 1e6:.1f} MB over NIXL ({lane} lane)"
+            + (f", handed off through {' and '.join(summary['routes'])} memory" if handoff else "")
         )
     for problem in summary["problems"]:
         print(f"problem: {problem}", file=sys.stderr)

@@ -52,7 +52,7 @@ class Paging:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Spans:
-    """A checked list of spans; made by `block_spans` and `token_spans` alone.
+    """A checked list of spans; made by the functions of this file alone.
 
     Args:
         rows: int64 `[n, 5]`, see `COLUMNS`, each span of at least one token.
@@ -126,6 +126,28 @@ def block_spans(
         rows[-1, 4] -= last * step - num_tokens
         rows = _on_both_sides(rows)
     return Spans(rows=rows, paging=paging, num_slots=num_slots)
+
+
+def position_spans(paging: Paging, block_ids: I64) -> Spans:
+    """List the spans of whole engine blocks of the stored size, of which block i goes with slot i.
+
+    Made while an engine waits, so what its caller has to know is not checked: that no block comes twice.
+
+    Raises:
+        ValueError: the two block sizes differ, or ids are out of range.
+    """
+    if paging.engine_block_size != paging.stored_block_size:
+        raise ValueError(
+            f"wanted engine blocks of {paging.stored_block_size} tokens, got {paging.engine_block_size}; make such "
+            "spans with block_spans"
+        )
+    rows = np.zeros((len(block_ids), len(COLUMNS)), np.int64)
+    if len(rows):
+        low, high = int(block_ids.min()), int(block_ids.max())
+        if low < 0 or high >= paging.num_blocks:
+            raise ValueError(f"block_ids: wanted ids in [0, {paging.num_blocks}), got {low} to {high}")
+        rows[:, 0], rows[:, 1], rows[:, 4] = block_ids, np.arange(len(rows)), paging.stored_block_size
+    return Spans(rows=rows, paging=paging, num_slots=len(rows))
 
 
 def token_spans(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.config import StoreConfig
     from kvstore.errors import KVStoreError
-    from kvstore.handoff import FetchResult, HandoffTicket
+    from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket, Publication
     from kvstore.hashing import BlockHashes, Namespace
     from kvstore.layout import EngineLayout
     from kvstore.lease import Lease
@@ -29,6 +29,7 @@ __all__ = [
     "Client",
     "EngineLayout",
     "FetchResult",
+    "HandoffRoute",
     "HandoffTicket",
     "Job",
     "KVShape",
@@ -41,6 +42,7 @@ __all__ = [
     "Part",
     "Pinned",
     "Planes",
+    "Publication",
     "SaveResult",
     "SideTensor",
     "StoreConfig",
@@ -58,7 +60,9 @@ _MODULE_OF = {
     "StoreConfig": "config",
     "KVStoreError": "errors",
     "FetchResult": "handoff",
+    "HandoffRoute": "handoff",
     "HandoffTicket": "handoff",
+    "Publication": "handoff",
     "BlockHashes": "hashing",
     "Namespace": "hashing",
     "EngineLayout": "layout",

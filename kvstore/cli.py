@@ -296,6 +296,38 @@ def gpu(
         show_rows(beside, groups, lambda row: f"{row['gb_per_s']:.1f}, {row['product_ms']:.2f}", title)
 
 
+@bench.command(short_help="GB/s of a request's blocks from engine to engine.")
+@click.option("--shape", "shapes", multiple=True, help="8B, 70B/TP8 or MLA; may be repeated. Default: 8B.")
+@click.option("--block-size", "sizes", multiple=True, type=int, help="Tokens; may be repeated. Default: 16.")
+@click.option("--num-blocks", "counts", multiple=True, type=int, help="May be repeated. Default: 16 64 256.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option("--rounds", default=9, show_default=True, help="The median counts.")
+@_json
+@_output
+def handoff(
+    shapes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    counts: tuple[int, ...],
+    device: str,
+    rounds: int,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """GB/s of hand-offs, from publish to the last byte fetched, between caches of separate layers on two nodes.
+
+    Ours beside one copy of the same bytes between the devices (the limit), and beside READs by NIXL alone: of the
+    engine's fragments, and of blocks that are packed already. With fewer than two GPUs through host memory.
+    """
+    from kvstore.actors.bench_handoff import run_handoff
+
+    with progress() as say:
+        rows = run_handoff(shapes or ("8B",), sizes or (16,), counts or (16, 64, 256), rounds, device, say)
+    _write(rows, as_json, output)
+    if not as_json:
+        groups = ("shape", "block_size", "num_blocks", "direction")
+        show_rows(rows, groups, lambda row: f"{row['gb_per_s']:.1f}", "GB/s")
+
+
 def _write(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:
     if output is not None:
         output.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
 from types import TracebackType
 from typing import Any
 
@@ -34,8 +33,7 @@ from kvstore.errors import (
     StoreUnavailable,
 )
 from kvstore.grants import PinKind
-from kvstore.handoff import FetchResult, HandoffTicket, expiry_after
-from kvstore.handoff_jobs import check_ticket, failed_fetch, published_pages, run_fetch, run_publish
+from kvstore.handoff_verbs import HandoffVerbs
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout
@@ -52,6 +50,7 @@ from kvstore.part import Part, as_part
 from kvstore.registration import make_copier
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult
 from kvstore.sides import check_skip, detect_sides
+from kvstore.stage_copier import EngineCaches
 from kvstore.wire import Op, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ _NUM_JOB_THREADS = 4
 _LATE_S = 600.0
 
 
-class Client:
+class Client(HandoffVerbs):
     """One engine's door to the store of its node.
 
     Args:
@@ -154,6 +153,7 @@ class Client:
         self._copier = make_copier(
             caches, layout, shape, self._mapping, self.slot_bytes, self.num_slots, copy_path, sides
         )
+        self._caches = EngineCaches(caches, sides, layout, shape)
         return layout
 
     # Questions.
@@ -316,100 +316,6 @@ class Client:
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
         return self._load(None, chain, None, 0, timeout, f"prefetch of {len(chain)} blocks")
 
-    # Hand-off.
-
-    def publish(self, block_ids: object, *, ttl_s: float | None = None) -> HandoffTicket:
-        """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
-
-        They are no cache: no lookup finds them. When this returns the engine's blocks are its own again.
-
-        Args:
-            block_ids: the engine's blocks of a request, in order, from its first token on.
-            ttl_s: how long they are kept unless fetched before; the configured lease time when None. They are
-                kept no longer than this client is open.
-
-        Returns:
-            What the other client needs, to be sent there by any means.
-
-        Raises:
-            InvalidRequest: an argument is wrong; nothing changed.
-            PoolExhausted: the store has no room for all of the blocks; nothing changed.
-            StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
-        """
-        copier = self._registered()
-        pages, num_blocks = published_pages(block_ids, copier, self.space.shape.block_size)
-        pages = ordered(pages, copier)
-        copier.check_unchanged()
-        keep_s = self.config.lease_ttl_s if ttl_s is None else ttl_s
-        if not 0 < keep_s < math.inf:
-            raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
-        guard = CopyGuard(pages.order)
-        ticket = HandoffTicket(
-            node_id=self.node_id,
-            epoch=bytes.fromhex(self.epoch),
-            namespace=self.space.digest,
-            num_blocks=num_blocks,
-            block_bytes=self.space.shape.block_bytes,
-            expires_s=expiry_after(keep_s),
-            part=astuple(self.part),
-        )
-
-        def run() -> HandoffTicket:
-            with self._ending_job():
-                connection, limit_s = self._job_connection(), self._call_timeout_s
-                return run_publish(connection, self._call, copier, pages, ticket, keep_s, guard, limit_s)
-
-        # The calls in it have their own timeouts.
-        job = self._submit(run, f"publication of {num_blocks} blocks", guard, pages.order)
-        published: HandoffTicket = job.result(None)
-        return published
-
-    def fetch(self, ticket: HandoffTicket, block_ids: object, *, timeout_s: float | None = None) -> Job[FetchResult]:
-        """Bring the blocks of a ticket into the engine's cache, wherever they were published.
-
-        A ticket is good for one fetch that delivers everything; one that failed may be tried again in time.
-
-        Args:
-            ticket: of `publish`.
-            block_ids: the engine's block for each of the ticket's.
-            timeout_s: give up after this long; the configured transfer timeout when None.
-
-        Returns:
-            A job; its result names the usable prefix and each block that is not, with a reason. Blocks after the
-            usable prefix may hold anything.
-
-        Raises:
-            NamespaceMismatch: the ticket is of another namespace; nothing changed.
-            LayoutMismatch: it is of another part or order of bytes; nothing changed.
-            InvalidRequest: another argument is wrong; nothing changed.
-        """
-        copier = self._registered()
-        check_ticket(ticket, self.space, astuple(self.part))
-        pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
-        pages = ordered(pages, copier)
-        copier.check_unchanged()
-        guard, limit_s = CopyGuard(pages.order), self.config.transfer_timeout_s if timeout_s is None else timeout_s
-
-        def run() -> FetchResult:
-            try:
-                connection = self._job_connection()
-            except StoreUnavailable as error:
-                return failed_fetch(pages, ticket, f"store_lost: {error}")
-            with self._ending_job():
-                return run_fetch(connection, copier, pages, ticket, guard, self.config, limit_s)
-
-        return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
-
-    def withdraw(self, ticket: HandoffTicket) -> bool:
-        """Take back what this node's store holds for a ticket, because nobody will fetch it any more.
-
-        Returns:
-            Whether it was still held; False also for a ticket of another node.
-        """
-        if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
-            return False
-        return bool(U64.unpack(self._call(Op.HANDOFF_WITHDRAW, ticket.key))[0])
-
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for running jobs, give everything back and unmap the arena; may be called again."""
         if self._closed:
@@ -420,6 +326,8 @@ class Client:
         ended.wait(timeout_s)
         with self._connections_lock:
             connections, self._connections = self._connections, []
+        if self._stage_link is not None:
+            self._stage_link.close()
         for connection in connections:
             # A job that is still copying keeps its slots: nothing is said until this process ends.
             if ended.is_set() and not self._stuck and not connection.closed:
@@ -496,6 +404,8 @@ class Client:
 
         def unmap() -> None:
             jobs.shutdown()  # Those that run fail by themselves; the ones after them never reach the memory.
+            if self._stage_link is not None:
+                self._stage_link.close()
             self._unmap(copies_are_over=True)
 
         self._unmapping = threading.Thread(target=unmap, name="raykv-unmap", daemon=True)
@@ -553,12 +463,21 @@ class Client:
         if self._closed:
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
 
-    def _call(self, op: Op, payload: bytes) -> bytes:
+    def _ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
+        """Ask over a connection of its own, for what takes longer than a call."""
+        self._check_open()
+        connection = self._reconnect()
+        try:
+            return connection.call(op, payload, timeout_s=timeout_s)
+        finally:
+            connection.close()
+
+    def _call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None) -> bytes:
         self._check_open()
         if self._control.closed:
             # Leases taken over the old one are held on until their deadline: their blocks may be in use.
             self._control = self._reconnect()
-        return self._control.call(op, payload, timeout_s=self._call_timeout_s)
+        return self._control.call(op, payload, timeout_s=self._call_timeout_s, meanwhile=meanwhile)
 
     def _chain(self, hashes: BlockHashes) -> Chain:
         if not isinstance(hashes, BlockHashes):

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -55,6 +55,7 @@ class StoreConfig:
             that posted them is killed and replaced, which ends them.
         max_quarantine_s: how long an abandoned transfer may keep slots waiting before the same is done.
         chunk_bytes: bytes that one READ moves, so that copying out overlaps with reading.
+        stage_chunk_bytes: likewise between the stages of GPUs that hand blocks off.
         lane: "default" lets UCX choose (RDMA, then shared memory on one host, then TCP) or obeys UCX_TLS;
             "tcp" takes TCP only.
     """
@@ -72,6 +73,7 @@ class StoreConfig:
     max_quarantined_fraction: float = 0.25
     max_quarantine_s: float = 30.0
     chunk_bytes: int = 16 << 20
+    stage_chunk_bytes: int = 128 << 20
     lane: str = "default"
 
     def __post_init__(self) -> None:
@@ -95,8 +97,9 @@ class StoreConfig:
         for field in (*fractions, "max_quarantined_fraction"):
             if not 0 < getattr(self, field) <= 1:
                 raise ConfigError(f"{field}: wanted a share in (0, 1], got {getattr(self, field)}")
-        if self.chunk_bytes < 1 << 12:
-            raise ConfigError(f"chunk_bytes: wanted at least 4096, got {self.chunk_bytes}")
+        for field in ("chunk_bytes", "stage_chunk_bytes"):
+            if getattr(self, field) < 1 << 12:
+                raise ConfigError(f"{field}: wanted at least 4096, got {getattr(self, field)}")
 
         if self.lane not in ("default", "tcp"):
             raise ConfigError(f"lane: wanted 'default' or 'tcp', got {self.lane!r}")

@@ -94,17 +94,21 @@ class ControlClient:
             raise unpack_error(message.payload)
         return message.payload
 
-    def call_stream(self, op: Op, payload: bytes, *, timeout_s: float) -> Generator[tuple[bool, bytes], None, None]:
+    def call_stream(
+        self, op: Op, payload: bytes, *, timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> Generator[tuple[bool, bytes], None, None]:
         """Ask once and yield (is last, payload) for each piece of the answer, in order.
 
         The connection is taken for as long as the iteration lasts: who leaves early closes the generator.
-        `timeout_s` bounds each wait.
+        `timeout_s` bounds each wait; `meanwhile` as for `call`.
         """
         finished = False
         try:
             with self._lock:
                 self.num_calls += 1
                 request = self._send(op, Flag.REQUEST, payload)
+                if meanwhile is not None:
+                    meanwhile()
                 while not finished:
                     message = self._receive(request, timeout_s)
                     if message.flag is Flag.ERROR:

@@ -28,7 +28,7 @@ from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, job_sp
 from kvstore.errors import CopyStuck, InvalidRequest, KernelError
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.direct import DirectCopies
-from kvstore.kernels.gpu import GpuCopier
+from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.runs import RunTable
 from kvstore.kernels.staging import StagingRing
 from kvstore.kernels.streams import own_stream
@@ -73,6 +73,8 @@ class CudaOrder:
     def __init__(self, after: torch.cuda.Event) -> None:
         self.after = after
         self.last: torch.cuda.Event | None = None
+        #: Of a copier that was told ahead what will be copied: the list of it, on the device.
+        self.placed: PlacedSpans | None = None
         self._queued = threading.Event()
 
     def end(self) -> None:
@@ -177,13 +179,7 @@ class CudaCopier:
             KernelError: the device failed before.
         """
         self._check_usable()
-        with kernel_errors("recording an event on the engine's stream"), torch.cuda.device(self._plan.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise InvalidRequest(
-                    "a CUDA graph is being captured on the current stream, and copies cannot be part of one; save and "
-                    "load before or after it"
-                )
-            return CudaOrder(torch.cuda.current_stream().record_event())
+        return order_after_current(self._plan.device)
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
         """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
@@ -196,7 +192,7 @@ class CudaCopier:
 
     def finish(self, pages: EnginePages) -> None:
         """Return when all that was queued for a job is in place; see `EngineCopier`."""
-        _order_of(pages).end()
+        order_of(pages).end()
         self._await(pages)
 
     def close(self) -> None:
@@ -204,7 +200,7 @@ class CudaCopier:
         del self._slots, self._saves, self._loads  # Rings remember the slots that they checked.
 
     def _queue(self, lane: _Lane, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
-        order, positions = _order_of(pages), np.arange(len(indexes), dtype=np.int64)
+        order, positions = order_of(pages), np.arange(len(indexes), dtype=np.int64)
         self._check_usable()
         self._pinning.wait(slots, _PIN_TIMEOUT_S)
         spans = job_spans(self._plan.paging, pages, indexes, positions, len(positions), skip_tokens)
@@ -232,21 +228,11 @@ class CudaCopier:
             order.last = lane.begin.record_event()
 
     def _await(self, pages: EnginePages) -> None:
-        last = _order_of(pages).last
-        if last is None:
-            return
         try:
-            with kernel_errors("copying a CUDA cache"):
-                is_reached = _reached(last, _DEVICE_TIMEOUT_S)
-        except KernelError as error:
+            await_copies(pages)
+        except (KernelError, CopyStuck) as error:
             self._broken = str(error)
             raise
-        if not is_reached:
-            self._broken = f"copies were not done within {_DEVICE_TIMEOUT_S} s"
-            raise CopyStuck(
-                f"wanted copies of a CUDA cache done within {_DEVICE_TIMEOUT_S} s, got a device that has not come to "
-                "them or not through; they may still run, so blocks and slots stay taken: end this process"
-            )
 
     def _check_usable(self) -> None:
         if self._broken:
@@ -260,17 +246,59 @@ def chosen_path(path: CopyPath, mean_run_bytes: int) -> CopyPath:
     return CopyPath.DIRECT if mean_run_bytes >= DIRECT_FROM_BYTES else CopyPath.STAGED
 
 
-def _order_of(pages: EnginePages) -> CudaOrder:
+def order_after_current(device: torch.device) -> CudaOrder:
+    """Return the order of a job that comes after the work on the calling thread's current stream.
+
+    Raises:
+        InvalidRequest: a graph is being captured on it; copies cannot be part of one.
+        KernelError: the device failed before.
+    """
+    is_current = device.index == torch.cuda.current_device()
+    chosen = contextlib.nullcontext() if is_current else torch.cuda.device(device)
+    with kernel_errors("recording an event on the engine's stream"), chosen:
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidRequest(
+                "a CUDA graph is being captured on the current stream, and copies cannot be part of one; save and "
+                "load before or after it"
+            )
+        return CudaOrder(torch.cuda.current_stream().record_event())
+
+
+def await_copies(pages: EnginePages, eager_s: float = 0.0) -> None:
+    """Return when the copies that were queued last for a job are in place.
+
+    Args:
+        pages: of the job.
+        eager_s: for so long the device is asked without a pause, for copies that take less than one.
+
+    Raises:
+        KernelError: the device failed.
+        CopyStuck: they did not end in time.
+    """
+    last = order_of(pages).last
+    if last is None:
+        return
+    with kernel_errors("copying a CUDA cache"):
+        is_reached = _reached(last, _DEVICE_TIMEOUT_S, eager_s)
+    if not is_reached:
+        raise CopyStuck(
+            f"wanted copies of a CUDA cache done within {_DEVICE_TIMEOUT_S} s, got a device that has not come to "
+            "them or not through; they may still run, so blocks and slots stay taken: end this process"
+        )
+
+
+def order_of(pages: EnginePages) -> CudaOrder:
+    """Return the order that a copier of a CUDA cache made for a job."""
     assert isinstance(pages.order, CudaOrder), "a job of a CUDA cache has the order that its copier made"
     return pages.order
 
 
-def _reached(event: torch.cuda.Event, timeout_s: float) -> bool:
+def _reached(event: torch.cuda.Event, timeout_s: float, eager_s: float = 0.0) -> bool:
     """Poll an event, ever more seldom; False when it is not reached in time."""
     began_s = time.monotonic()
     while not event.query():  # type: ignore[no-untyped-call]
         waited_s = time.monotonic() - began_s
         if waited_s > timeout_s:
             return False
-        time.sleep(min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 200)))
+        time.sleep(0.0 if waited_s < eager_s else min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 200)))
     return True

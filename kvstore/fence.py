@@ -27,11 +27,11 @@ class MoverFence:
     Args:
         config: has the two bounds, `max_quarantined_fraction` and `max_quarantine_s`.
         mover: the link to the mover; only the process behind it is ever killed.
-        pool: returns the pool whose slots wait, None before there is one.
+        pools: returns those whose slots may wait: none before the arena is divided, then its own and the stages'.
     """
 
-    def __init__(self, config: StoreConfig, mover: MoverLink, pool: Callable[[], Pool | None]) -> None:
-        self._config, self._mover, self._pool = config, mover, pool
+    def __init__(self, config: StoreConfig, mover: MoverLink, pools: Callable[[], list[Pool]]) -> None:
+        self._config, self._mover, self._pools = config, mover, pools
         self._killed_pid, self._again_s = 0, 0.0
         self.num_fenced = 0
 
@@ -59,12 +59,13 @@ class MoverFence:
     def _reason(self, now_s: float) -> str:
         if self._mover.lost_touch():
             return "it closed its connection, so it can report nothing any more"
-        since_s, pool = self._mover.abandoned_since_s(), self._pool()
-        if since_s is None or pool is None:
+        since_s = self._mover.abandoned_since_s()
+        if since_s is None:
             return ""
         if now_s - since_s > self._config.max_quarantine_s:
             return f"a READ that was given up is not over after {now_s - since_s:.1f} s"
-        stats = pool.stats()
-        if stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots:
-            return f"{stats.num_quarantined} of {stats.num_slots} slots wait for READs that were given up"
+        for pool in self._pools():
+            stats = pool.stats()
+            if stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots:
+                return f"{stats.num_quarantined} of {stats.num_slots} slots wait for READs that were given up"
         return ""

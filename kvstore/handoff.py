@@ -8,16 +8,15 @@ import struct
 import time
 from dataclasses import dataclass, field
 
-from kvstore.chain import HASH_BYTES, Chain
 from kvstore.errors import InvalidRequest
-from kvstore.results import LoadResult
+from kvstore.results import Job, LoadResult
 from kvstore.shape import BLOCK_ORDER_VERSION
 
 TICKET_VERSION = 1
 NONCE_BYTES = 16
 
 _MAGIC = b"RKVH"
-_HEAD = struct.Struct(f"<4sHH8s{NONCE_BYTES}s32sIIH4Hd")
+_HEAD = struct.Struct(f"<4sHH8s{NONCE_BYTES}s32sIIH4HdI")
 _WHOLE = (0, 1, 0, 1)
 
 
@@ -37,6 +36,7 @@ class HandoffTicket:
         block_bytes: of each.
         block_order: version of the order of bytes in a block.
         part: which part of each block was published, as (tp_rank, tp_size, pp_rank, pp_size).
+        slab: which memory of the node they are in: 0 is its arena, others are stages on GPUs.
         expires_s: when the store takes the blocks back, in seconds since 1970 by the publisher's clock. For people
             and routers: only the store decides.
     """
@@ -50,6 +50,7 @@ class HandoffTicket:
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     block_order: int = BLOCK_ORDER_VERSION
     part: tuple[int, int, int, int] = _WHOLE
+    slab: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +67,7 @@ class HandoffTicket:
         node = self.node_id.encode()
         head = _HEAD.pack(
             _MAGIC, TICKET_VERSION, len(node), self.epoch, self.nonce, self.namespace, self.num_blocks,
-            self.block_bytes, self.block_order, *self.part, self.expires_s,
+            self.block_bytes, self.block_order, *self.part, self.expires_s, self.slab,
         )  # fmt: skip
         return head + node
 
@@ -78,9 +79,20 @@ class HandoffTicket:
             InvalidRequest: these are not the bytes of a ticket of this version.
         """
         try:
-            magic, version, node_len, epoch, nonce, namespace, num_blocks, block_bytes, order, *part, expires_s = (
-                _HEAD.unpack_from(data)
-            )
+            (
+                magic,
+                version,
+                node_len,
+                epoch,
+                nonce,
+                namespace,
+                num_blocks,
+                block_bytes,
+                order,
+                *part,
+                expires_s,
+                slab,
+            ) = _HEAD.unpack_from(data)
             node = data[_HEAD.size :].decode()
         except (struct.error, UnicodeDecodeError) as error:
             raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {len(data)} others ({error})") from error
@@ -99,6 +111,7 @@ class HandoffTicket:
             block_order=order,
             part=(part[0], part[1], part[2], part[3]),
             expires_s=expires_s,
+            slab=slab,
         )
 
 
@@ -107,23 +120,42 @@ class FetchResult(LoadResult):
     """How a fetch ended: as a load's result, with blocks counted from the ticket's first.
 
     Args:
-        route: the memory that the blocks went through: "host" is the nodes' arenas.
+        route: the memory that the blocks went through: "host" is the nodes' arenas, "gpu" are stages on GPUs.
+        note: why not the other route, if a stage was attached and could not be used.
     """
 
     route: str = "host"
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
+    """Blocks that are being published.
+
+    Args:
+        ticket: good at once: a fetch waits until the blocks are there.
+        job: done when they are, and the engine's blocks are its own again.
+    """
+
+    ticket: HandoffTicket
+    job: Job[HandoffTicket]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffRoute:
+    """Which way a client's hand-offs go.
+
+    Args:
+        route: "gpu" from stage to stage, or "host" through the nodes' arenas.
+        why_not: why it is "host".
+        gb_per_s: of a READ from each node that was named, warm; 0 for one that cannot be reached from GPU to GPU.
+    """
+
+    route: str
+    why_not: str = ""
+    gb_per_s: dict[str, float] = field(default_factory=dict)
 
 
 def expiry_after(ttl_s: float) -> float:
     """Return the time that lies `ttl_s` seconds ahead, for a ticket's `expires_s`."""
     return time.time() + ttl_s
-
-
-def one_time_chain(root: bytes, num_blocks: int) -> Chain:
-    """Return a chain that is no content's and that no lookup can know: for slots that are filled and never published.
-
-    Args:
-        root: 32 bytes that were never used before.
-        num_blocks: its length.
-    """
-    stem = hashlib.sha256(b"raykv/one-time/1" + root).digest()[: HASH_BYTES - 4]
-    return Chain(root, root, 0, b"".join(stem + i.to_bytes(4, "little") for i in range(num_blocks)))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvstore.control_server import Connection
-from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch
+from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, LayoutMismatch, PoolExhausted, TransferTimeout
 from kvstore.fetch import LoadReport
 from kvstore.handoff_fetch import HandoffFetcher
 from kvstore.handoff_messages import (
     END,
     FetchRequest,
+    PeerClaim,
     PeerClaimed,
     pack_peer_claimed,
     unpack_complete_handoff,
@@ -21,15 +24,19 @@ from kvstore.handoff_messages import (
     unpack_peer_claim,
     unpack_prepare_handoff,
 )
-from kvstore.handoff_table import CLAIM_BIT, HandoffTable
-from kvstore.messages import NOTIFICATION, U64, Progress, pack_ints, pack_progress
+from kvstore.handoff_table import CLAIM_BIT, NOT_READY, Claim, HandoffTable, Place
+from kvstore.messages import NOTIFICATION, STAGE_BIT, U64, Progress, pack_ints, pack_progress
 from kvstore.peer_control import owner_of
 from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
-from kvstore.wire import Flag, Message, Op
+from kvstore.stages import StageBook
+from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_json
 
 if TYPE_CHECKING:
     from kvstore.node import NodeCore
+
+#: Between two looks at blocks of this node that are still being written.
+_PAUSE_S = 5e-4
 
 
 class HandoffControl:
@@ -42,22 +49,32 @@ class HandoffControl:
     """
 
     OPS = frozenset(
-        {Op.HANDOFF_PREPARE, Op.HANDOFF_COMPLETE, Op.HANDOFF_WITHDRAW, Op.HANDOFF_FETCH, Op.HANDOFF_END}
+        {
+            Op.HANDOFF_PREPARE, Op.HANDOFF_COMPLETE, Op.HANDOFF_WITHDRAW, Op.HANDOFF_FETCH, Op.HANDOFF_END,
+            Op.HANDOFF_STAGE, Op.HANDOFF_WARM,
+        }
     )  # fmt: skip
-    PEER_OPS = frozenset({Op.PEER_CLAIM, Op.PEER_CLAIM_END})
+    PEER_OPS = frozenset({Op.PEER_CLAIM, Op.PEER_CLAIM_END, Op.PEER_STAGES})
 
     def __init__(
         self, core: NodeCore, claim_began: Callable[[int, float], None], claim_ended: Callable[[int], None]
     ) -> None:
         self._core, self._claim_began, self._claim_ended = core, claim_began, claim_ended
-        share = core.config.max_handoff_fraction
-        self.table = HandoffTable(lambda: core.pool, lambda: int(core.pool.stats().num_slots * share))
+        self.table = HandoffTable()
+        self.stages = StageBook(core.config, core.mover)
         self.fetcher = HandoffFetcher(
-            core.config, lambda: core.pool, core.peers, core.mover, self._version, core.clear
-        )  # fmt: skip
+            core.config, core.node_id, lambda: core.pool, core.peers, core.mover, self.stages, self._version, core.clear
+        )
 
     def _version(self, namespace: bytes) -> int:
         return self._core.versions.get(namespace, 0)
+
+    def _place(self, slab: int, generation: int) -> Place:
+        if slab:
+            pool = self.stages.get(slab, generation).pool
+            return Place(pool, pool.stats().num_slots, slab, generation)
+        pool = self._core.pool
+        return Place(pool, int(pool.stats().num_slots * self._core.config.max_handoff_fraction))
 
     def serve(self, connection: Connection, message: Message) -> bytes | None:
         """Serve one message of a client; None when the answer comes later, or never.
@@ -74,9 +91,10 @@ class HandoffControl:
                         "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
                     )
                 core.check_serving()
-                key, namespace, num_blocks = unpack_prepare_handoff(payload)
+                key, namespace, num_blocks, slab, generation = unpack_prepare_handoff(payload)
                 self._block_bytes(namespace)
-                return pack_ints(self.table.prepare(key, owner, namespace, self._version(namespace), num_blocks))
+                place, version = self._place(slab, generation), self._version(namespace)
+                return pack_ints(self.table.prepare(key, owner, namespace, version, num_blocks, place))
             case Op.HANDOFF_COMPLETE:
                 key, ttl_s = unpack_complete_handoff(payload)
                 return U64.pack(self.table.complete(key, owner, deadline_after(ttl_s)))
@@ -84,14 +102,21 @@ class HandoffControl:
                 return U64.pack(self.table.withdraw(payload))
             case Op.HANDOFF_FETCH:
                 self._fetch(connection, message, unpack_fetch(payload))
-                return None
+            case Op.HANDOFF_STAGE:
+                value = unpack_json(payload)
+                sizes = int(value["num_bytes"]), int(value["block_bytes"])
+                _answer_later(connection, message, lambda: self.stages.make(str(value["uuid"]), *sizes).to_json())
+            case Op.HANDOFF_WARM:
+                value = unpack_json(payload)
+                stage = self.stages.get(int(value["slab"]), int(value["generation"]))
+                _answer_later(connection, message, lambda: self.fetcher.warm_up(str(value["node"]), stage))
             case _:
                 number, used = END.unpack(payload)
                 if number & CLAIM_BIT:
-                    self.table.end_claim(number, owner, used=bool(used))
+                    self.table.end_claim(number & ~STAGE_BIT, owner, used=bool(used))
                 else:
-                    self.fetcher.end(number, owner)
-                return None
+                    self.fetcher.end(number & ~STAGE_BIT, owner)
+        return None
 
     def _block_bytes(self, namespace: bytes) -> int:
         known = self._core.block_bytes.get(namespace)
@@ -107,28 +132,48 @@ class HandoffControl:
         def send(payload: bytes, last: bool) -> None:
             connection.send(Op.HANDOFF_FETCH, Flag.REPLY if last else Flag.PROGRESS, message.request, payload)
 
-        if request.node_id != core.node_id:
+        here = request.node_id == core.node_id
+        if not here or request.from_slab not in (0, request.slab):
             self.fetcher.begin(request, connection.owner, block_bytes, send)
             return
         # Straight out of the slots in which they were published.
+        if not self._claim_here(connection, request, send):
+            threading.Thread(
+                target=self._claim_when_ready, args=(connection, request, send), name="raykv-handoff", daemon=True
+            ).start()
+
+    def _claim_when_ready(
+        self, connection: Connection, request: FetchRequest, send: Callable[[bytes, bool], None]
+    ) -> None:
+        deadline_s = time.monotonic() + request.timeout_s
+        while time.monotonic() < deadline_s and not connection.closed:
+            time.sleep(_PAUSE_S)
+            if self._claim_here(connection, request, send):
+                return
         report = LoadReport()
+        report.reason = f"timeout: {NOT_READY}"
+        send(pack_progress(Progress(0, 0, np.empty(0, np.int32), report.to_json())), True)
+
+    def _claim_here(self, connection: Connection, request: FetchRequest, send: Callable[[bytes, bool], None]) -> bool:
+        """Answer with the slots of a ticket of this node, or why not; False when they are still being written."""
+        core, report, slots, number = self._core, LoadReport(), np.empty(0, np.int32), 0
         if request.epoch != core.epoch:
             report.reason = "stale: the store that had the blocks was restarted, and they are gone"
-            send(pack_progress(Progress(0, 0, np.empty(0, np.int32), report.to_json())), True)
-            return
-        version = self._version(request.namespace)
-        deadline_s = deadline_after(request.ttl_s)
-        claim = self.table.claim(request.key, connection.owner, request.namespace, version, deadline_s)
-        if isinstance(claim, str):
-            report.reason = claim
-            send(pack_progress(Progress(0, 0, np.empty(0, np.int32), report.to_json())), True)
-            return
-        report.num_local = len(claim.slots)
-        slots = np.asarray(claim.slots, dtype=np.int32)
-        send(pack_progress(Progress(claim.claim_id, 0, slots, report.to_json())), True)
+        else:
+            version, deadline_s = self._version(request.namespace), deadline_after(request.ttl_s)
+            claim = self.table.claim(request.key, connection.owner, request.namespace, version, deadline_s)
+            if claim == NOT_READY:
+                return False
+            if isinstance(claim, str):
+                report.reason = claim
+            else:
+                report.num_local, slots = len(claim.slots), np.asarray(claim.slots, dtype=np.int32)
+                number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
+        send(pack_progress(Progress(number, 0, slots, report.to_json())), True)
+        return True
 
     def serve_peer(self, connection: Connection, message: Message) -> bytes | None:
-        """Serve one message of a peer.
+        """Serve one message of a peer; None when the answer comes later, or never.
 
         Raises:
             KVStoreError: refused; nothing changed.
@@ -137,7 +182,17 @@ class HandoffControl:
             claim_id, used = END.unpack(message.payload)
             self._end_remote(claim_id, connection.owner, used=bool(used))
             return None
-        core, wanted = self._core, unpack_peer_claim(message.payload)
+        if message.op is Op.PEER_STAGES:
+            return pack_json({"stages": [stage.to_json() for stage in self.stages.all()]})
+        wanted = unpack_peer_claim(message.payload)
+        reason, claim = self._claim(connection.owner, wanted)
+        if claim is None or not claim.slab or not wanted.to_host:
+            return self._claimed(wanted, reason, claim)
+        threading.Thread(target=self._spill, args=(connection, message, wanted, claim), daemon=True).start()
+        return None
+
+    def _claim(self, owner: str, wanted: PeerClaim) -> tuple[str, Claim | None]:
+        core = self._core
         if core.closed_to_peers:
             core.check_serving()
         known = core.block_bytes.get(wanted.namespace, wanted.block_bytes)
@@ -148,30 +203,59 @@ class HandoffControl:
             )
         if wanted.namespace_version > self._version(wanted.namespace):
             core.clear(wanted.namespace, wanted.namespace_version)
-        version, own = self._version(wanted.namespace), core.mover.own
-        reason, claim_id, slots = "", 0, np.empty(0, np.int32)
-        if own is None:
-            reason = "peer_lost: the mover of the node that has the blocks is being replaced; try again soon"
-        elif version != wanted.namespace_version:
-            reason = "cleared: the namespace was cleared, as the node that has the blocks knows"
-        else:
-            deadline_s = deadline_after(wanted.ttl_s)
-            claim = self.table.claim(wanted.key, connection.owner, wanted.namespace, version, deadline_s)
-            if isinstance(claim, str):
-                reason = claim
-            else:
-                claim_id, slots = claim.claim_id, np.asarray(claim.slots, dtype=np.int32)
-                self._claim_began(claim_id, deadline_s)
+        version = self._version(wanted.namespace)
+        if core.mover.own is None:
+            return "peer_lost: the mover of the node that has the blocks is being replaced; try again soon", None
+        if version != wanted.namespace_version:
+            return "cleared: the namespace was cleared, as the node that has the blocks knows", None
+        deadline_s = deadline_after(wanted.ttl_s)
+        claim = self.table.claim(wanted.key, owner, wanted.namespace, version, deadline_s)
+        if isinstance(claim, str):
+            return claim, None
+        self._claim_began(claim.claim_id, deadline_s)
+        return "", claim
+
+    def _claimed(self, wanted: PeerClaim, reason: str, claim: Claim | None) -> bytes:
+        own = self._core.mover.own
         return pack_peer_claimed(
             PeerClaimed(
-                claim_id=claim_id,
-                epoch=core.epoch,
-                namespace_version=version,
+                claim_id=claim.claim_id if claim else 0,
+                epoch=self._core.epoch,
+                namespace_version=self._version(wanted.namespace),
                 mover_generation=own.generation if own is not None else 0,
-                slots=slots,
+                slots=np.asarray(claim.slots if claim else (), dtype=np.int32),
+                slab=claim.slab if claim else 0,
                 reason=reason,
             )
         )
+
+    def _spill(self, connection: Connection, message: Message, wanted: PeerClaim, claim: Claim) -> None:
+        """Copy claimed blocks from a stage to the arena for a reader that cannot reach the stage; on a thread."""
+        core, answer = self._core, b""
+        try:
+            slots = self.table.move(claim.claim_id, self._place(0, 0))
+            question = {
+                "slab": claim.slab, "slots": list(claim.slots), "into": list(slots),
+                "block_bytes": wanted.block_bytes,
+            }  # fmt: skip
+
+            def moved() -> None:
+                self.table.moved(claim.claim_id)
+
+            try:
+                core.mover.ask(Op.MOVER_SPILL, question, core.config.transfer_timeout_s, moved)
+            except TransferTimeout:
+                raise  # It may still write to the slots.
+            except BaseException:
+                moved()
+                raise
+            moved()
+            answer = self._claimed(wanted, "", Claim(claim.claim_id, slots))
+        except KVStoreError as error:
+            self._end_remote(claim.claim_id, connection.owner, used=False)
+            word = "pool_full" if isinstance(error, PoolExhausted) else "peer_lost"
+            answer = self._claimed(wanted, f"{word}: {error}", None)
+        connection.send(message.op, Flag.REPLY, message.request, answer)
 
     def notified(self, payload: bytes) -> None:
         """Peers' READs are through; those under claims free what was claimed."""
@@ -182,6 +266,10 @@ class HandoffControl:
     def _end_remote(self, claim_id: int, owner: str, *, used: bool) -> None:
         if self.table.end_claim(claim_id, owner, used=used):
             self._claim_ended(claim_id)
+
+    def mover_gone(self) -> None:
+        """What was in the mover's memory is gone with it."""
+        self.table.lose_stages()
 
     def release_owner(self, owner: str) -> int:
         """Take back what a client held that is gone; returns how many hand-offs and fetches."""
@@ -200,10 +288,25 @@ class HandoffControl:
         for claim_id in self.table.expire(now_s):
             self._claim_ended(claim_id)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Return counts."""
         return {
             "num_handoffs": len(self.table),
             "num_handoff_slots": self.table.num_slots,
             "num_handoff_fetches": len(self.fetcher),
+            "stages": [
+                {"uuid": stage.uuid, "num_bytes": stage.num_slots * stage.description.slot_bytes}
+                for stage in self.stages.all()
+            ],
         }
+
+
+def _answer_later(connection: Connection, message: Message, work: Callable[[], dict[str, Any]]) -> None:
+    def run() -> None:
+        try:
+            flag, answer = Flag.REPLY, pack_json(work())
+        except KVStoreError as error:
+            flag, answer = Flag.ERROR, pack_error(error)
+        connection.send(message.op, flag, message.request, answer)
+
+    threading.Thread(target=run, name="raykv-handoff", daemon=True).start()

@@ -1,57 +1,35 @@
-"""Fetching the blocks of a ticket from the one node that has them: claim there, READ here, tell the client.
-
-As with a load, a block counts only if the claim covered its whole READ, by this node's clock alone. Unlike a load's
-blocks they are never published here: their slots are a write that is given up when the client has copied them out.
-"""
+"""The fetches of one node that need a peer: who has begun them, on which threads they run, when they are over."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
-import secrets
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
+from typing import Any
 
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, StoreUnavailable, TransferError, TransferTimeout
-from kvstore.fetch import LoadReport
-from kvstore.handoff import one_time_chain
-from kvstore.handoff_messages import (
-    END,
-    FetchRequest,
-    PeerClaim,
-    PeerClaimed,
-    pack_peer_claim,
-    unpack_peer_claimed,
-)
-from kvstore.messages import NOTIFICATION, MoverDone, Progress, pack_progress
+from kvstore.handoff_messages import FetchRequest
 from kvstore.mover_link import MoverLink
-from kvstore.peers import Peer, PeerBook
+from kvstore.peers import PeerBook
 from kvstore.pool import Pool
-from kvstore.segments import plan_chunks
-from kvstore.shape import BLOCK_ORDER_VERSION
-from kvstore.transport import ReadRequest
-from kvstore.wire import Op
-
-logger = logging.getLogger(__name__)
+from kvstore.remote_fetch import RemoteFetch, Send
+from kvstore.stage_lanes import StageLanes
+from kvstore.stages import Stage, StageBook
 
 _NUM_THREADS = 8
-_MOVER_GRACE_S = 1.0
-_LEAST_CALL_S = 1.0
-
-Send = Callable[[bytes, bool], None]
-"""Tells the client one piece of the answer, and whether it is the last."""
 
 
 class HandoffFetcher:
     """The fetches of one node that need a peer, a thread each while they ask and wait.
 
     Args:
+        config: of the store.
+        node_id: of this node.
+        pool: of the arena; raises while there is none.
+        peers: the stores of other nodes, and this one as its own peer.
+        mover: that reads.
+        stages: of this node.
         namespace_version: how often a namespace was cleared, as this node knows.
         adopt_version: called when a peer knows of a later clearing.
     """
@@ -59,18 +37,30 @@ class HandoffFetcher:
     def __init__(
         self,
         config: StoreConfig,
+        node_id: str,
         pool: Callable[[], Pool],
         peers: PeerBook,
         mover: MoverLink,
+        stages: StageBook,
         namespace_version: Callable[[bytes], int],
         adopt_version: Callable[[bytes, int], object],
     ) -> None:
-        self.config, self.pool, self.peers, self.mover = config, pool, peers, mover
+        self.config, self.node_id, self.pool, self.peers, self.mover = config, node_id, pool, peers, mover
+        self.stages, self.lanes = stages, StageLanes(config, mover)
         self.namespace_version, self.adopt_version = namespace_version, adopt_version
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="raykv-handoff")
         self._lock = threading.Lock()
         self._fetches: dict[int, RemoteFetch] = {}
         self._ids = itertools.count(1)
+
+    def warm_up(self, node_id: str, stage: Stage) -> dict[str, Any]:
+        """Warm up and measure the lanes from every stage of a node; returns the rate of each, and why not.
+
+        Raises:
+            KVStoreError: the node cannot be reached.
+        """
+        lanes = self.lanes.find_all(self.peers.get(node_id), stage, self.config.call_timeout_s)
+        return {"lanes": [{"gb_per_s": lane.gb_per_s, "why_not": lane.why_not} for lane in lanes]}
 
     def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> None:
         """Fetch on a thread; the client gets a last message in any case."""
@@ -78,6 +68,8 @@ class HandoffFetcher:
         fetch = RemoteFetch(self, fetch_id, request, owner, block_bytes, send)
         with self._lock:
             self._fetches[fetch_id] = fetch
+        if request.from_slab and request.slab:
+            self.mover.expect_read()
         self._threads.submit(fetch.run)
 
     def end(self, fetch_id: int, owner: str) -> None:
@@ -111,209 +103,3 @@ class HandoffFetcher:
     def stop(self) -> None:
         """Begin no more fetches."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class RemoteFetch:
-    """One fetch: the slots that it fills, the claim at the source, the READ, and the client that copies out.
-
-    The slots go when both the READ and the client are through with them; while a READ may still write, to quarantine.
-    """
-
-    def __init__(
-        self, fetcher: HandoffFetcher, fetch_id: int, request: FetchRequest, owner: str, block_bytes: int, send: Send
-    ) -> None:
-        self.owner = owner
-        self._fetcher, self._id, self._request, self._send = fetcher, fetch_id, request, send
-        self._block_bytes, self._write_owner = block_bytes, f"handoff-fetch-{fetch_id}"
-        self._version = fetcher.namespace_version(request.namespace)
-        self._deadline_s = time.monotonic() + request.timeout_s
-        self._report = LoadReport()
-        self._lock = threading.Lock()
-        self._read_ended = threading.Event()
-        self._is_over = self._client_left = self._is_free = False
-        self._write_id = self._read_id = self._given_up = 0
-        self._slots: Sequence[int] = ()
-        self._num_ready = 0
-        self._valid_until_s = self._told_s = 0.0
-        self._error: KVStoreError | None = None
-
-    def run(self) -> None:
-        """Fetch everything, or say why not."""
-        try:
-            reason = self._fetch()
-        except TransferTimeout as error:
-            reason = f"timeout: {error}"
-        except (TransferError, StoreUnavailable) as error:
-            reason = f"peer_lost: {error}"
-        except KVStoreError as error:
-            reason = f"{type(error).__name__}: {error}"
-        except Exception as error:
-            logger.exception("a fetch failed unexpectedly")
-            reason = f"{type(error).__name__}: {error}"
-        if reason:
-            logger.warning("fetch of %d blocks from node %s: %s", self._request.num_blocks, self._node_id, reason)
-        with self._lock:
-            self._is_over = True
-        self._report.reason, self._report.num_peer = reason, self._num_ready
-        nothing = np.empty(0, np.int32)
-        self._send(pack_progress(Progress(self._id, self._num_ready, nothing, self._report.to_json())), True)
-        self._free_if_through()
-
-    def client_left(self) -> None:
-        """The client copies nothing more out of the slots."""
-        with self._lock:
-            self._client_left = True
-        self._free_if_through()
-
-    def _free_if_through(self) -> None:
-        with self._lock:
-            if self._is_free or not (self._is_over and self._client_left):
-                return
-            self._is_free = True
-        self._fetcher.forget(self._id)
-        if not self._write_id:
-            return
-        pool, read_id = self._fetcher.pool(), self._given_up
-        name = f"read-{read_id}" if read_id else ""
-        pool.abort_store(self._write_id, self._write_owner, quarantine=name)
-
-        def end_quarantine() -> None:
-            pool.end_quarantine(name)
-
-        if name:
-            # It may have turned terminal before there was anything to set free.
-            self._fetcher.mover.when_terminal({read_id}, end_quarantine)
-
-    @property
-    def _node_id(self) -> str:
-        return self._request.node_id
-
-    def _call_s(self) -> float:
-        left_s = self._deadline_s - time.monotonic()
-        return min(self._fetcher.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
-
-    def _fetch(self) -> str:
-        fetcher, request, pool = self._fetcher, self._request, self._fetcher.pool()
-        stats = pool.stats()
-        if stats.num_quarantined >= fetcher.config.max_quarantined_fraction * stats.num_slots:
-            return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
-        if not fetcher.peers.is_usable(self._node_id):
-            return "peer_lost: the node failed a moment ago and is left alone; try again soon"
-        peer = fetcher.peers.get(self._node_id)
-        if peer.epoch != request.epoch:
-            return "stale: the store that had the blocks was restarted, and they are gone"
-        # A root of its own and not the ticket's key, so that two fetches of one ticket cannot meet.
-        chain = one_time_chain(secrets.token_bytes(32), request.num_blocks)
-        ticket = pool.prepare_store(chain, self._write_owner, needs_parent=False)
-        self._write_id, self._slots = ticket.write_id, ticket.slots
-        if ticket.num_refused:
-            return f"pool_full: there is no room here for {ticket.num_refused} of {request.num_blocks} blocks"
-        try:
-            reason = self._claim_and_read(peer)
-        except TransferError:
-            if fetcher.mover.own is not None:
-                # Without a mover of its own this node has not learnt anything about the peer.
-                fetcher.peers.failed(self._node_id)
-            raise
-        if not reason:
-            fetcher.peers.succeeded(self._node_id)
-        return reason
-
-    def _claim_and_read(self, peer: Peer) -> str:
-        fetcher, request = self._fetcher, self._request
-        asked_s = self._told_s = time.monotonic()
-        ttl_s = fetcher.config.lease_ttl_s
-        claim = PeerClaim(
-            key=request.key,
-            namespace=request.namespace,
-            num_blocks=request.num_blocks,
-            block_bytes=self._block_bytes,
-            slot_format=BLOCK_ORDER_VERSION,
-            namespace_version=self._version,
-            ttl_s=ttl_s,
-        )
-        self._report.num_lease_calls += 1
-        answer = peer.client.call(Op.PEER_CLAIM, pack_peer_claim(claim), timeout_s=self._call_s())
-        claimed = unpack_peer_claimed(answer)
-        if claimed.namespace_version > self._version:
-            fetcher.adopt_version(request.namespace, claimed.namespace_version)
-        if claimed.reason:
-            return claimed.reason
-        self._valid_until_s = asked_s + ttl_s - fetcher.config.lease_margin_s
-        arrived = False
-        try:
-            self._read(peer, claimed)
-            arrived = self._num_ready == request.num_blocks
-        finally:
-            if not arrived:
-                self._give_back(peer, claimed.claim_id)
-        if self._error is not None:
-            raise self._error
-        return (
-            "" if arrived else "lease_expired: the blocks came after the claim on them was over, so they do not count"
-        )
-
-    def _read(self, peer: Peer, claimed: PeerClaimed) -> None:
-        fetcher, config, now_s = self._fetcher, self._fetcher.config, time.monotonic()
-        name, description = peer.transport(claimed.mover_generation, self._call_s())
-        left_s = min(self._valid_until_s, self._deadline_s, now_s + config.transfer_timeout_s) - now_s
-        request = ReadRequest(
-            peer=name,
-            block_bytes=self._block_bytes,
-            local_slots=np.asarray(self._slots, dtype=np.int32),
-            remote_slots=claimed.slots,
-            notification=NOTIFICATION.pack(claimed.claim_id, peer.epoch, fetcher.pool().epoch),
-        )
-        chunk_blocks = max(1, config.chunk_bytes // self._block_bytes)
-        ends = np.asarray(plan_chunks(len(self._slots), chunk_blocks), dtype=np.int32)
-        self._read_id = fetcher.mover.read(
-            request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3)
-        )
-        # The mover reports by itself when time is up; this wait is for a mover that does not.
-        left_s = min(self._valid_until_s, self._deadline_s) - time.monotonic()
-        if not self._read_ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
-            if fetcher.mover.abandon(self._read_id):
-                self._given_up = self._read_id
-            raise TransferTimeout("the mover did not report on a READ in time")
-
-    def _on_done(self, done: MoverDone, error: KVStoreError | None) -> None:
-        """Runs on the control thread for every chunk: check, count, tell the client."""
-        if error is not None:
-            self._error = error
-            if not done.terminal:
-                self._given_up = done.read_id
-            self._read_ended.set()
-            return
-        now_s, first = time.monotonic(), self._num_ready
-        same_weights = self._fetcher.namespace_version(self._request.namespace) == self._version
-        if now_s < self._valid_until_s and same_weights and done.num_blocks > first:
-            self._num_ready = done.num_blocks
-            slots = np.asarray(self._slots[first : done.num_blocks], dtype=np.int32)
-            self._note(done, now_s, len(slots))
-            self._send(pack_progress(Progress(self._id, first, slots)), False)
-        if done.last:
-            self._read_ended.set()
-
-    def _note(self, done: MoverDone, now_s: float, num_blocks: int) -> None:
-        report = self._report
-        report.num_bytes += num_blocks * self._block_bytes
-        report.read_s += now_s - self._told_s
-        self._told_s, report.peers = now_s, [self._node_id]
-        report.num_descriptors = done.num_descriptors
-
-    def _give_back(self, peer: Peer, claim_id: int) -> None:
-        """Let another fetch have the blocks, but not while a READ that was given up may still be reading them."""
-
-        def tell() -> None:
-            with contextlib.suppress(KVStoreError):
-                now = self._fetcher.peers.get(peer.node_id)
-                if now.epoch == peer.epoch:
-                    now.client.send(Op.PEER_CLAIM_END, END.pack(claim_id, 0))
-
-        def tell_on_a_thread() -> None:
-            threading.Thread(target=tell, name="raykv-release", daemon=True).start()
-
-        if self._given_up:
-            self._fetcher.mover.when_terminal({self._given_up}, tell_on_a_thread)
-        else:
-            tell_on_a_thread()

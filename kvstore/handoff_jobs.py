@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sized
 
@@ -32,9 +33,14 @@ from kvstore.handoff_messages import (
 )
 from kvstore.hashing import Namespace
 from kvstore.jobs import Answer, CopyGuard, failed_load
-from kvstore.messages import U64, unpack_ints
+from kvstore.messages import STAGE_BIT, U64, unpack_ints
 from kvstore.shape import BLOCK_ORDER_VERSION
+from kvstore.stage_client import AttachedStage
+from kvstore.transport import IndexArray
 from kvstore.wire import Op
+
+#: Asks the store: (what, payload, what to do meanwhile).
+Ask = Callable[[Op, bytes, Callable[[], None] | None], bytes]
 
 
 def published_pages(block_ids: object, copier: EngineCopier, stored_block_size: int) -> tuple[EnginePages, int]:
@@ -79,52 +85,92 @@ def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, 
         )
 
 
-def run_publish(
-    connection: ControlClient,
-    keep: Callable[[Op, bytes], bytes],
-    copier: EngineCopier,
-    pages: EnginePages,
-    ticket: HandoffTicket,
-    ttl_s: float,
-    guard: CopyGuard,
-    call_timeout_s: float,
-) -> HandoffTicket:
-    """Claim slots, copy, have them kept.
+def prepare_publish(
+    ask: Ask, keep: Ask, ticket: HandoffTicket, generation: int, ahead: Callable[[], None] | None = None
+) -> IndexArray:
+    """Claim slots for the blocks of a ticket; from now on a fetch of it waits until the bytes are there.
 
     Args:
-        connection: owns the slots while they are written.
-        keep: asks over the connection that keeps them afterwards.
-        copier: the engine's cache.
-        pages: where the blocks' tokens lie in the engine.
+        ask: asks over the connection that owns the slots while they are written.
+        keep: asks over the one that keeps them afterwards.
         ticket: what they are published as.
-        ttl_s: how long they are kept.
-        guard: stands before the copy.
-        call_timeout_s: for each call.
+        generation: the life of the mover that has the ticket's slab, if that is a stage.
+        ahead: prepares the copy while the store looks for slots.
+
+    Returns:
+        A slot for each block.
 
     Raises:
         PoolExhausted: the store has no room for all of them; nothing is kept.
-        KVStoreError: the store failed; nothing is kept for longer than `ttl_s`.
+        KVStoreError: the store or `ahead` failed; nothing is kept.
     """
-    question = pack_prepare_handoff(ticket.key, ticket.namespace, ticket.num_blocks)
-    slots = unpack_ints(connection.call(Op.HANDOFF_PREPARE, question, timeout_s=call_timeout_s))
+    question = pack_prepare_handoff(ticket.key, ticket.namespace, ticket.num_blocks, ticket.slab, generation)
+    preparing = _Ahead(ahead)
+    slots = unpack_ints(ask(Op.HANDOFF_PREPARE, question, preparing.run))
+    if preparing.error is not None:
+        with contextlib.suppress(KVStoreError):
+            keep(Op.HANDOFF_WITHDRAW, ticket.key, None)
+        raise preparing.error
+    return slots
+
+
+def complete_publish(
+    keep: Ask,
+    copier: EngineCopier,
+    pages: EnginePages,
+    slots: IndexArray,
+    ticket: HandoffTicket,
+    ttl_s: float,
+    guard: CopyGuard,
+) -> HandoffTicket:
+    """Copy blocks into the slots of `prepare_publish` and have them kept.
+
+    Args:
+        keep: asks over the connection that keeps them.
+        copier: the engine's cache.
+        pages: where the blocks' tokens lie in the engine.
+        slots: one for each block.
+        ticket: what they are published as.
+        ttl_s: how long they are kept.
+        guard: stands before the copy.
+
+    Raises:
+        KVStoreError: the copy or the store failed; nothing is kept for longer than `ttl_s`.
+    """
     try:
         with guard.copying():
             copier.into_slots(pages, np.arange(len(slots)), slots.astype(np.int64))
-        kept = U64.unpack(keep(Op.HANDOFF_COMPLETE, pack_complete_handoff(ticket.key, ttl_s)))[0]
+        kept = U64.unpack(keep(Op.HANDOFF_COMPLETE, pack_complete_handoff(ticket.key, ttl_s), None))[0]
     except CopyStuck:
         raise  # The slots may still be written: they stay taken until this process ends.
     except BaseException:
         with contextlib.suppress(KVStoreError):
-            connection.call(Op.HANDOFF_WITHDRAW, ticket.key, timeout_s=call_timeout_s)
+            keep(Op.HANDOFF_WITHDRAW, ticket.key, None)
         raise
     if not kept:
         raise StoreUnavailable("the node store gave up these blocks while they were copied; publish them again")
     return ticket
 
 
+class _Ahead:
+    """Does something while an answer is on its way, and remembers what it raised until the answer was read."""
+
+    def __init__(self, work: Callable[[], None] | None) -> None:
+        self._work = work
+        self.error: KVStoreError | None = None
+
+    def run(self) -> None:
+        try:
+            if self._work is not None:
+                self._work()
+        except KVStoreError as error:
+            self.error = error
+
+
 def run_fetch(
     connection: ControlClient,
     copier: EngineCopier,
+    stage: AttachedStage | None,
     pages: EnginePages,
     ticket: HandoffTicket,
     guard: CopyGuard,
@@ -135,7 +181,8 @@ def run_fetch(
 
     Args:
         connection: taken for as long as the fetch lasts.
-        copier: the engine's cache.
+        copier: the engine's cache and the arena.
+        stage: the stage of the engine's GPU, if there is one; the store chooses between the two.
         pages: where the blocks' tokens lie in the engine.
         ticket: what to fetch.
         guard: stands before each copy.
@@ -152,12 +199,19 @@ def run_fetch(
         num_blocks=ticket.num_blocks,
         ttl_s=ttl_s,
         timeout_s=timeout_s,
+        from_slab=ticket.slab,
+        slab=stage.slab if stage else 0,
+        generation=stage.generation if stage else 0,
     )
+    ahead = None
+    if stage is not None and ticket.slab:
+        ahead = functools.partial(stage.copier.expect, pages, ticket.num_blocks, to_slots=False)
+    preparing = _Ahead(ahead)
     try:
         pieces = connection.call_stream(
-            Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s
+            Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s, meanwhile=preparing.run
         )
-        answer.copy_out(pieces, guard, copier, pages)
+        answer.copy_out(pieces, guard, copier, pages, stage_copier=stage.copier if stage else None)
         late = time.monotonic() > asked_s + ttl_s - config.lease_margin_s
         connection.send(Op.HANDOFF_END, END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks))
     except RegistrationFailed as error:
@@ -185,7 +239,13 @@ def run_fetch(
             "lease_expired: the copy took longer than the claim on the blocks",
         )
     failed = failed_load(answer.num_ready, pages, ticket.num_blocks, answer.reason).failed
-    return FetchResult(num_blocks=answer.num_ready, failed=failed, **answer.counts())
+    return FetchResult(
+        num_blocks=answer.num_ready,
+        failed=failed,
+        route="gpu" if answer.number & STAGE_BIT else "host",
+        note=str(answer.report.get("note", "")),
+        **answer.counts(),
+    )
 
 
 def failed_fetch(pages: EnginePages, ticket: HandoffTicket, reason: str) -> FetchResult:

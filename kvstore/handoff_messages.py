@@ -10,24 +10,24 @@ import numpy as np
 from kvstore.messages import pack_ints, unpack_ints
 from kvstore.transport import IndexArray
 
-_PREPARE = struct.Struct("<32s32sI")
+_PREPARE = struct.Struct("<32s32sIIQ")
 _COMPLETE = struct.Struct("<32sd")
-_FETCH = struct.Struct("<32s32s8sIdd")
-_CLAIM = struct.Struct("<32s32sIIIQd")
-_CLAIMED = struct.Struct("<Q8sQQI")
+_FETCH = struct.Struct("<32s32s8sIddIIQ")
+_CLAIM = struct.Struct("<32s32sIIIQdB")
+_CLAIMED = struct.Struct("<Q8sQQII")
 #: The id of a fetch or a claim, and whether the blocks arrived.
 END = struct.Struct("<QB")
 
 
-def pack_prepare_handoff(key: bytes, namespace: bytes, num_blocks: int) -> bytes:
-    """Ask for slots to publish blocks in."""
-    return _PREPARE.pack(key, namespace, num_blocks)
+def pack_prepare_handoff(key: bytes, namespace: bytes, num_blocks: int, slab: int, generation: int) -> bytes:
+    """Ask for slots to publish blocks in: of the arena (slab 0), or of a stage of one life of the mover."""
+    return _PREPARE.pack(key, namespace, num_blocks, slab, generation)
 
 
-def unpack_prepare_handoff(payload: bytes) -> tuple[bytes, bytes, int]:
-    """Return (key, namespace, number of blocks) that `pack_prepare_handoff` packed."""
-    key, namespace, num_blocks = _PREPARE.unpack(payload)
-    return key, namespace, num_blocks
+def unpack_prepare_handoff(payload: bytes) -> tuple[bytes, bytes, int, int, int]:
+    """Return (key, namespace, number of blocks, slab, generation) that `pack_prepare_handoff` packed."""
+    key, namespace, num_blocks, slab, generation = _PREPARE.unpack(payload)
+    return key, namespace, num_blocks, slab, generation
 
 
 def pack_complete_handoff(key: bytes, ttl_s: float) -> bytes:
@@ -53,6 +53,9 @@ class FetchRequest:
         num_blocks: of the ticket.
         ttl_s: how long the client wants to hold blocks that it copies straight out of the publisher's slots.
         timeout_s: give up after this long.
+        from_slab: of the ticket.
+        slab: the client's own stage, 0 if it has none.
+        generation: the life of the mover that has this stage.
     """
 
     key: bytes
@@ -62,17 +65,23 @@ class FetchRequest:
     num_blocks: int
     ttl_s: float
     timeout_s: float
+    from_slab: int = 0
+    slab: int = 0
+    generation: int = 0
 
 
 def pack_fetch(fetch: FetchRequest) -> bytes:
     """Pack a fetch."""
-    head = _FETCH.pack(fetch.key, fetch.namespace, fetch.epoch, fetch.num_blocks, fetch.ttl_s, fetch.timeout_s)
+    head = _FETCH.pack(
+        fetch.key, fetch.namespace, fetch.epoch, fetch.num_blocks, fetch.ttl_s, fetch.timeout_s, fetch.from_slab,
+        fetch.slab, fetch.generation,
+    )  # fmt: skip
     return head + fetch.node_id.encode()
 
 
 def unpack_fetch(payload: bytes) -> FetchRequest:
     """Return what `pack_fetch` packed."""
-    key, namespace, epoch, num_blocks, ttl_s, timeout_s = _FETCH.unpack_from(payload)
+    key, namespace, epoch, num_blocks, ttl_s, timeout_s, from_slab, slab, generation = _FETCH.unpack_from(payload)
     return FetchRequest(
         key=key,
         namespace=namespace,
@@ -81,12 +90,18 @@ def unpack_fetch(payload: bytes) -> FetchRequest:
         num_blocks=num_blocks,
         ttl_s=ttl_s,
         timeout_s=timeout_s,
+        from_slab=from_slab,
+        slab=slab,
+        generation=generation,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerClaim:
-    """What a store asks of the one that has the blocks: the right to read them, alone, for `ttl_s` seconds."""
+    """What a store asks of the one that has the blocks: the right to read them, alone, for `ttl_s` seconds.
+
+    With `to_host` they are copied to its arena first, if they are in a stage that this one cannot reach.
+    """
 
     key: bytes
     namespace: bytes
@@ -95,19 +110,20 @@ class PeerClaim:
     slot_format: int
     namespace_version: int
     ttl_s: float
+    to_host: bool = False
 
 
 def pack_peer_claim(claim: PeerClaim) -> bytes:
     """Pack a claim."""
     return _CLAIM.pack(
         claim.key, claim.namespace, claim.num_blocks, claim.block_bytes, claim.slot_format, claim.namespace_version,
-        claim.ttl_s,
+        claim.ttl_s, claim.to_host,
     )  # fmt: skip
 
 
 def unpack_peer_claim(payload: bytes) -> PeerClaim:
     """Return what `pack_peer_claim` packed."""
-    key, namespace, num_blocks, block_bytes, slot_format, version, ttl_s = _CLAIM.unpack(payload)
+    key, namespace, num_blocks, block_bytes, slot_format, version, ttl_s, to_host = _CLAIM.unpack(payload)
     return PeerClaim(
         key=key,
         namespace=namespace,
@@ -116,6 +132,7 @@ def unpack_peer_claim(payload: bytes) -> PeerClaim:
         slot_format=slot_format,
         namespace_version=version,
         ttl_s=ttl_s,
+        to_host=bool(to_host),
     )
 
 
@@ -128,20 +145,22 @@ class PeerClaimed:
     namespace_version: int
     mover_generation: int
     slots: IndexArray
+    slab: int = 0
     reason: str = ""
 
 
 def pack_peer_claimed(claimed: PeerClaimed) -> bytes:
     """Pack a peer's answer."""
     head = _CLAIMED.pack(
-        claimed.claim_id, claimed.epoch, claimed.namespace_version, claimed.mover_generation, len(claimed.slots)
-    )
+        claimed.claim_id, claimed.epoch, claimed.namespace_version, claimed.mover_generation, claimed.slab,
+        len(claimed.slots),
+    )  # fmt: skip
     return head + pack_ints(claimed.slots) + claimed.reason.encode()
 
 
 def unpack_peer_claimed(payload: bytes) -> PeerClaimed:
     """Return what `pack_peer_claimed` packed."""
-    claim_id, epoch, version, generation, count = _CLAIMED.unpack_from(payload)
+    claim_id, epoch, version, generation, slab, count = _CLAIMED.unpack_from(payload)
     end = _CLAIMED.size + 4 * count
     return PeerClaimed(
         claim_id=claim_id,
@@ -149,5 +168,6 @@ def unpack_peer_claimed(payload: bytes) -> PeerClaimed:
         namespace_version=version,
         mover_generation=generation,
         slots=unpack_ints(payload[_CLAIMED.size : end]) if count else np.empty(0, np.int32),
+        slab=slab,
         reason=payload[end:].decode(),
     )

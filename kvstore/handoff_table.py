@@ -1,7 +1,8 @@
 """What this node's clients have published for hand-offs: filled slots that nobody can look up.
 
-To the pool a published block is a write that never ends: no lookup finds it, no directory hears of it, nothing evicts
-it, and giving the write up frees its slot at once. This table knows why each is kept, for whom, and until when.
+To the pool a published block is being written and never will be done: no lookup finds it, no directory hears of it,
+nothing evicts it, and giving the write up frees its slot at once. This table knows why each is kept, for whom, and
+until when.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.errors import InvalidRequest, PoolExhausted
-from kvstore.handoff import one_time_chain
+from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
 from kvstore.pool import Pool
 
 #: Of how many tickets that are over it is remembered why.
@@ -22,11 +22,14 @@ _MAX_REMEMBERED = 4096
 #: Set in the id of every claim, and in no lease's, so that one notification can name either.
 CLAIM_BIT = 1 << 63
 
+#: Of a ticket whose blocks are being written: ask again.
+NOT_READY = "not_ready: the publisher is still copying the blocks of this ticket"
 _REASONS = {
     "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
     "expired": "expired: nobody fetched the blocks of this ticket in time; publish with a longer ttl_s",
     "withdrawn": "withdrawn: the publisher took the blocks of this ticket back",
     "owner_gone": "owner_gone: the client that published the blocks of this ticket was closed or died",
+    "peer_lost": "peer_lost: the blocks were in the memory of a GPU, and the mover that kept it has died",
     "cleared": "cleared: the namespace was cleared after the blocks were published",
 }
 
@@ -37,11 +40,42 @@ class Claim:
 
     claim_id: int
     slots: Sequence[int]
+    slab: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where slots for hand-offs are.
+
+    Args:
+        pool: of the slots.
+        max_slots: how many of them hand-offs may hold at once.
+        slab: 0 is the arena, others are stages.
+        generation: the life of the mover that a stage ends with.
+    """
+
+    pool: Pool
+    max_slots: int
+    slab: int = 0
+    generation: int = 0
+
+
+@dataclass(slots=True)
+class _Move:
+    """Where a claim's blocks are copied to; the slots are not given back while a mover may write to them (`busy`)."""
+
+    place: Place
+    write_id: int
+    owner: str
+    slots: Sequence[int]
+    busy: bool = True
+    over: bool = False
 
 
 @dataclass(slots=True)
 class _Handoff:
     key: bytes
+    place: Place
     namespace: bytes
     version: int
     owner: str
@@ -58,26 +92,28 @@ class _Handoff:
 
 
 class HandoffTable:
-    """The published blocks of one node. Any thread may call any verb.
+    """The published blocks of one node. Any thread may call any verb."""
 
-    Args:
-        pool: of the arena; raises while there is none.
-        max_slots: how many slots hand-offs may hold at once.
-    """
-
-    def __init__(self, pool: Callable[[], Pool], max_slots: Callable[[], int]) -> None:
-        self._pool, self._max_slots = pool, max_slots
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._handoffs: dict[bytes, _Handoff] = {}
         self._claims: dict[int, _Handoff] = {}
+        self._moves: dict[int, _Move] = {}
         self._over: OrderedDict[bytes, str] = OrderedDict()
         self._numbers = itertools.count(1)
-        self.num_slots = 0
+        self._num_slots: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._handoffs)
 
-    def prepare(self, key: bytes, owner: str, namespace: bytes, version: int, num_blocks: int) -> Sequence[int]:
+    @property
+    def num_slots(self) -> int:
+        """Slots that are held, in all places."""
+        return self._num_slots.total()
+
+    def prepare(
+        self, key: bytes, owner: str, namespace: bytes, version: int, num_blocks: int, place: Place
+    ) -> Sequence[int]:
         """Claim slots for blocks that `owner` is going to write.
 
         They come back when it withdraws or is gone, before `complete` never by themselves.
@@ -92,22 +128,17 @@ class HandoffTable:
         with self._lock:
             if key in self._handoffs or key in self._over:
                 raise InvalidRequest("wanted a ticket that was never used, got a known one; publish anew")
-            if self.num_slots + num_blocks > self._max_slots():
+            held = self._num_slots[place.slab]
+            if held + num_blocks > place.max_slots:
                 raise PoolExhausted(
-                    f"wanted {num_blocks} slots for a hand-off, but hand-offs hold {self.num_slots} of the "
-                    f"{self._max_slots()} they may; fetch or withdraw what is published, or raise max_handoff_fraction"
+                    f"wanted {num_blocks} slots for a hand-off, but hand-offs hold {held} of the {place.max_slots} "
+                    "they may; fetch or withdraw some, raise max_handoff_fraction, or attach a larger stage"
                 )
-            ticket = self._pool().prepare_store(one_time_chain(key, num_blocks), write_owner, needs_parent=False)
-            if ticket.num_refused:
-                self._pool().abort_store(ticket.write_id, write_owner)
-                raise PoolExhausted(
-                    f"wanted {num_blocks} slots for a hand-off, got {len(ticket.slots)}: the others are pinned or "
-                    "being written; release leases or add capacity"
-                )
+            ticket = place.pool.reserve(num_blocks, write_owner)
             self._handoffs[key] = _Handoff(
-                key, namespace, version, owner, write_owner, ticket.write_id, ticket.slots
+                key, place, namespace, version, owner, write_owner, ticket.write_id, ticket.slots
             )  # fmt: skip
-            self.num_slots += num_blocks
+            self._num_slots[place.slab] += num_blocks
             return ticket.slots
 
     def complete(self, key: bytes, owner: str, deadline_s: float) -> bool:
@@ -152,7 +183,9 @@ class HandoffTable:
                 return _REASONS[handoff.over]
             if key in self._over:
                 return _REASONS[self._over[key]]
-            if handoff is None or not handoff.complete or handoff.namespace != namespace:
+            if handoff is not None and not handoff.complete and handoff.namespace == namespace:
+                return NOT_READY
+            if handoff is None or handoff.namespace != namespace:
                 return "not_found: this store has no such ticket; it may be forged, or too long over"
             if handoff.claim_id:
                 return "used: another fetch of this ticket is under way"
@@ -162,7 +195,7 @@ class HandoffTable:
             handoff.claim_id = CLAIM_BIT | next(self._numbers)
             handoff.claim_owner, handoff.claim_deadline_s = owner, deadline_s
             self._claims[handoff.claim_id] = handoff
-            return Claim(handoff.claim_id, handoff.slots)
+            return Claim(handoff.claim_id, handoff.slots, handoff.place.slab)
 
     def end_claim(self, claim_id: int, owner: str, *, used: bool) -> bool:
         """A reader is through: if the blocks arrived (`used`) their slots are free, else they may be claimed again.
@@ -188,6 +221,53 @@ class HandoffTable:
                 self._end(handoff, "owner_gone")
             return len(read) + len(owned)
 
+    def lose_stages(self) -> int:
+        """The mover is gone, and with it every block in a stage, whoever reads it; returns how many hand-offs."""
+        with self._lock:
+            for claim_id, move in list(self._moves.items()):
+                move.busy = False
+                self._end_move(claim_id, move)
+            lost = [handoff for handoff in self._handoffs.values() if handoff.place.slab]
+            for handoff in lost:
+                handoff.over = handoff.over or "peer_lost"
+                if handoff.claim_id:
+                    self._end_claim(handoff, "")
+                else:
+                    self._end(handoff, handoff.over)
+            return len(lost)
+
+    def move(self, claim_id: int, place: Place) -> Sequence[int]:
+        """Claim slots in another place for blocks under a claim, which a mover then copies there.
+
+        Raises:
+            PoolExhausted: there is no room; nothing changed.
+            BlockNotFound: there is no such claim any more; nothing changed.
+        """
+        with self._lock:
+            handoff = self._claims.get(claim_id)
+            if handoff is None:
+                raise BlockNotFound("the claim on these blocks is over; fetch again")
+            held, count, owner = self._num_slots[place.slab], len(handoff.slots), f"handoff-{next(self._numbers)}"
+            if held + count > place.max_slots:
+                raise PoolExhausted(f"wanted {count} slots in the arena for blocks of a GPU, but hand-offs hold {held}")
+            ticket = place.pool.reserve(count, owner)
+            self._moves[claim_id] = _Move(place, ticket.write_id, owner, ticket.slots)
+            self._num_slots[place.slab] += count
+            return ticket.slots
+
+    def moved(self, claim_id: int) -> None:
+        """No mover writes any more to what `move` claimed."""
+        with self._lock:
+            if (move := self._moves.get(claim_id)) is not None:
+                move.busy = False
+                self._end_move(claim_id, move)
+
+    def _end_move(self, claim_id: int, move: _Move) -> None:
+        if move.over and not move.busy:
+            del self._moves[claim_id]
+            self._num_slots[move.place.slab] -= len(move.slots)
+            move.place.pool.abort_store(move.write_id, move.owner)
+
     def holds(self, owner: str) -> bool:
         """Whether an owner has published something, or reads it."""
         with self._lock:
@@ -206,6 +286,9 @@ class HandoffTable:
 
     def _end_claim(self, handoff: _Handoff, over: str) -> None:
         del self._claims[handoff.claim_id]
+        if (move := self._moves.get(handoff.claim_id)) is not None:
+            move.over = True
+            self._end_move(handoff.claim_id, move)
         handoff.claim_id, handoff.claim_owner, handoff.claim_deadline_s = 0, "", float("inf")
         handoff.over = over or handoff.over
         if handoff.over:
@@ -216,8 +299,8 @@ class HandoffTable:
         if handoff.claim_id:
             return
         del self._handoffs[handoff.key]
-        self.num_slots -= len(handoff.slots)
-        self._pool().abort_store(handoff.write_id, handoff.write_owner)
+        self._num_slots[handoff.place.slab] -= len(handoff.slots)
+        handoff.place.pool.abort_store(handoff.write_id, handoff.write_owner)
         self._over[handoff.key] = over
         if len(self._over) > _MAX_REMEMBERED:
             self._over.popitem(last=False)

@@ -24,6 +24,7 @@ from kvstore.errors import (
     TransferError,
 )
 from kvstore.messages import (
+    STAGE_BIT,
     U64,
     pack_lease,
     pack_load,
@@ -231,6 +232,7 @@ class Answer:
         pages: EnginePages | None,
         first: int = 0,
         skip_tokens: int = 0,
+        stage_copier: EngineCopier | None = None,
     ) -> None:
         """Copy each piece out of its slots while the next is on its way; returns when all is in place.
 
@@ -241,17 +243,19 @@ class Answer:
             pages: where the tokens lie in the engine.
             first: the stored block of the job that the answer counts from.
             skip_tokens: tokens at the front of the job that must not be written.
+            stage_copier: the engine's cache and the stage of its GPU, for slots that are there.
         """
-        with contextlib.closing(pieces), finishing(copier, pages):
+        with contextlib.closing(pieces), finishing(copier, pages), finishing(stage_copier, pages):
             for _, payload in pieces:
                 progress = unpack_progress(payload)
                 self.number = progress.lease_id
                 if count := len(progress.slots):
-                    if copier is not None and pages is not None:
+                    chosen = stage_copier if self.number & STAGE_BIT else copier
+                    if chosen is not None and pages is not None:
                         at = first + progress.first
                         indexes = np.arange(at, at + count, dtype=np.int64)
                         with guard.copying():
-                            copier.out_of_slots(pages, indexes, progress.slots.astype(np.int64), skip_tokens)
+                            chosen.out_of_slots(pages, indexes, progress.slots.astype(np.int64), skip_tokens)
                     self.num_ready = progress.first + count
                 if progress.report:
                     self.report = json.loads(progress.report)

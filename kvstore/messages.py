@@ -30,6 +30,8 @@ U64 = struct.Struct("<Q")
 U64_F64 = struct.Struct("<Qd")
 #: Lease id, epoch of the store that granted it, epoch of the store that read: what a finished READ notifies.
 NOTIFICATION = struct.Struct("<Q8s8s")
+#: Set in the id of a fetch or a claim whose slots are in the client's stage and not in the arena.
+STAGE_BIT = 1 << 62
 
 
 def pack_ints(values: Sequence[int] | IndexArray) -> bytes:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvstore.errors import ProtocolError, TransferError, TransferTimeout
+from kvstore.errors import ProtocolError, RegistrationFailed, TransferError, TransferTimeout
 from kvstore.messages import (
     NOTIFICATION,
     U64,
@@ -25,6 +25,7 @@ from kvstore.messages import (
     pack_mover_done,
     unpack_mover_read,
 )
+from kvstore.slabs import Slabs
 from kvstore.transport import PeerDescription, ReadRequest, ReadState, Transport
 from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json
 
@@ -36,6 +37,8 @@ _WINDOW = 3
 _POLLS_PER_STEP, _STEP_S = 32, 5e-4
 _ABANDONED_POLL_S = 0.02
 _NOTIFICATION_POLL_S = 0.002
+#: How long it stays awake for a READ that was said to come soon: to be woken takes as long as a tenth of such a READ.
+_AWAKE_S = 0.003
 #: A READ of which nothing arrived for this long is asked about less often: its peer may have stopped.
 _STALLED_AFTER_S, _STALLED_POLL_S = 0.1, 0.001
 
@@ -64,10 +67,11 @@ class Mover:
     Args:
         sock: the SEQPACKET connection to the node store, owned by this object.
         transport: owned by this object; driven by `run`'s thread only.
+        slabs: the same, where it can make stages and copy out of them.
     """
 
-    def __init__(self, sock: socket.socket, transport: Transport) -> None:
-        self._sock, self._transport = sock, transport
+    def __init__(self, sock: socket.socket, transport: Transport, slabs: Slabs | None = None) -> None:
+        self._sock, self._transport, self._slabs = sock, transport, slabs
         self._decoder = Decoder()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -78,6 +82,7 @@ class Mover:
         self._moved_s = 0.0
         self._abandoned: dict[int, _Abandoned] = {}
         self._num_remote_leases = 0
+        self._awake_until_s = 0.0
         self._stopping = False
 
     def run(self, address: int) -> None:
@@ -105,6 +110,10 @@ class Mover:
     def _pause_s(self) -> float:
         if self._jobs:
             return 0.0 if time.monotonic() - self._moved_s < _STALLED_AFTER_S else _STALLED_POLL_S
+        if self._awake_until_s:
+            if time.monotonic() < self._awake_until_s:
+                return 0.0
+            self._awake_until_s = 0.0
         if self._num_remote_leases:
             return _NOTIFICATION_POLL_S
         return _ABANDONED_POLL_S if self._abandoned else 5.0
@@ -133,6 +142,8 @@ class Mover:
             ends = read.chunk_ends.tolist()
             self._moved_s = now_s = time.monotonic()
             self._jobs.setdefault(read.request.peer, deque()).append(_Job(read, ends, now_s, now_s))
+        elif message.op is Op.MOVER_SOON:
+            self._awake_until_s = time.monotonic() + _AWAKE_S
         elif message.op is Op.MOVER_EXPECT:
             self._num_remote_leases = U64.unpack(message.payload)[0]
         elif message.op is Op.ATTACH:
@@ -148,6 +159,19 @@ class Mover:
                 "num_bytes": totals.num_bytes,
             }
             self._send(Op.MOVER_STATS, pack_json(answer), Flag.REPLY, message.request)
+        elif message.op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
+            self._answer_of_slabs(message)
+
+    def _answer_of_slabs(self, message: Message) -> None:
+        try:
+            if self._slabs is None:
+                raise RegistrationFailed("wanted a mover that can stage blocks on a GPU, got one that cannot")
+            value = unpack_json(message.payload)
+            answer = self._slabs.stage(value) if message.op is Op.MOVER_STAGE else self._slabs.spill(value)
+        except TransferError as error:
+            self._send(message.op, pack_error(error), Flag.ERROR, message.request)
+        else:
+            self._send(message.op, pack_json(answer), Flag.REPLY, message.request)
 
     def _add_peer(self, message: Message) -> None:
         value = unpack_json(message.payload)
@@ -158,6 +182,8 @@ class Mover:
             slot_bytes=int(value["slot_bytes"]),
             num_slots=int(value["num_slots"]),
             same_host=bool(value["same_host"]),
+            gpu=int(value.get("gpu", 0)),
+            into=int(value.get("into", 0)),
         )
 
     def _advance(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +60,7 @@ class MoverLink:
         self._stats_ready = threading.Event()
         self._stats: dict[str, int] = {}
         self._slots: tuple[int, int] | None = None
+        self._questions: dict[int, queue.SimpleQueue[tuple[Flag, bytes]]] = {}
 
     @property
     def own(self) -> OwnTransport | None:
@@ -158,6 +161,11 @@ class MoverLink:
             self._ended({unpacked(U64.unpack, payload)[0]})
         elif op is Op.MOVER_NOTIFICATIONS:
             notified(payload)
+        elif op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
+            if (question := self._questions.get(message.request)) is not None:
+                question.put((message.flag, payload))
+            else:
+                self._ended({message.request})  # Whoever asked has given up meanwhile.
         elif op is Op.MOVER_STATS:
             self._stats = unpack_json(payload)
             self._stats_ready.set()
@@ -204,9 +212,12 @@ class MoverLink:
                 return False
             self._connection, self._own, self._fenced = None, None, False
             self._ready.clear()
+            questions = list(self._questions.values())
         with self._reads_lock:
             reads, self._reads = self._reads, {}
         error = PeerLost("the mover of this node died; the load continues without it")
+        for waiting in questions:
+            waiting.put((Flag.ERROR, pack_error(error)))
         for read_id, (on_done, _) in reads.items():
             failed = MoverDone(
                 read_id=read_id, num_blocks=0, last=True, terminal=True, seconds=0.0, num_descriptors=0,
@@ -247,6 +258,8 @@ class MoverLink:
                     "slot_bytes": peer.slot_bytes,
                     "num_slots": peer.num_slots,
                     "same_host": peer.same_host,
+                    "gpu": peer.gpu,
+                    "into": peer.into,
                 }
                 connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, pack_json(description))
             read = MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s)
@@ -267,6 +280,51 @@ class MoverLink:
         connection = self._connection
         if connection is not None:
             connection.send(Op.MOVER_EXPECT, Flag.ONE_WAY, 0, U64.pack(num_leases))
+
+    def expect_read(self) -> None:
+        """Have the mover stay awake for a moment, because a READ comes soon that is over in about as long."""
+        connection = self._connection
+        if connection is not None:
+            connection.send(Op.MOVER_SOON, Flag.ONE_WAY, 0, b"")
+
+    def ask(
+        self, op: Op, value: dict[str, Any], timeout_s: float, on_terminal: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """Have the mover do something besides READs, and return its answer.
+
+        Args:
+            op: what.
+            value: with which arguments.
+            timeout_s: for the answer.
+            on_terminal: called when what did not end in time can write no more: it ended after all, or its mover did,
+                which is killed for it as for a READ that was given up.
+
+        Raises:
+            PeerLost: there is no mover now, or it died over it.
+            TransferTimeout: it did not answer in time; it may still do it until `on_terminal` is called.
+            KVStoreError: what it raised.
+        """
+        request, answer = next(self._ids), queue.SimpleQueue[tuple[Flag, bytes]]()
+        with self._lock:
+            connection = self._connection
+            if connection is None or self._fenced:
+                raise PeerLost("this node's mover is not running; it is being replaced")
+            self._questions[request] = answer
+        connection.send(op, Flag.REQUEST, request, pack_json(value))
+        try:
+            flag, payload = answer.get(timeout=timeout_s)
+        except queue.Empty:
+            with self._reads_lock:
+                self._abandoned[request] = time.monotonic()
+            self.when_terminal({request}, on_terminal)
+            raise TransferTimeout(f"the mover did not answer {op.name} within {timeout_s} s") from None
+        finally:
+            del self._questions[request]
+            if not answer.empty():  # It came at the last moment, before it was known to be late.
+                self._ended({request})
+        if flag is Flag.ERROR:
+            raise unpack_error(payload)
+        return unpack_json(payload)
 
     def stats(self, timeout_s: float) -> dict[str, int]:
         """Return what the engine counted.

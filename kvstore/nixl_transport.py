@@ -108,13 +108,16 @@ class _Agent:
     registration: Any
 
 
-def _make_agent(nixl: ModuleType, name: str, address: int, num_bytes: int, progress_delay_us: int | None) -> _Agent:
+def _make_agent(
+    nixl: ModuleType, name: str, address: int, num_bytes: int, gpu: int | None, progress_delay_us: int | None
+) -> _Agent:
     what = "start NIXL's UCX backend (with an NVIDIA GPU here a UCX_TLS that is set has to name cuda_copy too)"
     try:
         handle = nixl.nixlAgent(name, _agent_config(nixl, telemetry=True, progress_delay_us=progress_delay_us))
         backend = handle.createBackend("UCX", {})
         what = f"register {num_bytes} bytes with NIXL over UCX (on InfiniBand memlock must be unlimited)"
-        registration = nixl.nixlRegDList(nixl.DRAM_SEG, np.array([[address, num_bytes, 0]], dtype=np.uint64))
+        segment = nixl.DRAM_SEG if gpu is None else nixl.VRAM_SEG
+        registration = nixl.nixlRegDList(segment, np.array([[address, num_bytes, gpu or 0]], dtype=np.uint64))
         handle.registerMem(registration, [backend])
     except Exception as error:
         raise RegistrationFailed(f"could not {what}: {error}; see `kvstore doctor`") from error
@@ -122,7 +125,7 @@ def _make_agent(nixl: ModuleType, name: str, address: int, num_bytes: int, progr
 
 
 class NixlTransport:
-    """NIXL over UCX with one DRAM slab: an agent that peers read from, and one that reads from peers.
+    """NIXL over UCX with one slab of host or device memory: an agent that peers read from, and one that reads.
 
     The serving agent has an event-driven progress thread. The reading one has none: `poll` does its work, on
     the caller's thread. With a thread, two threads share the copying and its lock, and a READ falls to half
@@ -132,6 +135,7 @@ class NixlTransport:
         name: unique for each life of the process that owns it: NIXL and peers cache by this name.
         address: first byte of the slab in this process; its owner keeps it mapped until `close`.
         num_bytes: size of the slab.
+        gpu: ordinal of the GPU that the slab is on; None is host memory. Its peers' slabs are of the same kind.
         progress_delay_us: of the serving agent; 0 makes its thread spin, as NIXL's wrapper does. Without a thread
             (None) nobody can read from it.
         separate_reader: False reads through the serving agent, as most users of NIXL do (for comparison).
@@ -146,20 +150,21 @@ class NixlTransport:
         address: int,
         num_bytes: int,
         *,
+        gpu: int | None = None,
         progress_delay_us: int | None = PROGRESS_DELAY_US,
         separate_reader: bool = True,
     ) -> None:
         self.totals = ReadTotals()
         self._nixl = load_bindings()
-        self._address = address
+        self._address, self._gpu = address, gpu
         self._local_lists: dict[int, int] = {}
         self._peers: dict[str, tuple[str, PeerDescription, dict[int, int]]] = {}
         self._handles: dict[int, str] = {}
         self._slot_bytes = self._num_slots = 0
-        self._server = _make_agent(self._nixl, name, address, num_bytes, progress_delay_us)
+        self._server = _make_agent(self._nixl, name, address, num_bytes, gpu, progress_delay_us)
         self._reader = self._server
         if separate_reader:
-            self._reader = _make_agent(self._nixl, f"{name}-reader", address, num_bytes, None)
+            self._reader = _make_agent(self._nixl, f"{name}-reader", address, num_bytes, gpu, None)
         self._agent, self._backend = self._reader.handle, self._reader.backend
 
     def describe(self) -> bytes:
@@ -207,11 +212,11 @@ class NixlTransport:
             size = request.block_bytes
             if size not in self._local_lists:
                 self._local_lists[size] = self._prepare(
-                    self._nixl.NIXL_INIT_AGENT, self._address, size, self._slot_bytes, self._num_slots
+                    self._nixl.NIXL_INIT_AGENT, self._address, size, self._slot_bytes, self._num_slots, self._gpu or 0
                 )
             if size not in lists:
                 lists[size] = self._prepare(
-                    name, description.address, size, description.slot_bytes, description.num_slots
+                    name, description.address, size, description.slot_bytes, description.num_slots, description.gpu
                 )
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_READ, self._local_lists[size], request.local_slots, lists[size],
@@ -225,9 +230,10 @@ class NixlTransport:
         self._handles[handle] = request.peer
         return int(handle)
 
-    def _prepare(self, agent: str, address: int, size: int, stride: int, count: int) -> int:
-        row = np.array([[address, size, 0, stride, count]], dtype=np.uint64)
-        return int(self._agent.prepXferDlist(agent, self._nixl.DRAM_SEG, row, [self._backend]))
+    def _prepare(self, agent: str, address: int, size: int, stride: int, count: int, gpu: int) -> int:
+        row = np.array([[address, size, gpu, stride, count]], dtype=np.uint64)
+        segment = self._nixl.DRAM_SEG if self._gpu is None else self._nixl.VRAM_SEG
+        return int(self._agent.prepXferDlist(agent, segment, row, [self._backend]))
 
     def poll(self, handle: int) -> ReadState:
         """Ask the engine; its exceptions are terminal failures."""

@@ -74,7 +74,7 @@ class NodeCore(PoolVerbs):
         self.block_bytes: dict[bytes, int] = {}
         self.closed_to_peers = False
         self.mover = MoverLink(self._end_quarantine)
-        self._peers = PeerBook(node_id, self.epoch, resolve_peer, config.call_timeout_s)
+        self._peers = PeerBook(node_id, self.epoch, self._resolver(resolve_peer), config.call_timeout_s)
         self.hints = Hints(node_id, resolve_directory, config.call_timeout_s)
         self.fetcher: Fetcher | None = None
         remove_stale_sockets(socket_dir())
@@ -83,9 +83,12 @@ class NodeCore(PoolVerbs):
         self._control.start(self.control_path, host)
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, self.epoch.hex())
 
+    def _resolver(self, others: Resolver) -> Resolver:
+        return lambda node_id: self.peer_address() if node_id == self.node_id else others(node_id)
+
     @property
     def peers(self) -> PeerBook:
-        """The stores of other nodes."""
+        """The stores of other nodes; this one can be its own peer too."""
         return self._peers
 
     # Verbs that Ray callers use too.

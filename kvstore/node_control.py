@@ -32,6 +32,7 @@ from kvstore.messages import (
     unpack_load,
 )
 from kvstore.peer_control import PeerControl
+from kvstore.pool import Pool
 from kvstore.pool_control import PoolControl
 from kvstore.pool_verbs import deadline_after
 from kvstore.wire import Flag, Message, Op, pack_json, unpack_json
@@ -52,7 +53,7 @@ class NodeControl:
 
     def __init__(self, core: NodeCore, on_mover_gone: Callable[[], None]) -> None:
         self._core, self._on_mover_gone = core, on_mover_gone
-        self._fence = MoverFence(core.config, core.mover, lambda: core.attached_pool)
+        self._fence = MoverFence(core.config, core.mover, self._pools_read_into)
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
         self.handoffs = HandoffControl(core, self._peers.began, self._peers.ended)
@@ -118,6 +119,10 @@ class NodeControl:
                 return None
             case _:
                 raise ProtocolError(f"a node store does not serve {op.name} to a {connection.role}")
+
+    def _pools_read_into(self) -> list[Pool]:
+        arena = self._core.attached_pool
+        return [] if arena is None else [arena, *(stage.pool for stage in self.handoffs.stages.all())]
 
     def _hear_mover(self, connection: Connection, message: Message) -> None:
         mover = self._core.mover
@@ -222,6 +227,7 @@ class NodeControl:
     def _gone(self, connection: Connection) -> None:
         if connection.role == "mover":
             if self._core.mover.gone(connection):
+                self.handoffs.mover_gone()
                 threading.Thread(target=self._on_mover_gone, name="raykv-mover-gone", daemon=True).start()
         elif self._core.attached_pool is not None and connection.role == "client" and connection.ended:
             dropped = self._core.attached_pool.release_owner(connection.owner)

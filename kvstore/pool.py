@@ -186,6 +186,25 @@ class Pool:
         with self._lock:
             return self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
 
+    def reserve(self, num_blocks: int, owner: str, *, deadline_s: float = _NEVER_S) -> StoreTicket:
+        """Claim slots for blocks that have no names: nobody can find them, and `abort_store` gives them back.
+
+        Args:
+            num_blocks: all of them or none.
+            owner: who writes; only it can give them back.
+            deadline_s: when they come back whether the writer lives or not; it must have stopped before.
+
+        Raises:
+            PoolExhausted: there are not that many; nothing is claimed, though blocks may have been evicted for it.
+            InvalidRequest: fewer than one block, or the deadline is not a number; nothing changed.
+        """
+        if num_blocks < 1:
+            raise InvalidRequest(f"num_blocks: wanted at least 1, got {num_blocks}")
+        _check_deadline(deadline_s)
+        self._yield("reserve")
+        with self._lock:
+            return self._writes.reserve(num_blocks, WriteTerms(owner=owner, deadline_s=deadline_s))
+
     def complete_store(
         self,
         write_id: int,

@@ -107,15 +107,7 @@ class SlotTable:
         Returns:
             Slots in ascending order for the leading blocks, in their new generation and being written.
         """
-        free, wanted = self._free, len(hashes)
-        if not self._free_is_sorted:
-            free.sort(reverse=True)
-            self._free_is_sorted = True
-        claimed = free[: -wanted - 1 : -1]
-        del free[len(free) - len(claimed) :]
-        if len(claimed) < wanted:
-            claimed += self._evict(wanted - len(claimed))
-            claimed.sort()
+        claimed = self._take(len(hashes))
         self.writing.update(zip(hashes, claimed, strict=False))
         self.num_writing += len(claimed)
         if claimed:
@@ -147,6 +139,34 @@ class SlotTable:
         if self.orphans and not self.orphans.keys().isdisjoint(hashes):
             for slot in claimed:
                 num_children[slot] += self.orphans.pop(self.block_hash[slot], 0)
+
+    def _take(self, wanted: int) -> list[int]:
+        free = self._free
+        if not self._free_is_sorted:
+            free.sort(reverse=True)
+            self._free_is_sorted = True
+        taken = free[: -wanted - 1 : -1]
+        del free[len(free) - len(taken) :]
+        if len(taken) < wanted:
+            taken += self._evict(wanted - len(taken))
+            taken.sort()
+        return taken
+
+    def claim_unnamed(self, wanted: int) -> list[int]:
+        """Take slots for blocks that will never be published, so have no names: they are doomed from the start.
+
+        Returns:
+            Slots in ascending order, in their new generation; fewer when no more can be had.
+        """
+        num_free = len(self._free)
+        taken = self._take(wanted)
+        self.num_writing += len(taken)
+        self.doomed.update(taken)
+        self._generations[np.array(taken, np.intp)] += 1
+        if wanted > num_free:  # What was evicted still has the names of the blocks that were there.
+            for slot in taken:
+                self.block_hash[slot] = self.parent[slot] = self.namespace[slot] = b""
+        return taken
 
     def _hang_on(self, parent: bytes) -> None:
         above = self.ready.get(parent, self.writing.get(parent))
@@ -249,6 +269,16 @@ class SlotTable:
             self._leave_parent(slot)
             self._forget(slot)
             self.doomed.add(slot)
+
+    def end_unnamed(self, slots: list[int], *, aside: bool = False) -> None:
+        """Take slots of `claim_unnamed` from their writer: all that `end_writing` does for each."""
+        self.doomed.difference_update(slots)
+        self.num_writing -= len(slots)
+        if aside:
+            self.num_quarantined += len(slots)
+        else:
+            self._free += slots
+            self._free_is_sorted = False
 
     def end_writing(self, slot: int, *, aside: bool = False) -> None:
         """Take a doomed slot from its last writer: to the free list, or aside while a transfer may write to it."""

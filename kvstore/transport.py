@@ -34,6 +34,8 @@ class PeerDescription:
         slot_bytes: distance between its slots.
         num_slots: number of its slots.
         same_host: whether the peer is known to run on this machine.
+        gpu: ordinal of the GPU in the peer's mover, when the slab is on one.
+        into: the slab here that READs from it fill; 0 is the arena.
     """
 
     agent: bytes
@@ -41,6 +43,8 @@ class PeerDescription:
     slot_bytes: int
     num_slots: int
     same_host: bool = False
+    gpu: int = 0
+    into: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

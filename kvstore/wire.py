@@ -50,6 +50,9 @@ class Op(IntEnum):
     MOVER_NOTIFICATIONS = 35
     MOVER_EXPECT = 36
     MOVER_STATS = 37
+    MOVER_STAGE = 38
+    MOVER_SPILL = 39
+    MOVER_SOON = 60
     LOCATE = 40
     PUBLISH = 41
     HANDOFF_PREPARE = 50
@@ -59,6 +62,9 @@ class Op(IntEnum):
     HANDOFF_END = 54
     PEER_CLAIM = 55
     PEER_CLAIM_END = 56
+    PEER_STAGES = 57
+    HANDOFF_STAGE = 58
+    HANDOFF_WARM = 59
 
 
 class Flag(IntEnum):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.chain import Chain
-from kvstore.errors import ChainBroken, InvalidRequest, StaleTicket
+from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.grants import PackedInts, StoreTicket
 from kvstore.runs import SlotList
 from kvstore.slots import SlotTable
@@ -47,6 +47,8 @@ class _Write:
     kept: SlotList
     stamp: int
     num_done: int = 0
+    #: Of blocks that will never be published: `hashes` is empty.
+    unnamed: bool = False
 
 
 @dataclass(slots=True)
@@ -140,6 +142,28 @@ class WriteTable:
             num_refused=len(hashes) - end,
             num_awaited=sum(own in writing for own in hashes[:end]) - len(indexes) if len(indexes) < end else 0,
             num_clears=self._num_clears[chain.namespace] if self._num_clears else 0,
+            generations=generations,
+            epoch=self._epoch,
+        )
+
+    def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
+        """Claim slots for blocks that will never be published; see `Pool.reserve`."""
+        table, slots = self._table, self._table.claim_unnamed(num_blocks)
+        if len(slots) < num_blocks:
+            table.end_unnamed(slots)
+            raise PoolExhausted(
+                f"wanted {num_blocks} slots, got {len(slots)}: the others are pinned or being written; release leases "
+                "or add capacity"
+            )
+        listed = SlotList.of(slots)
+        write_id, generations = self._new_id(), table.lives(listed)
+        self._writes[write_id] = _Write(terms, [], slots, generations, SlotList.of([]), 0, unnamed=True)
+        return StoreTicket(
+            write_id=write_id,
+            indexes=PackedInts.of(range(num_blocks)),
+            slots=listed.packed,
+            num_resident=0,
+            num_refused=0,
             generations=generations,
             epoch=self._epoch,
         )
@@ -245,6 +269,17 @@ class WriteTable:
             raise InvalidRequest("quarantine: wanted a write of whole blocks, got one of several parts")
         table = self._table
         pending = write.slots[write.num_done :]
+        if write.unnamed:
+            table.end_unnamed(pending, aside=bool(quarantine))
+        else:
+            self._abort_named(write, pending, quarantine)
+        if quarantine and pending:
+            self._aside.setdefault(quarantine, []).extend(pending)
+        self._end(write_id)
+        return len(pending)
+
+    def _abort_named(self, write: _Write, pending: list[int], quarantine: str) -> None:
+        table = self._table
         self.doom([slot for slot in pending if slot not in table.doomed])
         for slot in pending:
             if (parts := self._parts.get(slot)) is not None:
@@ -252,10 +287,6 @@ class WriteTable:
                 self._leave(slot, parts)
             else:
                 table.end_writing(slot, aside=bool(quarantine))
-        if quarantine and pending:
-            self._aside.setdefault(quarantine, []).extend(pending)
-        self._end(write_id)
-        return len(pending)
 
     def doom(self, slots: list[int]) -> None:
         """Make sure that blocks which are being written are never published."""

@@ -25,7 +25,16 @@ def row(hit: str, **changes: object) -> dict[str, object]:
 def test_all_requests_are_identical_to_a_run_without_a_store(run_example, device):
     for package in ("ray", "transformers") if device == "cuda" else ():  # Where there is a GPU, they may not be.
         pytest.importorskip(package, reason=f"needs {package}")
-    command = (sys.executable, "examples/prefill_decode.py", "--json", "--new-tokens", "8", "--device", device)
+    command = (
+        sys.executable,
+        "examples/prefill_decode.py",
+        "--json",
+        "--new-tokens",
+        "8",
+        "--store",
+        "--device",
+        device,
+    )
     run = run_example(*command, timeout_s=200)
 
     assert run.returncode == 0, run.stderr
@@ -47,6 +56,31 @@ def test_all_requests_are_identical_to_a_run_without_a_store(run_example, device
         assert each["ttft_cached_s"] > 0 < each["ttft_uncached_s"]
     assert {"too short", "peer", "own"} <= {each["hit"] for each in rows[:3]}
     assert [each["num_prompt_tokens"] for each in rows[1:3]] == [64, 65]  # on a block boundary, one past it
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("device", "route"),
+    [("cpu", "host"), pytest.param("cuda", "gpu", marks=[pytest.mark.gpu, pytest.mark.multi_gpu(2)])],
+)
+def test_hand_offs_give_the_same_answers_and_store_nothing(run_example, device, route):
+    for package in ("ray", "transformers") if device == "cuda" else ():
+        pytest.importorskip(package, reason=f"needs {package}")
+    command = (sys.executable, "examples/prefill_decode.py", "--handoff", "--json", "--new-tokens", "4")
+    run = run_example(*command, "--device", device, timeout_s=200)
+
+    assert run.returncode == 0, run.stderr
+    rows, summary = (result := json.loads(run.stdout))["rows"], result["summary"]
+    assert summary["problems"] == []
+    assert summary["num_identical"] == summary["num_requests"] == len(rows) >= 8
+    assert summary["routes"] == [route]
+    assert {row["hit"] for row in rows} == {"peer", "too short"}
+    assert all(row["num_blocks_recomputed"] == row["num_blocks_own"] == 0 for row in rows)
+    # The same prompt twice is handed off twice: nothing of the first time is found.
+    block_bytes = 8 * 2 * 4 * 32 * 64 * 4
+    assert summary["nixl_bytes"] == sum(row["num_blocks"] for row in rows) * block_bytes > 0
 
 
 @pytest.mark.parametrize("name", ["kv_identical", "logits_identical", "tokens_identical"])

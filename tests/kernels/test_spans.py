@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kvstore.kernels.reference_tokens import flat_tokens, token_pairs
-from kvstore.kernels.spans import Paging, block_spans, token_spans
+from kvstore.kernels.spans import Paging, block_spans, position_spans, token_spans
 
 PAGING = Paging(engine_block_size=4, stored_block_size=8, num_blocks=10)
 
@@ -99,3 +99,17 @@ def test_nothing_is_changed():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_spans_of_positions_are_those_of_whole_blocks():
+    paging = Paging(engine_block_size=16, stored_block_size=16, num_blocks=64)
+    ids = np.random.default_rng(0).permutation(64)[:20]
+    got, wanted = position_spans(paging, ids), block_spans(paging, ids, np.arange(20), 20)
+    assert np.array_equal(got.rows, wanted.rows)
+    assert (got.paging, got.num_slots, got.num_tokens) == (paging, 20, 320)
+    assert len(position_spans(paging, ids[:0])) == 0
+    for bad in ([-1, 2], [3, 64]):
+        with pytest.raises(ValueError, match="block_ids"):
+            position_spans(paging, np.array(bad))
+    with pytest.raises(ValueError, match="block_spans"):
+        position_spans(Paging(engine_block_size=8, stored_block_size=16, num_blocks=64), ids)

@@ -20,6 +20,7 @@ from kvstore.hashing import Namespace
 from kvstore.mover import Mover
 from kvstore.node import NodeCore
 from kvstore.shape import KVShape
+from kvstore.slabs import Slabs
 from kvstore.transport import LoopbackNetwork, LoopbackTransport
 from kvstore.wire import Flag, Message, Op, encode
 
@@ -44,12 +45,15 @@ class InProcessMover:
     What ends a mover's process, an error that it did not expect, is `error` and its death here.
     """
 
-    def __init__(self, core: NodeCore, name: str, network: LoopbackNetwork, wrap=lambda transport: transport):
+    def __init__(
+        self, core: NodeCore, name: str, network: LoopbackNetwork, wrap=lambda transport: transport, make_stage=None
+    ):
         client, fd = connect_local(core.control_path, {"role": "mover", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
         self.arena = attach_arena(fd, core.arena.num_bytes)
         self.transport = LoopbackTransport(name, self.arena.bytes_view(), network)
         self.sock = client.detach()
-        self.mover, self.error = Mover(self.sock, wrap(self.transport)), None
+        slabs = Slabs(name, wrap(self.transport), self.arena.address, make_stage) if make_stage else None
+        self.mover, self.error = Mover(self.sock, slabs or wrap(self.transport), slabs), None
         self.thread = threading.Thread(target=self._live, daemon=True)
         self.thread.start()
 
@@ -114,6 +118,8 @@ class Cluster:
         self.clients: list[Client] = []
         self.space = Namespace(model="m", shape=SHAPE)
         self.num_movers = 0
+        #: Makes the stages of movers that are started from now on.
+        self.make_stage = None
 
     def resolve(self, node_id):
         core = self.nodes.get(node_id)
@@ -131,7 +137,7 @@ class Cluster:
 
     def start_mover(self, node_id: str, wrap=lambda transport: transport) -> InProcessMover:
         core, self.num_movers = self.nodes[node_id], self.num_movers + 1
-        mover = InProcessMover(core, f"{node_id}-{self.num_movers}", self.network, wrap)
+        mover = InProcessMover(core, f"{node_id}-{self.num_movers}", self.network, wrap, self.make_stage)
         self.movers[node_id] = mover
         assert core.wait_ready(5.0)
         return mover

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.chain import Chain
 from kvstore.errors import InvalidRequest, LayoutMismatch, NamespaceMismatch, PoolExhausted, TransferTimeout
-from kvstore.handoff import HandoffTicket, one_time_chain
+from kvstore.handoff import HandoffTicket
 from kvstore.results import MissReason
 from kvstore.transport import ReadState
 from tests.kvstore.conftest import SHAPE
@@ -81,9 +82,9 @@ def test_a_published_block_is_found_by_nobody(cluster, pair):
     source, target = pair
     hashes = cluster.hashes(4)
     ticket = source.client.publish(range(4))
-    core, chain = cluster.nodes["a"], one_time_chain(ticket.key, 4)
+    core = cluster.nodes["a"]
     assert source.client.lookup(hashes).num_blocks == 0
-    assert core.lookup(chain) == 0
+    assert core.lookup(Chain(ticket.key, ticket.key, 0, ticket.key)) == 0
     assert core.pool.resident_hashes() == []
     assert core.pool.drain_events() == []
     assert target.load(hashes, range(4)).num_blocks == 0

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvstore.errors import InvalidRequest, StaleTicket
+from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.pool import Pool
 from poolcheck.chains import NAMESPACES, chain_of, resident, store
 
@@ -350,3 +350,69 @@ def test_a_writer_whose_death_nobody_sees_loses_its_slots_at_its_deadline():
     assert pool.complete_store(ticket.write_id, "w") == 0
     assert (pool.stats().num_free, resident(pool, "ab")) == (2, 0)
     pool.check_integrity()
+
+
+# Slots without names.
+
+
+def test_reserved_slots_are_found_by_nobody_and_come_back_at_once():
+    pool = Pool(8)
+    store(pool, "abcd")
+    pool.drain_events()
+    ticket = pool.reserve(6, "w")
+    pool.check_integrity()
+    stats = pool.stats()
+    assert (stats.num_writing, stats.num_writes, stats.num_idle, stats.num_evicted) == (6, 1, 2, 2)
+    assert pool.drain_events() == [(False, chain_of("abcd").hash_at(3)), (False, chain_of("abcd").hash_at(2))]
+    assert len(set(ticket.slots)) == 6
+    assert set(pool.resident_hashes()) == set(chain_of("ab").hashes())
+    assert pool.abort_store(ticket.write_id, "other") == 0
+    assert pool.abort_store(ticket.write_id, "w") == 6
+    pool.check_integrity()
+    assert (pool.stats().num_free, resident(pool, "abcd")) == (6, 2)
+
+
+def test_a_reservation_is_whole_or_refused():
+    pool = Pool(4, max_pinned=4)
+    store(pool, "ab")
+    grant = pool.pin_prefix(chain_of("ab"), "r", 1e9)
+    with pytest.raises(PoolExhausted, match="wanted 3 slots, got 2"):
+        pool.reserve(3, "w")
+    pool.check_integrity()
+    assert (pool.stats().num_writing, pool.stats().num_free) == (0, 2)
+    pool.release(grant.lease_id, "r")
+    ticket = pool.reserve(3, "w")
+    with pytest.raises(InvalidRequest):
+        pool.reserve(0, "w")
+    assert pool.release_owner("w") == 1
+    assert pool.abort_store(ticket.write_id, "w") == 0
+    pool.check_integrity()
+
+
+def test_reserved_slots_end_with_their_time_and_are_never_published():
+    pool = Pool(4)
+    ticket = pool.reserve(2, "w", deadline_s=5.0)
+    assert pool.complete_store(ticket.write_id, "w") == 0
+    pool.check_integrity()
+    assert (pool.stats().num_free, pool.resident_hashes()) == (4, [])
+    pool.reserve(2, "w", deadline_s=5.0)
+    assert pool.has_deadlines()
+    assert (pool.expire(4.9), pool.expire(5.1)) == (0, 1)
+    assert pool.stats().num_free == 4
+
+
+def test_reserved_slots_that_a_transfer_may_still_write_wait_for_it():
+    pool = Pool(4)
+    ticket = pool.reserve(3, "w")
+    assert pool.abort_store(ticket.write_id, "w", quarantine="read-1") == 3
+    pool.check_integrity()
+    assert (pool.stats().num_quarantined, pool.stats().num_free) == (3, 1)
+    assert pool.end_quarantine("read-1") == 3
+    pool.check_integrity()
+
+
+def test_a_slot_that_was_reserved_begins_a_new_life():
+    pool = Pool(1)
+    first = pool.reserve(1, "w")
+    pool.abort_store(first.write_id, "w")
+    assert pool.reserve(1, "w").generations != first.generations

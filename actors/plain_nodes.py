@@ -1,0 +1,199 @@
+"""Node stores and their movers as plain processes of this machine, without Ray: up in seconds.
+
+For benchmarks and tests that would wait longer for Ray than they last. They run the classes that the actors wrap, so
+nothing differs from a cluster but how processes find each other. A node ends with its standard input, and with it its
+mover, so that none outlives whoever started it.
+
+    python -m kvstore.actors.plain_nodes store NODE LOG_LEVEL CONFIG
+    python -m kvstore.actors.plain_nodes mover CONTROL_PATH NAME LOG_LEVEL CONFIG
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvstore.config import StoreConfig
+from kvstore.directory import DirectoryServer
+from kvstore.errors import PeerLost, StoreUnavailable
+from kvstore.mover_keeper import MoverKeeper
+from kvstore.node import NodeCore
+from kvstore.peers import PeerAddress
+
+_HOST = "127.0.0.1"
+_END_S = 10.0
+
+
+class PlainNode:
+    """A node store in a process of its own, as whoever started it sees it."""
+
+    def __init__(self, node_id: str, config: StoreConfig) -> None:
+        self.node_id = node_id
+        command = _command("store", node_id, config)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name=f"raykv-{node_id}-answers", daemon=True)
+        self._reader.start()
+        self.control_path = ""
+
+    def ask(self, verb: str, timeout_s: float, value: Any = None) -> Any:
+        """Ask the process and return its answer.
+
+        Raises:
+            StoreUnavailable: it ended, or did not answer in time.
+        """
+        assert self._process.stdin is not None, "made with a pipe"
+        try:
+            self._process.stdin.write(json.dumps([verb, value]) + "\n")
+            self._process.stdin.flush()
+            line = self._answers.get(timeout=timeout_s)
+        except (OSError, ValueError, queue.Empty) as error:  # ValueError: it was closed here.
+            raise StoreUnavailable(f"node {self.node_id} did not answer {verb!r} within {timeout_s} s") from error
+        if not line:
+            raise StoreUnavailable(f"the process of node {self.node_id} ended")
+        return json.loads(line)
+
+    def begin_close(self) -> None:
+        """Have the process end."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    def close(self) -> None:
+        """End the process, by force if it does not by itself."""
+        self.begin_close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_END_S)
+        self._reader.join(_END_S)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None, "made with a pipe"
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put("")
+
+
+@contextlib.contextmanager
+def plain_nodes(config: StoreConfig, num_nodes: int = 2, timeout_s: float = 60.0) -> Iterator[list[PlainNode]]:
+    """Run nodes "node-0", "node-1" and so on, and a directory; all of them end with the block.
+
+    Args:
+        config: of every store.
+        num_nodes: how many.
+        timeout_s: for all of them to be ready.
+
+    Raises:
+        StoreUnavailable: one did not get ready in time; nothing is left.
+    """
+    directory, nodes = DirectoryServer(_HOST), list[PlainNode]()
+    try:
+        nodes += [PlainNode(f"node-{index}", config) for index in range(num_nodes)]
+        deadline_s = time.monotonic() + timeout_s
+        told = {node.node_id: node.ask("where", timeout_s) for node in nodes}
+        addresses = {node_id: answer["address"] for node_id, answer in told.items()}
+        address = directory.address()
+        addresses[""] = [address.host, address.port, address.token]
+        for node in nodes:
+            node.control_path = told[node.node_id]["control_path"]
+            node.ask("know", timeout_s, addresses)
+        for node in nodes:
+            if not node.ask("ready", max(1.0, deadline_s - time.monotonic())):
+                raise StoreUnavailable(f"the mover of node {node.node_id} did not get ready within {timeout_s} s")
+        yield nodes
+    finally:
+        for node in nodes:
+            node.begin_close()
+        for node in nodes:
+            node.close()
+        directory.stop()
+
+
+class _ChildMover:
+    """A mover's process, for its keeper."""
+
+    def __init__(self, core: NodeCore) -> None:
+        name = f"raykv-{core.node_id}-{core.epoch.hex()}-{secrets.token_hex(3)}"
+        command = _command("mover", core.control_path, core.config, name)
+        self._core = core
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def wait_started(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not self._core.wait_ready(0.05):
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                raise PeerLost(f"wanted a mover that runs, got exit status {self._process.poll()}")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(_END_S)
+
+
+def _command(role: str, where: str, config: StoreConfig, *more: str) -> list[str]:
+    level = str(logging.getLogger().getEffectiveLevel())
+    return [sys.executable, "-m", "kvstore.actors.plain_nodes", role, where, *more, level, config.to_json()]
+
+
+def _run_store(node_id: str, config: StoreConfig) -> None:
+    sys.setswitchinterval(1e-4)  # As the actor does.
+    known: dict[str, list[Any]] = {}
+
+    def find(name: str) -> PeerAddress:
+        if name not in known:
+            raise PeerLost(f"wanted one of {sorted(known)}, got {name!r}")
+        return PeerAddress(*known[name])
+
+    core = NodeCore(node_id, config, _HOST, find, lambda: find(""), lambda: keeper.replace())
+    keeper = MoverKeeper(node_id, lambda: _ChildMover(core), core.wait_ready, config.call_timeout_s)
+    keeper.start()
+    address = core.peer_address()
+    answers: dict[str, Callable[[Any], Any]] = {
+        "where": lambda _: {
+            "control_path": core.control_path,
+            "address": [address.host, address.port, address.token],
+        },
+        "know": known.update,
+        "ready": lambda _: core.wait_ready(60.0),
+        "stats": lambda _: core.stats(),
+        "pids": lambda _: {"store": os.getpid(), "mover": core.mover_pid()},
+    }
+    for line in sys.stdin:
+        verb, value = json.loads(line)
+        sys.stdout.write(json.dumps(answers[verb](value), default=str) + "\n")
+        sys.stdout.flush()
+    core.stop()  # First: the mover's end is then nobody's loss.
+    keeper.stop()
+
+
+def _run_mover(control_path: str, name: str, config: StoreConfig) -> None:
+    from kvstore.actors.mover import Mover
+
+    Mover(control_path, name, config.to_json())
+    threading.Event().wait()  # Its thread ends the process, with its store.
+
+
+def _main(words: list[str]) -> None:
+    logging.basicConfig(level=int(words[-2]), format=f"%(asctime)s {words[0]} %(process)d %(name)s: %(message)s")
+    config = StoreConfig.from_json(words[-1])
+    if words[0] == "store":
+        _run_store(words[1], config)
+    else:
+        _run_mover(words[1], words[2], config)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

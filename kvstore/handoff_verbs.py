@@ -1,0 +1,303 @@
+"""What a client does for hand-offs; the other half of `kvstore.Client`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from kvstore.config import StoreConfig, parse_bytes
+from kvstore.control_client import ControlClient
+from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pages, ordered
+from kvstore.errors import CopyStuck, InvalidRequest, PeerLost, PoolExhausted, StoreUnavailable
+from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket, Publication, expiry_after
+from kvstore.handoff_jobs import (
+    check_ticket,
+    complete_publish,
+    failed_fetch,
+    prepare_publish,
+    published_pages,
+    run_fetch,
+)
+from kvstore.hashing import Namespace
+from kvstore.jobs import CopyGuard
+from kvstore.messages import U64
+from kvstore.part import Part
+from kvstore.results import Job
+from kvstore.stage_client import AttachedStage, StageLink
+from kvstore.stage_copier import EngineCaches
+from kvstore.transport import IndexArray
+from kvstore.wire import Op
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """A publication: what is copied, as what, and through which memory."""
+
+    copier: EngineCopier
+    pages: EnginePages
+    ticket: HandoffTicket
+    stage: AttachedStage | None
+    guard: CopyGuard = field(default_factory=CopyGuard)
+
+    def order(self) -> None:
+        """Have the copies come after what the calling thread's stream has, and check that the cache is as it was."""
+        self.pages = ordered(self.pages, self.copier)
+        self.guard = CopyGuard(self.pages.order)
+        self.copier.check_unchanged()
+
+    def expect(self) -> None:
+        """Do that, and prepare the copies into the stage."""
+        assert self.stage is not None, "only a stage is prepared for"
+        self.order()
+        self.stage.copier.expect(self.pages, self.ticket.num_blocks, to_slots=True)
+
+
+class HandoffVerbs(ABC):
+    """Publishing and fetching; connections, jobs and the registered cache are the client's."""
+
+    space: Namespace
+    part: Part
+    config: StoreConfig
+    node_id: str
+    epoch: str
+    _call_timeout_s: float
+    _stuck: bool
+    _caches: EngineCaches | None = None
+    _stage_link: StageLink | None = None
+
+    def attach_handoff(self, staging: str | int = "1GiB", peers: Sequence[str] = ()) -> HandoffRoute:
+        """Let hand-offs of this client go from GPU to GPU, past host memory, where that is faster.
+
+        The blocks go through a stage: memory of the cache's GPU that this node's mover has and lets others read. It is
+        shared by all clients of the GPU, and stays while the mover lives. Without this call, or where GPUs cannot reach
+        each other, hand-offs go through host memory; either way with the same contract and the same bytes.
+
+        Args:
+            staging: size of the stage, such as "1GiB": blocks that are published and fetched at once have to fit.
+                The first client of a GPU decides.
+            peers: nodes whose stages this client will fetch from. Their lanes are warmed up and measured now, which
+                the first fetch from any other does by itself; attach there first.
+
+        Returns:
+            Which way hand-offs go, and why.
+
+        Raises:
+            InvalidRequest: no cache is registered.
+            StoreUnavailable, PeerLost, TransferTimeout: the store or its mover is gone, or does not answer.
+        """
+        self._registered()
+        assert self._caches is not None, "kept with the copier"
+        if self._stage_link is not None:
+            self._stage_link.close()
+        self._stage_link = StageLink(self._ask, self._caches, parse_bytes(staging), tuple(peers))
+        return self._stage_link.attach()
+
+    def publish(self, block_ids: object, *, ttl_s: float | None = None) -> HandoffTicket:
+        """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
+
+        They are no cache: no lookup finds them. When this returns the engine's blocks are its own again.
+
+        Args:
+            block_ids: the engine's blocks of a request, in order, from its first token on.
+            ttl_s: how long they are kept unless fetched before; the configured lease time when None. They are
+                kept no longer than this client is open.
+
+        Returns:
+            What the other client needs, to be sent there by any means.
+
+        Raises:
+            InvalidRequest: an argument is wrong; nothing changed.
+            PoolExhausted: the store has no room for all of the blocks; nothing changed.
+            StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
+        """
+        keep_s, copier = self._keep_s(ttl_s), self._registered()
+        if self._stage_link is not None:
+            with self._stage_link.using() as stage:
+                try:
+                    if stage is not None:
+                        # On this thread, which waits in any case.
+                        plan = self._plan(block_ids, keep_s, stage.copier, stage)
+                        return self._complete(plan, self._prepare(plan), keep_s)
+                except PoolExhausted:
+                    logger.debug("hand-off: the stage is full, the arena is taken")
+                except (PeerLost, StoreUnavailable):
+                    # Its mover died, perhaps while blocks were copied: the arena serves, or says what else is wrong.
+                    assert stage is not None, "only a stage is lost"
+                    self._stage_link.lose(stage)
+        plan = self._plan(block_ids, keep_s, copier, None)
+        plan.order()
+
+        def run() -> HandoffTicket:
+            with self._ending_job():
+                connection, limit_s = self._job_connection(), self._call_timeout_s
+
+                def ask(op: Op, payload: bytes, meanwhile: Callable[[], None] | None) -> bytes:
+                    return connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile)
+
+                return self._complete(plan, prepare_publish(ask, self._call, plan.ticket, 0), keep_s)
+
+        # The calls in it have their own timeouts.
+        job = self._submit(run, f"publication of {plan.ticket.num_blocks} blocks", plan.guard, plan.pages.order)
+        published: HandoffTicket = job.result(None)
+        return published
+
+    def begin_publish(self, block_ids: object, *, ttl_s: float | None = None) -> Publication:
+        """Publish blocks, but return before they are copied: their ticket can be on its way to the reader meanwhile.
+
+        A fetch waits until the blocks are there. They have to stay as they are until the publication's job is done.
+
+        Args:
+            block_ids: as for `publish`.
+            ttl_s: as for `publish`, from the end of the job on.
+
+        Returns:
+            The ticket, and the job; what goes wrong with that is raised by its result, and voids the ticket.
+
+        Raises:
+            InvalidRequest, PoolExhausted, StoreUnavailable, PeerLost, TransferTimeout: as for `publish`.
+        """
+        keep_s, copier = self._keep_s(ttl_s), self._registered()
+        with contextlib.ExitStack() as held:
+            plan, slots = self._begin(block_ids, keep_s, copier, held)
+            mapped = held.pop_all()
+
+        def run() -> HandoffTicket:
+            with mapped, self._ending_job():
+                return self._complete(plan, slots, keep_s)
+
+        try:
+            what = f"publication of {plan.ticket.num_blocks} blocks"
+            return Publication(plan.ticket, self._submit(run, what, plan.guard, plan.pages.order))
+        except BaseException:
+            mapped.close()
+            raise
+
+    def _begin(
+        self, block_ids: object, keep_s: float, copier: EngineCopier, held: contextlib.ExitStack
+    ) -> tuple[_Plan, IndexArray]:
+        link = self._stage_link
+        stage = held.enter_context(link.using()) if link is not None else None
+        if link is not None and stage is not None:
+            try:
+                plan = self._plan(block_ids, keep_s, stage.copier, stage)
+                return plan, self._prepare(plan)
+            except PoolExhausted:
+                logger.debug("hand-off: the stage is full, the arena is taken")
+            except (PeerLost, StoreUnavailable):
+                link.lose(stage)
+        plan = self._plan(block_ids, keep_s, copier, None)
+        return plan, self._prepare(plan)
+
+    def _keep_s(self, ttl_s: float | None) -> float:
+        keep_s = self.config.lease_ttl_s if ttl_s is None else ttl_s
+        if not 0 < keep_s < math.inf:
+            raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
+        return keep_s
+
+    def _plan(self, block_ids: object, keep_s: float, copier: EngineCopier, stage: AttachedStage | None) -> _Plan:
+        pages, num_blocks = published_pages(block_ids, copier, self.space.shape.block_size)
+        ticket = HandoffTicket(
+            node_id=self.node_id,
+            epoch=bytes.fromhex(self.epoch),
+            namespace=self.space.digest,
+            num_blocks=num_blocks,
+            block_bytes=self.space.shape.block_bytes,
+            expires_s=expiry_after(keep_s),
+            part=astuple(self.part),
+            slab=stage.slab if stage else 0,
+        )
+        return _Plan(copier, pages, ticket, stage)
+
+    def _prepare(self, plan: _Plan) -> IndexArray:
+        if plan.stage is None:
+            plan.order()
+            return prepare_publish(self._call, self._call, plan.ticket, 0)
+        return prepare_publish(self._call, self._call, plan.ticket, plan.stage.generation, plan.expect)
+
+    def _complete(self, plan: _Plan, slots: IndexArray, keep_s: float) -> HandoffTicket:
+        try:
+            return complete_publish(self._call, plan.copier, plan.pages, slots, plan.ticket, keep_s, plan.guard)
+        except CopyStuck:
+            self._stuck = True
+            raise
+
+    def fetch(self, ticket: HandoffTicket, block_ids: object, *, timeout_s: float | None = None) -> Job[FetchResult]:
+        """Bring the blocks of a ticket into the engine's cache, wherever they were published.
+
+        A ticket is good for one fetch that delivers everything; one that failed may be tried again in time.
+
+        Args:
+            ticket: of `publish`.
+            block_ids: the engine's block for each of the ticket's.
+            timeout_s: give up after this long; the configured transfer timeout when None.
+
+        Returns:
+            A job; its result names the usable prefix and each block that is not, with a reason. Blocks after the
+            usable prefix may hold anything.
+
+        Raises:
+            NamespaceMismatch: the ticket is of another namespace; nothing changed.
+            LayoutMismatch: it is of another part or order of bytes; nothing changed.
+            InvalidRequest: another argument is wrong; nothing changed.
+        """
+        copier = self._registered()
+        check_ticket(ticket, self.space, astuple(self.part))
+        pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
+        pages = ordered(pages, copier)
+        copier.check_unchanged()
+        guard, limit_s = CopyGuard(pages.order), self.config.transfer_timeout_s if timeout_s is None else timeout_s
+
+        def run() -> FetchResult:
+            try:
+                connection = self._job_connection()
+            except StoreUnavailable as error:
+                return failed_fetch(pages, ticket, f"store_lost: {error}")
+            link = self._stage_link
+            with self._ending_job(), link.using() if link else contextlib.nullcontext() as stage:
+                result = run_fetch(connection, copier, stage, pages, ticket, guard, self.config, limit_s)
+                if link is not None and stage is not None and result.note.startswith("stage_lost"):
+                    link.lose(stage)
+                return result
+
+        return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
+
+    def withdraw(self, ticket: HandoffTicket) -> bool:
+        """Take back what this node's store holds for a ticket, because nobody will fetch it any more.
+
+        Returns:
+            Whether it was still held; False also for a ticket of another node.
+        """
+        if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
+            return False
+        return bool(U64.unpack(self._call(Op.HANDOFF_WITHDRAW, ticket.key))[0])
+
+    @abstractmethod
+    def _registered(self) -> EngineCopier:
+        """Return the copier of the registered cache, or refuse."""
+
+    @abstractmethod
+    def _call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None) -> bytes:
+        """Ask the store over the connection that lives as long as the client."""
+
+    @abstractmethod
+    def _ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
+        """Ask the store over a connection of its own, for what takes longer than a call."""
+
+    @abstractmethod
+    def _job_connection(self) -> ControlClient:
+        """Return the connection of this thread's job."""
+
+    @abstractmethod
+    def _ending_job(self) -> contextlib.AbstractContextManager[None]:
+        """Tell the store at once when a job's connection broke."""
+
+    @abstractmethod
+    def _submit(self, run: Callable[[], Any], what: str, guard: CopyGuard, order: CopyOrder | None) -> Job[Any]:
+        """Run a job on a thread of the client."""

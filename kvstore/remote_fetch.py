@@ -1,0 +1,348 @@
+"""One fetch of a ticket's blocks from the node that has them: claim there, READ here, tell the client.
+
+As with a load, a block counts only if the claim covered its whole READ, by this node's clock alone. Unlike a load's
+blocks they are never published here: their slots are a write that is given up when the client has copied them out.
+The slots are in the client's stage where the lane between the GPUs is a real one, else in the arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
+from kvstore.fetch import LoadReport
+from kvstore.handoff_messages import (
+    END,
+    FetchRequest,
+    PeerClaim,
+    PeerClaimed,
+    pack_peer_claim,
+    unpack_peer_claimed,
+)
+from kvstore.handoff_table import NOT_READY
+from kvstore.messages import NOTIFICATION, STAGE_BIT, MoverDone, Progress, pack_progress
+from kvstore.peers import Peer
+from kvstore.pool import Pool
+from kvstore.segments import plan_chunks
+from kvstore.shape import BLOCK_ORDER_VERSION
+from kvstore.stage_lanes import StageLane
+from kvstore.transport import IndexArray, PeerDescription, ReadRequest
+from kvstore.wire import Op
+
+if TYPE_CHECKING:
+    from kvstore.handoff_fetch import HandoffFetcher
+
+logger = logging.getLogger(__name__)
+
+_MOVER_GRACE_S = 1.0
+_LEAST_CALL_S = 1.0
+#: The last chunk between stages is so many times shorter than the others.
+_LAST_CHUNK = 8
+#: Between two questions for blocks that are still being written.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2
+
+Send = Callable[[bytes, bool], None]
+"""Tells the client one piece of the answer, and whether it is the last."""
+
+
+class RemoteFetch:
+    """One fetch: the slots that it fills, the claim at the source, the READ, and the client that copies out.
+
+    The slots go when both the READ and the client are through with them; while a READ may still write, to quarantine.
+    """
+
+    def __init__(
+        self, fetcher: HandoffFetcher, fetch_id: int, request: FetchRequest, owner: str, block_bytes: int, send: Send
+    ) -> None:
+        self.owner = owner
+        self._fetcher, self._id, self._request, self._send = fetcher, fetch_id, request, send
+        self._block_bytes, self._write_owner = block_bytes, f"handoff-fetch-{fetch_id}"
+        self._version = fetcher.namespace_version(request.namespace)
+        self._deadline_s = time.monotonic() + request.timeout_s
+        self._report = LoadReport()
+        self._lock = threading.Lock()
+        self._read_ended = threading.Event()
+        self._is_over = self._is_told = self._client_left = self._is_free = False
+        self._write_id = self._read_id = self._given_up = 0
+        self._slots: IndexArray = np.empty(0, np.int32)
+        self._pool: Pool | None = None
+        self._lane: StageLane | None = None
+        self._why_host = self._no_room = ""
+        self._num_ready = 0
+        self._valid_until_s = self._told_s = 0.0
+        self._error: KVStoreError | None = None
+
+    def run(self) -> None:
+        """Fetch everything, or say why not."""
+        try:
+            reason = self._fetch()
+        except TransferTimeout as error:
+            reason = f"timeout: {error}"
+        except (TransferError, StoreUnavailable) as error:
+            reason = f"peer_lost: {error}"
+        except KVStoreError as error:
+            reason = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            logger.exception("a fetch failed unexpectedly")
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            logger.warning("fetch of %d blocks from node %s: %s", self._request.num_blocks, self._node_id, reason)
+        with self._lock:
+            self._is_over = True
+        if not self._is_told:
+            self._tell_last(reason, self._num_ready)
+        self._free_if_through()
+
+    def _tell_last(self, reason: str, first: int) -> None:
+        self._is_told = True
+        self._report.reason, self._report.num_peer = reason, self._num_ready
+        slots = self._slots[first : self._num_ready]
+        self._send(pack_progress(Progress(self._number, first, slots, self._said())), True)
+
+    @property
+    def _number(self) -> int:
+        return self._id | (STAGE_BIT if self._lane is not None else 0)
+
+    def _said(self) -> bytes:
+        # Not asdict: it copies what it finds, deeply, while the client waits for this last word.
+        told = {name: getattr(self._report, name) for name in LoadReport.__slots__}
+        return json.dumps({**told, "note": self._why_host}, separators=(",", ":")).encode()
+
+    def client_left(self) -> None:
+        """The client copies nothing more out of the slots."""
+        with self._lock:
+            self._client_left = True
+        self._free_if_through()
+
+    def _free_if_through(self) -> None:
+        with self._lock:
+            if self._is_free or not (self._is_over and self._client_left):
+                return
+            self._is_free = True
+        self._fetcher.forget(self._id)
+        pool, read_id = self._pool, self._given_up
+        if pool is None or not self._write_id:
+            return
+        name = f"read-{read_id}" if read_id else ""
+        pool.abort_store(self._write_id, self._write_owner, quarantine=name)
+
+        def end_quarantine() -> None:
+            pool.end_quarantine(name)
+
+        if name:
+            # It may have turned terminal before there was anything to set free.
+            self._fetcher.mover.when_terminal({read_id}, end_quarantine)
+
+    @property
+    def _node_id(self) -> str:
+        return self._request.node_id
+
+    def _call_s(self) -> float:
+        left_s = self._deadline_s - time.monotonic()
+        return min(self._fetcher.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
+
+    def _fetch(self) -> str:
+        fetcher, request = self._fetcher, self._request
+        if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
+            return "peer_lost: the node failed a moment ago and is left alone; try again soon"
+        peer = fetcher.peers.get(self._node_id)
+        if peer.epoch != request.epoch:
+            return "stale: the store that had the blocks was restarted, and they are gone"
+        pool = self._pool = self._choose(peer)
+        stats = pool.stats()
+        if stats.num_quarantined >= fetcher.config.max_quarantined_fraction * stats.num_slots:
+            return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
+        try:
+            reason = self._claim_and_read(peer, pool)
+        except TransferError:
+            if fetcher.mover.own is not None:
+                # Without a mover of its own this node has not learnt anything about the peer.
+                fetcher.peers.failed(self._node_id)
+            raise
+        if not reason:
+            fetcher.peers.succeeded(self._node_id)
+        return reason
+
+    def _choose(self, peer: Peer) -> Pool:
+        """Choose between the client's stage and the arena, and return the pool of the choice."""
+        fetcher, request = self._fetcher, self._request
+        if request.from_slab and request.slab:
+            try:
+                stage = fetcher.stages.get(request.slab, request.generation)
+            except PeerLost as error:
+                self._why_host = f"stage_lost: {error}"
+                return fetcher.pool()
+            lane = fetcher.lanes.known(peer, request.from_slab, stage)
+            lane = lane or fetcher.lanes.find(peer, request.from_slab, stage, self._call_s())
+            if not lane.why_not:
+                self._lane = lane
+                return stage.pool
+            self._why_host = lane.why_not
+        elif request.from_slab:
+            self._why_host = "this client has no stage on its GPU; attach the hand-off"
+        return fetcher.pool()
+
+    def _reserve(self, pool: Pool) -> None:
+        try:
+            ticket = pool.reserve(self._request.num_blocks, self._write_owner)
+        except KVStoreError as error:  # The answer to the claim is still on its way.
+            word = "pool_full" if isinstance(error, PoolExhausted) else type(error).__name__
+            self._no_room = f"{word}: {error}"
+        else:
+            self._write_id, self._slots = ticket.write_id, np.asarray(ticket.slots, dtype=np.int32)
+
+    def _claim(self, peer: Peer, pool: Pool) -> PeerClaimed:
+        """Claim the blocks at their source, once they are all written; slots here are reserved meanwhile."""
+        fetcher, request, ttl_s = self._fetcher, self._request, self._fetcher.config.lease_ttl_s
+        claim = PeerClaim(
+            key=request.key,
+            namespace=request.namespace,
+            num_blocks=request.num_blocks,
+            block_bytes=self._block_bytes,
+            slot_format=BLOCK_ORDER_VERSION,
+            namespace_version=self._version,
+            ttl_s=ttl_s,
+            to_host=self._lane is None,
+        )
+        payload, pause_s = pack_peer_claim(claim), _LEAST_PAUSE_S
+        reserve: Callable[[], None] | None = functools.partial(self._reserve, pool)
+        while True:
+            asked_s = self._told_s = time.monotonic()
+            self._report.num_lease_calls += 1
+            answer = peer.client.call(Op.PEER_CLAIM, payload, timeout_s=self._call_s(), meanwhile=reserve)
+            claimed, reserve = unpack_peer_claimed(answer), None
+            self._valid_until_s = asked_s + ttl_s - fetcher.config.lease_margin_s
+            if claimed.reason != NOT_READY:
+                return claimed
+            if asked_s > self._deadline_s or self._client_left:
+                return replace(claimed, reason=f"timeout: {NOT_READY}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _claim_and_read(self, peer: Peer, pool: Pool) -> str:
+        fetcher, request = self._fetcher, self._request
+        claimed = self._claim(peer, pool)
+        if claimed.namespace_version > self._version:
+            fetcher.adopt_version(request.namespace, claimed.namespace_version)
+        if claimed.reason:
+            return claimed.reason
+        if self._no_room:
+            self._give_back(peer, claimed.claim_id)
+            return self._no_room
+        arrived = False
+        try:
+            self._read(peer, claimed)
+            arrived = self._num_ready == request.num_blocks
+        finally:
+            # Of a READ between stages nobody else tells the source that it is over.
+            if self._lane is not None or not arrived:
+                self._give_back(peer, claimed.claim_id, used=arrived)
+        if self._error is not None:
+            raise self._error
+        return (
+            "" if arrived else "lease_expired: the blocks came after the claim on them was over, so they do not count"
+        )
+
+    def _read(self, peer: Peer, claimed: PeerClaimed) -> None:
+        fetcher, config, now_s = self._fetcher, self._fetcher.config, time.monotonic()
+        name, description = self._source(peer, claimed)
+        left_s = min(self._valid_until_s, self._deadline_s, now_s + config.transfer_timeout_s) - now_s
+        # A notification would have to wait for all chunks before its own, and the lane would stand still meanwhile.
+        notification = NOTIFICATION.pack(claimed.claim_id, peer.epoch, fetcher.pool().epoch)
+        request = ReadRequest(
+            peer=name,
+            block_bytes=self._block_bytes,
+            local_slots=self._slots,
+            remote_slots=claimed.slots,
+            notification=b"" if self._lane is not None else notification,
+        )
+        ends = np.asarray(self._chunk_ends(), dtype=np.int32)
+        self._read_id = fetcher.mover.read(
+            request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3)
+        )
+        # The mover reports by itself when time is up; this wait is for a mover that does not.
+        left_s = min(self._valid_until_s, self._deadline_s) - time.monotonic()
+        if not self._read_ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
+            if fetcher.mover.abandon(self._read_id):
+                self._given_up = self._read_id
+            raise TransferTimeout("the mover did not report on a READ in time")
+
+    def _chunk_ends(self) -> list[int]:
+        config, count = self._fetcher.config, len(self._slots)
+        if self._lane is None:
+            return plan_chunks(count, max(1, config.chunk_bytes // self._block_bytes))
+        # Unpacking is far faster than the lane, so that each word on a chunk costs more than it saves. But what
+        # comes last is unpacked when there is nothing else to do: it is short.
+        step = max(1, config.stage_chunk_bytes // self._block_bytes)
+        last = max(1, min(step, count) // _LAST_CHUNK)
+        return [*range(step, count - last, step), count - last, count][-count:]
+
+    def _source(self, peer: Peer, claimed: PeerClaimed) -> tuple[str, PeerDescription]:
+        lane, request = self._lane, self._request
+        if lane is None:
+            return peer.transport(claimed.mover_generation, self._call_s())
+        if lane.generation != claimed.mover_generation:
+            # Remembered from an earlier life of the peer's mover.
+            stage = self._fetcher.stages.get(request.slab, request.generation)
+            lane = self._fetcher.lanes.find(peer, request.from_slab, stage, self._call_s())
+        if (claimed.slab, claimed.mover_generation) != (request.from_slab, lane.generation) or lane.why_not:
+            raise PeerLost(f"the mover of node {peer.node_id} was replaced meanwhile; the blocks went with it")
+        return lane.name, lane.description
+
+    def _on_done(self, done: MoverDone, error: KVStoreError | None) -> None:
+        """Runs on the control thread for every chunk: check, count, tell the client."""
+        if error is not None:
+            self._error = error
+            if not done.terminal:
+                self._given_up = done.read_id
+            self._read_ended.set()
+            return
+        now_s, first = time.monotonic(), self._num_ready
+        same_weights = self._fetcher.namespace_version(self._request.namespace) == self._version
+        if now_s < self._valid_until_s and same_weights and done.num_blocks > first:
+            self._num_ready = done.num_blocks
+            self._note(done, now_s, done.num_blocks - first)
+            if self._num_ready == self._request.num_blocks:
+                self._tell_last("", first)
+            else:
+                slots = self._slots[first : done.num_blocks]
+                self._send(pack_progress(Progress(self._number, first, slots)), False)
+        if done.last:
+            self._read_ended.set()
+
+    def _note(self, done: MoverDone, now_s: float, num_blocks: int) -> None:
+        report = self._report
+        report.num_bytes += num_blocks * self._block_bytes
+        report.read_s += now_s - self._told_s
+        self._told_s, report.peers = now_s, [self._node_id]
+        report.num_descriptors = done.num_descriptors
+
+    def _give_back(self, peer: Peer, claim_id: int, *, used: bool = False) -> None:
+        """Tell the source that the blocks are here, or let another fetch have them.
+
+        Not while a READ that was given up may still be reading them.
+        """
+
+        def tell() -> None:
+            with contextlib.suppress(KVStoreError):
+                now = self._fetcher.peers.get(peer.node_id)
+                if now.epoch == peer.epoch:
+                    now.client.send(Op.PEER_CLAIM_END, END.pack(claim_id, used))
+
+        def tell_on_a_thread() -> None:
+            threading.Thread(target=tell, name="raykv-release", daemon=True).start()
+
+        if self._given_up:
+            self._fetcher.mover.when_terminal({self._given_up}, tell_on_a_thread)
+        else:
+            tell_on_a_thread()

@@ -1,0 +1,195 @@
+"""Copies between a cache on a GPU and the stage of that GPU: kernels alone, inside the GPU's memory.
+
+The stage belongs to the mover of the node, which reads into it and lets others read from it. Its memory stays mapped
+here when that process dies, so a copy that runs then harms nobody; the store refuses the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvstore.cuda_copier import CudaOrder, await_copies, order_after_current, order_of
+from kvstore.engine_copy import I64, CopyOrder, EngineCopier, EnginePages, engine_plan, job_spans
+from kvstore.kernel_errors import kernel_errors
+from kvstore.kernels.driver import on_device
+from kvstore.kernels.gpu import GpuCopier, PlacedSpans
+from kvstore.kernels.launch import check_window
+from kvstore.kernels.spans import Spans, position_spans
+from kvstore.kernels.streams import own_stream
+from kvstore.kernels.vram import MappedSlab, gpu_uuids
+from kvstore.layout import EngineLayout
+from kvstore.shape import KVShape
+from kvstore.sides import same_layouts
+
+#: Packing takes a fraction of a millisecond, less than a pause and the way back into the interpreter.
+_EAGER_S = 2e-3
+#: Memory for so many lists of spans is kept.
+_MOST_LISTS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineCaches:
+    """What an engine registered: its tensors, the side tensors beside them, and how both are arranged."""
+
+    caches: Any
+    sides: Sequence[Any]
+    layout: EngineLayout
+    shape: KVShape
+
+
+class StageSide(EngineCopier, Protocol):
+    """The registered cache of one engine, and the slots of its GPU's stage."""
+
+    def expect(self, pages: EnginePages, num_blocks: int, *, to_slots: bool) -> None:
+        """Prepare what can be prepared of a job before its slots are known.
+
+        Args:
+            pages: where the job's tokens lie.
+            num_blocks: all that the job will copy.
+            to_slots: which way.
+        """
+
+
+class StageCopier:
+    """An `EngineCopier` whose slots are in the stage of the cache's own GPU.
+
+    Args:
+        engine: what was registered, on a GPU.
+        stage: what the store says of the stage.
+
+    Raises:
+        KernelError: the stage could not be mapped, or the kernels not be built.
+    """
+
+    def __init__(self, engine: EngineCaches, stage: dict[str, Any]) -> None:
+        self._engine = engine
+        self._plan = engine_plan(engine.caches, engine.layout, engine.shape, engine.sides)
+        device = self._plan.device
+        assert device.index is not None, "a tensor's device has an index"
+        self._device_index = device.index
+        num_slots, slot_bytes = int(stage["num_slots"]), int(stage["slot_bytes"])
+        with kernel_errors("mapping the stage of a GPU"), torch.cuda.device(device):
+            self._mapped = MappedSlab(device.index, bytes.fromhex(stage["handle"]))
+            self._slots = _as_tensor(self._mapped.address, num_slots * slot_bytes, device).view(num_slots, slot_bytes)
+            self._kernels = GpuCopier(self._plan)
+            # One for each direction: what is published does not wait for what is fetched.
+            self._streams = {to_slots: own_stream(device, -1) for to_slots in (True, False)}
+        self._lock = threading.Lock()
+        #: Memory that the next jobs of each direction may have for their lists.
+        self._lists: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+
+    @property
+    def layout(self) -> EngineLayout:
+        """How the cache is arranged."""
+        return self._engine.layout
+
+    def check_unchanged(self) -> None:
+        """Refuse tensors that were resized or restrided; see `EngineCopier`."""
+        same_layouts(self._engine.caches, self._engine.sides, self._engine.layout)
+
+    def order(self) -> CopyOrder:
+        """Record what copies of a job come after; see `CudaCopier.order`."""
+        return order_after_current(self._plan.device)
+
+    def expect(self, pages: EnginePages, num_blocks: int, *, to_slots: bool) -> None:
+        """Prepare the copy of all blocks of a job before their slots, or their bytes, are there; see `StageSide`."""
+        order, stream, lists, paging = (
+            order_of(pages),
+            self._streams[to_slots],
+            self._lists[to_slots],
+            self._plan.paging,
+        )
+        with self._lock, kernel_errors("preparing copies of a hand-off"):
+            # Positions in place of slots: where those follow each other, as they mostly do, one list is good for any.
+            if paging.engine_block_size == paging.stored_block_size:
+                spans = position_spans(paging, pages.ids)
+            else:
+                positions = np.arange(num_blocks, dtype=np.int64)
+                spans = job_spans(paging, pages, positions, positions, num_blocks)
+                check_window(self._plan, spans, num_blocks, 0, None, 0, None)
+            stream.wait_event(order.after)
+            order.placed = self._kernels.place(spans, stream, lists.pop() if lists else None)
+
+    def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
+        self._queue(True, pages, indexes, slots, 0)
+        await_copies(pages, _EAGER_S)
+        self._give_back(order_of(pages), self._lists[True])
+
+    def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
+        """Queue copies out of slots into the engine; see `EngineCopier`."""
+        self._queue(False, pages, indexes, slots, skip_tokens)
+
+    def finish(self, pages: EnginePages) -> None:
+        """Return when all that was queued for a job is in place; see `EngineCopier`."""
+        order_of(pages).end()
+        await_copies(pages, _EAGER_S)
+        self._give_back(order_of(pages), self._lists[False])
+
+    def _give_back(self, order: CudaOrder, lists: list[torch.Tensor]) -> None:
+        """The copies of a job are through: its list's memory serves the next one."""
+        placed, order.placed = order.placed, None
+        with self._lock:
+            if placed is not None and order.last is not None and len(lists) < _MOST_LISTS:
+                lists.append(placed.memory)
+
+    def close(self) -> None:
+        """Unmap the stage; nothing may be copied any more."""
+        del self._slots
+        self._mapped.close()
+
+    def _queue(self, to_slots: bool, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
+        order, stream = order_of(pages), self._streams[to_slots]
+        first, base = int(indexes[0]), int(slots[0]) - int(indexes[0])
+        with self._lock, kernel_errors("queueing copies of a hand-off"):
+            if order.placed is not None and not skip_tokens and (slots - indexes == base).all():
+                self._copy_expected(to_slots, order.placed, first, first + len(indexes), base)
+            else:
+                self._copy_listed(to_slots, order, job_spans(
+                    self._plan.paging, pages, indexes, slots, len(self._slots), skip_tokens
+                ))  # fmt: skip
+            order.last = stream.record_event()
+
+    def _copy_expected(self, to_slots: bool, placed: PlacedSpans, first: int, end: int, base: int) -> None:
+        """Copy blocks [first, end) of an expected job, of which block i lies in slot base + i."""
+        if not 0 <= base + first < base + end <= len(self._slots):
+            raise ValueError(f"wanted slots below {len(self._slots)}, got {base + first} to {base + end - 1}")
+        paging = self._plan.paging
+        per_block = paging.stored_block_size // min(paging.stored_block_size, paging.engine_block_size)
+        with on_device(self._device_index):
+            self._kernels.launch_checked(
+                to_slots, placed, self._slots, first * per_block, end * per_block, -base,
+                self._streams[to_slots].cuda_stream, None,
+            )  # fmt: skip
+
+    def _copy_listed(self, to_slots: bool, order: CudaOrder, spans: Spans) -> None:
+        stream = self._streams[to_slots]
+        stream.wait_event(order.after)
+        placed = self._kernels.place(spans, stream)
+        copy = self._kernels.pack if to_slots else self._kernels.unpack
+        copy(placed, self._slots, stream=stream)
+
+
+def make_stage_copier(engine: EngineCaches, stage: dict[str, Any]) -> StageSide:
+    """Return a copier between caches and a stage; see `StageCopier`."""
+    return StageCopier(engine, stage)
+
+
+def stage_uuid(layout: EngineLayout) -> str:
+    """Return the UUID of the GPU that a cache is on, empty when it is on none."""
+    device = torch.device(layout.device)
+    if device.type != "cuda" or device.index is None:
+        return ""
+    return gpu_uuids()[device.index]
+
+
+def _as_tensor(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    view = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+    holder = type("Mapped", (), {"__cuda_array_interface__": view})()
+    return torch.as_tensor(holder, device=device)

@@ -1,0 +1,27 @@
+"""The benchmark of hand-offs where there is no GPU: through host memory, with real stores, movers and NIXL."""
+
+import pytest
+
+from kvstore.actors.bench_handoff import run_handoff
+from kvstore.errors import ConfigError
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_rows_of_hand_offs_through_host_memory():
+    said = []
+    rows = run_handoff(["70B/TP8"], [16], [4, 2], 2, "cpu", said.append)
+    assert [(row["num_blocks"], row["way"]) for row in rows] == [(2, "limit"), (4, "limit"), (2, "ours"), (4, "ours")]
+    for row in rows:
+        assert (row["shape"], row["block_size"], row["direction"]) == ("70B/TP8", 16, "cpu_to_cpu")
+        num_bytes = row["num_blocks"] * 80 * 2 * 16 * 128 * 2
+        assert row["gb_per_s"] == pytest.approx(num_bytes / row["ms"] / 1e6, rel=0.02)
+    assert all(row["route"] == "host" for row in rows[2:])
+    assert any("ours" in text for text in said)
+
+
+@pytest.mark.parametrize(("names", "device", "match"), [(["9B"], "cpu", "9B"), (["8B"], "cuda", "two GPUs")])
+def test_what_cannot_be_measured_is_refused(names, device, match, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=match):
+        run_handoff(names, [16], [2], 1, device, lambda text: None)
