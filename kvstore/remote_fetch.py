@@ -33,7 +33,7 @@ from kvstore.handoff_table import NOT_READY
 from kvstore.messages import NOTIFICATION, STAGE_BIT, MoverDone, Progress, pack_progress
 from kvstore.peers import Peer
 from kvstore.pool import Pool
-from kvstore.segments import plan_chunks
+from kvstore.segments import plan_chunks, plan_stage_chunks
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stage_lanes import StageLane
 from kvstore.transport import IndexArray, PeerDescription, ReadRequest
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 _MOVER_GRACE_S = 1.0
 _LEAST_CALL_S = 1.0
-#: The last chunk between stages is so many times shorter than the others.
-_LAST_CHUNK = 8
 #: Between two questions for blocks that are still being written.
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2
 
@@ -281,11 +279,7 @@ class RemoteFetch:
         config, count = self._fetcher.config, len(self._slots)
         if self._lane is None:
             return plan_chunks(count, max(1, config.chunk_bytes // self._block_bytes))
-        # Unpacking is far faster than the lane, so that each word on a chunk costs more than it saves. But what
-        # comes last is unpacked when there is nothing else to do: it is short.
-        step = max(1, config.stage_chunk_bytes // self._block_bytes)
-        last = max(1, min(step, count) // _LAST_CHUNK)
-        return [*range(step, count - last, step), count - last, count][-count:]
+        return plan_stage_chunks(count, max(1, config.stage_chunk_bytes // self._block_bytes))
 
     def _source(self, peer: Peer, claimed: PeerClaimed) -> tuple[str, PeerDescription]:
         lane, request = self._lane, self._request

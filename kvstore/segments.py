@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _FIRST_SEGMENT_BLOCKS, _GROWTH = 128, 16
+#: How many times shorter the last chunk between stages is than the others.
+_LAST_OF_STAGE = 8
 
 
 def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
@@ -22,6 +24,16 @@ def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
         ends.append(at)
         size = min(2 * size, chunk_blocks)
     return ends
+
+
+def plan_stage_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
+    """Return the end of each chunk of a READ between stages: full ones, and a short one last.
+
+    Unpacking is far faster than the lane, so each word on a chunk costs more than it saves. But what comes last is
+    unpacked when there is nothing else to do.
+    """
+    last = max(1, min(chunk_blocks, num_blocks) // _LAST_OF_STAGE)
+    return [*range(chunk_blocks, num_blocks - last, chunk_blocks), num_blocks - last, num_blocks][-num_blocks:]
 
 
 def plan_segments(chunk_ends: list[int]) -> list[list[int]]:

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.segments import plan_chunks, plan_segments
+from kvstore.segments import plan_chunks, plan_segments, plan_stage_chunks
 
 
 @given(st.integers(0, 5000), st.integers(1, 600))
@@ -34,6 +34,16 @@ def test_what_is_no_longer_than_the_first_chunk_is_not_divided():
     assert plan_chunks(4, 16) == [4]
     assert plan_chunks(5, 16) == [3, 4, 5]
     assert plan_chunks(16, 16) == [4, 10, 13, 15, 16]
+
+
+@given(st.integers(1, 5000), st.integers(1, 600))
+def test_chunks_between_stages_are_full_but_for_a_short_last_one(num_blocks, chunk_blocks):
+    ends = plan_stage_chunks(num_blocks, chunk_blocks)
+    sizes = [b - a for a, b in pairwise([0, *ends])]
+    assert sum(sizes) == num_blocks
+    assert all(0 < size <= chunk_blocks for size in sizes)
+    assert sizes[-1] <= max(1, chunk_blocks // 8)
+    assert all(size == chunk_blocks for size in sizes[:-2])
 
 
 @given(st.integers(0, 5000), st.integers(1, 600))
