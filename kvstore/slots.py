@@ -145,12 +145,12 @@ class SlotTable:
         if not self._free_is_sorted:
             free.sort(reverse=True)
             self._free_is_sorted = True
-        taken = free[: -wanted - 1 : -1]
-        del free[len(free) - len(taken) :]
-        if len(taken) < wanted:
-            taken += self._evict(wanted - len(taken))
-            taken.sort()
-        return taken
+        claimed = free[: -wanted - 1 : -1]
+        del free[len(free) - len(claimed) :]
+        if len(claimed) < wanted:
+            claimed += self._evict(wanted - len(claimed))
+            claimed.sort()
+        return claimed
 
     def claim_unnamed(self, wanted: int) -> list[int]:
         """Take slots for blocks that will never be published, so have no names: they are doomed from the start.

@@ -270,7 +270,7 @@ class WriteTable:
         table = self._table
         pending = write.slots[write.num_done :]
         if write.unnamed:
-            table.end_unnamed(pending, aside=bool(quarantine))
+            table.end_unnamed(pending, aside=quarantine != "")
         else:
             self._abort_named(write, pending, quarantine)
         if quarantine and pending:
