@@ -36,8 +36,8 @@ class StagingRing:
         chunk_bytes: aim for the bytes of one chunk; at least one block goes into one.
         num_chunks: chunks of the ring. Where the model's kernels fill the device, ours wait for them to end, one
             after another; the default lets the link go on for more than 2 ms meanwhile.
-        max_ctas: cap on the thread blocks of a kernel. Default none: beside large matrix products caps halved the
-            speed of loads, or worse (docs/performance.md).
+        max_ctas: cap on the thread blocks of a kernel. Default none: beside large matrix products caps took
+            between a quarter and two thirds of the speed of loads (docs/performance.md).
         slots_per_piece: host slots are registered in pieces of so many, from slot 0 on, and no copy may go from one
             into the next; default all in one. The first piece has to be there before the first copy.
 
