@@ -9,6 +9,7 @@ docs/transformers.md says what it promises.
 
 from __future__ import annotations
 
-from kvstore.integrations.transformers.prefix_cached import PrefixCachedModel, PrefixCacheStats
+from kvstore.integrations.transformers.prefix_cached import PrefixCachedModel
+from kvstore.integrations.transformers.stats import PrefixCacheStats
 
 __all__ = ["PrefixCacheStats", "PrefixCachedModel"]

@@ -62,7 +62,7 @@ class StoreLink:
                     self._staging = self._open()
                     logger.info("the store answers again: prefixes are shared")
                 return action(self._staging)
-            except KVStoreError as error:
+            except (KVStoreError, OSError, RuntimeError) as error:  # torch says RuntimeError when memory is short
                 self._fail(error)
                 return otherwise
         finally:
@@ -89,7 +89,7 @@ class StoreLink:
             client.close(1.0)
             raise
 
-    def _fail(self, error: KVStoreError) -> None:
+    def _fail(self, error: Exception) -> None:
         staging, self._staging = self._staging, None
         # Said once: from here on, until the store answers again, there is no buffer.
         log = logger.debug if staging is None else logger.warning

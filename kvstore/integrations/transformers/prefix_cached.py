@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from kvstore.errors import InvalidRequest, StoreUnavailable
+from kvstore.errors import InvalidRequest, LayoutMismatch, StoreUnavailable
 from kvstore.hashing import BlockHashes
 from kvstore.integrations.transformers.identity import (
     check_supported,
@@ -26,36 +26,9 @@ from kvstore.integrations.transformers.identity import (
 from kvstore.integrations.transformers.link import StoreLike, StoreLink
 from kvstore.integrations.transformers.prompts import Prompts, read_prompts
 from kvstore.integrations.transformers.staging import Staging, rows_into, rows_out_of
+from kvstore.integrations.transformers.stats import PrefixCacheStats
 
 Planes = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixCacheStats:
-    """What a `PrefixCachedModel` has done so far.
-
-    Args:
-        num_requests: rows of prompts.
-        num_prompt_tokens: tokens of them, without padding.
-        num_loaded_tokens: how many of those came from the store instead of being computed.
-        num_saved_blocks: blocks that were written to the store.
-        num_refused_blocks: blocks that it had no room for.
-        num_store_failures: loads and saves that failed.
-        num_bypassed: loads and saves that were left out, because of an earlier failure or because other threads held
-            the buffer for too long.
-        load_s: seconds that loads took, lookup and copies included.
-        save_s: likewise for saves.
-    """
-
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_loaded_tokens: int = 0
-    num_saved_blocks: int = 0
-    num_refused_blocks: int = 0
-    num_store_failures: int = 0
-    num_bypassed: int = 0
-    load_s: float = 0.0
-    save_s: float = 0.0
 
 
 class PrefixCachedModel:
@@ -145,7 +118,14 @@ class PrefixCachedModel:
         rows = [self.space.block_hashes(prompts.tokens(row)) for row in range(len(prompts.num_padding))]
         cache = new_cache(self.model)
         began_s = time.perf_counter()
-        num_loaded = self._link.use(lambda staging: self._load(staging, prompts, rows, cache), [0] * len(rows))
+        nothing: tuple[Planes, int] = ([], 0)
+        planes, width = self._link.use(lambda staging: self._load(staging, prompts, rows), nothing)
+        num_loaded = [max(0, width - padding) for padding in prompts.num_padding]
+        if width:
+            for layer, (keys, values) in enumerate(planes):
+                cache.update(keys[:, :, :width], values[:, :, :width], layer)
+            if prompts.num_copies > 1:
+                cache.batch_repeat_interleave(prompts.num_copies)
         self._count(
             num_requests=len(rows),
             num_prompt_tokens=sum(prompts.width - padding for padding in prompts.num_padding),
@@ -181,8 +161,8 @@ class PrefixCachedModel:
 
     # Loading and saving; the buffer's lock is held.
 
-    def _load(self, staging: Staging, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache) -> list[int]:
-        """Fill the cache with the columns that all rows have; returns how many tokens of each row those hold.
+    def _load(self, staging: Staging, prompts: Prompts, rows: list[BlockHashes]) -> tuple[Planes, int]:
+        """Load the columns that all rows have; returns per-layer (K, V), and how many of their columns are right.
 
         A cache is a rectangle: the row that knows least, counted in columns, decides for all.
         """
@@ -195,7 +175,7 @@ class PrefixCachedModel:
         width = min(padding + num * size for padding, num in zip(prompts.num_padding, wanted, strict=True))
         needed = [max(0, -(-(width - padding) // size)) for padding in prompts.num_padding]
         if not any(needed):
-            return [0] * len(rows)
+            return [], 0
         longest = max(padding + num * size for padding, num in zip(prompts.num_padding, needed, strict=True))
         planes = self._empty_planes(len(rows), longest)
         for row, (hashes, padding, num_blocks) in enumerate(zip(rows, prompts.num_padding, needed, strict=True)):
@@ -205,13 +185,7 @@ class PrefixCachedModel:
             write = rows_into(planes, row, padding, size)
             loaded = staging.load(hashes[:num_blocks], write, self._load_timeout_s)
             width = min(width, padding + loaded * size)
-        if width:
-            for index, pair in enumerate(planes):
-                keys, values = (plane[:, :, :width] for plane in pair)
-                cache.update(keys, values, index)
-            if prompts.num_copies > 1:
-                cache.batch_repeat_interleave(prompts.num_copies)
-        return [max(0, width - padding) for padding in prompts.num_padding]
+        return planes, width
 
     def _save(self, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, first: list[int]) -> None:
         """Save the blocks [first, ..) of each row that the cache holds."""
@@ -223,6 +197,9 @@ class PrefixCachedModel:
         self, staging: Staging, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, first: list[int]
     ) -> tuple[int, int]:
         planes: Planes = [(layer.keys, layer.values) for layer in cache.layers]
+        # A copy would convert: an autocast inside the model may give KV of another dtype than it gave at first.
+        if (dtypes := {plane.dtype for pair in planes for plane in pair}) != {getattr(torch, self.space.shape.dtype)}:
+            raise LayoutMismatch(f"wanted KV of {self.space.shape.dtype} as at first, got {dtypes}; nothing is saved")
         seen: set[bytes] = set()
         num_written = num_refused = 0
         for row, (hashes, begin) in enumerate(zip(rows, first, strict=True)):

@@ -88,12 +88,18 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
         )
     mask = options.pop("attention_mask", None)
     mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id")) if mask is None else mask
+    padding = _padding(mask, input_ids)
+    if any(padding) and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise InvalidRequest(
+            f"wanted prompts of one length: {type(model).__name__} takes no position_ids, so padding may move the "
+            "positions of tokens, and with them their KV; generate for one prompt at a time"
+        )
     copies = max(setting("num_beams") or 1, setting("num_return_sequences") or 1)
     is_assisted = options.get("assistant_model") is not None or setting("prompt_lookup_num_tokens") is not None
     prompts = Prompts(
         input_ids=input_ids,
         attention_mask=mask,
-        num_padding=_padding(mask, input_ids),
+        num_padding=padding,
         num_copies=copies,
         follows_rows=copies == 1 and not is_assisted,
     )

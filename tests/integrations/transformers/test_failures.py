@@ -155,6 +155,25 @@ def test_a_store_that_is_not_there_or_too_small_is_said_at_once(build, cluster_c
         cluster.stop()
 
 
+def test_no_memory_for_loaded_kv_means_computing(build, tokens, wrap, caplog):
+    model, prompt = build(), tokens(200)
+    alone = model.generate(prompt, **GREEDY)
+    cached = wrap(model, retry_s=0.0)
+    cached.generate(prompt, **GREEDY)
+    real = cached._empty_planes
+
+    def short_of_memory(*_):
+        raise torch.OutOfMemoryError("no memory for KV")
+
+    cached._empty_planes = short_of_memory
+    assert torch.equal(cached.generate(prompt, **GREEDY), alone)
+    assert cached.stats.num_store_failures == 1
+    assert len(warnings_in(caplog)) == 1
+    cached._empty_planes = real
+    assert torch.equal(cached.generate(prompt, **GREEDY), alone)
+    assert cached.stats.num_loaded_tokens == 192
+
+
 def test_nothing_is_left_pinned_or_open(build, tokens, wrap, store):
     cached = wrap(build(), save_generated=True)
     for _ in range(3):

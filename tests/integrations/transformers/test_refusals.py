@@ -106,3 +106,19 @@ def test_a_setting_of_the_models_own_generation_config_counts(wrap, build, token
     model.generation_config.cache_implementation = "static"
     with pytest.raises(InvalidRequest, match="static"):
         wrap(model).generate(tokens(40), **GREEDY)
+
+
+def test_padding_where_the_model_counts_positions_by_itself(wrap, tokens):
+    config = transformers.BloomConfig(
+        vocab_size=211, hidden_size=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+    )
+    model = transformers.BloomForCausalLM(config).eval()
+    cached, prompts = wrap(model), torch.cat([tokens(40), tokens(40, 1)])
+    mask = torch.ones_like(prompts)
+    for _ in range(2):
+        answer = cached.generate(prompts, attention_mask=mask, **GREEDY)
+        assert torch.equal(answer, model.generate(prompts, attention_mask=mask, **GREEDY))
+    assert cached.stats.num_loaded_tokens == 2 * 32
+    mask[0, :5] = 0
+    with pytest.raises(InvalidRequest, match="one length"):
+        cached.generate(prompts, attention_mask=mask, **GREEDY)
