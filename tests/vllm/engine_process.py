@@ -20,12 +20,11 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
-import kvstore.integrations.vllm
-import kvstore.kernels.host_copy  # noqa: F401
+import kvstore.integrations.vllm  # noqa: F401
 
 
 class EngineProcess:
-    def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", module=None, **settings):
+    def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", **settings):
         transfer = None
         if connector is not None:
             transfer = KVTransferConfig(

@@ -94,10 +94,13 @@ class Lookups:
             if question.num_blocks == len(hashes) or not self._is_remote or time.monotonic() < self._not_before_s:
                 return
             question.num_blocks = client.lookup(hashes, timeout_s=self._wait_s).num_blocks
-        except (TransferTimeout, PeerLost) as error:
+        except TransferTimeout as error:
             self._not_before_s = time.monotonic() + _BACK_OFF_S
             self._stats.count("num_lookup_errors")
             logger.info("a lookup had no answer: %s", error)
+        except PeerLost:
+            self._link.lost(client)
+            self._stats.count("num_lookup_errors")
         except KVStoreError as error:
             self._link.failed(client, error)
             self._stats.count("num_lookup_errors")
