@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def _environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def unit():
+    """The smallest block, in tokens, that this vLLM's attention takes on a CPU."""
+    package = Path(importlib.util.find_spec("vllm").origin).parent
+    found = re.search(r"MultipleOf\((\d+)\)", (package / "v1/attention/backends/cpu_attn.py").read_text())
+    return int(found[1])
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """A small Llama with random weights, the same ones every time."""
     import torch
@@ -85,11 +94,11 @@ def cluster():
 
 
 @pytest.fixture(scope="session")
-def store(cluster):
+def store(cluster, unit):
     import kvstore
 
-    # 32 tokens of 4 KiB, the largest stored block here.
-    store = kvstore.start("512MiB", block_bytes=32 * 4096, lease_ttl_s=10.0)
+    # The largest stored block here; a token has 4 KiB.
+    store = kvstore.start("512MiB", block_bytes=2 * unit * 4096, lease_ttl_s=10.0)
     yield store
     store.stop()
 
@@ -136,13 +145,13 @@ def start_engine(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def _lasting(tmp_path_factory, model, connector):
+def _lasting(tmp_path_factory, model, connector, unit):
     """The engines that all modules share: starting one takes longer than most tests."""
     with _engines(tmp_path_factory) as start:
         made = {
-            "plain": start(model, block_size=16),
-            "sixteen": start(model, block_size=16, connector=connector(0, portable=True)),
-            "thirty_two": start(model, block_size=32, connector=connector(1, block_size=16, portable=True)),
+            "plain": start(model, block_size=unit),
+            "first": start(model, block_size=unit, connector=connector(0, portable=True)),
+            "second": start(model, block_size=2 * unit, connector=connector(1, block_size=unit, portable=True)),
         }
         yield {name: engine.wait_started() for name, engine in made.items()}
 
@@ -154,15 +163,15 @@ def plain(_lasting):
 
 
 @pytest.fixture(scope="session")
-def sixteen(_lasting):
-    """An engine with blocks of 16 tokens, on the first node."""
-    return _lasting["sixteen"]
+def first(_lasting):
+    """An engine with small blocks, on the first node."""
+    return _lasting["first"]
 
 
 @pytest.fixture(scope="session")
-def thirty_two(_lasting):
-    """An engine with blocks of 32 tokens, on the second node; stored blocks have 16."""
-    return _lasting["thirty_two"]
+def second(_lasting):
+    """An engine with blocks twice as large, on the second node; stored blocks are the small ones."""
+    return _lasting["second"]
 
 
 @pytest.fixture(scope="session")

@@ -12,25 +12,25 @@ _seeds = itertools.count(70_000, 10)
 
 
 @pytest.fixture
-def saved(sixteen, thirty_two, plain, prompt_of):
+def saved(first, second, plain, prompt_of):
     """A prompt that the other node's engine can load, and its answer."""
     tokens = prompt_of(500, next(_seeds))
-    sixteen.run([("save", tokens, {})], max_tokens=1)
-    thirty_two.reset()
+    first.run([("save", tokens, {})], max_tokens=1)
+    second.reset()
     return tokens, plain.run([("wanted", tokens, {})], cold=True)
 
 
 @pytest.fixture
-def check(thirty_two, saved, same, node_ids, pool_of, eventually):
+def check(second, saved, same, node_ids, pool_of, eventually):
     """Nothing is left, and the prompt is answered right."""
 
     def run():
         tokens, wanted = saved
-        thirty_two.settle()
-        assert thirty_two.tracked() == 0
-        free, total = thirty_two.blocks()
+        second.settle()
+        assert second.tracked() == 0
+        free, total = second.blocks()
         assert free == total
-        same(thirty_two.run([("next", tokens, {})]), wanted)
+        same(second.run([("next", tokens, {})]), wanted)
 
         def is_settled():
             keys = ("num_pinned", "num_leases", "num_writing", "num_quarantined")
@@ -42,33 +42,33 @@ def check(thirty_two, saved, same, node_ids, pool_of, eventually):
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 6])
-def test_after_some_steps(thirty_two, saved, check, num_steps):
-    thirty_two.add("gone", saved[0])
-    thirty_two.step(num_steps)
-    thirty_two.abort("gone")
+def test_after_some_steps(second, saved, check, num_steps):
+    second.add("gone", saved[0])
+    second.step(num_steps)
+    second.abort("gone")
     check()
-    assert thirty_two.answer("gone") is None
+    assert second.answer("gone") is None
 
 
-def test_in_the_middle_of_a_load(thirty_two, saved, check, store, node_ids):
+def test_in_the_middle_of_a_load(second, saved, check, store, node_ids):
     mover = store.stats()["nodes"][node_ids[1]]["mover_pid"]
     os.kill(mover, signal.SIGSTOP)
     try:
-        thirty_two.add("gone", saved[0])
-        assert thirty_two.step_until("gone", "WAITING_FOR_REMOTE_KVS")
-        thirty_two.step(3)
-        thirty_two.abort("gone")
+        second.add("gone", saved[0])
+        assert second.step_until("gone", "WAITING_FOR_REMOTE_KVS")
+        second.step(3)
+        second.abort("gone")
         # Its blocks stay where the load may still write.
-        free, total = thirty_two.blocks()
+        free, total = second.blocks()
         assert free < total
     finally:
         os.kill(mover, signal.SIGCONT)
     check()
 
 
-def test_in_the_middle_of_a_prompt_in_chunks(plain, model, start_engine, connector, prompt_of, same):
+def test_in_the_middle_of_a_prompt_in_chunks(plain, model, start_engine, connector, prompt_of, same, unit):
     engine = start_engine(
-        model, block_size=16, connector=connector(0), max_num_batched_tokens=64, max_num_seqs=16
+        model, block_size=unit, connector=connector(0), max_num_batched_tokens=64, max_num_seqs=16
     ).wait_started()
     tokens = prompt_of(300, next(_seeds))
     engine.add("gone", tokens)
@@ -85,8 +85,8 @@ def test_in_the_middle_of_a_prompt_in_chunks(plain, model, start_engine, connect
     assert 64 <= answers[0]["num_cached"] < 300
 
 
-def test_while_its_blocks_are_saved(thirty_two, saved, check, prompt_of):
-    thirty_two.add("gone", prompt_of(2000, next(_seeds)), max_tokens=20)
-    assert thirty_two.step_until("gone", "RUNNING")
-    thirty_two.abort("gone")
+def test_while_its_blocks_are_saved(second, saved, check, prompt_of):
+    second.add("gone", prompt_of(2000, next(_seeds)), max_tokens=20)
+    assert second.step_until("gone", "RUNNING")
+    second.abort("gone")
     check()

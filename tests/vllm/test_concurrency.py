@@ -9,20 +9,24 @@ NUM_REQUESTS = 50
 
 
 @pytest.fixture(scope="module")
-def engines(plain, sixteen, thirty_two, model, start_engine, connector):
+def engines(plain, first, second, model, start_engine, connector, unit):
     small = start_engine(
-        model, block_size=16, connector=connector(0, save="all"), num_gpu_blocks_override=49, max_model_len=512
+        model,
+        block_size=unit,
+        connector=connector(0, save="all"),
+        num_gpu_blocks_override=768 // unit + 1,
+        max_model_len=512,
     )
-    return {"plain": plain, "sixteen": sixteen, "thirty_two": thirty_two, "small": small.wait_started()}
+    return {"plain": plain, "first": first, "second": second, "small": small.wait_started()}
 
 
 def test_fifty_requests_share_a_prefix_that_another_node_has(engines, prompt_of, same, store, node_ids):
     prefix = prompt_of(PREFIX, 50_000)
     prompts = [(f"p{at}", prefix + prompt_of(20, 50_001 + at), {}) for at in range(NUM_REQUESTS)]
-    engines["sixteen"].run([("save", [*prefix, 1], {})], max_tokens=1)
-    engines["thirty_two"].reset()
+    engines["first"].run([("save", [*prefix, 1], {})], max_tokens=1)
+    engines["second"].reset()
     before = store.stats()["nodes"][node_ids[1]]["nixl"]["num_bytes"]
-    answers = engines["thirty_two"].run(prompts)
+    answers = engines["second"].run(prompts)
     after = store.stats()["nodes"][node_ids[1]]
     wanted = engines["plain"].run(prompts)
 
@@ -30,10 +34,10 @@ def test_fifty_requests_share_a_prefix_that_another_node_has(engines, prompt_of,
     assert all(answer["num_cached"] >= PREFIX for answer in answers)
     # 2,048 tokens of 4 KiB crossed once, although fifty asked; each of them had all of it.
     assert after["nixl"]["num_bytes"] - before == PREFIX * 4096
-    assert engines["thirty_two"].blocks()[0] == engines["thirty_two"].blocks()[1]
+    assert engines["second"].blocks()[0] == engines["second"].blocks()[1]
 
 
-def test_requests_that_are_preempted_go_on_right(engines, prompt_of, same):
+def test_requests_that_are_preempted_go_on_right(engines, prompt_of, same, unit):
     prompts = [(f"p{at}", prompt_of(100 + at, 60_000 + at), {}) for at in range(8)]
     small = engines["small"]
     answers = small.run(prompts, max_tokens=60)
@@ -52,4 +56,4 @@ def test_requests_that_are_preempted_go_on_right(engines, prompt_of, same):
     again = [small.run([turn])[0] for turn in turns]
     same(again, [engines["plain"].run([turn], cold=True)[0] for turn in turns])
     # The last token of an answer was never computed.
-    assert [answer["num_cached"] for answer in again] == [(len(turn[1]) - 1) // 16 * 16 for turn in turns]
+    assert [answer["num_cached"] for answer in again] == [(len(turn[1]) - 1) // unit * unit for turn in turns]

@@ -13,10 +13,10 @@ _seeds = itertools.count(80_000, 10)
 
 
 @pytest.fixture(scope="module")
-def failing(model, start_engine, connector):
+def failing(model, start_engine, connector, unit):
     """An engine that ends a request with an error when its load fails."""
     return start_engine(
-        model, block_size=32, policy="fail", connector=connector(1, block_size=16, portable=True)
+        model, block_size=2 * unit, policy="fail", connector=connector(1, block_size=unit, portable=True)
     ).wait_started()
 
 
@@ -37,21 +37,21 @@ def kill(store, node_ids):
 
 
 @pytest.fixture
-def serves_again(store, node_ids, sixteen, thirty_two, failing, plain, prompt_of, same, eventually):
+def serves_again(store, node_ids, first, second, failing, plain, prompt_of, same, eventually, unit):
     """Both nodes have a store again, all engines find it, and blocks go across."""
 
     def check():
         def is_shared():
             tokens = prompt_of(300, next(_seeds))
-            sixteen.run([("save", tokens, {})], max_tokens=1)
+            first.run([("save", tokens, {})], max_tokens=1)
             wanted = plain.run([("wanted", tokens, {})], cold=True)
-            answers = [engine.run([("load", tokens, {})])[0] for engine in (thirty_two, failing)]
+            answers = [engine.run([("load", tokens, {})])[0] for engine in (second, failing)]
             right = [answer for answer in answers if answer["reason"] != "error"]
             same(right, wanted * len(right))
-            return all(answer["num_cached"] >= 288 for answer in answers)
+            return all(answer["num_cached"] >= 300 // unit * unit for answer in answers)
 
         eventually(is_shared, 60, 0.5)
-        for engine in (sixteen, thirty_two, failing):
+        for engine in (first, second, failing):
             engine.settle()
             free, total = engine.blocks()
             print(f"{free} of {total} blocks free, {engine.tracked()} requests tracked")
@@ -78,12 +78,12 @@ def serves_again(store, node_ids, sixteen, thirty_two, failing, plain, prompt_of
 @pytest.mark.parametrize("victim", ["mover", "directory", "source", "reader"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_one_dies_in_the_middle_of_a_load(
-    victim, policy, sixteen, thirty_two, failing, plain, store, node_ids, prompt_of, same, kill, serves_again
+    victim, policy, first, second, failing, plain, store, node_ids, prompt_of, same, kill, serves_again
 ):
-    engine = {"recompute": thirty_two, "fail": failing}[policy]
+    engine = {"recompute": second, "fail": failing}[policy]
     tokens = prompt_of(1500, next(_seeds))
     wanted = plain.run([("wanted", tokens, {})], cold=True)
-    sixteen.run([("save", tokens, {})], max_tokens=1)
+    first.run([("save", tokens, {})], max_tokens=1)
     mover = store.stats()["nodes"][node_ids[1]]["mover_pid"]
     os.kill(mover, signal.SIGSTOP)
     try:

@@ -19,28 +19,28 @@ def refusal(model, start_engine):
     return start
 
 
-def test_no_store_of_that_name(refusal, connector):
-    said = refusal(block_size=16, connector=connector(0, store="nobody"))
+def test_no_store_of_that_name(refusal, connector, unit):
+    said = refusal(block_size=unit, connector=connector(0, store="nobody"))
     assert "wanted the store 'nobody' on this node" in said
     assert "kvstore start" in said
 
 
-def test_an_unknown_key(refusal, connector):
+def test_an_unknown_key(refusal, connector, unit):
     assert "unknown keys ['blocksize']; known are store, address" in refusal(connector=connector(0, blocksize=16))
 
 
-def test_a_stored_block_that_does_not_fit(refusal, connector):
+def test_a_stored_block_that_does_not_fit(refusal, connector, unit):
     said = refusal(block_size=32, connector=connector(0, block_size=48))
     assert "wanted a multiple or a divisor of the engine's 32 tokens, got 48" in said
 
 
-def test_blocks_too_large_for_the_stores_slots(refusal, connector, sixteen):
+def test_blocks_too_large_for_the_stores_slots(refusal, connector, unit, first):
     # The store has cut its memory for blocks of the first engine.
-    said = refusal(block_size=16, connector=connector(0, block_size=8192))
+    said = refusal(block_size=unit, connector=connector(0, block_size=8192))
     assert "block_bytes" in said
 
 
-def test_a_hybrid_model(refusal, connector, tmp_path):
+def test_a_hybrid_model(refusal, connector, unit, tmp_path):
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -49,5 +49,5 @@ def test_a_hybrid_model(refusal, connector, tmp_path):
         dtype="float32",
     )  # fmt: skip
     Gemma3ForCausalLM(config).save_pretrained(tmp_path)
-    said = refusal(str(tmp_path), block_size=16, connector=connector(0), disable_hybrid_kv_cache_manager=False)
+    said = refusal(str(tmp_path), block_size=unit, connector=connector(0), disable_hybrid_kv_cache_manager=False)
     assert "hybrid" in said.lower()
