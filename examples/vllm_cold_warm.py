@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm_demo import (
     VOCABULARY,
-    empty_own_cache,
+    finish_saves,
     generate,
     make_engine,
     need_vllm,
@@ -40,7 +40,8 @@ def measure(engine: Any) -> list[dict[str, Any]]:
         generate(engine, random.integers(0, VOCABULARY, num_tokens).tolist())  # the first step of each shape is slow
         prompt = random.integers(0, VOCABULARY, num_tokens).tolist()
         cold = generate(engine, prompt)
-        empty_own_cache(engine)
+        finish_saves(engine)
+        engine.reset_prefix_cache()
         warm = generate(engine, prompt)
         row = {
             "prompt": name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import time
 from typing import Any
 
 VOCABULARY = 2048
@@ -24,6 +23,7 @@ def private_environment(folder: str) -> None:
         os.environ.pop(name, None)
     os.environ.update(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", VLLM_NO_USAGE_STATS="1")
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CONFIGURE_LOGGING="0")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no process for the engine besides the one that makes it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not os.access(os.path.expanduser("~"), os.W_OK):
@@ -91,10 +91,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["tokens"] == other["tokens"] and max(diffs) <= MAX_LOGPROB_DIFF
 
 
-def empty_own_cache(engine: Any) -> None:
-    """Empty vLLM's prefix cache, once it has let go of the blocks that were being saved."""
-    deadline_s = time.monotonic() + 20
-    while not engine.reset_prefix_cache():
-        if time.monotonic() > deadline_s:
-            sys.exit("vLLM did not let go of its blocks")
-        time.sleep(0.05)
+def finish_saves(engine: Any) -> None:
+    """Step an engine of this process until what it computed is stored; one in a process of its own does that itself."""
+    core = engine.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests():
+        engine.llm_engine.step()

@@ -8,7 +8,6 @@ compared with one that the decode engine computed from nothing. Exits with 1 whe
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from typing import Any
@@ -17,7 +16,7 @@ import click
 from prefill_decode import two_nodes
 from rich.console import Console
 from rich.table import Table
-from vllm_demo import VOCABULARY, generate, make_engine, need_vllm, private_environment, same, save_model
+from vllm_demo import VOCABULARY, finish_saves, generate, make_engine, need_vllm, private_environment, same, save_model
 
 STORED_BLOCK_SIZE = 16
 START_S, CALL_S = 240.0, 120.0
@@ -36,18 +35,14 @@ class Worker:
     """An actor with an engine in it."""
 
     def __init__(self, model: str, block_size: int) -> None:
-        # In this process, which already is one of its own.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._engine = make_engine(model, block_size, stored_block_size=STORED_BLOCK_SIZE)
-        self._core = self._engine.llm_engine.engine_core.engine_core
 
     def ready(self) -> bool:
         return True
 
     def prefill(self, tokens: list[int]) -> dict[str, Any]:
         answer = generate(self._engine, tokens, num_tokens=1)
-        while self._core.scheduler.has_requests():  # until its blocks are saved
-            self._engine.llm_engine.step()
+        finish_saves(self._engine)
         return answer
 
     def decode(self, tokens: list[int]) -> dict[str, Any]:
