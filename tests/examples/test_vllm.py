@@ -1,4 +1,4 @@
-"""The vLLM example, as a reader would run it; only where vLLM is installed."""
+"""The vLLM examples, as a reader would run them; only where vLLM is installed."""
 
 from __future__ import annotations
 
@@ -38,3 +38,15 @@ def test_answers_are_the_same_cold_and_warm_and_blocks_come_from_the_store(repo_
     assert [row["num_tokens_from_store"] for row in rows] == [0, 32, 32, 992]
     # A thousand tokens: far from the threshold, so that a busy machine does not matter.
     assert rows[3]["warm_first_token_s"] < rows[3]["cold_first_token_s"]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(RUN_S + 2 * START_S)
+def test_what_one_node_prefilled_another_decodes_the_same(repo_root: Path, run_example):
+    run = run_example(python_with_vllm(repo_root), "examples/vllm_prefill_decode.py", "--json", timeout_s=RUN_S)
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = json.loads(run.stdout.splitlines()[-1])
+    assert all(row["identical"] for row in rows)
+    assert [row["num_tokens_found"] for row in rows] == [0, 16, 16, 992, 304, 352]
