@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvstore.errors import InvalidRequest, UnsupportedModel
+from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
 from kvstore.hashing import Namespace
 from kvstore.shape import KVShape
 
@@ -29,6 +29,22 @@ _NOT_OF_KV = ("_name_or_path", "transformers_version", "architectures", "id2labe
 """Keys of a config that say where a model came from or what its head is called, and change no KV."""
 
 _PIECE_BYTES = 64 << 20
+
+_OLDEST = (5, 23)
+"""Earlier versions of `generate` do not go on from a filled cache in every mode: 5.0 computes chunks from 0 again."""
+
+
+def check_version(version: str) -> None:
+    """Refuse versions of transformers of which nobody has seen that they go on from a filled cache.
+
+    Raises:
+        ConfigError: it is older than 5.23.
+    """
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ConfigError(
+            f"wanted transformers {'.'.join(map(str, _OLDEST))} or newer, got {version}, whose generate may compute a "
+            "loaded prefix again and answer wrongly; install raykv[transformers]"
+        )
 
 
 def check_supported(model: Any) -> None:

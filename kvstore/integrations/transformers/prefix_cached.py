@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from kvstore.errors import InvalidRequest, LayoutMismatch, StoreUnavailable
@@ -17,6 +18,7 @@ from kvstore.hashing import BlockHashes
 from kvstore.integrations.transformers.identity import (
     check_supported,
     check_unadapted,
+    check_version,
     check_weights_unchanged,
     kv_shape,
     namespace_of,
@@ -60,7 +62,8 @@ class PrefixCachedModel:
         UnsupportedModel: KV of this model cannot be shared yet; the message says what can.
         InvalidRequest: the model is in training mode, or autocast is on.
         StoreNotRunning: there is no store on this node.
-        ConfigError: an argument cannot work, or the store's slots are too small for these blocks.
+        ConfigError: transformers is too old, an argument cannot work, or the store's slots are too small for these
+            blocks.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class PrefixCachedModel:
         load_timeout_s: float | None = None,
         retry_s: float = 30.0,
     ) -> None:
+        check_version(transformers.__version__)
         _check_mode(model)
         check_supported(model)
         shape, self._device = kv_shape(model, block_size)

@@ -7,7 +7,8 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from kvstore.errors import InvalidRequest, UnsupportedModel
+from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
+from kvstore.integrations.transformers.identity import check_version
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 SMALL = {
@@ -48,6 +49,14 @@ def test_models_whose_kv_has_no_blocks(wrap, store, name, settings, said):
     with pytest.raises(UnsupportedModel, match=said):
         wrap(model)
     assert store.num_opened == 0
+
+
+def test_versions_that_do_not_go_on_from_a_filled_cache():
+    for version in ("5.23.0", "5.24.0.dev0", "6.0.1"):
+        check_version(version)
+    for version in ("4.57.1", "5.0.0", "5.22.9"):
+        with pytest.raises(ConfigError, match=version):
+            check_version(version)
 
 
 def test_rope_that_depends_on_the_length(wrap, build):
