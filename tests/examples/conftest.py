@@ -33,7 +33,7 @@ def run_example(repo_root, request) -> Callable[..., subprocess.CompletedProcess
         process = subprocess.Popen(
             command,
             cwd=repo_root,
-            env={**os.environ, "PYTHONPATH": str(repo_root), name: value, **env},
+            env={**os.environ, "PYTHONPATH": f"{repo_root}:{os.environ.get('PYTHONPATH', '')}", name: value, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
