@@ -22,13 +22,13 @@ def hashes_of(space):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvstore.integrations.vllm.keys import hash_blocks, prompt_tokens
+    from kvstore.integrations.vllm.keys import hash_prompt
 
     def make(tokens=TOKENS, **more):
         request = Request(
             request_id="r", prompt_token_ids=tokens, sampling_params=SamplingParams(), pooling_params=None, **more
         )
-        return hash_blocks(space, request, prompt_tokens(request))
+        return hash_prompt(space, request)
 
     return make
 
@@ -49,6 +49,12 @@ def image(name, offset=20, length=30):
 def test_the_same_request_has_the_same_hashes(hashes_of, space):
     assert hashes_of() == hashes_of() == space.block_hashes(TOKENS)
     assert hashes_of(lora_request=lora("a"), cache_salt="s") == hashes_of(lora_request=lora("a", 2), cache_salt="s")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 15, 16, 1023, 1024, 1025, 1040, 5000])
+def test_a_long_prompt_has_the_hashes_that_it_has_at_once(hashes_of, space, num_tokens):
+    tokens = list(range(num_tokens))
+    assert hashes_of(tokens) == space.block_hashes(tokens)
 
 
 def test_each_kind_of_content_changes_every_hash_from_where_it_begins(hashes_of):

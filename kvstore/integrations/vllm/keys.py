@@ -6,12 +6,16 @@ and engines with other ones could not share.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from kvstore.hashing import BlockHashes, ExtraKey, Namespace
+
+#: Hashed at a stretch; meanwhile the scheduler's thread may wait for the interpreter.
+_PIECE_TOKENS = 1024
 
 
 def has_extra_keys(request: Any) -> bool:
@@ -28,6 +32,17 @@ def prompt_tokens(request: Any) -> Sequence[int]:
     """Return the prompt; one of embeddings has zeros, and its content in the extra keys."""
     tokens: Sequence[int] | None = request.prompt_token_ids
     return [0] * int(request.num_prompt_tokens) if tokens is None else tokens
+
+
+def hash_prompt(space: Namespace, request: Any) -> BlockHashes:
+    """Hash the full blocks of a request's prompt, and let other threads go on in between."""
+    tokens, size = prompt_tokens(request), space.shape.block_size
+    piece = max(_PIECE_TOKENS // size, 1) * size
+    found = hash_blocks(space, request, tokens[:piece])
+    for first in range(piece, len(tokens) - size + 1, piece):
+        time.sleep(0)
+        found = BlockHashes.join(found, hash_blocks(space, request, tokens[first : first + piece], found))
+    return found
 
 
 def hash_blocks(

@@ -14,7 +14,7 @@ from typing import Any
 from kvstore.errors import KVStoreError
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.integrations.vllm.events import stored_event
-from kvstore.integrations.vllm.keys import hash_blocks, prompt_tokens
+from kvstore.integrations.vllm.keys import hash_blocks, hash_prompt
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.lookups import Lookups, Question
 from kvstore.integrations.vllm.options import Options, SavePolicy
@@ -255,7 +255,7 @@ class SchedulerSide:
         request, known = tracked.request, tracked.hashes
 
         def make_hashes(space: Namespace = self._space) -> BlockHashes:
-            return known if known is not None else hash_blocks(space, request, prompt_tokens(request))
+            return known if known is not None else hash_prompt(space, request)
 
         tracked.question = Question(make_hashes, tracked.may_load)
         self._lookups.ask(tracked.question)
