@@ -89,6 +89,7 @@ OTHERS = {
     "max_quarantined_fraction": 0.3,
     "max_quarantine_s": 20.0,
     "chunk_bytes": 1 << 20,
+    "stage_chunk_bytes": 1 << 21,
     "lane": "tcp",
 }
 
