@@ -49,10 +49,11 @@ class Neighbours:
     Args:
         stage: that is filled.
         slot_bytes: distance between its slots.
+        num_slots: how many it has.
     """
 
-    def __init__(self, stage: StageMemory, slot_bytes: int) -> None:
-        self._stage, self._slot_bytes = stage, slot_bytes
+    def __init__(self, stage: StageMemory, slot_bytes: int, num_slots: int) -> None:
+        self._stage, self._slot_bytes, self._num_slots = stage, slot_bytes, num_slots
         self._totals = ReadTotals()
         self._peers: dict[str, PeerDescription] = {}
         self._copies: dict[int, _Copy] = {}
@@ -69,8 +70,8 @@ class Neighbours:
         return b""
 
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
-        """Remember the distance between slots."""
-        self._slot_bytes = slot_bytes
+        """Remember how the stage is divided."""
+        self._slot_bytes, self._num_slots = slot_bytes, num_slots
 
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Make another stage readable."""
@@ -81,12 +82,15 @@ class Neighbours:
         self._peers.pop(peer, None)
 
     def post(self, request: ReadRequest) -> int:
-        """Queue the copies of a READ; see `Transport`."""
+        """Queue the copies of a READ; see `Transport`.
+
+        Slots are checked here, before any copy: an address made of a wrong one is somebody else's memory.
+        """
         peer = self._peers.get(request.peer)
         if peer is None:
             raise PeerLost(f"wanted a stage that was added, got {request.peer!r}")
-        if len(request.remote_slots) and int(request.remote_slots.max()) >= peer.num_slots:
-            raise TransferError(f"wanted slots below {peer.num_slots}, got {int(request.remote_slots.max())}")
+        _check_slots("local", request.local_slots, self._num_slots)
+        _check_slots("remote", request.remote_slots, peer.num_slots)
         runs = _runs(request, self._stage.address, self._slot_bytes, peer.address, peer.slot_bytes)
         try:
             mark = self._stage.begin_copies(runs, peer.gpu)
@@ -120,6 +124,11 @@ class Neighbours:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _check_slots(whose: str, slots: IndexArray, num_slots: int) -> None:
+    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
+        raise TransferError(f"wanted {whose} slots in [0, {num_slots}), got {int(slots.min())} to {int(slots.max())}")
 
 
 def _runs(

@@ -98,7 +98,7 @@ class Slabs:
         agent = stage.transport.describe()
         self._agents.add(agent)
         self._stages[number], self._stage_slot_bytes[number] = stage, slot_bytes
-        self._neighbours[number] = Neighbours(stage, slot_bytes)
+        self._neighbours[number] = Neighbours(stage, slot_bytes, num_slots)
         logger.info("mover: stage %d of %d bytes on GPU %s", number, slot_bytes * num_slots, value["uuid"])
         return {
             "slab": number,
