@@ -8,14 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import exceptions as ray_errors
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
 from kvstore.actors.supervisor import Supervisor, alive_nodes
-from kvstore.client import Client
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import (
     ConfigError,
@@ -26,6 +25,9 @@ from kvstore.errors import (
 )
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.part import Part
+
+if TYPE_CHECKING:
+    from kvstore.client import Client
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class Store:
             ConfigError: the store's slots are too small for these blocks.
             LayoutMismatch: these blocks cannot be divided among so many ranks.
         """
+        from kvstore.client import Client  # With it comes torch, which starting and stopping a store need not wait for.
+
         handle = node_store(node_id, self.config.name)
         path = call("node store", handle.control_path.remote(), _CALL_S)
         return Client(str(path), space, part)

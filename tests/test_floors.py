@@ -165,6 +165,12 @@ def test_import_kvstore_is_light():
     assert loaded.isdisjoint({"torch", "ray", "cupy", "transformers", "vllm", *NIXL_PACKAGES})
 
 
+@pytest.mark.parametrize("name", ["actors.cluster", "actors.node_store", "actors.plain_nodes", "cli"])
+def test_only_processes_with_an_engine_wait_for_torch(name):
+    loaded = {name.split(".")[0] for name in modules_after(f"import kvstore.{name}")}
+    assert loaded.isdisjoint({"torch", "transformers", "vllm"})
+
+
 def test_no_module_is_loaded_twice_under_a_bare_name():
     loaded = modules_after("import kvstore, kvstore.actors, kvstore.errors")
     assert loaded.isdisjoint({"actors", "kernels"})
