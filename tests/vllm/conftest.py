@@ -41,6 +41,10 @@ def _environment(tmp_path_factory):
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="INFO",
+        # A step in which the sampler is compiled for a new number of requests took minutes, or did not end at all.
+        TORCH_COMPILE_DISABLE="1",
+        # Its attention spins until all its threads are there; several engines share the cores of this machine.
+        OMP_NUM_THREADS="1",
         VLLM_CACHE_ROOT=f"{sys.prefix}/cache-of-tests",  # what it finds out of a model, in a process for each
         PYTHONPATH=f"{Path(__file__).parent}:{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
         HF_HUB_OFFLINE="1",
