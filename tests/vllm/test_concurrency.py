@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 PREFIX = 2048
@@ -35,6 +37,20 @@ def test_fifty_requests_share_a_prefix_that_another_node_has(engines, prompt_of,
     # 2,048 tokens of 4 KiB crossed once, although fifty asked; each of them had all of it.
     assert after["nixl"]["num_bytes"] - before == PREFIX * 4096
     assert engines["second"].blocks()[0] == engines["second"].blocks()[1]
+
+
+def test_what_the_store_answered_counts_however_late_the_engine_comes_to_it(engines, prompt_of, unit):
+    """Steps longer than an answer stays young must not make requests ask again and again."""
+    engine, tokens = engines["first"], prompt_of(10 * unit + 5, 70_000)
+    engine.run([("save", tokens, {})], max_tokens=1)
+    engine.reset()
+    engine.add("late", tokens)
+    for _ in range(2):
+        time.sleep(1.2)
+        states = engine.step()
+    assert states["late"] != "WAITING"
+    engine.settle()
+    assert engine.answer("late")["num_cached"] == 10 * unit
 
 
 def test_requests_that_are_preempted_go_on_right(engines, prompt_of, same, unit):

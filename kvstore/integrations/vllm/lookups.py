@@ -35,6 +35,8 @@ class Question:
         #: Usable prefix in blocks; grows while other nodes are asked.
         self.num_blocks = 0
         self.done = False
+        #: Whether vLLM was told the answer.
+        self.is_given = False
 
 
 class Lookups:

@@ -23,7 +23,8 @@ from kvstore.integrations.vllm.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-#: An answer older than this is asked for again: blocks may have been evicted while the request waited.
+#: An answer that vLLM had and could not use at once is asked for again after this: blocks may have been evicted. The
+#: first time it is given whatever its age, or none would be young enough where steps or many lookups take longer.
 _ANSWER_S = 1.0
 
 
@@ -117,7 +118,7 @@ class SchedulerSide:
         tracked.num_engine_tokens = num_engine_tokens
         size, now_s = self._space.shape.block_size, time.monotonic()
         question = tracked.question
-        if question is None or (tracked.may_load and question.done and now_s > question.asked_s + _ANSWER_S):
+        if question is None or (tracked.may_load and question.is_given and now_s > question.asked_s + _ANSWER_S):
             self._ask(tracked)
         question = tracked.question
         assert question is not None
@@ -125,8 +126,9 @@ class SchedulerSide:
             return 0, False
         assert self._lookups is not None
         if not question.done and not self._lookups.is_held_up():
-            self._plan.is_waiting = True
+            self._plan.num_waiting += 1
             return None, False
+        question.is_given = question.done
         if not question.done:
             self._stats.count("num_late_lookups")
         tracked.hashes = tracked.hashes if question.hashes is None else question.hashes

@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0
 _STUCK_S = 60.0
-#: The engine spins while a load is under way and there is nothing to compute; this leaves the cores to the copies.
+#: The engine spins while a load is under way and there is nothing to compute; this leaves the cores to the copies, and
+#: the interpreter to the thread that asks the store, for as many questions as it has left.
 _YIELD_S = 0.0005
+_LONGEST_YIELD_S = 0.005
 
 
 @dataclass(slots=True)
@@ -128,8 +130,8 @@ class WorkerSide:
 
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""
-        if not plan.is_computing and (self._loads or self._saves or plan.is_waiting):
-            time.sleep(_YIELD_S)
+        if not plan.is_computing and (self._loads or self._saves or plan.num_waiting):
+            time.sleep(min(_YIELD_S * max(plan.num_waiting, 1), _LONGEST_YIELD_S))
         for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
             self._end_load(self._loads.pop(req_id))
         for req_id, saves in list(self._saves.items()):
