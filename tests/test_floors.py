@@ -6,10 +6,11 @@ Imports inside functions count like those at the top.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ def module_of(path: str) -> list[str]:
     return parts if parts[0] == "kvstore" else ["kvstore", *parts]
 
 
-def imports_in(source: str, path: str) -> Iterator[str]:
+def imports_in(nodes: Iterable[ast.AST], path: str) -> Iterator[str]:
     """Every module that a file imports, absolute; `from a import b` gives both a and a.b."""
-    for node in ast.walk(ast.parse(source, filename=path)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -56,8 +57,18 @@ def imports_in(source: str, path: str) -> Iterator[str]:
                 yield node.args[0].value
 
 
-def imports_of(path: str) -> set[str]:
-    return set(imports_in((ROOT / path).read_text(encoding="utf-8"), path))
+def nodes_of(source: str, path: str = "<test>") -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source, filename=path)))
+
+
+@functools.cache  # one walk through a file serves all rules
+def facts_of(path: str) -> tuple[frozenset[str], list[int]]:
+    nodes = nodes_of((ROOT / path).read_text(encoding="utf-8"), path)
+    return frozenset(imports_in(nodes, path)), stop_calls(nodes)
+
+
+def imports_of(path: str) -> frozenset[str]:
+    return facts_of(path)[0]
 
 
 def below(module: str, *packages: str) -> bool:
@@ -81,11 +92,11 @@ def offences(paths: list[str], *banned: str) -> list[str]:
     ],
 )
 def test_the_walker_sees_every_kind_of_import(source, found):
-    assert found in set(imports_in(source, "kvstore/api.py"))
+    assert found in set(imports_in(nodes_of(source), "kvstore/api.py"))
 
 
 def test_the_walker_resolves_relative_imports_of_the_linked_folders():
-    assert "kvstore.kernels.module" in set(imports_in("from .module import load", "kernels/pack.py"))
+    assert "kvstore.kernels.module" in set(imports_in(nodes_of("from .module import load"), "kernels/pack.py"))
 
 
 def test_kernels_import_only_arrays_compilers_and_the_standard_library():
@@ -176,21 +187,20 @@ def test_no_module_is_loaded_twice_under_a_bare_name():
     assert loaded.isdisjoint({"actors", "kernels"})
 
 
-def docstrings_of(tree: ast.AST) -> set[int]:
+def docstrings_of(nodes: Iterable[ast.AST]) -> set[int]:
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, holders) and node.body and isinstance(node.body[0], ast.Expr)
     }
 
 
-def stop_calls(source: str) -> list[int]:
+def stop_calls(nodes: list[ast.AST]) -> list[int]:
     """Lines with a string, or neighbouring strings of a list or call, that spell the forbidden command."""
-    tree = ast.parse(source)
-    docstrings = docstrings_of(tree)
+    docstrings = docstrings_of(nodes)
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             words = node.value
         elif isinstance(node, ast.List | ast.Tuple | ast.Call):
@@ -208,15 +218,15 @@ def is_text(node: ast.AST) -> bool:
 
 
 def test_the_stop_finder_finds():
-    assert stop_calls(f"run('{STOP} --force')") == [1, 1]
-    assert stop_calls(f"run({STOP.split()!r})") == [1]
-    assert stop_calls(f"def f():\n    '''Never {STOP}.'''") == []
+    assert stop_calls(nodes_of(f"run('{STOP} --force')")) == [1, 1]
+    assert stop_calls(nodes_of(f"run({STOP.split()!r})")) == [1]
+    assert stop_calls(nodes_of(f"def f():\n    '''Never {STOP}.'''")) == []
 
 
 def test_nothing_runs_the_command_that_ends_every_ray_on_the_machine():
     python = python_files("kvstore", "actors", "kernels", "examples", "benchmarks", "scripts")
     python += [path for path in python_files("tests") if path != "tests/test_floors.py"]
-    found = [path for path in python if stop_calls((ROOT / path).read_text(encoding="utf-8"))]
+    found = [path for path in python if facts_of(path)[1]]
     others = [ROOT / "Makefile", ROOT / "cluster.yaml", ROOT / ".ci/run", *ROOT.glob("*/*.sh")]
     for path in others:
         lines = path.read_text(encoding="utf-8").splitlines()
