@@ -5,6 +5,7 @@ Everything is read from /proc. A run is recognised by a mark in the environment 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -113,9 +114,17 @@ def carries(pid: int, mark: str) -> bool:
         return False
 
 
-def shared_memory_files() -> set[str]:
-    """Return the names in /dev/shm."""
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
+def unheld_shared_memory() -> set[str]:
+    """Return the names in /dev/shm that no living process has mapped or open: files of a process that is gone."""
+    folder = "/dev/shm/"
+    names, held = {entry.name for entry in Path(folder).iterdir()}, set[str]()
+    for process in Path("/proc").glob("[0-9]*") if names else ():
+        with contextlib.suppress(OSError):  # Gone meanwhile, or somebody else's.
+            held |= {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+            for fd in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # Closed meanwhile.
+                    held.add(os.readlink(fd))
+    return {name for name in names if folder + name not in held and Path(folder, name).exists()}
 
 
 def tracebacks(folder: Path, pattern: str) -> list[str]:

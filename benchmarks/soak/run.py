@@ -79,7 +79,7 @@ def soak(
     mark = f"RAYKV_SOAK_MARK={secrets.token_hex(8)}"
     before = dict(os.environ)
     os.environ.update([mark.split("=")], HOME=str(folder), RAYKV_SOCKET_DIR=str(folder / "raykv"))
-    shared_before = audit.shared_memory_files()
+    shared_before = audit.unheld_shared_memory()
     try:
         say("starting two Ray nodes")
         with two_nodes() as node_ids:
@@ -94,7 +94,8 @@ def soak(
             _check_stopped(outcome, folder, mark)
         left = still_there(list(audit.processes_with(mark)), 20.0)
         outcome.findings += [f"process {pid} is left: {audit.processes_with(mark).get(pid)}" for pid in left]
-        outcome.findings += [f"/dev/shm/{name} is left" for name in sorted(audit.shared_memory_files() - shared_before)]
+        shared_left = sorted(audit.unheld_shared_memory() - shared_before)
+        outcome.findings += [f"/dev/shm/{name} is left" for name in shared_left]
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
@@ -102,3 +103,14 @@ def test_the_end_of_each_traceback_is_found(tmp_path):
         "worker-1.err: KeyError: 'z'",
         "worker-1.err: kvstore.errors.PeerLost: gone",
     ]
+
+
+def test_shared_memory_is_left_over_when_nobody_holds_it_any_more():
+    memory = SharedMemory(create=True, size=4096)
+    try:
+        assert memory.name not in audit.unheld_shared_memory()
+        memory.close()
+        assert memory.name in audit.unheld_shared_memory()
+    finally:
+        memory.unlink()
+    assert memory.name not in audit.unheld_shared_memory()
