@@ -7,7 +7,8 @@ this program exits with 1. With --device cuda the engines' caches are on a GPU, 
 
 With --handoff nothing is stored: the prefill worker publishes the blocks of each prompt, its ticket goes to the decode
 worker with the request, and that one fetches them, through host memory or, with --device cuda and two GPUs, straight
-from one GPU to the other. With two GPUs that is what --device cuda does unless --store is given.
+from one GPU to the other. With two GPUs that is what --device cuda does unless --store is given. With --both it is done
+first, and then everything once more with the store, between the same workers.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from demo_prompts import BLOCK_SIZE, DOCUMENT, REQUESTS, WARM_UP, Request, encode
-from rich.box import SIMPLE_HEAD
+from demo_prompts import DOCUMENT, REQUESTS, WARM_UP, Request, encode
+from demo_table import show
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import kvstore
 
@@ -40,12 +40,6 @@ CLASSES = {
     "miss": "num_misses",
     "too short": "num_too_short",
 }
-LEGEND = f"""\
-own, peer, computed: the prompt's blocks ({BLOCK_SIZE} tokens each) that came from the decode node's memory,
-from the other node, and out of the model. TTFT: time to first token on the decode node; beside it the
-same without a store, where the prompt is prefilled in one step. (With the store it is prefilled block
-by block, which is slower where much is computed, but makes bits comparable: see demo_engine.py.)
-"""
 REQUIRED = ("peer", "own", "partial", "miss")
 #: A hand-off brings all full blocks or is an error.
 HANDOFF_REQUIRED = ("peer", "too short")
@@ -87,49 +81,60 @@ def two_nodes() -> Iterator[list[str]]:
             cluster.shutdown()
 
 
+class Worker:
+    """A worker of demo_engine.py, which only the process that it works in has to import, torch and transformers too."""
+
+    def __init__(self, kind: str, *args: Any) -> None:
+        import demo_engine
+
+        self._worker = getattr(demo_engine, kind)(*args)
+
+    def do(self, verb: str, *args: Any) -> Any:
+        return getattr(self._worker, verb)(*args)
+
+
 class Demo:
     """The two workers, and the answers that later requests build on."""
 
     def __init__(self, store: Any, nodes: list[str], device: str, handoff: bool) -> None:
         import ray
-        from demo_engine import DecodeWorker, PrefillWorker
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._get, self._handoff = ray.get, handoff
+        self._get = ray.get
         devices, peers = [device, device], [None, None]
         if handoff and device == "cuda":
             # The one that publishes attaches first; the other one then warms up the lane from there.
             devices, peers = ["cuda:0", f"cuda:{min(1, num_gpus() - 1)}"], [(), (nodes[0],)]
         workers = []
-        for worker, node, place, others in zip((PrefillWorker, DecodeWorker), nodes, devices, peers, strict=True):
+        kinds = ("PrefillWorker", "DecodeWorker")
+        for kind, node, place, others in zip(kinds, nodes, devices, peers, strict=True):
             pinned = NodeAffinitySchedulingStrategy(node, soft=False)
-            workers.append(
-                ray.remote(worker).options(num_cpus=1, scheduling_strategy=pinned).remote(store, place, others)
-            )
+            worker = ray.remote(Worker).options(num_cpus=1, scheduling_strategy=pinned)
+            workers.append(worker.remote(kind, store, place, others).do)
             if others is not None:
-                ray.get(workers[-1].ready.remote(), timeout=START_S)
+                ray.get(workers[-1].remote("ready"), timeout=START_S)
         self.prefill, self.decode = workers
         self.conversations: dict[str, list[int]] = {}
 
     def wait_ready(self) -> None:
         """Wait for both models, which must be one."""
-        models = self._get([self.prefill.ready.remote(), self.decode.ready.remote()], timeout=START_S)
+        models = self._get([self.prefill.remote("ready"), self.decode.remote("ready")], timeout=START_S)
         if models[0] != models[1]:
             raise click.ClickException("the two workers built different weights from one seed")
 
-    def serve(self, request: Request, num_tokens: int) -> dict[str, Any]:
+    def serve(self, request: Request, num_tokens: int, handoff: bool) -> dict[str, Any]:
         """Send one request through both workers; returns its row of the table."""
         prompt = [*self.conversations.get(request.after or "", ()), *encode(request.text)]
         prefilled = {"all": prompt, "document": encode(DOCUMENT), "none": []}[request.prefilled]
         # Neither touches what the other measures, so both may run at once: two cores, a thread each.
-        reference = self.decode.answer_without_store.remote(prompt, num_tokens)
-        if self._handoff:
-            prefill = self.prefill.prefill_and_hand_off.remote(prompt)
+        reference = self.decode.remote("answer_without_store", prompt, num_tokens)
+        if handoff:
+            prefill = self.prefill.remote("prefill_and_hand_off", prompt)
         else:
-            prefill = self.prefill.prefill.remote(prefilled)
+            prefill = self.prefill.remote("prefill", prefilled)
         _, made = self._get([reference, prefill], timeout=CALL_S)
-        ticket, saved = (made, {}) if self._handoff else (None, made)
-        row = self._get(self.decode.answer.remote(prompt, num_tokens, self._handoff, ticket), timeout=CALL_S)
+        ticket, saved = (made, {}) if handoff else (None, made)
+        row = self._get(self.decode.remote("answer", prompt, num_tokens, handoff, ticket), timeout=CALL_S)
         self.conversations[request.title] = prompt + row.pop("answer")
         same = row["kv_identical"] and row["logits_identical"] and row["tokens_identical"]
         return {
@@ -142,7 +147,7 @@ class Demo:
 
     def close(self) -> None:
         """Let the workers give back what they hold."""
-        self._get([self.prefill.close.remote(), self.decode.close.remote()], timeout=CALL_S)
+        self._get([self.prefill.remote("close"), self.decode.remote("close")], timeout=CALL_S)
 
 
 def hit_class(row: dict[str, Any]) -> str:
@@ -192,59 +197,37 @@ def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int, required: tuple[s
     }
 
 
-def as_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows for a human."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("request", "hit"):
-        table.add_column(title)
-    for title in ("tokens", "own", "peer", "computed", "NIXL", "GB/s", "TTFT", "without", "identical"):
-        table.add_column(title, justify="right", no_wrap=True)
-    counts = ("num_prompt_tokens", "num_blocks_own", "num_blocks_peer", "num_blocks_recomputed")
-    for row in rows:
-        moved = row["nixl_bytes"]
-        table.add_row(
-            row["request"],
-            row["hit"],
-            *(str(row[count]) for count in counts),
-            f"{moved / 1e6:.1f} MB" if moved else "-",
-            f"{row['nixl_gb_per_s']:.2f}" if moved else "-",
-            f"{row['ttft_cached_s'] * 1e3:.0f} ms",
-            f"{row['ttft_uncached_s'] * 1e3:.0f} ms",
-            "yes" if row["identical"] else "NO",
-        )
-    return table
-
-
-def run(lane: str, num_tokens: int, capacity: str, device: str, handoff: bool) -> dict[str, Any]:
-    """Do everything; returns what --json prints."""
+def run(lane: str, num_tokens: int, capacity: str, device: str, ways: tuple[bool, ...]) -> list[dict[str, Any]]:
+    """Serve all requests, once for each way: by hand-offs or not. Returns what --json prints of each."""
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=Console(stderr=True), transient=True,
     )  # fmt: skip
+    results = []
     with progress:
-        bar = progress.add_task("starting two Ray nodes", total=len(REQUESTS) + 4)
+        bar = progress.add_task("starting two Ray nodes", total=3 + len(ways) * (len(REQUESTS) + 1))
         with two_nodes() as nodes:
             progress.update(bar, advance=1, description="starting the store")
             store = kvstore.start(capacity, lane=lane, timeout_s=START_S)
             progress.update(bar, advance=1, description="building the models")
-            demo = Demo(store, nodes, device, handoff)
+            demo = Demo(store, nodes, device, any(ways))
             demo.wait_ready()
-            # The first steps of a process and the first READ of a connection are slower than all others.
-            progress.update(bar, advance=1, description="warming up")
-            demo.serve(Request(title="warm-up", text=WARM_UP), 4)
-            before, rows = nixl_bytes(store), []
-            for request in REQUESTS:
-                progress.update(bar, advance=1, description=request.title)
-                rows.append(demo.serve(request, num_tokens))
-            required = HANDOFF_REQUIRED if handoff else REQUIRED
-            summary = summarize(rows, nixl_bytes(store) - before, required)
+            for handoff in ways:
+                # The first steps of a process and the first READ of a connection are slower than all others.
+                progress.update(bar, advance=1, description="warming up")
+                demo.serve(Request(title="warm-up", text=WARM_UP), 4, handoff)
+                before, rows = nixl_bytes(store), []
+                for request in REQUESTS:
+                    progress.update(bar, advance=1, description=request.title)
+                    rows.append(demo.serve(request, num_tokens, handoff))
+                required = HANDOFF_REQUIRED if handoff else REQUIRED
+                summary = summarize(rows, nixl_bytes(store) - before, required)
+                settings = {"lane": lane, "device": device, "handoff": handoff, "num_new_tokens": num_tokens}
+                results.append({**settings, "rows": rows, "summary": summary})
             progress.update(bar, advance=1, description="stopping")
             demo.close()
             store.stop()
-    return {
-        "lane": lane, "device": device, "handoff": handoff, "num_new_tokens": num_tokens, "rows": rows,
-        "summary": summary,
-    }  # fmt: skip
+    return results
 
 
 @click.command(help=__doc__)
@@ -258,30 +241,25 @@ def run(lane: str, num_tokens: int, capacity: str, device: str, handoff: bool) -
     default=None,
     help="Hand the blocks of each prompt to the decode worker, or store them. Default: hand off between two GPUs.",
 )
-def main(as_json: bool, lane: str, new_tokens: int, capacity: str, device: str, handoff: bool | None) -> None:
+@click.option("--both", is_flag=True, help="Hand off, then store; JSON is a list of both.")
+def main(
+    as_json: bool, lane: str, new_tokens: int, capacity: str, device: str, handoff: bool | None, both: bool
+) -> None:
     if handoff is None:
         handoff = device == "cuda" and num_gpus() > 1
     try:
-        result = run(lane, new_tokens, capacity, device, handoff)
+        results = run(lane, new_tokens, capacity, device, (True, False) if both else (handoff,))
     except kvstore.KVStoreError as error:
         raise click.ClickException(str(error)) from error
-    summary = result["summary"]
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps(results if both else results[0]))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-        console.print(as_table(result["rows"]))
-        print(LEGEND)
-        print(
-            f"{summary['num_identical']} of {summary['num_requests']} requests identical: "
-            f"{summary['num_full_peer_hits']} full peer hits, {summary['num_local_hits']} local, "
-            f"{summary['num_mixed_hits']} mixed, {summary['num_partial_hits']} partial, "
-            f"{summary['num_misses']} missed; {summary['nixl_bytes'] / 1e6:.1f} MB over NIXL ({lane} lane)"
-            + (f", handed off through {' and '.join(summary['routes'])} memory" if handoff else "")
-        )
-    for problem in summary["problems"]:
+        for result in results:
+            show(result)
+    problems = [problem for result in results for problem in result["summary"]["problems"]]
+    for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
-    sys.exit(1 if summary["problems"] else 0)
+    sys.exit(1 if problems else 0)
 
 
 if __name__ == "__main__":

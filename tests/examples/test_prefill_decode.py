@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+BLOCK_BYTES = 8 * 2 * 4 * 32 * 64 * 4
+
 
 @pytest.fixture
 def demo(repo_root, monkeypatch):
@@ -18,27 +20,14 @@ def row(hit: str, **changes: object) -> dict[str, object]:
     return {"request": f"a {hit}", "hit": hit, "nixl_bytes": 10 if hit == "peer" else 0, **same, **changes}
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_all_requests_are_identical_to_a_run_without_a_store(run_example, device):
-    for package in ("ray", "transformers") if device == "cuda" else ():  # Where there is a GPU, they may not be.
-        pytest.importorskip(package, reason=f"needs {package}")
-    command = (
-        sys.executable,
-        "examples/prefill_decode.py",
-        "--json",
-        "--new-tokens",
-        "8",
-        "--store",
-        "--device",
-        device,
-    )
+def run_demo(run_example, *options):
+    command = (sys.executable, "examples/prefill_decode.py", "--json", *options)
     run = run_example(*command, timeout_s=200)
-
     assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout)
+    return json.loads(run.stdout)
+
+
+def check_stored(result):
     rows, summary = result["rows"], result["summary"]
     assert summary["problems"] == []
     assert summary["num_identical"] == summary["num_requests"] == len(rows) >= 8
@@ -46,8 +35,7 @@ def test_all_requests_are_identical_to_a_run_without_a_store(run_example, device
     classes = ("num_full_peer_hits", "num_local_hits", "num_mixed_hits", "num_partial_hits", "num_misses")
     assert all(summary[name] >= 1 for name in classes), summary
     # NIXL's own count, the loads' count and the blocks that came from the peer say the same.
-    block_bytes = 8 * 2 * 4 * 32 * 64 * 4
-    from_peer = sum(row["num_blocks_peer"] for row in rows) * block_bytes
+    from_peer = sum(row["num_blocks_peer"] for row in rows) * BLOCK_BYTES
     assert summary["nixl_bytes"] == sum(row["nixl_bytes"] for row in rows) == from_peer > 0
     for each in rows:
         parts = ("num_blocks_own", "num_blocks_peer", "num_blocks_recomputed")
@@ -58,29 +46,47 @@ def test_all_requests_are_identical_to_a_run_without_a_store(run_example, device
     assert [each["num_prompt_tokens"] for each in rows[1:3]] == [64, 65]  # on a block boundary, one past it
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("device", "route"),
-    [("cpu", "host"), pytest.param("cuda", "gpu", marks=[pytest.mark.gpu, pytest.mark.multi_gpu(2)])],
-)
-def test_hand_offs_give_the_same_answers_and_store_nothing(run_example, device, route):
-    for package in ("ray", "transformers") if device == "cuda" else ():
-        pytest.importorskip(package, reason=f"needs {package}")
-    command = (sys.executable, "examples/prefill_decode.py", "--handoff", "--json", "--new-tokens", "4")
-    run = run_example(*command, "--device", device, timeout_s=200)
-
-    assert run.returncode == 0, run.stderr
-    rows, summary = (result := json.loads(run.stdout))["rows"], result["summary"]
+def check_handed_off(result, route):
+    rows, summary = result["rows"], result["summary"]
     assert summary["problems"] == []
     assert summary["num_identical"] == summary["num_requests"] == len(rows) >= 8
     assert summary["routes"] == [route]
     assert {row["hit"] for row in rows} == {"peer", "too short"}
     assert all(row["num_blocks_recomputed"] == row["num_blocks_own"] == 0 for row in rows)
     # The same prompt twice is handed off twice: nothing of the first time is found.
-    block_bytes = 8 * 2 * 4 * 32 * 64 * 4
-    assert summary["nixl_bytes"] == sum(row["num_blocks"] for row in rows) * block_bytes > 0
+    assert summary["nixl_bytes"] == sum(row["num_blocks"] for row in rows) * BLOCK_BYTES > 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_all_requests_are_identical_to_a_run_without_a_store_by_hand_offs_and_then_by_the_store(run_example):
+    """Hand-offs come first: had they stored anything, the store's hits would not be those of a new one."""
+    handed_off, stored = run_demo(run_example, "--both", "--new-tokens", "4")
+    assert (handed_off["handoff"], stored["handoff"]) == (True, False)
+    check_handed_off(handed_off, "host")
+    check_stored(stored)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.timeout(240)
+def test_all_requests_are_identical_to_a_run_without_a_store_on_a_gpu(run_example):
+    for package in ("ray", "transformers"):  # Where there is a GPU, they may not be.
+        pytest.importorskip(package, reason=f"needs {package}")
+    check_stored(run_demo(run_example, "--store", "--new-tokens", "8", "--device", "cuda"))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.multi_gpu(2)
+@pytest.mark.timeout(240)
+def test_hand_offs_from_gpu_to_gpu_give_the_same_answers_and_store_nothing(run_example):
+    for package in ("ray", "transformers"):
+        pytest.importorskip(package, reason=f"needs {package}")
+    check_handed_off(run_demo(run_example, "--handoff", "--new-tokens", "4", "--device", "cuda"), "gpu")
 
 
 @pytest.mark.parametrize("name", ["kv_identical", "logits_identical", "tokens_identical"])
