@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     world = tempfile.mkdtemp(prefix="rk", dir="/tmp")
     config.stash[_WORLD] = (world, dict(os.environ))
     os.environ.update(_environment(world))
-    for name in ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+    # Bytecode is written: hundreds of processes import the same files.
+    for name in ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "PYTHONDONTWRITEBYTECODE"):
         os.environ.pop(name, None)
     Path(os.environ["HOME"]).mkdir()
 
@@ -46,14 +49,36 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(world, ignore_errors=True)
 
 
+def _shares_cluster(item: pytest.Item) -> bool:
+    return "ray_cluster" in getattr(item, "fixturenames", ())
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where two processes share the tests: one takes those that share clusters, the other the rest, file by file."""
-    folder = Path(__file__).parent
+    """Order the tests: those that share a cluster first, of these last whose module ruins it; others by their length.
+
+    Where several processes share the tests, one takes all that share the cluster, and the others begin with those that
+    start a Ray of their own; the rest goes file by file.
+    """
     for item in items:
-        top, *_ = item.path.relative_to(folder).parts
-        has_cluster = top in ("actors", "examples") or item.get_closest_marker("ray") is not None
-        item.add_marker(pytest.mark.xdist_group("clusters" if has_cluster else str(item.path)))
+        if _shares_cluster(item):
+            group = "cluster"
+        elif item.get_closest_marker("ray") is not None:
+            group = item.nodeid
+        else:
+            group = str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+    long = (Path(__file__).parent / "pool", Path(__file__).parent / "faults")
+
+    def rank(item: pytest.Item) -> int:
+        if _shares_cluster(item):
+            return 1 if item.get_closest_marker("ruins_cluster") else 0
+        if item.get_closest_marker("ray"):
+            return 2
+        return 3 if item.path.is_relative_to(long[0]) or item.path.is_relative_to(long[1]) else 4
+
+    items.sort(key=rank)
 
 
 def _num_gpus() -> int:
@@ -78,3 +103,51 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def repo_root() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def _two_nodes() -> Iterator[Any]:
+    # Not at the top: what imports Ray has to come after the environment is set.
+    import two_nodes
+
+    cluster = two_nodes.TwoNodes()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(request: pytest.FixtureRequest, _two_nodes: Any) -> Iterator[Any]:
+    """The `ray.cluster_utils.Cluster` of two nodes that this process is a driver of.
+
+    Modules share it, one after the other. After one marked `ruins_cluster`, which adds nodes and loses them, it ends.
+    """
+    yield _two_nodes.start()
+    if request.node.get_closest_marker("ruins_cluster"):
+        _two_nodes.stop()
+
+
+@pytest.fixture(scope="module")
+def node_ids(ray_cluster: Any) -> list[str]:
+    """The ids of the first two nodes, the driver's first."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    return [own, *sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own)]
+
+
+@pytest.fixture(scope="module")
+def get() -> Callable[..., Any]:
+    """`ray.get` that always has a timeout; errors of the project come as themselves."""
+    import ray
+
+    from kvstore.errors import KVStoreError
+
+    def wait(ref: Any, timeout_s: float = 60.0) -> Any:
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, KVStoreError):
+                raise error.cause from error
+            raise
+
+    return wait

@@ -4,18 +4,46 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+from waiting import eventually, state_of
+
+BEFORE_STOP = """
+import ray
+same = all(torch.equal(cache[:, 7:11], cache[:, 20:24]) for cache in caches)
+pids = ray.get(kvstore.node_store().pids.remote(), timeout=10)
+print(same, store.node_ids() == [ray.get_runtime_context().get_node_id()], *pids.values())
+"""
+AFTER_STOP = """
+print(ray.is_initialized())
+"""
 
 
-def test_the_ten_lines_run(repo_root, tmp_path):
+def lives(pid):
+    try:
+        return state_of(Path(f"/proc/{pid}")) not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.ray
+def test_the_ten_lines_run_with_a_ray_of_their_own_which_ends(repo_root, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (repo_root / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 1
+    lines, stop, nothing = blocks[0].partition("store.stop()\n")
+    assert (stop != "", nothing) == (True, "")
     script = tmp_path / "readme.py"
-    script.write_text(blocks[0])
+    script.write_text(lines + BEFORE_STOP + stop + AFTER_STOP)
     ended = subprocess.run(
         [sys.executable, str(script)], env=dict(os.environ), capture_output=True, text=True, timeout=100, check=False
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "LoadResult(num_blocks=4, failed=()" in ended.stdout
+    loaded, before_stop, has_ray = ended.stdout.splitlines()[-3:]
+    assert loaded.startswith("LoadResult(num_blocks=4, failed=(), num_local=4,")
+    same, alone, store_pid, mover_pid = before_stop.split()
+    assert (same, alone, has_ray) == ("True", "True", "False")
+    eventually(lambda: not lives(int(store_pid)) and not lives(int(mover_pid)), 10)
 
 
 def test_its_make_targets_exist(repo_root):

@@ -16,19 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-OBJECT_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
-NODE_MEMORY_BYTES = 1 << 40  # only a number to Ray: more than any machine here really has
-NAMESPACE = "raykv-tests"
 POISON = 0x5A5A
-#: A raylet that is gone makes its node dead after 3 s instead of 15; a slow one has as long as ever.
-_HEALTH = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
-#: For the head node only; what no test looks at is not started.
-_HEAD = {
-    "include_dashboard": False,
-    "include_log_monitor": False,
-    "no_monitor": True,
-    "_system_config": _HEALTH,
-}
 
 
 class Engine:
@@ -165,110 +153,15 @@ class Worker:
         return os.getpid()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that share a cluster come before those with one of their own."""
-    places = [i for i, item in enumerate(items) if item.path.parent == Path(__file__).parent]
-    ordered = sorted((items[i] for i in places), key=lambda item: bool(item.get_closest_marker("own_cluster")))
-    for place, item in zip(places, ordered, strict=True):
-        items[place] = item
-
-
-class _Clusters:
-    """Two nodes of one real Ray cluster on this machine, with this process connected as a driver."""
-
-    def __init__(self) -> None:
-        self._running: Any = None
-
-    def start(self) -> Any:
-        """Return the cluster that runs; starts one if none does."""
-        import ray
-        from ray import cloudpickle
-        from ray.cluster_utils import Cluster
-
-        if self._running is None:
-            # Workers cannot import this file, so its classes travel whole.
-            cloudpickle.register_pickle_by_value(sys.modules[__name__])
-            self._running = Cluster()
-            try:
-                for only in (_HEAD, {}):
-                    self._running.add_node(
-                        num_cpus=2, memory=NODE_MEMORY_BYTES, object_store_memory=OBJECT_STORE_BYTES, **only
-                    )
-                ray.init(address=self._running.address, namespace=NAMESPACE, log_to_driver=False)
-                self._running.wait_for_nodes(timeout=30)
-            except BaseException:
-                self.stop()
-                raise
-        return self._running
-
-    def stop(self) -> None:
-        """End the cluster, if one runs."""
-        import ray
-        from ray import cloudpickle
-
-        if self._running is not None:
-            ray.shutdown()
-            self._running.shutdown()
-            self._running = None
-            cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture(scope="session")
-def _clusters() -> Iterator[_Clusters]:
-    clusters = _Clusters()
-    yield clusters
-    clusters.stop()
-
-
-@pytest.fixture(scope="module")
-def ray_cluster(request: pytest.FixtureRequest, _clusters: _Clusters) -> Iterator[Any]:
-    """The `ray.cluster_utils.Cluster` of two nodes that this process is a driver of.
-
-    Modules share it, but for those marked `own_cluster`: these may add nodes and lose them, which others would see.
-    """
-    own = bool(request.node.get_closest_marker("own_cluster"))
-    if own:
-        _clusters.stop()
-    try:
-        yield _clusters.start()
-    finally:
-        if own:
-            _clusters.stop()
-
-
-@pytest.fixture(scope="module")
-def node_ids(ray_cluster: Any) -> list[str]:
-    """The ids of the first two nodes, the driver's first."""
-    import ray
-
-    own = ray.get_runtime_context().get_node_id()
-    return [own, *sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own)]
-
-
-@pytest.fixture(scope="module")
-def get() -> Callable[..., Any]:
-    """`ray.get` that always has a timeout; errors of the project come as themselves."""
-    import ray
-
-    from kvstore.errors import KVStoreError
-
-    def wait(ref: Any, timeout_s: float = 60.0) -> Any:
-        try:
-            return ray.get(ref, timeout=timeout_s)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, KVStoreError):
-                raise error.cause from error
-            raise
-
-    return wait
-
-
 @pytest.fixture(scope="module")
 def start_worker(ray_cluster: Any) -> Iterator[Callable[[str], Any]]:
     """Makes worker actors on a node of one's choice."""
     import ray
+    from ray import cloudpickle
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    # Workers cannot import this file, so its classes travel whole.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     started = []
 
     def make(node_id: str) -> Any:
@@ -280,6 +173,7 @@ def start_worker(ray_cluster: Any) -> Iterator[Callable[[str], Any]]:
     yield make
     for worker in started:
         ray.kill(worker)
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture

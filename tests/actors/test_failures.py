@@ -18,7 +18,7 @@ import kvstore
 from kvstore.errors import StoreUnavailable, TransferError
 from kvstore.results import MissReason
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_cluster]
+pytestmark = [pytest.mark.ray, pytest.mark.ruins_cluster]
 
 _seeds = itertools.count(1)
 #: 256 blocks are 16 MiB: long enough to be met half-way.

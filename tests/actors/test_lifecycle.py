@@ -16,7 +16,7 @@ import ray
 import kvstore
 from kvstore.errors import ConfigError, IncompatibleStore, StoreNotRunning
 
-pytestmark = [pytest.mark.ray, pytest.mark.own_cluster]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
@@ -168,28 +168,3 @@ def test_an_address_that_does_not_answer_is_a_typed_error_in_bounded_time():
         kind, named, seconds = line.split()
         assert (kind, named) == ("StoreNotRunning", "True")
         assert float(seconds) < 15
-
-
-def test_with_no_ray_a_start_brings_its_own_and_stop_ends_it(process_lives, eventually):
-    script = """
-        import os, ray, torch, kvstore
-        store = kvstore.start("16MiB")
-        shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32")
-        space = kvstore.Namespace(model="m", shape=shape)
-        caches = [torch.rand(2, 8, 16, 2, 32) for _ in range(2)]
-        hashes = space.block_hashes(range(64))
-        with store.client(space) as client:
-            client.register_kv_caches(caches)
-            client.save(hashes, [0, 1, 2, 3]).result(30)
-            result = client.load(hashes, [4, 5, 6, 7]).result(30)
-        same = all(torch.equal(layer[:, :4], layer[:, 4:]) for layer in caches)
-        pids = ray.get(kvstore.node_store().pids.remote(), timeout=10)
-        node = ray.get_runtime_context().get_node_id()
-        print(result.num_local, same, *pids.values(), store.node_ids() == [node])
-        store.stop()
-        print(ray.is_initialized())
-    """
-    first, last = in_another_process(script, 90).splitlines()[-2:]
-    num_local, same, store_pid, mover_pid, alone = first.split()
-    assert (num_local, same, alone, last) == ("4", "True", "True", "False")
-    assert eventually(lambda: not process_lives(int(store_pid)) and not process_lives(int(mover_pid)), 10)

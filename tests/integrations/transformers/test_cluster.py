@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+import ray
 import torch
+from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import kvstore
+from kvstore.integrations.transformers import PrefixCachedModel
 
 pytestmark = pytest.mark.ray
 
@@ -15,11 +22,7 @@ EXACT = {
 
 
 class Reader:
-    """Another process with the same weights."""
-
     def __init__(self, store, make_model):
-        from kvstore.integrations.transformers import PrefixCachedModel
-
         torch.set_num_threads(1)
         self.cached = PrefixCachedModel(make_model(), store)
 
@@ -42,43 +45,26 @@ def make_model():
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture(scope="module")
-def two_nodes():
-    """A Ray cluster of two nodes with a store, and the id of the node that is not this process's."""
-    import sys
+@pytest.fixture
+def store(ray_cluster):
+    store = kvstore.start("16MiB", name="transformers")
+    yield store
+    store.stop()
 
-    import ray
-    from ray import cloudpickle
-    from ray.cluster_utils import Cluster
 
-    import kvstore
-
+@pytest.fixture
+def reader(store, node_ids):
+    """Another process with the same weights, on the node that is not this process's."""
     # Workers cannot import this file, so what it defines travels whole.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    cluster = Cluster()
-    try:
-        for head_only in ({"include_dashboard": False}, {}):
-            cluster.add_node(num_cpus=1, object_store_memory=80 << 20, **head_only)
-        ray.init(cluster.address, namespace="raykv-tests", log_to_driver=False)
-        cluster.wait_for_nodes(timeout=30)
-        store = kvstore.start("16MiB", name="transformers", timeout_s=60)
-        own = ray.get_runtime_context().get_node_id()
-        yield store, next(node["NodeID"] for node in ray.nodes() if node["NodeID"] != own)
-        store.stop()
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    where = NodeAffinitySchedulingStrategy(node_ids[1], soft=False)
+    made = ray.remote(Reader).options(num_cpus=1, scheduling_strategy=where).remote(store, make_model)
+    yield made
+    ray.kill(made)
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def test_a_process_on_another_node_loads_what_this_one_computed(two_nodes, tokens):
-    import ray
-
-    from kvstore.integrations.transformers import PrefixCachedModel
-
-    store, other_node = two_nodes
-    where = NodeAffinitySchedulingStrategy(other_node, soft=False)
-    reader = ray.remote(Reader).options(num_cpus=1, scheduling_strategy=where).remote(store, make_model)
+def test_a_process_on_another_node_loads_what_this_one_computed(store, reader, tokens):
     model, prompt = make_model(), tokens(100)
     alone = model.generate(prompt, **EXACT)
     with PrefixCachedModel(model, store) as cached:
