@@ -20,7 +20,7 @@ setup:  ## make .venv with everything that is needed
 demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json" and others are passed on
 	@$(BIN)/python examples/prefill_decode.py $(ARGS)
 
-test: setup  ## the tests; ARGS="-k pool -x" is passed to pytest; ARGS="-n 2 --dist loadgroup" is two processes
+test: setup  ## the tests; ARGS="-k pool -x" is passed to pytest; ARGS="-n 2 --dist loadfile --no-loadscope-reorder" is two processes
 	@$(BIN)/python -m pytest -q tests $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray
