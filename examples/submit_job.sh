@@ -58,15 +58,15 @@ if [ "$mode" = token ]; then
 fi
 
 # Free ports, so that this head meets no other one.
-read -r port dashboard agent_port < <("$python" -c '
+read -r port dashboard client_port agent_port < <("$python" -c '
 import socket
-sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
 print(*(s.getsockname()[1] for s in sockets))')
 
 # Nobody else uses this head, so it need not be drained for 30 s before it ends.
 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 timeout -k 10 300 ray start --head --block --node-ip-address 127.0.0.1 --port "$port" \
     --include-dashboard true --dashboard-host 127.0.0.1 --dashboard-port "$dashboard" \
-    --dashboard-agent-listen-port "$agent_port" --ray-client-server-port 0 \
+    --dashboard-agent-listen-port "$agent_port" --ray-client-server-port "$client_port" \
     --min-worker-port 0 --max-worker-port 0 --num-cpus 2 --object-store-memory 83886080 \
     --temp-dir "$world/ray" --disable-usage-stats >"$world/head.log" 2>&1 &
 head=$!
