@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvstore import pool, slots
-from poolcheck.explore import ScheduleFailed, explore, replay
+from poolcheck.explore import explore, replay
+from poolcheck.run import Run, ScheduleFailed
 from poolcheck.scenarios import SCENARIOS
+from poolcheck.world import World
 
 _FILES = frozenset({pool.__file__, slots.__file__})
 
@@ -98,3 +100,86 @@ def test_all_orders_of_independent_steps_are_run():
 def test_a_schedule_that_does_not_fit_is_refused():
     with pytest.raises(ScheduleFailed, match="names thread 5"):
         replay(racy_counter, "5")
+
+
+def what_is_left(world):
+    table = world.pool._table
+    slots = zip(table.block_hash, table.generation, table.ref_count, table.order.stamp, strict=True)
+    return bytes(world.memory), tuple(slots), tuple(table.ready.items()), world.pool.stats()
+
+
+@pytest.mark.parametrize("name", ["claim_pin_evict", "clear_under_reader", "write_clear_read", "two_writers"])
+def test_schedules_that_end_where_another_has_been_miss_no_outcome(name):
+    def outcomes(*, prune):
+        found = set()
+
+        def scenario(run):
+            bodies, at_end = SCENARIOS[name](run)
+            world = next(cell.cell_contents for cell in at_end.__closure__ if isinstance(cell.cell_contents, World))
+
+            def note_and_check():
+                found.add(what_is_left(world))
+                at_end()
+
+            return bodies, note_and_check
+
+        return explore(scenario, max_preemptions=2, prune=prune).num_points, found
+
+    (few, some), (many, all_of_them) = outcomes(prune=True), outcomes(prune=False)
+    assert few < many
+    assert some == all_of_them
+    assert len(some) > 1
+
+
+def test_what_a_thread_remembers_is_part_of_its_state():
+    def states(value):
+        def scenario(run):
+            def remember():
+                seen = run.value  # On the run, which is no part of a state.
+                run.step()
+                assert seen == run.value
+
+            return [remember, run.step], lambda: None
+
+        run = Run((), known={})
+        run.value = value
+        run.execute(scenario)
+        return run.known
+
+    assert states(1) == states(1)
+    assert states(1) != states(2)
+
+
+def test_a_known_state_is_gone_on_from_when_more_switches_are_left():
+    first = Run((), known={})
+    first.execute(SCENARIOS["write_clear_read"])
+    again = Run((), known=dict(first.known))
+    again.execute(SCENARIOS["write_clear_read"])
+    assert (len(first.choices) > 5, again.choices) == (True, [])
+    cheaper = Run((), known={state: spent + 1 for state, spent in first.known.items()})
+    cheaper.execute(SCENARIOS["write_clear_read"])
+    assert (cheaper.choices, cheaper.known) == (first.choices, first.known)
+
+
+def test_every_place_is_come_to_with_as_few_switches_as_without_pruning():
+    def fewest_switches(*, prune):
+        fewest = {}
+
+        def scenario(run):
+            run.fewest, run.passed = fewest, [0, 0, 0]  # On the run, which is no part of a state.
+
+            def body():
+                for _ in range(3):
+                    run.step()
+                    run.passed[run.current] += 1
+                    spent = sum(choice.before not in (-1, choice.chosen) for choice in run.choices)
+                    place = (*run.passed, run.current)
+                    run.fewest[place] = min(run.fewest.get(place, spent), spent)
+
+            return [body] * 3, lambda: None
+
+        return explore(scenario, max_preemptions=2, prune=prune).num_points, fewest
+
+    (few, some), (many, all_of_them) = fewest_switches(prune=True), fewest_switches(prune=False)
+    assert few < many
+    assert some == all_of_them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from poolcheck.chains import NAMESPACES, chain_of
-from poolcheck.explore import Run
+from poolcheck.run import Run
 from poolcheck.world import World
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 
 from kvstore.pool import Grant, Pool, StoreTicket
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
-from poolcheck.explore import Run
+from poolcheck.run import Run
 
 _HALF = 8
 
@@ -26,8 +27,10 @@ class World:
     """
 
     def __init__(self, run: Run, num_slots: int, max_pinned: int | None = None) -> None:
-        self.pool = Pool(num_slots, max_pinned)
+        self.pool = Pool(num_slots, max_pinned, epoch=b"one life")
         self.pool._lock = run.lock()
+        # From 1 on in each run: where two come to one state, their numbers are the same.
+        self.pool._new_id = self.pool._leases._new_id = self.pool._writes._new_id = count(1).__next__
         self.step: Callable[[str], None] = run.step
         self.memory = bytearray(num_slots * 2 * _HALF)
         self.writers: dict[int, str] = {}
