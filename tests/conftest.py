@@ -24,6 +24,7 @@ def _environment(world: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        "RAY_worker_niceness": "0",  # Ray's 15 would have stores and movers wait for every other process of the machine
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # tomorrow's default; otherwise ray.init warns
         "NIXL_LOG_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
