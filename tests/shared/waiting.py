@@ -14,17 +14,22 @@ import pytest
 from kvstore.errors import KVStoreError
 
 
-def eventually(question: Callable[[], Any], timeout_s: float = 10.0, pause_s: float = 0.01) -> Any:
-    """Wait until a function says something true, and return that; an error of ours counts as not yet."""
-    deadline_s, last = time.monotonic() + timeout_s, None
-    while time.monotonic() < deadline_s:
+def eventually(question: Callable[[], Any], timeout_s: float = 10.0, pause_s: float | None = None) -> Any:
+    """Wait until a function says something true, and return that; an error of ours counts as not yet.
+
+    Without `pause_s` it is asked less often the longer it lasts, so that the answer is a twentieth of that time late at
+    most: asking costs those who are asked, too.
+    """
+    began_s = time.monotonic()
+    deadline_s, last = began_s + timeout_s, None
+    while (now_s := time.monotonic()) < deadline_s:
         try:
             last = question()
             if last:
                 return last
         except KVStoreError as error:
             last = error
-        time.sleep(pause_s)
+        time.sleep(min(0.1, max(0.01, (now_s - began_s) / 20)) if pause_s is None else pause_s)
     pytest.fail(f"not within {timeout_s} s; last answer: {last!r}")
 
 
