@@ -41,6 +41,8 @@ CLASSES = {
     "too short": "num_too_short",
 }
 REQUIRED = ("peer", "own", "partial", "miss")
+#: Nobody looks at a dashboard, reads workers' logs here or adds nodes.
+HEAD = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 #: A hand-off brings all full blocks or is an error.
 HANDOFF_REQUIRED = ("peer", "too short")
 
@@ -69,7 +71,7 @@ def two_nodes() -> Iterator[list[str]]:
         try:
             nodes = [
                 cluster.add_node(num_cpus=1, object_store_memory=80 << 20, **head_only).node_id
-                for head_only in ({"include_dashboard": False}, {})
+                for head_only in (HEAD, {})
             ]
             ray.init(cluster.address, namespace="raykv-demo", log_to_driver=False, configure_logging=False)
             # Ray has handlers of its own, of which one ends this process without the clean-up below.
