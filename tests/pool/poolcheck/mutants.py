@@ -88,6 +88,8 @@ def run_tests(tests: Sequence[str], *, stop_at_failure: bool) -> _Watch:
     # Nor does it load what else is installed, or look for garbage at the end: that takes longer than most tests here.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     arguments += ["-p", "pytest_timeout", "-p", "no:unraisableexception"]
+    # `watch` has the error itself; a long traceback with its sources takes as long as the test, and nobody reads it.
+    arguments += ["--tb=native"]
     code = pytest.main([*arguments, *(f"{_ROOT}/{test}" for test in tests)], plugins=[watch])
     if code not in (0, 1) and not watch.error:
         watch.error = f"pytest ended with {code!r}"
