@@ -8,6 +8,7 @@ VLLM ?=
 VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin
 ARGS ?=
 MINUTES ?= 10
+PROCESSES ?= 2
 
 .PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench bench-serving soak clean
 
@@ -20,8 +21,8 @@ setup:  ## make .venv with everything that is needed
 demo: setup  ## two Ray nodes, prefill on one, decode on the other; ARGS="--json" and others are passed on
 	@$(BIN)/python examples/prefill_decode.py $(ARGS)
 
-test: setup  ## the tests; ARGS="-k pool -x" is passed to pytest; ARGS="-n 2 --dist loadfile --no-loadscope-reorder" is two processes
-	@$(BIN)/python -m pytest -q tests $(ARGS)
+test: setup  ## the tests, in two processes; ARGS="-k pool -x" is passed to pytest, PROCESSES=0 takes one (for -s or --pdb)
+	@$(BIN)/python -m pytest -q tests -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu:  ## the tests that need a GPU, with PYTHON (default python3), which brings torch, CuPy, pytest and Ray
 	@PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),python3) -m pytest -q \
