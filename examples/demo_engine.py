@@ -38,8 +38,9 @@ def build_model() -> LlamaForCausalLM:
     torch.manual_seed(20)
     config = LlamaConfig(
         vocab_size=4096,
-        hidden_size=512,
-        intermediate_size=1408,
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=SHAPE.head_dim,
         num_hidden_layers=SHAPE.num_layers,
         num_attention_heads=8,
         num_key_value_heads=SHAPE.num_kv_heads,

@@ -8,12 +8,12 @@ import pytest
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("mode", "answer_without_token"), [("open", "200"), ("token", "401")])
-def test_a_submitted_job_uses_the_store(run_example, mode, answer_without_token):
-    run = run_example("examples/submit_job.sh", mode, timeout_s=180, PYTHON=sys.executable)
+def test_a_submitted_job_uses_the_store(run_example):
+    """With a token; CI runs the example without one besides, which differs in the first answer alone."""
+    run = run_example("examples/submit_job.sh", "token", timeout_s=180, PYTHON=sys.executable)
 
     assert run.returncode == 0, run.stdout + run.stderr
-    assert f"asked without a token it answers {answer_without_token}" in run.stdout
+    assert "asked without a token it answers 401" in run.stdout
     assert "job: another process loaded 8 blocks, identical: yes" in run.stdout
 
 
