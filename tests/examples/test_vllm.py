@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 START_S = 60
 RUN_S = 280
 
-
-def python_with_vllm(repo_root: Path) -> str:
-    """This interpreter, or the one of `make example-vllm`; skips the test when neither has vLLM."""
-    if importlib.util.find_spec("vllm") is not None:
-        return sys.executable
-    other = repo_root / ".venv-vllm/bin/python"
-    if other.is_file():
-        has_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-        if subprocess.run([other, "-c", has_vllm], timeout=START_S, check=False).returncode == 0:
-            return str(other)
-    pytest.skip("vLLM is neither in this environment nor in .venv-vllm; `make example-vllm` installs it")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not in this environment; `make test-vllm` has it"
+)
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_S + 2 * START_S)
-def test_answers_are_the_same_cold_and_warm_and_blocks_come_from_the_store(repo_root: Path, run_example):
-    run = run_example(python_with_vllm(repo_root), "examples/vllm_cold_warm.py", "--json", timeout_s=RUN_S)
+def test_answers_are_the_same_cold_and_warm_and_blocks_come_from_the_store(run_example):
+    run = run_example(sys.executable, "examples/vllm_cold_warm.py", "--json", timeout_s=RUN_S)
 
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(run.stdout.splitlines()[-1])
@@ -43,8 +33,8 @@ def test_answers_are_the_same_cold_and_warm_and_blocks_come_from_the_store(repo_
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_S + 2 * START_S)
-def test_what_one_node_prefilled_another_decodes_the_same(repo_root: Path, run_example):
-    run = run_example(python_with_vllm(repo_root), "examples/vllm_prefill_decode.py", "--json", timeout_s=RUN_S)
+def test_what_one_node_prefilled_another_decodes_the_same(run_example):
+    run = run_example(sys.executable, "examples/vllm_prefill_decode.py", "--json", timeout_s=RUN_S)
 
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(run.stdout.splitlines()[-1])
