@@ -76,7 +76,6 @@ class Worker:
         self._chains, self._weights_chains = chains(space()), chains(weights_space())
         self._weights = Weights(settings.weights_file)
         self._cleared = self._weights.newest, -_MOMENT_S
-        self._reopened_s = -_MOMENT_S
         self._log = os.open(settings.log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._counts: Counter[tuple[str, ...]] = Counter()
@@ -159,11 +158,11 @@ class Worker:
             self._finding(f"save of {len(run)} blocks says {result} after {waited_s:.3f} s")
 
     def _was_cleared(self) -> bool:
-        """Whether the namespaces were cleared here a moment ago; a new store is, when it first hears from a peer."""
+        """Whether the namespaces were cleared a moment ago."""
         now_s, newest = time.monotonic(), self._weights.newest
         if newest != self._cleared[0]:
             self._cleared = newest, now_s
-        return now_s - max(self._cleared[1], self._reopened_s) < _MOMENT_S
+        return now_s - self._cleared[1] < _MOMENT_S
 
     def _load(self, run: BlockHashes, ids: list[int], skip_tokens: int) -> Job[LoadResult]:
         self.engine.cache.fill(ids, POISON)
@@ -274,7 +273,6 @@ class Worker:
         self._check_quiet_blocks()
         self._close()
         self._open()
-        self._reopened_s = time.monotonic()
 
     def _open(self) -> None:
         deadline_s = time.monotonic() + REOPEN_S
