@@ -223,7 +223,8 @@ class Engines:
     def close(self) -> None:
         """End all."""
         for process, pid in self._made.values():
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # It may have ended by itself; the others are still to end.
+                os.kill(pid, signal.SIGCONT)
             process.close()
 
 

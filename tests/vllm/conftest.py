@@ -41,7 +41,7 @@ def _environment(tmp_path_factory):
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="INFO",
-        # A step in which the sampler is compiled for a new number of requests took minutes, or did not end at all.
+        # Otherwise the sampler is compiled in the middle of a step, for tens of seconds on a small machine.
         TORCH_COMPILE_DISABLE="1",
         # Its attention spins until all its threads are there; several engines share the cores of this machine.
         OMP_NUM_THREADS="1",
