@@ -92,7 +92,7 @@ class Store:
         """Make everything of a namespace a miss from now on, on every node; returns how many blocks it was.
 
         For when weights changed. Readers that hold a lease finish on the old bytes. A node that cannot be
-        reached now hears of it from the first peer it exchanges blocks with.
+        reached now hears of it from the directory, or from the first peer it exchanges blocks with.
         """
         version = time.time_ns()
         refs = [(node, handle.clear.remote(space.digest, version)) for node, handle in self._handles().items()]

@@ -1,23 +1,25 @@
 """The directory: block hash -> nodes. A hint: wrong entries cost a question, never a wrong byte.
 
 Stores send what became findable and what stopped being so, in batches; after the directory died, or a
-batch was lost, each store sends a full snapshot, and the index is whole again.
+batch was lost, each store sends a full snapshot, and the index is whole again. With the batches they tell which
+namespaces were cleared, and hear which others were.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.chain import HASH_BYTES, decode_chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_server import Connection, ControlServer
 from kvstore.errors import IncompatibleStore, ProtocolError
 from kvstore.peers import PeerAddress
+from kvstore.versions import NamespaceVersions, pack_versions, unpack_versions
 from kvstore.wire import Message, Op, pack_json, unpack_json
 
-_PUBLISH = struct.Struct("<BQII")
+_PUBLISH = struct.Struct("<BQIII")
 
 
 class DirectoryIndex:
@@ -88,12 +90,21 @@ class DirectoryIndex:
 
 
 def pack_publish(
-    node_id: str, *, reset: bool, sequence: int, added: Sequence[bytes], removed: Sequence[bytes]
+    node_id: str,
+    *,
+    reset: bool,
+    sequence: int,
+    added: Sequence[bytes],
+    removed: Sequence[bytes],
+    versions: Mapping[bytes, int],
 ) -> bytes:
-    """Pack a batch of hints; `reset` says that `added` is everything the node holds."""
-    node = node_id.encode()
-    head = _PUBLISH.pack(int(reset), sequence, len(node), len(added))
-    return b"".join((head, node, *added, *removed))
+    """Pack a batch of hints; `reset` says that `added` is everything the node holds.
+
+    `versions` are those of cleared namespaces that the node has heard of since its last batch.
+    """
+    node, cleared = node_id.encode(), pack_versions(versions)
+    head = _PUBLISH.pack(int(reset), sequence, len(node), len(cleared), len(added))
+    return b"".join((head, node, cleared, *added, *removed))
 
 
 class DirectoryServer:
@@ -108,6 +119,9 @@ class DirectoryServer:
         self._token = secrets.token_hex(16)
         self._host = host
         self._nodes: dict[str, str] = {}
+        self._versions = NamespaceVersions()
+        # Up to which serial of the versions each connection was told.
+        self._told: dict[str, int] = {}
         self._server = ControlServer(self._serve, self._gone)
         self._server.listen_remote(host)
         self._server.start()
@@ -129,8 +143,7 @@ class DirectoryServer:
             chain = decode_chain(message.payload)
             return pack_json({"nodes": self.index.locate(chain.hashes())})
         if message.op is Op.PUBLISH:
-            self._publish(connection, message.payload)
-            return b""
+            return self._publish(connection, message.payload)
         raise ProtocolError(f"a directory does not serve {message.op.name}")
 
     def _hello(self, connection: Connection, message: Message) -> bytes:
@@ -144,19 +157,27 @@ class DirectoryServer:
         connection.role = "store"
         return pack_json({"protocol": PROTOCOL_VERSION})
 
-    def _publish(self, connection: Connection, payload: bytes) -> None:
-        reset, _, node_len, num_added = _PUBLISH.unpack_from(payload)
+    def _publish(self, connection: Connection, payload: bytes) -> bytes:
+        """Take a batch in; returns the versions that this connection has not been told."""
+        reset, _, node_len, cleared_len, num_added = _PUBLISH.unpack_from(payload)
         at = _PUBLISH.size
         node_id = payload[at : at + node_len].decode()
-        data = payload[at + node_len :]
+        at += node_len
+        versions = unpack_versions(payload[at : at + cleared_len])
+        data = payload[at + cleared_len :]
+        for namespace, version in versions.items():
+            self._versions.advance(namespace, version)
         hashes = [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
         self._nodes[connection.owner] = node_id
         if reset:
             self.index.forget(node_id)
         self.index.add(node_id, hashes[:num_added])
         self.index.remove(node_id, hashes[num_added:])
+        self._told[connection.owner], news = self._versions.since(self._told.get(connection.owner, 0))
+        return pack_versions({n: version for n, version in news.items() if versions.get(n) != version})
 
     def _gone(self, connection: Connection) -> None:
+        self._told.pop(connection.owner, None)
         node_id = self._nodes.pop(connection.owner, None)
         # A store that reconnected publishes over a newer connection and is not forgotten.
         if node_id is not None and node_id not in self._nodes.values():

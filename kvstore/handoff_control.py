@@ -67,7 +67,7 @@ class HandoffControl:
         )
 
     def _version(self, namespace: bytes) -> int:
-        return self._core.versions.get(namespace, 0)
+        return self._core.versions.get(namespace)
 
     def _place(self, slab: int, generation: int) -> Place:
         if slab:

@@ -1,4 +1,7 @@
-"""A store's link to the directory: publishes what it holds in batches, asks where blocks are."""
+"""A store's link to the directory: publishes what it holds in batches, asks where blocks are.
+
+With each batch it tells which namespaces were cleared, and hears of clearings that passed it by.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from kvstore.directory import pack_publish
 from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
+from kvstore.versions import NamespaceVersions, unpack_versions
 from kvstore.wire import Op, unpack_json
 
 logger = logging.getLogger(__name__)
@@ -43,11 +47,23 @@ class Hints:
 
     Args:
         resolve: finds the directory through the cluster; called on first contact and after failures only.
+        versions: of the namespaces that this store has heard were cleared.
+        clear: called, on the link's thread, with a namespace and a version that the directory knows and the store
+            may not.
     """
 
-    def __init__(self, node_id: str, resolve: Callable[[], PeerAddress], timeout_s: float) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        resolve: Callable[[], PeerAddress],
+        timeout_s: float,
+        versions: NamespaceVersions,
+        clear: Callable[[bytes, int], object],
+    ) -> None:
         self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
+        self._versions, self._clear, self._told = versions, clear, 0
         self._pool: Pool | None = None
+        self._is_new_pool = False
         self._condition = threading.Condition()
         self._waiting: list[_Waiting] = []
         self._num_begun = 0
@@ -60,10 +76,19 @@ class Hints:
         self._sequence = 0
         self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
 
-    def start(self, pool: Pool) -> None:
-        """Begin to publish what `pool` holds."""
-        self._pool = pool
+    def start(self, timeout_s: float) -> None:
+        """Make contact, and wait for it: a new store hears which namespaces were cleared before it keeps a block.
+
+        A directory that is away, or takes longer than `timeout_s`, tells later.
+        """
+        done = threading.Event()
         self._thread.start()
+        self.publish_soon(done.set)
+        done.wait(timeout_s)
+
+    def follow(self, pool: Pool) -> None:
+        """Publish what `pool` holds from now on."""
+        self._pool, self._is_new_pool = pool, True
         self.publish_soon()
 
     def publish_soon(self, then: Callable[[], None] | None = None) -> None:
@@ -166,23 +191,32 @@ class Hints:
         self._answer(lambda waiting: True)
 
     def _publish(self) -> bool:
-        assert self._pool is not None
+        added: list[bytes] = []
+        removed: list[bytes] = []
         try:
-            reset = self._publisher is None or self._publisher.closed
-            if reset:
-                self._publisher = self._connect()
-                added, removed = self._pool.resident_hashes(), []
-            else:
+            is_first = self._publisher is None or self._publisher.closed
+            if is_first:
+                self._publisher, self._told = self._connect(), 0
+            reset, self._is_new_pool = is_first or self._is_new_pool, False
+            if self._pool is not None and reset:
+                added = self._pool.resident_hashes()
+            elif self._pool is not None:
                 final: dict[bytes, bool] = {}
                 for present, block_hash in self._pool.drain_events():
                     final[block_hash] = present
                 added = [h for h, present in final.items() if present]
                 removed = [h for h, present in final.items() if not present]
             self._sequence += 1
-            batch = pack_publish(self._node_id, reset=reset, sequence=self._sequence, added=added, removed=removed)
+            told, versions = self._versions.since(self._told)
+            batch = pack_publish(
+                self._node_id, reset=reset, sequence=self._sequence, added=added, removed=removed, versions=versions
+            )
             assert self._publisher is not None
             # Sent even when empty: that is how a directory that was restarted is noticed.
-            self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s)
+            answer = self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s)
+            self._told = told
+            for namespace, version in unpack_versions(answer).items():
+                self._clear(namespace, version)
         except KVStoreError as error:
             # Events already drained are lost with the connection: the next one begins with a snapshot.
             if self._publisher is not None:

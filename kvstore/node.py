@@ -32,11 +32,14 @@ from kvstore.node_control import NodeControl
 from kvstore.peers import PeerAddress, PeerBook, Resolver
 from kvstore.pool_verbs import PoolVerbs
 from kvstore.shape import BLOCK_ORDER_VERSION
+from kvstore.versions import NamespaceVersions
 
 logger = logging.getLogger(__name__)
 
 #: Slots begin at multiples of this, so that word-wide copies are always aligned.
 SLOT_ALIGNMENT_BYTES = 64
+#: How long a new store waits for the directory's first answer.
+_FIRST_CONTACT_S = 2.0
 
 
 class NodeCore(PoolVerbs):
@@ -70,16 +73,18 @@ class NodeCore(PoolVerbs):
         self._arena_closed = False
         self.slot_bytes = 0
         self._attach_lock = threading.Lock()
-        self.versions: dict[bytes, int] = {}
+        self.versions = NamespaceVersions()
         self.block_bytes: dict[bytes, int] = {}
         self.closed_to_peers = False
         self.mover = MoverLink(self._end_quarantine)
         self._peers = PeerBook(node_id, self.epoch, self._resolver(resolve_peer), config.call_timeout_s)
-        self.hints = Hints(node_id, resolve_directory, config.call_timeout_s)
+        self.hints = Hints(node_id, resolve_directory, config.call_timeout_s, self.versions, self.clear)
         self.fetcher: Fetcher | None = None
         remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{self.epoch.hex()}.sock")
         self._control = NodeControl(self, on_mover_gone)
+        # Before a worker can reach this store: it would keep blocks that the first peer made it drop.
+        self.hints.start(_FIRST_CONTACT_S)
         self._control.start(self.control_path, host)
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, self.epoch.hex())
 
@@ -134,10 +139,10 @@ class NodeCore(PoolVerbs):
         pool = self.make_pool(num_slots, self.epoch)
         self.fetcher = Fetcher(
             self.config, pool, self.hints, self._peers, self.mover, BLOCK_ORDER_VERSION,
-            lambda namespace: self.versions.get(namespace, 0), self.clear,
+            self.versions.get, self.clear,
         )  # fmt: skip
         self.mover.set_slots(slot_bytes, num_slots)
-        self.hints.start(pool)
+        self.hints.follow(pool)
         self.attached_pool = pool
 
     def lookup_all(self, chain: Chain) -> list[tuple[str, int]]:
@@ -158,12 +163,11 @@ class NodeCore(PoolVerbs):
         Stores of different versions of a namespace grant each other nothing, so a node that has not heard
         yet cannot bring old blocks back.
         """
-        if version <= self.versions.get(namespace, 0):
+        if not self.versions.advance(namespace, version):
             return 0
-        self.versions[namespace] = version
         cleared = 0 if self.attached_pool is None else self.attached_pool.clear(namespace)
-        if self.attached_pool is not None:
-            self.hints.publish_soon()
+        # Also with nothing to drop: the directory tells stores that have not heard.
+        self.hints.publish_soon()
         logger.info("cleared namespace %s: %d blocks", namespace.hex()[:12], cleared)
         return cleared
 
@@ -189,7 +193,7 @@ class NodeCore(PoolVerbs):
                 break
             if chain.namespace not in self.block_bytes:
                 continue
-            ended, version = threading.Event(), self.versions.get(chain.namespace, 0)
+            ended, version = threading.Event(), self.versions.get(chain.namespace)
             grant = self.pool.pin_prefix(chain, "adopt", time.monotonic() + self.config.lease_ttl_s)
             load = Load(
                 chain=chain, block_bytes=self.block_bytes[chain.namespace], owner="adopt",

@@ -182,7 +182,7 @@ class NodeControl:
         self._core.check_serving()
         if self._core.fetcher is None or chain.namespace not in self._core.block_bytes:
             raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
-        version = self._core.versions.get(chain.namespace, 0)
+        version = self._core.versions.get(chain.namespace)
         # A look at the first block: a load of what is all elsewhere is not searched for block by block.
         held = chain if self._core.pool.lookup(chain.head(1)) else chain.head(0)
         grant = self._core.pool.pin_prefix(held, connection.owner, deadline_after(ttl_s))

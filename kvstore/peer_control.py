@@ -99,9 +99,9 @@ class PeerControl:
                 "run one version of raykv everywhere"
             )
         namespace = wanted.chain.namespace
-        if wanted.namespace_version > core.versions.get(namespace, 0):
+        if wanted.namespace_version > core.versions.get(namespace):
             core.clear(namespace, wanted.namespace_version)
-        version, own = core.versions.get(namespace, 0), core.mover.own
+        version, own = core.versions.get(namespace), core.mover.own
         grant = Grant(0, ())
         if core.attached_pool is not None and own is not None and version == wanted.namespace_version:
             known = core.block_bytes.get(namespace, wanted.block_bytes)

@@ -16,6 +16,7 @@ from kvstore.errors import IncompatibleStore, KVStoreError, PeerLost, ProtocolEr
 from kvstore.hints import Hints
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
+from kvstore.versions import NamespaceVersions, unpack_versions
 from kvstore.wire import Op, unpack_json
 from poolcheck.chains import NAMESPACES, chain_of, store
 
@@ -115,10 +116,12 @@ def start_hints():
     made = []
 
     def start(node_id, pool, resolve):
-        hints = Hints(node_id, resolve, 2.0)
+        versions = NamespaceVersions()
+        hints = Hints(node_id, resolve, 2.0, versions, versions.advance)
         made.append(hints)
         if pool is not None:
-            hints.start(pool)
+            hints.start(2.0)
+            hints.follow(pool)
         return hints
 
     yield start
@@ -228,7 +231,7 @@ def test_a_stopped_link_still_calls_back(directory, start_hints):
 def test_a_store_whose_connection_closes_is_forgotten_unless_it_has_a_newer_one(directory, wait_until):
     address = directory.address()
     old, new = connect(address), connect(address)
-    batch = pack_publish("a", reset=True, sequence=1, added=chain_of("uv").hashes(), removed=[])
+    batch = pack_publish("a", reset=True, sequence=1, added=chain_of("uv").hashes(), removed=[], versions={})
     for client in (old, new):
         client.call(Op.PUBLISH, batch, timeout_s=2.0)
     old.close()
@@ -243,16 +246,59 @@ def test_a_store_whose_connection_closes_is_forgotten_unless_it_has_a_newer_one(
 def test_reset_replaces_everything_of_that_node_only(directory):
     client = connect(directory.address())
     for node, tokens in (("a", "uv"), ("b", "uvw"), ("a", "xy")):
-        batch = pack_publish(node, reset=True, sequence=1, added=chain_of(tokens).hashes(), removed=[])
+        batch = pack_publish(node, reset=True, sequence=1, added=chain_of(tokens).hashes(), removed=[], versions={})
         client.call(Op.PUBLISH, batch, timeout_s=2.0)
     assert directory.index.locate(chain_of("uv").hashes()) == [("b", 2)]
     assert directory.index.locate(chain_of("xy").hashes()) == [("a", 2)]
     hashes = chain_of("xyz").hashes()
-    batch = pack_publish("a", reset=False, sequence=2, added=hashes[2:], removed=hashes[:1])
+    batch = pack_publish("a", reset=False, sequence=2, added=hashes[2:], removed=hashes[:1], versions={})
     client.call(Op.PUBLISH, batch, timeout_s=2.0)
     assert directory.index.locate(hashes) == []
     assert directory.index.locate(hashes[1:]) == [("a", 2)]
     client.close()
+
+
+def cleared(node_id: str, versions: dict[bytes, int]) -> bytes:
+    return pack_publish(node_id, reset=False, sequence=1, added=[], removed=[], versions=versions)
+
+
+def test_a_clearing_is_told_once_to_every_store_that_did_not_tell_it(directory):
+    clients = {node: connect(directory.address()) for node in "ab"}
+
+    def tell(node, versions):
+        return unpack_versions(clients[node].call(Op.PUBLISH, cleared(node, versions), timeout_s=2.0))
+
+    old, new = b"o" * 32, b"n" * 32
+    assert tell("a", {old: 3}) == {}
+    assert tell("b", {}) == {old: 3}
+    assert tell("b", {}) == {}
+    assert tell("b", {old: 2, new: 5}) == {}, "an earlier clearing is no news"
+    assert tell("a", {}) == {new: 5}
+    assert tell("a", {old: 7}) == {}
+    clients["late"] = connect(directory.address())
+    assert tell("late", {old: 6}) == {old: 7, new: 5}
+    for client in clients.values():
+        client.close()
+
+
+def test_stores_tell_a_new_directory_what_was_cleared(directory, start_hints, wait_until):
+    current = [directory]
+    one, two = (start_hints(node, Pool(4), lambda: current[0].address()) for node in "ab")
+    one._versions.advance(NAMESPACE, 9)
+    directory.stop()
+    current[0] = DirectoryServer("127.0.0.1")
+    try:
+
+        def heard():
+            one.publish_soon()
+            two.publish_soon()
+            return two._versions.get(NAMESPACE) == 9
+
+        wait_until(heard)
+    finally:
+        for hints in (one, two):
+            hints.stop()
+        current[0].stop()
 
 
 @pytest.mark.parametrize("changes", [{"token": "wrong"}, {"token": None}, {"protocol": PROTOCOL_VERSION + 1}])
@@ -284,7 +330,7 @@ def test_what_a_directory_does_not_do(directory, op):
     client.close()
 
 
-@pytest.mark.parametrize("payload", [b"", b"123"])
+@pytest.mark.parametrize("payload", [b"", b"123", cleared("a", {b"n" * 32: 1})[:-1]])
 def test_a_cut_batch_is_an_error_and_changes_nothing(directory, payload):
     client = connect(directory.address())
     with pytest.raises(KVStoreError):

@@ -11,6 +11,7 @@ from kvstore.errors import PeerLost
 from kvstore.hints import Hints
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
+from kvstore.versions import NamespaceVersions
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def hints_of():
     made = []
 
     def make(resolve, timeout_s=3.0):
-        made.append(Hints("n", resolve, timeout_s))
+        made.append(Hints("n", resolve, timeout_s, NamespaceVersions(), lambda *_: None))
         return made[-1]
 
     yield make
@@ -35,10 +36,11 @@ def hints_of():
 
 def test_a_directory_that_hangs_is_waited_for_a_second_and_then_not_at_all(deaf, hints_of, wait_until):
     hints = hints_of(lambda: deaf)
-    hints.start(Pool(4))
+    hints.start(0.0)
+    hints.follow(Pool(4))
     heard, asked_s = [], time.monotonic()
     hints.publish_soon(lambda: heard.append(time.monotonic()))
-    assert hints.num_waiting == 1
+    assert hints.num_waiting == 2, "who made contact, and this one"
 
     def answered():
         hints.answer_overdue()
@@ -88,7 +90,7 @@ def own_hints():
     def resolve():
         raise AssertionError("nothing here asks the directory")
 
-    return Hints("a", resolve, 1.0)
+    return Hints("a", resolve, 1.0, NamespaceVersions(), lambda *_: None)
 
 
 def test_what_a_lookup_found_is_recalled_once(own_hints):

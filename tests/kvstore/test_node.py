@@ -325,9 +325,16 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
     assert core.clear(cluster.space.digest, 1) == 0
     assert core.lookup(chain_of(hashes)) == 3
     assert core.clear(cluster.space.digest, 3) == 3
-    assert core.versions == {cluster.space.digest: 3}
+    assert core.versions.get(cluster.space.digest) == 3
 
 
+@pytest.fixture
+def silent_directory(cluster, monkeypatch):
+    """The directory tells nobody of clearings."""
+    monkeypatch.setattr(cluster.directory._versions, "advance", lambda namespace, version: False)
+
+
+@pytest.mark.usefixtures("silent_directory")
 def test_a_peer_that_has_not_heard_of_a_clearing_cannot_bring_old_blocks_back(cluster):
     one, two = two_nodes(cluster)
     hashes = cluster.hashes(3)
@@ -338,7 +345,7 @@ def test_a_peer_that_has_not_heard_of_a_clearing_cannot_bring_old_blocks_back(cl
     assert result.num_blocks == 0
     assert two.bytes() == before
     # Asking told the peer: it clears too.
-    assert cluster.nodes["a"].versions == {cluster.space.digest: 1}
+    assert cluster.nodes["a"].versions.get(cluster.space.digest) == 1
     assert one.client.lookup(hashes).num_local == 0
     one.save(hashes, range(3))
     assert two.load(hashes, range(3)).num_blocks == 3
@@ -366,6 +373,7 @@ def test_a_load_takes_nothing_stored_after_a_clearing_that_came_between(cluster,
     assert two.load(hashes, range(10, 13)).num_blocks == 3
 
 
+@pytest.mark.usefixtures("silent_directory")
 def test_a_store_that_has_not_heard_learns_from_the_peer_it_asks(cluster):
     one, two = two_nodes(cluster)
     hashes, old = cluster.hashes(3), cluster.hashes(2, seed=1)
@@ -374,9 +382,49 @@ def test_a_store_that_has_not_heard_learns_from_the_peer_it_asks(cluster):
     one.save(hashes, range(3))
     first = two.load(hashes, range(3))
     assert [f.reason for f in first.failed] == [MissReason.CLEARED] * 3
-    assert cluster.nodes["b"].versions == {cluster.space.digest: 1}
+    assert cluster.nodes["b"].versions.get(cluster.space.digest) == 1
     assert two.client.lookup(old, remote=False).num_local == 0
     assert two.load(hashes, range(3)).num_blocks == 3
+
+
+def test_a_new_store_keeps_what_is_saved_before_it_meets_peers_that_know_of_a_clearing(cluster, wait_until):
+    two_nodes(cluster)
+    for core in cluster.nodes.values():
+        core.clear(cluster.space.digest, 7)
+    wait_until(lambda: cluster.directory._versions.get(cluster.space.digest) == 7)
+    cluster.stop_node("b")
+    assert cluster.add("b").versions.get(cluster.space.digest) == 7
+    one, two = cluster.worker("a", seed=3), cluster.worker("b", seed=4)
+    hashes = cluster.hashes(5)
+    assert two.save(hashes, range(5)).num_written == 5
+    result = one.load(hashes, range(10, 15))
+    assert (result.num_peer, result.failed) == (5, ())
+    assert same(two, range(5), one, range(10, 15))
+    assert two.client.lookup(hashes, remote=False).num_local == 5
+
+
+def test_a_store_that_could_not_be_told_of_a_clearing_hears_of_it_from_the_directory(cluster, wait_until):
+    _, two = two_nodes(cluster)
+    hashes = cluster.hashes(3)
+    two.save(hashes, range(3))
+    cluster.nodes["a"].clear(cluster.space.digest, 1)
+
+    def heard():
+        cluster.nodes["b"].hints.publish_soon()
+        return cluster.nodes["b"].versions.get(cluster.space.digest) == 1
+
+    wait_until(heard)
+    wait_until(lambda: two.client.lookup(hashes, remote=False).num_local == 0)
+
+
+def test_a_store_starts_beside_a_directory_that_is_away(cluster, monkeypatch):
+    def nobody():
+        raise PeerLost("wanted a directory, got none")
+
+    monkeypatch.setattr(cluster.directory, "address", nobody)
+    cluster.add("a")
+    worker, hashes = cluster.worker("a"), cluster.hashes(3)
+    assert worker.save(hashes, range(3)).num_written == 3
 
 
 # Drain.

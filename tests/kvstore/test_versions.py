@@ -1,0 +1,40 @@
+"""Which clearing a process has heard of, and what it has not told yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.errors import ProtocolError
+from kvstore.versions import NamespaceVersions, pack_versions, unpack_versions
+
+ONE, TWO = b"1" * 32, b"2" * 32
+
+
+def test_only_later_clearings_are_news():
+    versions = NamespaceVersions()
+    assert versions.get(ONE) == 0
+    assert [versions.advance(ONE, version) for version in (5, 5, 4, 6)] == [True, False, False, True]
+    assert (versions.get(ONE), versions.get(TWO)) == (6, 0)
+    assert not versions.advance(TWO, 0)
+
+
+def test_what_was_heard_since():
+    versions = NamespaceVersions()
+    assert versions.since(0) == (0, {})
+    versions.advance(ONE, 5)
+    versions.advance(TWO, 1)
+    first, news = versions.since(0)
+    assert news == {ONE: 5, TWO: 1}
+    versions.advance(ONE, 9)
+    second, news = versions.since(first)
+    assert news == {ONE: 9}
+    assert versions.since(second) == (second, {})
+    assert versions.since(0)[1] == {ONE: 9, TWO: 1}
+
+
+def test_versions_on_the_wire():
+    found = {ONE: 2**64 - 1, TWO: 1}
+    assert unpack_versions(pack_versions(found)) == found
+    assert unpack_versions(b"") == {}
+    with pytest.raises(ProtocolError, match="40 bytes each, got 79"):
+        unpack_versions(pack_versions(found)[:-1])
