@@ -1,5 +1,8 @@
 """Benchmark: bytes from one node to another, by memcpy, raw NIXL, our load, and Ray's object store.
 
+A load ends with the bytes in the engine's memory, a raw READ with the bytes in the slab. "nixl_copied" is the READ
+that goes as far as a load, done by hand: what a machine with few cores has left when it copies too.
+
 Everything is measured in one run, round by round in turn, so that noise hits all ways alike. Data is drawn
 fresh for each round, destinations are poisoned before and compared after. The figure is the median.
 """
@@ -7,7 +10,6 @@ fresh for each round, destinations are poisoned before and compared after. The f
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,17 +20,15 @@ import numpy as np
 import ray
 
 from kvstore.actors.bench_cluster import on_node, two_nodes
+from kvstore.actors.bench_raw_end import POISON, RawEnd, random_bytes
 from kvstore.actors.calls import call
 from kvstore.actors.cluster import Store, start
-from kvstore.arena import Arena, create_arena
-from kvstore.config import UCX_DEFAULTS, StoreConfig, set_ucx_lane
+from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.hashing import Namespace
 from kvstore.shape import KVShape
-from kvstore.transport import PeerDescription, ReadRequest
 
 _TIMEOUT_S = 120.0
-_POISON = 0xA5
 #: Shapes whose blocks have a round size: bytes -> (layers, KV heads, head dim), 16 tokens, bfloat16.
 SHAPES = {
     64 << 10: (16, 1, 64),
@@ -43,80 +43,6 @@ def shape_of(block_bytes: int) -> KVShape:
     shape = KVShape(num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype="bfloat16", block_size=16)
     assert shape.block_bytes == block_bytes
     return shape
-
-
-def _random_bytes(num_bytes: int, seed: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(0, 2**63, num_bytes // 8, dtype=np.int64).view(np.uint8)
-
-
-class RawEnd:
-    """One end of a raw NIXL transfer, in a process of its own: a slab, an agent, prepared lists.
-
-    Args:
-        huge_pages: whether the slab is of huge pages, as our arena is where the kernel can.
-        tuned: False builds the agent as NIXL's Python wrapper does, and leaves UCX's TCP segments alone.
-    """
-
-    def __init__(
-        self, lane: str, name: str, num_bytes: int, block_bytes: int, tuned: bool, huge_pages: bool = False
-    ) -> None:
-        set_ucx_lane(lane)
-        if not tuned:
-            # What the user set stays; only our own defaults are kept away.
-            os.environ.update({key: "8256" for key in UCX_DEFAULTS if key not in os.environ})
-        from kvstore.nixl_transport import PROGRESS_DELAY_US, NixlTransport
-
-        self._arena: Arena = create_arena(num_bytes, huge_pages=huge_pages)
-        self._slab = self._arena.bytes_view()
-        self._block_bytes = block_bytes
-        self._transport = NixlTransport(
-            name,
-            self._arena.address,
-            num_bytes,
-            progress_delay_us=PROGRESS_DELAY_US if tuned else 0,
-            separate_reader=False,
-        )
-        self._transport.set_slots(block_bytes, num_bytes // block_bytes)
-
-    def describe(self) -> PeerDescription:
-        """Return what the other end needs."""
-        return PeerDescription(
-            agent=self._transport.describe(),
-            address=self._arena.address,
-            slot_bytes=self._block_bytes,
-            num_slots=self._arena.num_bytes // self._block_bytes,
-        )
-
-    def add_peer(self, description: PeerDescription) -> None:
-        """Make the other end readable."""
-        self._transport.add_peer("source", description)
-
-    def fill(self, start: int, num_bytes: int, seed: int) -> None:
-        """Write fresh data."""
-        self._slab[start : start + num_bytes] = _random_bytes(num_bytes, seed)
-
-    def read(self, start: int, num_bytes: int, seed: int) -> float:
-        """Read a region, compare it, and return the seconds that the READ took."""
-        self._slab[start : start + num_bytes] = _POISON
-        ids = np.arange(start // self._block_bytes, (start + num_bytes) // self._block_bytes, dtype=np.int32)
-        request = ReadRequest(
-            peer="source", block_bytes=self._block_bytes, local_slots=ids, remote_slots=ids, notification=b"x"
-        )
-        started_s = time.perf_counter()
-        self._transport.read_and_wait(request, _TIMEOUT_S)
-        seconds = time.perf_counter() - started_s
-        if not np.array_equal(self._slab[start : start + num_bytes], _random_bytes(num_bytes, seed)):
-            raise AssertionError("raw NIXL delivered other bytes than were written")
-        return seconds
-
-    def memcpy(self, num_bytes: int) -> float:
-        """Copy one region of the slab to another by one thread; return the seconds."""
-        half = self._arena.num_bytes // 2
-        num_bytes = min(num_bytes, half)
-        self._slab[half : half + num_bytes] = _POISON
-        started_s = time.perf_counter()
-        self._slab[half : half + num_bytes] = self._slab[:num_bytes]
-        return time.perf_counter() - started_s
 
 
 class Worker:
@@ -136,14 +62,14 @@ class Worker:
     def save(self, round_number: int, num_blocks: int) -> None:
         """Draw fresh data and save it under hashes of this round."""
         num_bytes = num_blocks * self._space.shape.block_bytes
-        self._bytes[:num_bytes] = _random_bytes(num_bytes, round_number)
+        self._bytes[:num_bytes] = random_bytes(num_bytes, round_number)
         result = self._client.save(self._hashes(round_number, num_blocks), range(num_blocks)).result(_TIMEOUT_S)
         assert result.num_written == num_blocks, result
 
     def load(self, round_number: int, num_blocks: int) -> float:
         """Load what the other node saved; returns the seconds, after comparing every byte."""
         num_bytes = num_blocks * self._space.shape.block_bytes
-        self._bytes[:num_bytes] = _POISON
+        self._bytes[:num_bytes] = POISON
         hashes = self._hashes(round_number, num_blocks)
         # As engines do: the scheduler looks up what a load then brings.
         assert max(count for _, count in self._client.lookup(hashes).nodes) == num_blocks
@@ -151,13 +77,13 @@ class Worker:
         result = self._client.load(hashes, range(num_blocks)).result(_TIMEOUT_S)
         seconds = time.perf_counter() - started_s
         assert result.num_peer == num_blocks, result
-        if not np.array_equal(self._bytes[:num_bytes], _random_bytes(num_bytes, round_number)):
+        if not np.array_equal(self._bytes[:num_bytes], random_bytes(num_bytes, round_number)):
             raise AssertionError("our load delivered other bytes than were saved")
         return seconds
 
     def put(self, seed: int, num_bytes: int) -> list[Any]:
         """Put fresh data into Ray's object store on this node."""
-        return [ray.put(_random_bytes(num_bytes, seed))]
+        return [ray.put(random_bytes(num_bytes, seed))]
 
     def get(self, refs: list[Any]) -> float:
         """Get it on this node; returns the seconds."""
@@ -255,6 +181,7 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
             call("save", workers[0].save.remote(number, num_blocks), _TIMEOUT_S)
             # One right after the other, for the sake of their ratio.
             seen["nixl_huge_pages"] = _read_raw(huge, number, load_bytes)
+            seen["nixl_copied"] = _read_raw(huge, number, load_bytes, "read_and_copy")
             seen["load"] = call("load", workers[1].load.remote(number, num_blocks), _TIMEOUT_S)
             refs = call("put", workers[0].put.remote(number, load_bytes), _TIMEOUT_S)
             seen["ray"] = call("get", workers[1].get.remote(refs), _TIMEOUT_S)
@@ -297,8 +224,8 @@ def _connect(ends: list[Any]) -> None:
     call("raw", ends[1].add_peer.remote(description), _TIMEOUT_S)
 
 
-def _read_raw(ends: list[Any], number: int, load_bytes: int) -> float:
+def _read_raw(ends: list[Any], number: int, load_bytes: int, verb: str = "read") -> float:
     start_at = (number % 2) * load_bytes
     call("raw", ends[0].fill.remote(start_at, load_bytes, number), _TIMEOUT_S)
-    seconds: float = call("raw", ends[1].read.remote(start_at, load_bytes, number), _TIMEOUT_S)
+    seconds: float = call("raw", getattr(ends[1], verb).remote(start_at, load_bytes, number), _TIMEOUT_S)
     return seconds
