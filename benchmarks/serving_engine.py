@@ -82,31 +82,36 @@ class ServingEngine:
         return os.getpid()
 
     def first_token(
-        self, tokens: list[int], cold: bool = False, params: dict[str, Any] | None = None
+        self, tokens: list[int], cold: bool = False, params: dict[str, Any] | None = None, num_tokens: int = 1
     ) -> dict[str, Any]:
-        """Answer a prompt with one token.
+        """Answer a prompt, and time the first token of the answer.
 
         Args:
             tokens: the prompt.
             cold: read no cache.
             params: vLLM's kv_transfer_params of the request.
+            num_tokens: of the answer.
 
         Returns:
-            {"first_token_s", "num_cached", "params"}: the last ones are of the answer.
+            {"first_token_s", "num_cached", "params", "tokens"}: the last two are of the answer.
         """
-        begin_s = time.perf_counter()
-        name = self._add(tokens, 1, cold, params)
+        begin_s, first_s = time.perf_counter(), 0.0
+        name = self._add(tokens, num_tokens, cold, params)
         while True:
             for output in self._engine.step():
-                if output.request_id == name and output.finished:
-                    took_s = time.perf_counter() - begin_s
-                    if output.outputs[0].finish_reason == "error":
-                        raise StoreUnavailable(f"wanted an answer to {len(tokens)} tokens, got an error of the engine")
-                    return {
-                        "first_token_s": took_s,
-                        "num_cached": output.num_cached_tokens or 0,
-                        "params": output.kv_transfer_params,
-                    }
+                if output.request_id != name:
+                    continue
+                first_s = first_s or time.perf_counter() - begin_s
+                if not output.finished:
+                    continue
+                if output.outputs[0].finish_reason == "error":
+                    raise StoreUnavailable(f"wanted an answer to {len(tokens)} tokens, got an error of the engine")
+                return {
+                    "first_token_s": first_s,
+                    "num_cached": output.num_cached_tokens or 0,
+                    "params": output.kv_transfer_params,
+                    "tokens": list(output.outputs[0].token_ids),
+                }
 
     def turn(self, prompts: Sequence[list[int]], num_tokens: int) -> dict[str, Any]:
         """Answer prompts that come at once.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -38,11 +39,11 @@ def hash_prompt(space: Namespace, request: Any) -> BlockHashes:
     """Hash the full blocks of a request's prompt, and let other threads go on in between."""
     tokens, size = prompt_tokens(request), space.shape.block_size
     piece = max(_PIECE_TOKENS // size, 1) * size
-    found = hash_blocks(space, request, tokens[:piece])
+    found = [hash_blocks(space, request, tokens[:piece])]
     for first in range(piece, len(tokens) - size + 1, piece):
         time.sleep(0)
-        found = BlockHashes.join(found, hash_blocks(space, request, tokens[first : first + piece], found))
-    return found
+        found.append(hash_blocks(space, request, tokens[first : first + piece], found[-1]))
+    return replace(found[0], data=b"".join(run.data for run in found))
 
 
 def hash_blocks(

@@ -34,9 +34,22 @@ class Question:
         self.hashes: BlockHashes | None = None
         #: Usable prefix in blocks; grows while other nodes are asked.
         self.num_blocks = 0
-        self.done = False
         #: Whether vLLM was told the answer.
         self.is_given = False
+        self._answered = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more becomes known."""
+        return self._answered.is_set()
+
+    def answered(self) -> None:
+        """Say that nothing more becomes known."""
+        self._answered.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when nothing more becomes known, or after a while."""
+        self._answered.wait(timeout_s)
 
 
 class Lookups:
@@ -84,8 +97,9 @@ class Lookups:
                 logger.exception("a lookup failed; the prompt is computed")
                 self._stats.count("num_lookup_errors")
             finally:
-                question.done, self._begun_s = True, None
-            self._stats.time("lookup", time.perf_counter() - begin_s)
+                self._begun_s = None
+                self._stats.time("lookup", time.perf_counter() - begin_s)
+                question.answered()
 
     def _look_up(self, question: Question, hashes: BlockHashes) -> None:
         client = self._link.client()

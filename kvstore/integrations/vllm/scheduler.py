@@ -1,6 +1,7 @@
 """The scheduler's half: what is stored, what to load and save, and when blocks may be freed.
 
-No method of it waits for the store, whose answers come from a thread (lookups.py). `reset_cache` is the exception.
+No method of it waits for the store, whose answers come from a thread (lookups.py), but `reset`, and `await_answer` for
+a moment where the engine has nothing to compute.
 """
 
 from __future__ import annotations
@@ -8,40 +9,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.integrations.vllm.events import stored_event
-from kvstore.integrations.vllm.keys import hash_blocks, hash_prompt
+from kvstore.integrations.vllm.keys import hash_prompt
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.lookups import Lookups, Question
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import LoadPlan, SavePlan, StepPlan, WorkerReport
 from kvstore.integrations.vllm.stats import Stats
+from kvstore.integrations.vllm.tracked import Tracked
 
 logger = logging.getLogger(__name__)
 
 #: An answer that vLLM had and could not use at once is asked for again after this: blocks may have been evicted. The
 #: first time it is given whatever its age, or none would be young enough where steps or many lookups take longer.
 _ANSWER_S = 1.0
-
-
-@dataclass(slots=True)
-class Tracked:
-    """What is known of one request that has not ended."""
-
-    request: Any
-    question: Question | None = None
-    hashes: BlockHashes | None = None
-    block_ids: list[int] = field(default_factory=list)
-    num_engine_tokens: int = 0  # in the engine's own prefix cache, when vLLM asked last
-    num_saved: int = 0
-    num_saves_open: int = 0  # on all workers
-    is_loading: bool = False
-    may_load: bool = True
-    may_save: bool = True
+#: With nothing to compute a step waits so long in all for answers, instead of stepping on and on beside the thread that
+#: looks up. No longer, because new requests may have come.
+_IDLE_WAIT_S = 0.005
 
 
 class SchedulerSide:
@@ -78,6 +66,9 @@ class SchedulerSide:
         self._ending: dict[str, Tracked] = {}
         self._plan = StepPlan()
         self._events: list[Any] = []
+        #: Requests that the last step computed something for, and that have not ended.
+        self._running: set[str] = set()
+        self._idle_left_s = _IDLE_WAIT_S
         #: Workers that have yet to drop what was computed before the cache was cleared.
         self._num_drops_open = 0
         self._clearing: threading.Thread | None = None
@@ -109,6 +100,22 @@ class SchedulerSide:
             tracked.may_load = False
         self._ask(tracked)
 
+    def await_answer(self, request: Any, num_engine_tokens: int) -> None:
+        """Wait a moment for the store's answer where the engine has nothing else to do; `match` comes next."""
+        self.begin(request)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.question is None or tracked.question.done or self._space is None:
+            return
+        if self._idle_left_s <= 0 or tracked.is_covered(self._space.shape.block_size, num_engine_tokens):
+            return
+        is_idle = not (self._running or self._plan.is_computing or self._plan.loads)
+        if not is_idle or any(other.is_loading for other in self._tracked.values()):
+            self._idle_left_s = 0.0
+            return
+        began_s = time.monotonic()
+        tracked.question.wait(self._idle_left_s)
+        self._idle_left_s -= time.monotonic() - began_s
+
     def match(self, request: Any, num_engine_tokens: int) -> tuple[int | None, bool]:
         """Answer `get_num_new_matched_tokens`; None while the store has not answered."""
         self.begin(request)
@@ -122,11 +129,10 @@ class SchedulerSide:
             self._ask(tracked)
         question = tracked.question
         assert question is not None
-        if request.num_prompt_tokens // size * size <= num_engine_tokens:
+        if tracked.is_covered(size, num_engine_tokens):
             return 0, False
         assert self._lookups is not None
         if not question.done and not self._lookups.is_held_up():
-            self._plan.num_waiting += 1
             return None, False
         question.is_given = question.done
         if not question.done:
@@ -140,6 +146,8 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load once vLLM has given it blocks; called again, with 0, when the load is through."""
         tracked = self._tracked.get(request.request_id)
+        if not num_external_tokens:
+            self._plan.is_computing = True
         if not num_external_tokens or tracked is None or tracked.hashes is None or self._space is None:
             return
         size = self._space.shape.block_size
@@ -159,6 +167,7 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepPlan:
         """Return what the workers have to do in this step, and begin to collect for the next one."""
         plan, self._plan = self._plan, StepPlan()
+        self._running, self._idle_left_s = set(output.num_scheduled_tokens), _IDLE_WAIT_S
         plan.is_computing = output.total_num_scheduled_tokens > 0
         plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
         if plan.settle:
@@ -185,6 +194,7 @@ class SchedulerSide:
     def ended(self, request: Any) -> bool:
         """Forget a request; whether vLLM has to keep its blocks until they are reported as sent."""
         tracked = self._tracked.pop(request.request_id, None)
+        self._running.discard(request.request_id)
         # vLLM keeps the blocks of a load under way by itself.
         if tracked is None or tracked.is_loading or not tracked.num_saves_open:
             return False
@@ -271,7 +281,7 @@ class SchedulerSide:
             return
         size = self._space.shape.block_size
         if self._options.save is SavePolicy.ALL:
-            self._hash_answer(tracked, end)
+            tracked.hash_answer(self._space, end)
         # A failed load or a preemption sends a request back: what follows is computed, and saved, once more.
         tracked.num_saved = min(tracked.num_saved, -(-begin // size))
         if tracked.question is not None and tracked.num_saved < tracked.question.num_blocks <= begin // size:
@@ -283,15 +293,3 @@ class SchedulerSide:
         plan.saves.append(SavePlan(req_id=req_id, hashes=tracked.hashes[:num_full], block_ids=ids))
         tracked.num_saved = num_full
         tracked.num_saves_open += self._num_workers
-
-    def _hash_answer(self, tracked: Tracked, end: int) -> None:
-        """Hash blocks of the answer whose tokens are known and computed when this step is through."""
-        assert self._space is not None
-        assert tracked.hashes is not None
-        size = self._space.shape.block_size
-        first = len(tracked.hashes) * size
-        last = min(end, tracked.request.num_tokens) // size * size
-        if last > first:
-            tokens = list(tracked.request.all_token_ids[first:last])
-            new = hash_blocks(self._space, tracked.request, tokens, tracked.hashes)
-            tracked.hashes = BlockHashes.join(tracked.hashes, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0
 _STUCK_S = 60.0
-#: The engine spins while a load is under way and there is nothing to compute; this leaves the cores to the copies, and
-#: the interpreter to the thread that asks the store, for as many questions as it has left.
-_YIELD_S = 0.0005
-_LONGEST_YIELD_S = 0.005
+#: The engine spins while a load is under way and there is nothing to compute. It waits instead until a copy has ended,
+#: which leaves the cores and the interpreter to the copies, and so long at most: new requests may have come.
+_IDLE_WAIT_S = 0.002
+_POLL_S = 0.0005
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed_ids: set[int] = set()
         self._report = WorkerReport()
+        self._job_ended = threading.Event()
         #: What this engine's blocks mean, once its tensors are known.
         self.space: Namespace | None = None
 
@@ -130,8 +132,9 @@ class WorkerSide:
 
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""
-        if not plan.is_computing and (self._loads or self._saves or plan.num_waiting):
-            time.sleep(min(_YIELD_S * max(plan.num_waiting, 1), _LONGEST_YIELD_S))
+        if not plan.is_computing and (self._loads or self._saves):
+            self._job_ended.wait(_IDLE_WAIT_S)
+            self._job_ended.clear()  # Before jobs are asked whether they are done: none is overlooked.
         for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
             self._end_load(self._loads.pop(req_id))
         for req_id, saves in list(self._saves.items()):
@@ -176,7 +179,7 @@ class WorkerSide:
             logger.warning("a load could not begin: %s", error)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
-        self._loads[plan.req_id] = Running(plan, client, job, time.perf_counter())
+        self._loads[plan.req_id] = self._running(plan, client, job)
 
     def _end_load(self, load: Running) -> None:
         plan: LoadPlan = load.plan
@@ -227,7 +230,11 @@ class WorkerSide:
             self._count_failed_save(client, error)
             self._report.saves_ended[plan.req_id] += 1
             return
-        self._saves.setdefault(plan.req_id, []).append(Running(plan, client, job, time.perf_counter()))
+        self._saves.setdefault(plan.req_id, []).append(self._running(plan, client, job))
+
+    def _running(self, plan: LoadPlan | SavePlan, client: Client, job: Job[Any]) -> Running:
+        job.add_done_callback(lambda _: self._job_ended.set())
+        return Running(plan, client, job, time.perf_counter())
 
     def _has_ended(self, save: Running) -> bool:
         if not save.job.done():
@@ -255,7 +262,7 @@ class WorkerSide:
         deadline_s = time.monotonic() + wait_s
         for save in self._saves.pop(req_id):
             while not save.job.done() and time.monotonic() < deadline_s:
-                time.sleep(_YIELD_S)
+                time.sleep(_POLL_S)
             if not save.job.done() and not save.job.abandon(_STUCK_S):
                 raise CopyStuck(
                     f"wanted the copies of {save.job!r} to end within {_STUCK_S} s; the blocks they read are about to "

@@ -1,0 +1,234 @@
+"""First tokens of vLLM on one GPU: prompts from this store, from vLLM's own ways to keep KV in host memory, computed.
+
+One engine at a time, each in a process of its own; all are asked the same prompts of random tokens, of so many tokens
+and one more, which every way computes:
+
+cold   a prompt that nobody has seen;
+again  the same one, in the engine's own prefix cache;
+warm   the same one after `reset_prefix_cache`: from host memory, where a connector put it meanwhile.
+
+The bound is the engine's own prefix cache and one pinned copy of the KV's bytes, both of the same run. The model has
+the shape of an 8B Llama and random weights, the same ones in every engine, so that answers can be compared.
+
+Run: `python -m benchmarks.serving --device cuda`, or this module. On a CPU it is a check of itself with a small model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.serving_way import WayProcess
+from kvstore.actors.bench_process import InProcess
+from kvstore.config import parse_bytes
+from kvstore.errors import KVStoreError, StoreUnavailable
+
+LENGTHS = (2_000, 10_000, 30_000)
+IMPORT_S, MEASURE_S = 180.0, 150.0
+#: device -> fields of a Llama's config that make its size.
+SIZES = {
+    "cuda": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
+    "cpu": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048},
+}  # fmt: skip
+MAX_TOKENS = 32_768
+SETTINGS = {
+    "cuda": {"attention_backend": "FLASH_ATTN", "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 4096},
+    "cpu": {"block_size": 32, "num_gpu_blocks_override": 2048},
+}
+
+Rows = list[dict[str, Any]]
+Say = Callable[[str], None]
+
+
+def ways(device: str, capacity_bytes: int, address: str) -> dict[str, tuple[Mapping[str, Any] | None, bool]]:
+    """Return, by name, fields of vLLM's KVTransferConfig (or None), and whether the engine has a prefix cache."""
+    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    block_size = SETTINGS[device].get("block_size", 16)
+    num_blocks = capacity_bytes // (kv_bytes_of_token(device) * int(str(block_size)))
+    return {
+        "none": (None, False),
+        "own": (None, True),
+        "raykv": ({"kv_connector": "RaykvConnector", "kv_connector_module_path": "kvstore.integrations.vllm", **common,
+                   "kv_connector_extra_config": {"address": address, "load_timeout_s": 30.0}}, True),
+        "OffloadingConnector": ({"kv_connector": "OffloadingConnector", **common, "kv_connector_extra_config": {
+            "num_cpu_blocks": num_blocks, "cpu_bytes_to_use": capacity_bytes}}, True),
+        "SimpleCPUOffloadConnector": ({"kv_connector": "SimpleCPUOffloadConnector", **common,
+            "kv_connector_extra_config": {"cpu_bytes_to_use": capacity_bytes}}, True),
+    }  # fmt: skip
+
+
+def kv_bytes_of_token(device: str) -> int:
+    """Return what the model keeps of one token, in bfloat16."""
+    size = SIZES[device]
+    return size["num_hidden_layers"] * 2 * size["num_key_value_heads"] * size["head_dim"] * 2
+
+
+def save_config(folder: str, device: str) -> str:
+    """Write the config of a model without weights, which vLLM makes up."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": MAX_TOKENS,
+        "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, **SIZES[device],
+    }  # fmt: skip
+    Path(folder, "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@contextlib.contextmanager
+def own_store(capacity_bytes: int) -> Iterator[str]:
+    """Run a store on a Ray of one node, and yield that Ray's address; nothing of it is left afterwards."""
+    import ray
+
+    import kvstore
+
+    folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
+    os.environ.update(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.pop("RAY_ADDRESS", None)
+    try:
+        # What Ray may promise has to hold the store, whatever it takes the machine's free memory for.
+        ray.init(
+            address="local", num_cpus=4, object_store_memory=100 << 20, _memory=capacity_bytes + (4 << 30),
+            include_dashboard=False, log_to_driver=False, configure_logging=False,
+        )  # fmt: skip
+    except Exception as error:  # of no class of its own
+        raise StoreUnavailable(f"wanted a Ray of one node, got: {error}") from error
+    store = None
+    try:
+        store = kvstore.start(capacity_bytes, timeout_s=120.0)
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        if store is not None:
+            store.stop()
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(
+    device: str, names: Sequence[str], lengths: Sequence[int], rounds: int, capacity_bytes: int,
+    say: Say, write: Callable[[dict[str, Any]], None] = lambda found: None, process: type[WayProcess] = WayProcess,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure some ways, one after the other; `write` gets all that is known after each."""
+    found: dict[str, Any] = {"rows": [], "failed": {}, "start_s": {}, "more": {}}
+    answers: dict[str, Any] = {}
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "RAY_AUTH_MODE": "disabled", "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True))
+        model = save_config(folder, device)
+        stores, address = held.enter_context(contextlib.ExitStack()), ""
+        if "raykv" in names:
+            say("starting a store")
+            try:
+                address = stores.enter_context(own_store(capacity_bytes))
+            except KVStoreError as error:
+                names, found["failed"]["raykv"] = [name for name in names if name != "raykv"], str(error)
+        say("importing vLLM, in a process for each way")
+        processes = {name: held.enter_context(contextlib.closing(InProcess(process, environment))) for name in names}
+        for made in processes.values():
+            made.begin("ready")
+        for made in processes.values():
+            made.answer(IMPORT_S)
+        for name, made in processes.items():
+            say(f"{name}: at {time.strftime('%X')}")
+            transfer, has_cache = ways(device, capacity_bytes, address)[name]
+            settings = {"max_model_len": MAX_TOKENS, "load_format": "dummy", **SETTINGS[device]}
+            settings |= {"enable_prefix_caching": has_cache}
+            size = SIZES[device]["vocab_size"]
+            try:
+                got = made.ask("measure", MEASURE_S, model, transfer, settings, lengths, rounds, size)
+            except KVStoreError as error:
+                say(f"{name}: {error}")
+                found["failed"][name] = f"{type(error).__name__}: {error}"
+                continue
+            finally:
+                made.close()  # With it goes what the engine had of the GPU.
+                if name == "raykv":
+                    stores.close()
+            answers[name] = got["answers"]
+            found["rows"] += [{"way": name, **row} for row in got["rows"]]
+            found["start_s"][name], found["more"][name] = got["start_s"], got["more"]
+            found |= got["provenance"]  # Of an engine's process: this one knows no GPU.
+            found |= {"same_answers": same_answers(answers), "ratios": ratios(found, device)}
+            write(found)
+    return found
+
+
+def same_answers(answers: Mapping[str, Any]) -> Rows:
+    """Count prompts with the answer that the engine's own prefix cache gives: this one's, and a plain engine's."""
+    rows = []
+    for name, mine in answers.items():
+        for state in ("cold", "again", "warm"):
+            own = {key: found.get("again") for key, found in answers.get("own", {}).items()}
+            pairs = [(found[state], found.get("again"), own.get(key)) for key, found in mine.items() if state in found]
+            if pairs:
+                rows.append(
+                    {
+                        "way": name, "state": state, "num_prompts": len(pairs),
+                        "as_own_cache_of_this_engine": sum(one == again for one, again, _ in pairs),
+                        "as_own_cache_of_plain_engine": sum(one == plain for one, _, plain in pairs),
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def ratios(found: Mapping[str, Any], device: str) -> Rows:
+    """Return, for each way and length, the bound and what the times of this run say about each other."""
+    times = {(row["way"], row["state"], row["num_tokens"]): row["first_token_s"] for row in found["rows"]}
+    links = [more["link_gb_per_s"] for more in found["more"].values() if more.get("link_gb_per_s")]
+    rows = []
+    for (name, state, num_tokens), time_s in times.items():
+        if state == "warm" and links and ("own", "again", num_tokens) in times:
+            copy_s = num_tokens * kv_bytes_of_token(device) / (statistics.median(links) * 1e9)
+            bound_s = times["own", "again", num_tokens] + copy_s
+            rows.append({"way": name, "num_tokens": num_tokens, "bound_s": round(bound_s, 6),
+                         "warm / bound": round(time_s / bound_s, 3)})  # fmt: skip
+        if state == "cold" and ("none", "cold", num_tokens) in times and name != "none":
+            ratio = round(time_s / times["none", "cold", num_tokens], 3)
+            rows.append({"way": name, "num_tokens": num_tokens, "cold / no connector": ratio})
+    return rows
+
+
+@click.command()
+@click.option("--device", type=click.Choice(sorted(SIZES)), default="cuda", show_default=True)
+@click.option("--way", "names", type=click.Choice(sorted(ways("cuda", 1 << 30, ""))), multiple=True, help="Only these.")
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Measurements of each kind.")
+@click.option("--tokens", "lengths", type=click.IntRange(64, MAX_TOKENS - 64), multiple=True, default=LENGTHS,
+              show_default=True, help="Lengths of prompts; may be given several times.")  # fmt: skip
+@click.option("--capacity", default="16GiB", show_default=True, help="Host memory of each way.")
+@click.option("--output", type=click.Path(dir_okay=False), help="File for the results, written after each way.")
+def main(
+    device: str, names: Sequence[str], lengths: Sequence[int], rounds: int, capacity: str, output: str | None
+) -> None:
+    """Time first tokens of vLLM on one GPU, from this store and from vLLM's own host memory."""
+
+    def write(found: dict[str, Any]) -> None:
+        if output is not None:
+            Path(output).write_text(json.dumps(found, indent=1))
+
+    chosen = names or list(ways(device, 1 << 30, ""))
+    say: Say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    found = measure(device, chosen, lengths, rounds, parse_bytes(capacity), say, write)
+    write(found)
+    print(json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1))
+    for row in found["rows"]:
+        print(f"{row['way']:26} {row['state']:6} {row['num_tokens']:6} {row['first_token_s'] * 1e3:9.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

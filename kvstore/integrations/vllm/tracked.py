@@ -1,0 +1,40 @@
+"""What the scheduler's half knows of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.hashing import BlockHashes, Namespace
+from kvstore.integrations.vllm.keys import hash_blocks
+from kvstore.integrations.vllm.lookups import Question
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What is known of one request that has not ended."""
+
+    request: Any
+    question: Question | None = None
+    hashes: BlockHashes | None = None
+    block_ids: list[int] = field(default_factory=list)
+    num_engine_tokens: int = 0  # in the engine's own prefix cache, when vLLM asked last
+    num_saved: int = 0
+    num_saves_open: int = 0  # on all workers
+    is_loading: bool = False
+    may_load: bool = True
+    may_save: bool = True
+
+    def is_covered(self, block_size: int, num_engine_tokens: int) -> bool:
+        """Whether the engine's own cache has all that the store could have of the prompt."""
+        return bool(self.request.num_prompt_tokens // block_size * block_size <= num_engine_tokens)
+
+    def hash_answer(self, space: Namespace, end: int) -> None:
+        """Hash blocks of the answer whose tokens are known, and computed when those before `end` are."""
+        assert self.hashes is not None
+        size = space.shape.block_size
+        first = len(self.hashes) * size
+        last = min(end, self.request.num_tokens) // size * size
+        if last > first:
+            tokens = list(self.request.all_token_ids[first:last])
+            self.hashes = BlockHashes.join(self.hashes, hash_blocks(space, self.request, tokens, self.hashes))
