@@ -58,7 +58,7 @@ class ServingEngine:
         settings: Mapping[str, Any],
     ) -> None:
         os.environ.update(environment)
-        if importlib.util.find_spec("nixl") is None:
+        if transfer and transfer["kv_connector"] == "NixlConnector" and importlib.util.find_spec("nixl") is None:
             # The wheel with the bindings has the name of its CUDA version; vLLM asks for the one without.
             for part in ("", "._api", "._bindings"):
                 sys.modules[f"nixl{part}"] = importlib.import_module(f"nixl_cu12{part}")
