@@ -10,7 +10,8 @@ engines that are not asked are stopped meanwhile (SIGSTOP), because an idle one 
 3. A prompt prefilled by one engine and decoded by another, on each lane: through the stores of two nodes, and with
    vLLM's NixlConnector. Timed is the second engine, from the request to the token.
 
-Run: `make bench-serving`, or `.venv-vllm/bin/python -m benchmarks.serving [--json]`; some ten minutes.
+Run: `make bench-serving`, or `.venv-vllm/bin/python -m benchmarks.serving [--json]`; some ten minutes. With
+`--device cuda` first tokens are timed on a GPU instead, beside vLLM's offloading connectors (`serving_gpu`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import serving_gpu
 from benchmarks.serving_engine import BLOCK_SIZE, CACHE_TOKENS, VOCABULARY, Engines, save_model
 from kvstore.provenance import package_version, provenance
 
@@ -243,17 +245,27 @@ def show(found: dict[str, Any]) -> None:
 
 
 @click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each kind.")
-@click.option("--tokens", "lengths", type=click.IntRange(BLOCK_SIZE + 1, CACHE_TOKENS - BLOCK_SIZE), multiple=True,
-              default=LENGTHS, show_default=True, help="Lengths of prompts; may be given several times.")  # fmt: skip
-def main(as_json: bool, rounds: int, lengths: Sequence[int]) -> None:
+@click.option("--tokens", "lengths", type=int, multiple=True, help="Lengths of prompts; may be given several times.")
+def main(device: str, as_json: bool, rounds: int, lengths: Sequence[int]) -> None:
     """Measure what a store gives vLLM, beside vLLM's own ways."""
-    found = measure(rounds, lengths, lambda text: print(text, file=sys.stderr, flush=True))
+    limit = CACHE_TOKENS if device == "cpu" else serving_gpu.MAX_TOKENS
+    for num_tokens in lengths:
+        if not BLOCK_SIZE < num_tokens <= limit - BLOCK_SIZE:
+            raise click.BadParameter(f"{num_tokens} is not in the range {BLOCK_SIZE + 1} to {limit - BLOCK_SIZE}.")
+    say: Say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    if device == "cpu":
+        found, print_it = measure(rounds, lengths or LENGTHS, say), show
+    else:
+        names, capacity_bytes = list(serving_gpu.WAYS), serving_gpu.CAPACITY_BYTES
+        found = serving_gpu.measure(device, names, lengths or serving_gpu.LENGTHS, rounds, capacity_bytes, say)
+        print_it = serving_gpu.show
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        show(found)
+        print_it(found)
 
 
 if __name__ == "__main__":

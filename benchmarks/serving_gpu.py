@@ -34,7 +34,10 @@ from kvstore.actors.bench_process import InProcess
 from kvstore.config import parse_bytes
 from kvstore.errors import KVStoreError, StoreUnavailable
 
+WAYS = ("none", "own", "raykv", "OffloadingConnector", "SimpleCPUOffloadConnector")
 LENGTHS = (2_000, 10_000, 30_000)
+#: Host memory of each way.
+CAPACITY_BYTES = 16 << 30
 IMPORT_S, MEASURE_S = 180.0, 150.0
 #: device -> fields of a Llama's config that make its size.
 SIZES = {
@@ -53,20 +56,17 @@ Rows = list[dict[str, Any]]
 Say = Callable[[str], None]
 
 
-def ways(device: str, capacity_bytes: int, address: str) -> dict[str, tuple[Mapping[str, Any] | None, bool]]:
-    """Return, by name, fields of vLLM's KVTransferConfig (or None), and whether the engine has a prefix cache."""
-    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    block_size = SETTINGS[device].get("block_size", 16)
-    num_blocks = capacity_bytes // (kv_bytes_of_token(device) * int(str(block_size)))
-    return {
-        "none": (None, False),
-        "own": (None, True),
-        "raykv": ({"kv_connector": "RaykvConnector", "kv_connector_module_path": "kvstore.integrations.vllm", **common,
-                   "kv_connector_extra_config": {"address": address, "load_timeout_s": 30.0}}, True),
-        "OffloadingConnector": ({"kv_connector": "OffloadingConnector", **common, "kv_connector_extra_config": {
-            "num_cpu_blocks": num_blocks, "cpu_bytes_to_use": capacity_bytes}}, True),
-        "SimpleCPUOffloadConnector": ({"kv_connector": "SimpleCPUOffloadConnector", **common,
-            "kv_connector_extra_config": {"cpu_bytes_to_use": capacity_bytes}}, True),
+def connector(name: str, capacity_bytes: int, address: str) -> dict[str, Any] | None:
+    """Return fields of vLLM's KVTransferConfig; None for the ways without a connector."""
+    if name in ("none", "own"):
+        return None
+    found: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    if name != "raykv":
+        return found | {"kv_connector_extra_config": {"cpu_bytes_to_use": capacity_bytes}}
+    extra = {"address": address, "load_timeout_s": 30.0}
+    module = "kvstore.integrations.vllm"
+    return found | {
+        "kv_connector": "RaykvConnector", "kv_connector_module_path": module, "kv_connector_extra_config": extra,
     }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def measure(
     say: Say, write: Callable[[dict[str, Any]], None] = lambda found: None, process: type[WayProcess] = WayProcess,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure some ways, one after the other; `write` gets all that is known after each."""
-    found: dict[str, Any] = {"rows": [], "failed": {}, "start_s": {}, "more": {}}
+    found: dict[str, Any] = {"rows": [], "ratios": [], "same_answers": [], "failed": {}, "start_s": {}, "more": {}}
     answers: dict[str, Any] = {}
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -146,9 +146,9 @@ def measure(
             made.answer(IMPORT_S)
         for name, made in processes.items():
             say(f"{name}: at {time.strftime('%X')}")
-            transfer, has_cache = ways(device, capacity_bytes, address)[name]
+            transfer = connector(name, capacity_bytes, address)
             settings = {"max_model_len": MAX_TOKENS, "load_format": "dummy", **SETTINGS[device]}
-            settings |= {"enable_prefix_caching": has_cache}
+            settings |= {"enable_prefix_caching": name != "none"}
             size = SIZES[device]["vocab_size"]
             try:
                 got = made.ask("measure", MEASURE_S, model, transfer, settings, lengths, rounds, size)
@@ -204,13 +204,22 @@ def ratios(found: Mapping[str, Any], device: str) -> Rows:
     return rows
 
 
+def show(found: Mapping[str, Any]) -> None:
+    """Print times, what they say about each other, and how many answers were the same."""
+    for row in found["rows"]:
+        took_ms = row["first_token_s"] * 1e3
+        print(f"{row['way']:26} {row['state']:6} {row['num_tokens']:6} tokens {took_ms:9.2f} ms")
+    for row in [*found["ratios"], *found["same_answers"], *({"failed": why} for why in found["failed"].items())]:
+        print(json.dumps(row))
+
+
 @click.command()
 @click.option("--device", type=click.Choice(sorted(SIZES)), default="cuda", show_default=True)
-@click.option("--way", "names", type=click.Choice(sorted(ways("cuda", 1 << 30, ""))), multiple=True, help="Only these.")
+@click.option("--way", "names", type=click.Choice(WAYS), multiple=True, default=WAYS, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Measurements of each kind.")
 @click.option("--tokens", "lengths", type=click.IntRange(64, MAX_TOKENS - 64), multiple=True, default=LENGTHS,
               show_default=True, help="Lengths of prompts; may be given several times.")  # fmt: skip
-@click.option("--capacity", default="16GiB", show_default=True, help="Host memory of each way.")
+@click.option("--capacity", default=str(CAPACITY_BYTES), show_default=True, help="Host memory of each way.")
 @click.option("--output", type=click.Path(dir_okay=False), help="File for the results, written after each way.")
 def main(
     device: str, names: Sequence[str], lengths: Sequence[int], rounds: int, capacity: str, output: str | None
@@ -221,13 +230,10 @@ def main(
         if output is not None:
             Path(output).write_text(json.dumps(found, indent=1))
 
-    chosen = names or list(ways(device, 1 << 30, ""))
     say: Say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    found = measure(device, chosen, lengths, rounds, parse_bytes(capacity), say, write)
+    found = measure(device, names, lengths, rounds, parse_bytes(capacity), say, write)
     write(found)
-    print(json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1))
-    for row in found["rows"]:
-        print(f"{row['way']:26} {row['state']:6} {row['num_tokens']:6} {row['first_token_s'] * 1e3:9.2f} ms")
+    show(found)
 
 
 if __name__ == "__main__":

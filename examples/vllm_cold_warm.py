@@ -1,8 +1,8 @@
 """Real vLLM on the CPU: prompts computed cold, then warm from the store. The answers must be the same.
 
-A store on a Ray of its own, and one engine with a small random Llama in float32. Each prompt is first computed, which
-fills the store; then vLLM's own prefix cache is emptied and the prompt comes again. Exits with 1 when a token or a log
-probability differs, or a block did not come from the store.
+A store on a Ray of its own, and one engine with a small random Llama in float32, on a GPU with --device cuda. Each
+prompt is first computed, which fills the store; then vLLM's own prefix cache is emptied and the prompt comes again.
+Exits with 1 when a token or a log probability differs, or a block did not come from the store.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 @click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as one JSON list.")
-def main(as_json: bool) -> None:
+def main(device: str, as_json: bool) -> None:
     """Compare vLLM's answers cold and warm from the store."""
     need_vllm("example-vllm")
     folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")  # short: a socket's path ends at 107 bytes
@@ -81,7 +82,7 @@ def main(as_json: bool) -> None:
     try:
         store = kvstore.start("256MiB")
         address = ray.get_runtime_context().gcs_address
-        engine = make_engine(save_model(f"{folder}/model"), BLOCK_SIZE, address=address)
+        engine = make_engine(save_model(f"{folder}/model"), BLOCK_SIZE, address=address, device=device)
         rows = measure(engine)
     finally:
         if engine is not None:

@@ -46,7 +46,9 @@ def save_model(folder: str) -> str:
     return folder
 
 
-def make_engine(model: str, block_size: int, stored_block_size: int = 0, address: str | None = None) -> Any:
+def make_engine(
+    model: str, block_size: int, stored_block_size: int = 0, address: str | None = None, device: str = "cpu"
+) -> Any:
     """Make an engine on the store; with a stored block size of its own it shares with engines of other ones."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -59,12 +61,15 @@ def make_engine(model: str, block_size: int, stored_block_size: int = 0, address
         kv_connector_extra_config={
             "address": address,
             "block_size": stored_block_size,
-            "portable": bool(stored_block_size),
+            "portable": bool(stored_block_size) and device == "cpu",
         },
     )
+    # A GPU is shared with other engines; of its backends for float32 this one is fast.
+    on_gpu = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
     return LLM(
         model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=block_size,
         max_model_len=2048, disable_log_stats=False, kv_transfer_config=connector,
+        **(on_gpu if device == "cuda" else {}),
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ PROMPTS = [  # name, tokens in common, tokens of its own
 class Worker:
     """An actor with an engine in it."""
 
-    def __init__(self, model: str, block_size: int) -> None:
-        self._engine = make_engine(model, block_size, stored_block_size=STORED_BLOCK_SIZE)
+    def __init__(self, model: str, block_size: int, device: str) -> None:
+        self._engine = make_engine(model, block_size, stored_block_size=STORED_BLOCK_SIZE, device=device)
 
     def ready(self) -> bool:
         return True
@@ -52,7 +52,7 @@ class Worker:
         return generate(self._engine, tokens, cold=True)
 
 
-def run(model: str) -> list[dict[str, Any]]:
+def run(model: str, device: str) -> list[dict[str, Any]]:
     """Send every prompt through both engines; one row for each."""
     import numpy as np
     import ray
@@ -66,7 +66,7 @@ def run(model: str) -> list[dict[str, Any]]:
             engines = [
                 ray.remote(Worker)
                 .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                .remote(model, block_size)
+                .remote(model, block_size, device)
                 for node, block_size in zip(nodes, (16, 32), strict=True)
             ]
             ray.get([engine.ready.remote() for engine in engines], timeout=START_S)
@@ -116,13 +116,14 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 @click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="A GPU is shared.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as one JSON list.")
-def main(as_json: bool) -> None:
+def main(device: str, as_json: bool) -> None:
     """Prefill with one vLLM engine, decode with another."""
     need_vllm("demo-vllm")
     with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
         private_environment(folder)
-        rows = run(save_model(f"{folder}/model"))
+        rows = run(save_model(f"{folder}/model"), device)
     if as_json:
         print(json.dumps(rows))
     else:

@@ -1,4 +1,7 @@
-"""Real vLLM engines on a real store of two nodes. Without vLLM in this environment all tests here are skipped."""
+"""Real vLLM engines on a real store of two nodes. Without vLLM in this environment all tests here are skipped.
+
+`pytest tests/vllm --device cuda` has their caches on a GPU, which all engines share; without it they are on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,10 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where vLLM's engines run")
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -31,11 +38,12 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=HAS_VLLM)
-def _environment(tmp_path_factory):
+def _environment(tmp_path_factory, device):
     """Before Ray or vLLM is imported."""
     for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
         os.environ.pop(name, None)
     os.environ.update(
+        RAYKV_TEST_DEVICE=device,
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -54,8 +62,16 @@ def _environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def unit():
-    """The smallest block, in tokens, that this vLLM's attention takes on a CPU."""
+def device(request):
+    """Where the engines run. Not an option where these tests are collected with all others."""
+    return request.config.getoption("--device", "cpu")
+
+
+@pytest.fixture(scope="session")
+def unit(device):
+    """The smallest block, in tokens, that this vLLM's attention takes."""
+    if device == "cuda":
+        return 16
     package = Path(importlib.util.find_spec("vllm").origin).parent
     found = re.search(r"MultipleOf\((\d+)\)", (package / "v1/attention/backends/cpu_attn.py").read_text())
     return int(found[1])

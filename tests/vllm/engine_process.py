@@ -14,13 +14,21 @@ import ray  # noqa: F401 - imported once for all
 import vllm.model_executor.models.llama
 import vllm.v1.engine.core
 import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
 import kvstore.integrations.vllm  # noqa: F401
+
+DEVICE = os.environ.get("RAYKV_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
+    import vllm.v1.worker.cpu_worker
+else:
+    import vllm.v1.worker.gpu_worker  # noqa: F401
+
+#: Several engines share a GPU, each with as much as one on the CPU has; of the backends for float32 this one is fast.
+ON_GPU = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 
 
 class EngineProcess:
@@ -37,7 +45,7 @@ class EngineProcess:
         given = {
             "dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": 64,
             "enable_prefix_caching": True, "disable_log_stats": False,
-        } | settings  # fmt: skip
+        } | (ON_GPU if DEVICE == "cuda" else {}) | settings  # fmt: skip
         llm = LLM(
             model, skip_tokenizer_init=True, enforce_eager=True, async_scheduling=False,
             kv_transfer_config=transfer, **given,
