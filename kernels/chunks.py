@@ -16,6 +16,9 @@ import numpy as np
 from kvstore.kernels.driver import merge_runs
 from kvstore.kernels.spans import I64, Spans
 
+#: Up to so many runs are listed one by one, which then takes less time than a few dozen calls of numpy.
+_FEW_RUNS = 256
+
 
 class Chunk(NamedTuple):
     """Spans [begin, end) of a list, in positions from `first` on, through buffer `buffer`.
@@ -137,6 +140,8 @@ def list_moves(
         runs: (offset, bytes) of what is moved of each slot.
         pieces: int64 `[num_positions]`, the piece of registered memory that each slot lies in; default one for all.
     """
+    if len(spans) * len(runs) <= _FEW_RUNS:
+        return _list_few(spans, chunks, slots, buffers, block_bytes, runs, pieces)
     bounds = np.array([(chunk.end, chunk.first, buffers[chunk.buffer], chunk.partial) for chunk in chunks], np.int64)
     ends, first, buffer, partial = bounds.reshape(-1, 4).T
     positions = spans.rows[:, 1]
@@ -151,3 +156,39 @@ def list_moves(
     host, device, lengths = merge_runs(host, device, np.tile(sizes, len(positions)), np.repeat(apart, len(runs)))
     num_bytes = np.bincount(in_chunk, minlength=len(chunks)) * sizes.sum()
     return Moves(host, device, lengths, lengths.cumsum().searchsorted(num_bytes.cumsum(), side="right").tolist())
+
+
+def _list_few(
+    spans: Spans,
+    chunks: Sequence[Chunk],
+    slots: I64,
+    buffers: Sequence[int],
+    block_bytes: int,
+    runs: Sequence[tuple[int, int]],
+    pieces: I64 | None,
+) -> Moves:
+    positions, addresses = spans.rows[:, 1].tolist(), slots.tolist()
+    piece_of = pieces.tolist() if pieces is not None else [0] * len(addresses)
+    host: list[int] = []
+    device: list[int] = []
+    lengths: list[int] = []
+    ends: list[int] = []
+    for chunk in chunks:
+        follows, position = (-1, -1, -1), -1  # where the next run is one with the last
+        for span in () if chunk.partial else range(chunk.begin, chunk.end):
+            if positions[span] == position:
+                continue  # The spans of a slot follow each other, and a slot is moved once.
+            position = positions[span]
+            piece = piece_of[position]
+            in_host, in_buffer = addresses[position], buffers[chunk.buffer] + (position - chunk.first) * block_bytes
+            for offset, num_bytes in runs:
+                begin = (in_host + offset, in_buffer + offset, piece)
+                if begin == follows:
+                    lengths[-1] += num_bytes
+                else:
+                    host.append(begin[0])
+                    device.append(begin[1])
+                    lengths.append(num_bytes)
+                follows = (begin[0] + num_bytes, begin[1] + num_bytes, piece)
+        ends.append(len(lengths))
+    return Moves(np.array(host, np.int64), np.array(device, np.int64), np.array(lengths, np.int64), ends)

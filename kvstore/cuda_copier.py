@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvstore.arena import Arena
-from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, job_spans
+from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, position_job_spans
 from kvstore.errors import CopyStuck, InvalidRequest, KernelError
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.direct import DirectCopies
@@ -200,10 +199,10 @@ class CudaCopier:
         del self._slots, self._saves, self._loads  # Rings remember the slots that they checked.
 
     def _queue(self, lane: _Lane, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
-        order, positions = order_of(pages), np.arange(len(indexes), dtype=np.int64)
+        order = order_of(pages)
         self._check_usable()
         self._pinning.wait(slots, _PIN_TIMEOUT_S)
-        spans = job_spans(self._plan.paging, pages, indexes, positions, len(positions), skip_tokens)
+        spans = position_job_spans(self._plan.paging, pages, indexes, skip_tokens)
         try:
             with lane.lock, kernel_errors("queueing copies of a CUDA cache"), torch.cuda.stream(lane.begin):
                 # The device waits and not the host: what is queued behind these copies need not wait for this thread.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.kernels.plan import CopyPlan, plan_copy
-from kvstore.kernels.spans import Paging, Spans, block_spans
+from kvstore.kernels.spans import Paging, Spans, block_spans, position_spans
 from kvstore.layout import EngineLayout, canonical_views
 from kvstore.shape import KVShape
 from kvstore.sides import side_views
@@ -227,3 +227,12 @@ def job_spans(
         num_tokens=num_tokens,
         skip_prefix_tokens=min(num_tokens, lead + max(0, skip_tokens - first * stored)),
     )
+
+
+def position_job_spans(paging: Paging, pages: EnginePages, indexes: I64, skip_tokens: int = 0) -> Spans:
+    """List what `job_spans` does where the slot of each stored block is its position in `indexes`."""
+    stored, first = paging.stored_block_size, int(indexes[0]) if len(indexes) else 0
+    if paging.engine_block_size == stored and skip_tokens <= first * stored:
+        return position_spans(paging, pages.ids[indexes])  # `engine_pages` has checked them.
+    positions = np.arange(len(indexes), dtype=np.int64)
+    return job_spans(paging, pages, indexes, positions, len(positions), skip_tokens)

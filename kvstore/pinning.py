@@ -83,7 +83,7 @@ class ArenaPinning:
         Raises:
             RegistrationFailed: the driver refused one of them, they are not through in time, or this was closed.
         """
-        pieces = np.unique(slots // self.slots_per_piece).tolist()
+        pieces = sorted(set((slots // self.slots_per_piece).tolist()))
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             missing = [piece for piece in pieces if self._states[piece] is not _State.REGISTERED]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvstore.kernels import chunks as chunks_module
 from kvstore.kernels.chunks import by_slot, cut_spans, list_moves, partial_positions
 from kvstore.kernels.spans import Paging, block_spans
 
@@ -76,6 +77,13 @@ def test_by_slot_is_the_same_copy_in_the_order_of_the_slots(seed):
     assert renamed.rows.flags.c_contiguous  # The kernel reads it.
 
 
+@pytest.fixture(params=[0, 1 << 30], ids=["many", "few"])
+def _both_lists(request, monkeypatch):
+    """Few runs are listed one by one, many all at once."""
+    monkeypatch.setattr(chunks_module, "_FEW_RUNS", request.param)
+
+
+@pytest.mark.usefixtures("_both_lists")
 @pytest.mark.parametrize("runs", [[(0, 1000)], [(100, 300)], [(0, 200), (600, 200)], [(300, 100), (0, 300)]])
 @pytest.mark.parametrize("seed", range(30))
 def test_moves_are_those_of_each_position(seed, runs):
@@ -102,6 +110,7 @@ def test_moves_are_those_of_each_position(seed, runs):
     assert begin == len(moves.lengths)
 
 
+@pytest.mark.usefixtures("_both_lists")
 def test_adjoining_blocks_are_one_move():
     spans = block_spans(PAGING, range(12), range(6), 6)
     [chunk] = cut_spans(spans, 6, None, 0, 2)
@@ -112,6 +121,7 @@ def test_adjoining_blocks_are_one_move():
     assert in_pieces.lengths.tolist() == [4000, 2000]
 
 
+@pytest.mark.usefixtures("_both_lists")
 def test_buffers_side_by_side_are_no_one_move():
     """Each chunk is copied by itself, after its own kernel."""
     spans = block_spans(PAGING, range(12), range(6), 6)

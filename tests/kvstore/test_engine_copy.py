@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.engine_copy import engine_pages, job_spans
+from kvstore.engine_copy import engine_pages, job_spans, position_job_spans
 from kvstore.errors import InvalidRequest
 from kvstore.kernels.spans import Paging
 from kvstore.layout import CacheForm, EngineLayout
@@ -65,6 +65,17 @@ def test_every_token_is_where_the_chain_says(job):
     for index in range(count):
         places = range(before + index * stored, before + (index + 1) * stored)
         assert list(pages.of_block(index)) == list(dict.fromkeys(ids[place // engine] for place in places))
+
+
+@settings(max_examples=300, deadline=None)
+@given(jobs())
+def test_positions_in_place_of_slots_are_the_same_tokens(job):
+    stored, engine, start, count, ids, indexes, _, skip = job
+    pages, positions = engine_pages(ids, layout(engine), stored, start, count), np.arange(len(indexes))
+    paging = Paging(engine_block_size=engine, stored_block_size=stored, num_blocks=NUM_BLOCKS)
+    spans = position_job_spans(paging, pages, np.array(indexes, np.int64), skip)
+    want = job_spans(paging, pages, np.array(indexes, np.int64), positions, len(indexes), skip)
+    assert (spans.rows.tolist(), spans.num_slots) == (want.rows.tolist(), want.num_slots)
 
 
 @pytest.mark.parametrize(
