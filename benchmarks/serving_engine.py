@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvstore.actors.bench_process import InProcess
@@ -156,6 +156,10 @@ class ServingEngine:
         self.settle()
         if not self._engine.reset_prefix_cache():
             raise StoreUnavailable("wanted the engine's prefix cache to be empty, but blocks of it are in use")
+
+    def apply(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function with the model, and return what it returns."""
+        return self._engine.apply_model(function)[0]
 
     def stop(self) -> None:
         """Shut the engine down."""

