@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -98,13 +97,12 @@ def save_config(folder: str, device: str) -> str:
 
 
 @contextlib.contextmanager
-def own_store(capacity_bytes: int) -> Iterator[str]:
-    """Run a store on a Ray of one node, and yield that Ray's address; nothing of it is left afterwards."""
+def own_store(capacity_bytes: int, folder: str) -> Iterator[str]:
+    """Run a store on a Ray of one node, with its files in a folder, and yield that Ray's address."""
     import ray
 
     import kvstore
 
-    folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
     os.environ.update(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     os.environ.pop("RAY_ADDRESS", None)
     try:
@@ -123,7 +121,6 @@ def own_store(capacity_bytes: int) -> Iterator[str]:
         if store is not None:
             store.stop()
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def measure(
@@ -134,27 +131,23 @@ def measure(
     found: dict[str, Any] = {"rows": [], "ratios": [], "same_answers": [], "failed": {}, "start_s": {}}
     with contextlib.ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True))
-        model, address, wanted = save_config(folder, device), "", list(names)
-        if "raykv" in names:
-            say("starting a store")
-            try:
-                address = held.enter_context(own_store(capacity_bytes))
-            except KVStoreError as error:
-                found["failed"]["raykv"] = str(error)
-                wanted.remove("raykv")
-        say("importing vLLM, in a process for each way")
-        environment = ENVIRONMENT | ({"TORCH_COMPILE_DISABLE": "1"} if device == "cpu" else {})
-        made = {name: held.enter_context(contextlib.closing(InProcess(process, environment))) for name in wanted}
-        for name in wanted:
+        model, address = save_config(folder, device), ""
+        say("importing vLLM, in a process for each way, and starting a store")
+        environment = ENVIRONMENT | {"RAY_TMPDIR": folder} | ({"TORCH_COMPILE_DISABLE": "1"} if device == "cpu" else {})
+        made = {name: held.enter_context(contextlib.closing(InProcess(process, environment))) for name in names}
+        for name in names:
             made[name].begin("ready")
-        for name in wanted:
+        if "raykv" in names:
+            with failing("raykv", found, made, say):
+                address = held.enter_context(own_store(capacity_bytes, folder))
+        for name in made:
             made[name].answer(IMPORT_S)
-        say("starting engines")
-        for name in wanted:
+        say(f"starting engines, at {time.strftime('%X')}")
+        for name in made:
             settings = {"max_model_len": MAX_TOKENS, "load_format": "dummy", **SETTINGS[device]}
             settings |= {"enable_prefix_caching": name != "none"}
             made[name].begin("start", model, connector(name, capacity_bytes, address), settings)
-        for name in wanted:
+        for name in list(made):
             with failing(name, found, made, say):
                 started = made[name].answer(START_S)
                 found["start_s"][name] = started["start_s"]
@@ -166,7 +159,7 @@ def measure(
         for number in range(rounds + 1):  # the first one is to get warm
             for num_tokens in lengths:
                 say(f"round {number} of {rounds}: {num_tokens} tokens, at {time.strftime('%X')}")
-                for name in list(made):
+                for name in [*list(made)[number % len(made) :], *list(made)[: number % len(made)]]:
                     with failing(name, found, made, say):
                         asked = (num_tokens, number, SIZES[device]["vocab_size"], STATES.get(name, ("cold", "warm")))
                         for state, answer in made[name].ask("ask", CALL_S, *asked).items():

@@ -16,8 +16,10 @@ from kvstore.errors import StoreUnavailable
 from kvstore.provenance import package_version, provenance
 
 ANSWER_TOKENS = 8
+#: Of answers to nothing, before and between those that count: the engine is awake, and what it saves is saved.
+FEW_TOKENS, MANY_TOKENS = 4, 12
 LINK_BYTES, LINK_ROUNDS = 512 << 20, 7
-PIN_S = 60.0
+PIN_S = 100.0
 #: As Llama's own weights are when its training begins: attention then looks at some tokens more than at others.
 WEIGHTS_STD = 0.02
 
@@ -56,20 +58,23 @@ class WayProcess:
         engine = self._made()
         prompt = np.random.default_rng([num_tokens, number]).integers(0, vocabulary, num_tokens + 1).tolist()
         found = {}
+        self.settle(FEW_TOKENS)
         for state in states:
-            self.settle()
             if state == "warm":
                 engine.reset()
             found[state] = engine.first_token(prompt, num_tokens=ANSWER_TOKENS)
-        self.settle()
+            self.settle(MANY_TOKENS)
         return found
 
-    def settle(self) -> None:
-        """Let copies that go on beside the engine end; some connectors hear of them only while it steps."""
+    def settle(self, num_tokens: int) -> None:
+        """Let copies that go on beside the engine end; some connectors hear of them only while it steps.
+
+        Args:
+            num_tokens: of an answer that is computed meanwhile.
+        """
         engine = self._made()
         engine.settle()
-        for token in range(2):
-            engine.first_token([token] * 8, num_tokens=ANSWER_TOKENS)
+        engine.first_token([0] * 8, num_tokens=num_tokens)
         engine.settle()
 
     def link_gb_per_s(self) -> float | None:
