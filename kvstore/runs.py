@@ -35,10 +35,12 @@ class SlotList:
     @classmethod
     def of(cls, slots: list[int]) -> SlotList:
         """Return any slots in this form."""
-        count, packed = len(slots), PackedInts.of(slots)
-        if slots and slots[-1] - slots[0] == count - 1 and slots == list(range(slots[0], slots[0] + count)):
-            return cls(slice(slots[0], slots[0] + count), packed, True)
-        return cls(np.array(slots, np.intp), packed, len(set(slots)) == count)
+        count = len(slots)
+        if slots and slots[-1] - slots[0] == count - 1:
+            neighbours = range(slots[0], slots[0] + count)
+            if slots == list(neighbours):  # To pack a range takes a fraction of what a list does.
+                return cls(slice(neighbours.start, neighbours.stop), PackedInts.of(neighbours), True)
+        return cls(np.array(slots, np.intp), PackedInts.of(slots), len(set(slots)) == count)
 
     def __len__(self) -> int:
         return len(self.packed)

@@ -152,21 +152,23 @@ class SlotTable:
             claimed.sort()
         return claimed
 
-    def claim_unnamed(self, wanted: int) -> list[int]:
+    def claim_unnamed(self, wanted: int) -> tuple[list[int], SlotList]:
         """Take slots for blocks that will never be published, so have no names: they are doomed from the start.
 
         Returns:
-            Slots in ascending order, in their new generation; fewer when no more can be had.
+            Slots in ascending order, in their new generation, one by one and all at once; fewer when no more can be
+            had.
         """
         num_free = len(self._free)
         taken = self._take(wanted)
+        listed = SlotList.of(taken)
         self.num_writing += len(taken)
         self.doomed.update(taken)
-        self._generations[np.array(taken, np.intp)] += 1
+        self._generations[listed.index] += 1
         if wanted > num_free:  # What was evicted still has the names of the blocks that were there.
             for slot in taken:
                 self.block_hash[slot] = self.parent[slot] = self.namespace[slot] = b""
-        return taken
+        return taken, listed
 
     def _hang_on(self, parent: bytes) -> None:
         above = self.ready.get(parent, self.writing.get(parent))

@@ -148,14 +148,14 @@ class WriteTable:
 
     def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
-        table, slots = self._table, self._table.claim_unnamed(num_blocks)
+        table = self._table
+        slots, listed = table.claim_unnamed(num_blocks)
         if len(slots) < num_blocks:
             table.end_unnamed(slots)
             raise PoolExhausted(
                 f"wanted {num_blocks} slots, got {len(slots)}: the others are pinned or being written; release leases "
                 "or add capacity"
             )
-        listed = SlotList.of(slots)
         write_id, generations = self._new_id(), table.lives(listed)
         self._writes[write_id] = _Write(terms, [], slots, generations, SlotList.of([]), 0, unnamed=True)
         return StoreTicket(
