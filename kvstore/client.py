@@ -35,6 +35,7 @@ from kvstore.errors import (
 from kvstore.grants import PinKind
 from kvstore.handoff_verbs import HandoffVerbs
 from kvstore.hashing import BlockHashes, Namespace
+from kvstore.idle_connections import IdleConnections
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout
 from kvstore.lease import Lease
@@ -84,6 +85,7 @@ class Client(HandoffVerbs):
         self._closed = self._lost = self._unmapped = self._stuck = False
         self._unmapping: threading.Thread | None = None
         self._local = threading.local()
+        self._fetch_connections = IdleConnections(self._reconnect, lambda: self._closed)
         self._connections: list[ControlClient] = []
         self._connections_lock = threading.Lock()
         self._call_timeout_s = 5.0

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
@@ -55,7 +55,12 @@ class ControlClient:
         self.closed = False
 
     def call(
-        self, op: Op, payload: bytes = b"", *, timeout_s: float, meanwhile: Callable[[], None] | None = None
+        self,
+        op: Op,
+        payload: bytes = b"",
+        *,
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None = None,
     ) -> bytes:
         """Ask and return the payload of the answer.
 
@@ -94,31 +99,31 @@ class ControlClient:
             raise unpack_error(message.payload)
         return message.payload
 
-    def call_stream(
-        self, op: Op, payload: bytes, *, timeout_s: float, meanwhile: Callable[[], None] | None = None
-    ) -> Generator[tuple[bool, bytes], None, None]:
-        """Ask once and yield (is last, payload) for each piece of the answer, in order.
+    def call_stream(self, op: Op, payload: bytes, *, timeout_s: float) -> Answers:
+        """Ask once and return what yields (is last, payload) for each piece of the answer, in order.
 
-        The connection is taken for as long as the iteration lasts: who leaves early closes the generator.
-        `timeout_s` bounds each wait; `meanwhile` as for `call`.
+        The connection is taken until that is closed, or has yielded the last piece.
+
+        Args:
+            op: what is asked.
+            payload: of the question.
+            timeout_s: bounds the wait for each piece.
+
+        Raises:
+            PeerLost: the connection broke; it is closed.
         """
-        finished = False
+        self._lock.acquire()
         try:
-            with self._lock:
-                self.num_calls += 1
-                request = self._send(op, Flag.REQUEST, payload)
-                if meanwhile is not None:
-                    meanwhile()
-                while not finished:
-                    message = self._receive(request, timeout_s)
-                    if message.flag is Flag.ERROR:
-                        finished = True
-                        raise unpack_error(message.payload)
-                    finished = message.flag is Flag.REPLY
-                    yield finished, message.payload
-        finally:
-            if self.closed or not finished:
-                self.close()
+            self.num_calls += 1
+            return Answers(self, self._send(op, REQUEST, payload), timeout_s)
+        except BaseException:
+            self._end_stream()
+            raise
+
+    def _end_stream(self) -> None:
+        self._lock.release()
+        if self.closed:
+            self._let_go()
 
     def send(self, op: Op, payload: bytes = b"") -> None:
         """Say something that has no answer."""
@@ -203,6 +208,50 @@ class ControlClient:
         self._timeout_s = 1.1 * max(left_s, 1e-3)
         value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+
+class Answers:
+    """The pieces of an answer, of which each is waited for when it is asked for; has to be closed.
+
+    One that is closed before its last piece closes the connection, on which the rest would stay unread.
+    """
+
+    def __init__(self, client: ControlClient, request: int, timeout_s: float) -> None:
+        self._client, self._request, self._timeout_s = client, request, timeout_s
+        self._finished = self._closed = False
+
+    def __iter__(self) -> Answers:
+        return self
+
+    def __next__(self) -> tuple[bool, bytes]:
+        """Return the next piece.
+
+        Raises:
+            KVStoreError: what the other side raised, of the same class; nothing follows.
+            PeerLost, TransferTimeout: as for `ControlClient.call`.
+        """
+        if self._finished or self._closed:
+            self.close()
+            raise StopIteration
+        try:
+            message = self._client._receive(self._request, self._timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self._finished = message.flag in (Flag.REPLY, Flag.ERROR)
+        if message.flag is Flag.ERROR:
+            self.close()
+            raise unpack_error(message.payload)
+        return self._finished, message.payload
+
+    def close(self) -> None:
+        """Let the connection go; may be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._finished:
+            self._client.close()
+        self._client._end_stream()
 
 
 def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tuple[ControlClient, int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from kvstore.handoff_messages import (
     unpack_prepare_handoff,
 )
 from kvstore.handoff_table import CLAIM_BIT, NOT_READY, Claim, HandoffTable, Place
+from kvstore.handoff_waiting import WaitingClaims
 from kvstore.messages import NOTIFICATION, STAGE_BIT, U64, Progress, pack_ints, pack_progress
 from kvstore.peer_control import owner_of
 from kvstore.pool_verbs import deadline_after
@@ -34,9 +35,6 @@ from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_json
 
 if TYPE_CHECKING:
     from kvstore.node import NodeCore
-
-#: Between two looks at blocks of this node that are still being written.
-_PAUSE_S = 5e-4
 
 
 class HandoffControl:
@@ -61,6 +59,7 @@ class HandoffControl:
     ) -> None:
         self._core, self._claim_began, self._claim_ended = core, claim_began, claim_ended
         self.table = HandoffTable()
+        self._waiting = WaitingClaims()
         self.stages = StageBook(core.config, core.mover)
         self.fetcher = HandoffFetcher(
             core.config, core.node_id, lambda: core.pool, core.peers, core.mover, self.stages, self._version, core.clear
@@ -97,9 +96,13 @@ class HandoffControl:
                 return pack_ints(self.table.prepare(key, owner, namespace, version, num_blocks, place))
             case Op.HANDOFF_COMPLETE:
                 key, ttl_s = unpack_complete_handoff(payload)
-                return U64.pack(self.table.complete(key, owner, deadline_after(ttl_s)))
+                completed = self.table.complete(key, owner, deadline_after(ttl_s))
+                self._waiting.look_again(key)  # First: nobody is in a hurry for this answer.
+                return U64.pack(completed)
             case Op.HANDOFF_WITHDRAW:
-                return U64.pack(self.table.withdraw(payload))
+                withdrawn = self.table.withdraw(payload)
+                self._waiting.look_again(payload)
+                return U64.pack(withdrawn)
             case Op.HANDOFF_FETCH:
                 self._fetch(connection, message, unpack_fetch(payload))
             case Op.HANDOFF_STAGE:
@@ -137,24 +140,12 @@ class HandoffControl:
             self.fetcher.begin(request, connection.owner, block_bytes, send)
             return
         # Straight out of the slots in which they were published.
-        if not self._claim_here(connection, request, send):
-            threading.Thread(
-                target=self._claim_when_ready, args=(connection, request, send), name="raykv-handoff", daemon=True
-            ).start()
+        serve = functools.partial(self._claim_here, connection, request, send)
+        self._waiting.serve(request.key, connection, request.timeout_s, serve)
 
-    def _claim_when_ready(
-        self, connection: Connection, request: FetchRequest, send: Callable[[bytes, bool], None]
-    ) -> None:
-        deadline_s = time.monotonic() + request.timeout_s
-        while time.monotonic() < deadline_s and not connection.closed:
-            time.sleep(_PAUSE_S)
-            if self._claim_here(connection, request, send):
-                return
-        report = LoadReport()
-        report.reason = f"timeout: {NOT_READY}"
-        send(pack_progress(Progress(0, 0, np.empty(0, np.int32), report.to_json())), True)
-
-    def _claim_here(self, connection: Connection, request: FetchRequest, send: Callable[[bytes, bool], None]) -> bool:
+    def _claim_here(
+        self, connection: Connection, request: FetchRequest, send: Callable[[bytes, bool], None], is_last: bool
+    ) -> bool:
         """Answer with the slots of a ticket of this node, or why not; False when they are still being written."""
         core, report, slots, number = self._core, LoadReport(), np.empty(0, np.int32), 0
         if request.epoch != core.epoch:
@@ -162,10 +153,10 @@ class HandoffControl:
         else:
             version, deadline_s = self._version(request.namespace), deadline_after(request.ttl_s)
             claim = self.table.claim(request.key, connection.owner, request.namespace, version, deadline_s)
-            if claim == NOT_READY:
+            if claim == NOT_READY and not is_last:
                 return False
             if isinstance(claim, str):
-                report.reason = claim
+                report.reason = f"timeout: {claim}" if claim == NOT_READY else claim
             else:
                 report.num_local, slots = len(claim.slots), np.asarray(claim.slots, dtype=np.int32)
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
@@ -185,11 +176,24 @@ class HandoffControl:
         if message.op is Op.PEER_STAGES:
             return pack_json({"stages": [stage.to_json() for stage in self.stages.all()]})
         wanted = unpack_peer_claim(message.payload)
-        reason, claim = self._claim(connection.owner, wanted)
-        if claim is None or not claim.slab or not wanted.to_host:
-            return self._claimed(wanted, reason, claim)
-        threading.Thread(target=self._spill, args=(connection, message, wanted, claim), daemon=True).start()
+        serve = functools.partial(self._claim_there, connection, message, wanted)
+        self._waiting.serve(wanted.key, connection, wanted.wait_s, serve)
         return None
+
+    def _claim_there(self, connection: Connection, message: Message, wanted: PeerClaim, is_last: bool) -> bool:
+        """Answer a peer with the slots of a ticket, or why not; False when they are still being written."""
+        try:
+            reason, claim = self._claim(connection.owner, wanted)
+        except KVStoreError as error:
+            connection.send(message.op, Flag.ERROR, message.request, pack_error(error))
+            return True
+        if reason == NOT_READY and not is_last:
+            return False
+        if claim is not None and claim.slab and wanted.to_host:
+            threading.Thread(target=self._spill, args=(connection, message, wanted, claim), daemon=True).start()
+        else:
+            connection.send(message.op, Flag.REPLY, message.request, self._claimed(wanted, reason, claim))
+        return True
 
     def _claim(self, owner: str, wanted: PeerClaim) -> tuple[str, Claim | None]:
         core = self._core
@@ -212,7 +216,8 @@ class HandoffControl:
         claim = self.table.claim(wanted.key, owner, wanted.namespace, version, deadline_s)
         if isinstance(claim, str):
             return claim, None
-        self._claim_began(claim.claim_id, deadline_s)
+        if not claim.slab or wanted.to_host:  # Of a READ between stages its reader tells the end.
+            self._claim_began(claim.claim_id, deadline_s)
         return "", claim
 
     def _claimed(self, wanted: PeerClaim, reason: str, claim: Claim | None) -> bytes:
@@ -281,12 +286,13 @@ class HandoffControl:
 
     def wants_ticks(self) -> bool:
         """Whether something here ends with time."""
-        return len(self.table) > 0
+        return len(self.table) > 0 or len(self._waiting) > 0
 
     def tick(self, now_s: float) -> None:
         """End what is over."""
         for claim_id in self.table.expire(now_s):
             self._claim_ended(claim_id)
+        self._waiting.tick(now_s)
 
     def stats(self) -> dict[str, Any]:
         """Return counts."""

@@ -68,9 +68,9 @@ class HandoffFetcher:
         fetch = RemoteFetch(self, fetch_id, request, owner, block_bytes, send)
         with self._lock:
             self._fetches[fetch_id] = fetch
+        self._threads.submit(fetch.run)
         if request.from_slab and request.slab:
             self.mover.expect_read()
-        self._threads.submit(fetch.run)
 
     def end(self, fetch_id: int, owner: str) -> None:
         """The client copies nothing more; the slots are free once nothing writes to them."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Sized
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.config import StoreConfig
-from kvstore.control_client import ControlClient
+from kvstore.control_client import Answers, ControlClient
 from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages
 from kvstore.errors import (
     CopyStuck,
@@ -167,30 +167,31 @@ class _Ahead:
             self.error = error
 
 
-def run_fetch(
-    connection: ControlClient,
-    copier: EngineCopier,
-    stage: AttachedStage | None,
-    pages: EnginePages,
-    ticket: HandoffTicket,
-    guard: CopyGuard,
-    config: StoreConfig,
-    timeout_s: float,
-) -> FetchResult:
-    """Ask once, copy out what is here while the rest is still on its way, give the slots back.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A fetch that the store was asked for: over which connection, what it answers, and when that was."""
+
+    connection: ControlClient
+    pieces: Answers
+    at_s: float
+
+
+def ask_fetch(
+    connection: ControlClient, stage: AttachedStage | None, ticket: HandoffTicket, config: StoreConfig, timeout_s: float
+) -> Asked:
+    """Ask the store for the blocks of a ticket.
 
     Args:
-        connection: taken for as long as the fetch lasts.
-        copier: the engine's cache and the arena.
-        stage: the stage of the engine's GPU, if there is one; the store chooses between the two.
-        pages: where the blocks' tokens lie in the engine.
+        connection: taken until the answer's pieces are closed.
+        stage: the stage of the engine's GPU, if there is one; the store chooses between it and the arena.
         ticket: what to fetch.
-        guard: stands before each copy.
         config: of the store.
         timeout_s: give up after this long.
+
+    Raises:
+        PeerLost: the connection broke; it is closed.
     """
     ttl_s, asked_s = config.lease_ttl_s, time.monotonic()
-    answer = Answer(reason="store_lost: the node store ended the fetch early")
     request = FetchRequest(
         key=ticket.key,
         namespace=ticket.namespace,
@@ -203,16 +204,38 @@ def run_fetch(
         slab=stage.slab if stage else 0,
         generation=stage.generation if stage else 0,
     )
-    ahead = None
-    if stage is not None and ticket.slab:
-        ahead = functools.partial(stage.copier.expect, pages, ticket.num_blocks, to_slots=False)
-    preparing = _Ahead(ahead)
+    pieces = connection.call_stream(Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s)
+    return Asked(connection, pieces, asked_s)
+
+
+def run_fetch(
+    asked: Asked,
+    copier: EngineCopier,
+    stage: AttachedStage | None,
+    pages: EnginePages,
+    ticket: HandoffTicket,
+    guard: CopyGuard,
+    config: StoreConfig,
+) -> FetchResult:
+    """Copy out what is here while the rest is still on its way, then give the slots back.
+
+    Args:
+        asked: of `ask_fetch`.
+        copier: the engine's cache and the arena.
+        stage: the stage of the engine's GPU, if there is one.
+        pages: where the blocks' tokens lie in the engine.
+        ticket: what was asked for.
+        guard: stands before each copy.
+        config: of the store.
+    """
+    answer, connection = Answer(reason="store_lost: the node store ended the fetch early"), asked.connection
     try:
-        pieces = connection.call_stream(
-            Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s, meanwhile=preparing.run
-        )
-        answer.copy_out(pieces, guard, copier, pages, stage_copier=stage.copier if stage else None)
-        late = time.monotonic() > asked_s + ttl_s - config.lease_margin_s
+        with contextlib.closing(asked.pieces):
+            if stage is not None and ticket.slab:
+                with contextlib.suppress(KVStoreError):  # Then each piece is listed for itself.
+                    stage.copier.expect(pages, ticket.num_blocks, to_slots=False)
+            answer.copy_out(asked.pieces, guard, copier, pages, stage_copier=stage.copier if stage else None)
+        late = time.monotonic() > asked.at_s + config.lease_ttl_s - config.lease_margin_s
         connection.send(Op.HANDOFF_END, END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks))
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.

@@ -13,7 +13,7 @@ from kvstore.transport import IndexArray
 _PREPARE = struct.Struct("<32s32sIIQ")
 _COMPLETE = struct.Struct("<32sd")
 _FETCH = struct.Struct("<32s32s8sIddIIQ")
-_CLAIM = struct.Struct("<32s32sIIIQdB")
+_CLAIM = struct.Struct("<32s32sIIIQddB")
 _CLAIMED = struct.Struct("<Q8sQQII")
 #: The id of a fetch or a claim, and whether the blocks arrived.
 END = struct.Struct("<QB")
@@ -100,7 +100,8 @@ def unpack_fetch(payload: bytes) -> FetchRequest:
 class PeerClaim:
     """What a store asks of the one that has the blocks: the right to read them, alone, for `ttl_s` seconds.
 
-    With `to_host` they are copied to its arena first, if they are in a stage that this one cannot reach.
+    The answer may take up to `wait_s` while the blocks are still being written. With `to_host` they are copied to its
+    arena first, if they are in a stage that this one cannot reach.
     """
 
     key: bytes
@@ -110,6 +111,7 @@ class PeerClaim:
     slot_format: int
     namespace_version: int
     ttl_s: float
+    wait_s: float = 0.0
     to_host: bool = False
 
 
@@ -117,13 +119,13 @@ def pack_peer_claim(claim: PeerClaim) -> bytes:
     """Pack a claim."""
     return _CLAIM.pack(
         claim.key, claim.namespace, claim.num_blocks, claim.block_bytes, claim.slot_format, claim.namespace_version,
-        claim.ttl_s, claim.to_host,
+        claim.ttl_s, claim.wait_s, claim.to_host,
     )  # fmt: skip
 
 
 def unpack_peer_claim(payload: bytes) -> PeerClaim:
     """Return what `pack_peer_claim` packed."""
-    key, namespace, num_blocks, block_bytes, slot_format, version, ttl_s, to_host = _CLAIM.unpack(payload)
+    key, namespace, num_blocks, block_bytes, slot_format, version, ttl_s, wait_s, to_host = _CLAIM.unpack(payload)
     return PeerClaim(
         key=key,
         namespace=namespace,
@@ -132,6 +134,7 @@ def unpack_peer_claim(payload: bytes) -> PeerClaim:
         slot_format=slot_format,
         namespace_version=version,
         ttl_s=ttl_s,
+        wait_s=wait_s,
         to_host=bool(to_host),
     )
 

@@ -7,15 +7,23 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.config import StoreConfig, parse_bytes
 from kvstore.control_client import ControlClient
 from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pages, ordered
-from kvstore.errors import CopyStuck, InvalidRequest, PeerLost, PoolExhausted, StoreUnavailable
+from kvstore.errors import (
+    CopyStuck,
+    InvalidRequest,
+    PeerLost,
+    PoolExhausted,
+    StoreUnavailable,
+)
 from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket, Publication, expiry_after
 from kvstore.handoff_jobs import (
+    Asked,
+    ask_fetch,
     check_ticket,
     complete_publish,
     failed_fetch,
@@ -24,6 +32,7 @@ from kvstore.handoff_jobs import (
     run_fetch,
 )
 from kvstore.hashing import Namespace
+from kvstore.idle_connections import IdleConnections
 from kvstore.jobs import CopyGuard
 from kvstore.messages import U64
 from kvstore.part import Part
@@ -71,6 +80,7 @@ class HandoffVerbs(ABC):
     _stuck: bool
     _caches: EngineCaches | None = None
     _stage_link: StageLink | None = None
+    _fetch_connections: IdleConnections
 
     def attach_handoff(self, staging: str | int = "1GiB", peers: Sequence[str] = ()) -> HandoffRoute:
         """Let hand-offs of this client go from GPU to GPU, past host memory, where that is faster.
@@ -210,7 +220,7 @@ class HandoffVerbs(ABC):
             num_blocks=num_blocks,
             block_bytes=self.space.shape.block_bytes,
             expires_s=expiry_after(keep_s),
-            part=astuple(self.part),
+            part=self.part.ranks,
             slab=stage.slab if stage else 0,
         )
         return _Plan(copier, pages, ticket, stage)
@@ -246,27 +256,52 @@ class HandoffVerbs(ABC):
             NamespaceMismatch: the ticket is of another namespace; nothing changed.
             LayoutMismatch: it is of another part or order of bytes; nothing changed.
             InvalidRequest: another argument is wrong; nothing changed.
+            LayoutMismatch, InvalidRequest, KernelError: nothing can be copied to the cache, because it was resized, a
+                graph is being captured, or the device failed; nothing was copied, but the ticket may be used up.
         """
         copier = self._registered()
-        check_ticket(ticket, self.space, astuple(self.part))
+        check_ticket(ticket, self.space, self.part.ranks)
         pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
-        pages = ordered(pages, copier)
-        copier.check_unchanged()
-        guard, limit_s = CopyGuard(pages.order), self.config.transfer_timeout_s if timeout_s is None else timeout_s
+        limit_s, link = self.config.transfer_timeout_s if timeout_s is None else timeout_s, self._stage_link
+        with contextlib.ExitStack() as held:
+            stage = held.enter_context(link.using()) if link is not None else None
+            early = None
+            if len(self._fetch_connections):
+                # First of all: what is left to do here takes as long as the store and its peer do to answer.
+                with contextlib.suppress(PeerLost):
+                    early = self._ask_fetch(held, stage, ticket, limit_s)
+            pages = ordered(pages, copier)
+            copier.check_unchanged()
+            guard, mapped = CopyGuard(pages.order), held.pop_all()
 
         def run() -> FetchResult:
-            try:
-                connection = self._job_connection()
-            except StoreUnavailable as error:
-                return failed_fetch(pages, ticket, f"store_lost: {error}")
-            link = self._stage_link
-            with self._ending_job(), link.using() if link else contextlib.nullcontext() as stage:
-                result = run_fetch(connection, copier, stage, pages, ticket, guard, self.config, limit_s)
+            with mapped:
+                try:
+                    asked = early or self._ask_fetch(mapped, stage, ticket, limit_s)
+                except (StoreUnavailable, PeerLost) as error:
+                    return failed_fetch(pages, ticket, f"store_lost: {error}")
+                try:
+                    result = run_fetch(asked, copier, stage, pages, ticket, guard, self.config)
+                except CopyStuck:
+                    self._stuck = True
+                    raise
                 if link is not None and stage is not None and result.note.startswith("stage_lost"):
                     link.lose(stage)
                 return result
 
-        return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
+        try:
+            return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
+        except BaseException:
+            mapped.close()
+            raise
+
+    def _ask_fetch(
+        self, held: contextlib.ExitStack, stage: AttachedStage | None, ticket: HandoffTicket, timeout_s: float
+    ) -> Asked:
+        connection = held.enter_context(self._fetch_connections.taken())
+        asked = ask_fetch(connection, stage, ticket, self.config, timeout_s)
+        held.enter_context(contextlib.closing(asked.pieces))
+        return asked
 
     def withdraw(self, ticket: HandoffTicket) -> bool:
         """Take back what this node's store holds for a ticket, because nobody will fetch it any more.

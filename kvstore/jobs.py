@@ -6,14 +6,14 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
-from kvstore.control_client import ControlClient
+from kvstore.control_client import Answers, ControlClient
 from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages
 from kvstore.errors import (
     CopyStuck,
@@ -226,7 +226,7 @@ class Answer:
 
     def copy_out(
         self,
-        pieces: Generator[tuple[bool, bytes], None, None],
+        pieces: Answers,
         guard: CopyGuard,
         copier: EngineCopier | None,
         pages: EnginePages | None,

@@ -32,6 +32,11 @@ class Part:
                 )
 
     @property
+    def ranks(self) -> tuple[int, int, int, int]:
+        """The same as a tuple, in the order above."""
+        return self.tp_rank, self.tp_size, self.pp_rank, self.pp_size
+
+    @property
     def num_parts(self) -> int:
         """Parts of a block; it is published when all of them are written."""
         return self.tp_size * self.pp_size

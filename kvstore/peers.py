@@ -6,6 +6,7 @@ A peer that failed is left alone for a while, longer each time: a node that vani
 from __future__ import annotations
 
 import base64
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,8 @@ class Peer:
     client: ControlClient
     epoch: bytes
     same_host: bool = False
+    #: Connections of their own for questions whose answers may take long; each carries one at a time.
+    spare: list[ControlClient] = field(default_factory=list)
     _transport: tuple[int, PeerDescription] | None = field(default=None)
 
     def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
@@ -52,6 +55,12 @@ class Peer:
     def release(self, lease_id: int) -> None:
         """Give a lease back without waiting."""
         self.client.send(Op.PEER_RELEASE, U64.pack(lease_id))
+
+    def close(self) -> None:
+        """Close all connections that nobody uses now, and the common one."""
+        self.client.close()
+        while self.spare:
+            self.spare.pop().close()
 
     def transport(self, generation: int, timeout_s: float) -> tuple[str, PeerDescription]:
         """Return (name, description) of the peer's slab as of one life of its mover; asked for once."""
@@ -101,6 +110,18 @@ class PeerBook:
             peer = self._peers.get(node_id)
         if peer is not None and not peer.client.closed:
             return peer
+        client = self._connect(node_id)
+        same_host = client.is_to_this_host()
+        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]), same_host)
+        with self._lock:
+            old = self._peers.get(node_id)
+            if old is not None and not old.client.closed:
+                client.close()
+                return old
+            self._peers[node_id] = peer
+        return peer
+
+    def _connect(self, node_id: str) -> ControlClient:
         try:
             address = self._resolve(node_id)
             hello = {
@@ -110,19 +131,31 @@ class PeerBook:
                 "node": self.own_node_id,
                 "epoch": self._own_epoch.hex(),
             }
-            client = connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
-            same_host = client.is_to_this_host()
+            return connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
         except (KVStoreError, OSError) as error:
             self.failed(node_id)
             raise PeerLost(f"the store of node {node_id} cannot be reached: {error}") from error
-        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]), same_host)
-        with self._lock:
-            old = self._peers.get(node_id)
-            if old is not None and not old.client.closed:
-                client.close()
-                return old
-            self._peers[node_id] = peer
-        return peer
+
+    def take_spare(self, peer: Peer) -> ControlClient:
+        """Return a connection to a peer that nobody else uses until `keep_spare`.
+
+        Raises:
+            PeerLost: it cannot be reached, and is backed off; or its store was restarted.
+        """
+        with contextlib.suppress(IndexError):
+            return peer.spare.pop()
+        connection = self._connect(peer.node_id)
+        if connection.hello["epoch"] != peer.epoch.hex():
+            connection.close()
+            raise PeerLost(f"the store of node {peer.node_id} was restarted; try again")
+        return connection
+
+    def keep_spare(self, peer: Peer, connection: ControlClient) -> None:
+        """Take a connection of `take_spare` back."""
+        if peer.client.closed:
+            connection.close()
+        elif not connection.closed:
+            peer.spare.append(connection)
 
     def failed(self, node_id: str) -> None:
         """Note a failure: the connection is dropped and the node left alone for a while.
@@ -136,7 +169,7 @@ class PeerBook:
                 pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
                 self._failures[node_id] = (count + 1, now_s + pause_s)
         if peer is not None:
-            peer.client.close()
+            peer.close()
 
     def succeeded(self, node_id: str) -> None:
         """Note a success: earlier failures are forgotten."""
@@ -148,4 +181,4 @@ class PeerBook:
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
-            peer.client.close()
+            peer.close()

@@ -8,33 +8,23 @@ The slots are in the client's stage where the lane between the GPUs is a real on
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.fetch import LoadReport
-from kvstore.handoff_messages import (
-    END,
-    FetchRequest,
-    PeerClaim,
-    PeerClaimed,
-    pack_peer_claim,
-    unpack_peer_claimed,
-)
-from kvstore.handoff_table import NOT_READY
+from kvstore.handoff_claim import SourceClaim
+from kvstore.handoff_messages import END, FetchRequest, PeerClaimed
 from kvstore.messages import NOTIFICATION, STAGE_BIT, MoverDone, Progress, pack_progress
 from kvstore.peers import Peer
 from kvstore.pool import Pool
 from kvstore.segments import plan_chunks, plan_stage_chunks
-from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stage_lanes import StageLane
 from kvstore.transport import IndexArray, PeerDescription, ReadRequest
 from kvstore.wire import Op
@@ -45,10 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOVER_GRACE_S = 1.0
-_LEAST_CALL_S = 1.0
-#: Between two questions for blocks that are still being written.
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 1e-4, 2e-2
-
 Send = Callable[[bytes, bool], None]
 """Tells the client one piece of the answer, and whether it is the last."""
 
@@ -67,6 +53,7 @@ class RemoteFetch:
         self._block_bytes, self._write_owner = block_bytes, f"handoff-fetch-{fetch_id}"
         self._version = fetcher.namespace_version(request.namespace)
         self._deadline_s = time.monotonic() + request.timeout_s
+        self._claim = SourceClaim(fetcher, request, block_bytes, self._version, self._deadline_s)
         self._report = LoadReport()
         self._lock = threading.Lock()
         self._read_ended = threading.Event()
@@ -77,7 +64,7 @@ class RemoteFetch:
         self._lane: StageLane | None = None
         self._why_host = self._no_room = ""
         self._num_ready = 0
-        self._valid_until_s = self._told_s = 0.0
+        self._told_s = 0.0
         self._error: KVStoreError | None = None
 
     def run(self) -> None:
@@ -145,10 +132,6 @@ class RemoteFetch:
     def _node_id(self) -> str:
         return self._request.node_id
 
-    def _call_s(self) -> float:
-        left_s = self._deadline_s - time.monotonic()
-        return min(self._fetcher.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
-
     def _fetch(self) -> str:
         fetcher, request = self._fetcher, self._request
         if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
@@ -181,7 +164,7 @@ class RemoteFetch:
                 self._why_host = f"stage_lost: {error}"
                 return fetcher.pool()
             lane = fetcher.lanes.known(peer, request.from_slab, stage)
-            lane = lane or fetcher.lanes.find(peer, request.from_slab, stage, self._call_s())
+            lane = lane or fetcher.lanes.find(peer, request.from_slab, stage, self._claim.call_s())
             if not lane.why_not:
                 self._lane = lane
                 return stage.pool
@@ -191,6 +174,8 @@ class RemoteFetch:
         return fetcher.pool()
 
     def _reserve(self, pool: Pool) -> None:
+        if self._write_id or self._no_room:
+            return
         try:
             ticket = pool.reserve(self._request.num_blocks, self._write_owner)
         except KVStoreError as error:  # The answer to the claim is still on its way.
@@ -199,37 +184,15 @@ class RemoteFetch:
         else:
             self._write_id, self._slots = ticket.write_id, np.asarray(ticket.slots, dtype=np.int32)
 
-    def _claim(self, peer: Peer, pool: Pool) -> PeerClaimed:
-        """Claim the blocks at their source, once they are all written; slots here are reserved meanwhile."""
-        fetcher, request, ttl_s = self._fetcher, self._request, self._fetcher.config.lease_ttl_s
-        claim = PeerClaim(
-            key=request.key,
-            namespace=request.namespace,
-            num_blocks=request.num_blocks,
-            block_bytes=self._block_bytes,
-            slot_format=BLOCK_ORDER_VERSION,
-            namespace_version=self._version,
-            ttl_s=ttl_s,
-            to_host=self._lane is None,
-        )
-        payload, pause_s = pack_peer_claim(claim), _LEAST_PAUSE_S
-        reserve: Callable[[], None] | None = functools.partial(self._reserve, pool)
-        while True:
-            asked_s = self._told_s = time.monotonic()
-            self._report.num_lease_calls += 1
-            answer = peer.client.call(Op.PEER_CLAIM, payload, timeout_s=self._call_s(), meanwhile=reserve)
-            claimed, reserve = unpack_peer_claimed(answer), None
-            self._valid_until_s = asked_s + ttl_s - fetcher.config.lease_margin_s
-            if claimed.reason != NOT_READY:
-                return claimed
-            if asked_s > self._deadline_s or self._client_left:
-                return replace(claimed, reason=f"timeout: {NOT_READY}")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-
     def _claim_and_read(self, peer: Peer, pool: Pool) -> str:
         fetcher, request = self._fetcher, self._request
-        claimed = self._claim(peer, pool)
+        claimed = self._claim.take(
+            peer,
+            to_host=self._lane is None,
+            meanwhile=lambda: self._reserve(pool),
+            is_wanted=lambda: not self._client_left,
+        )
+        self._told_s, self._report.num_lease_calls = self._claim.asked_s, self._claim.num_calls
         if claimed.namespace_version > self._version:
             fetcher.adopt_version(request.namespace, claimed.namespace_version)
         if claimed.reason:
@@ -254,7 +217,7 @@ class RemoteFetch:
     def _read(self, peer: Peer, claimed: PeerClaimed) -> None:
         fetcher, config, now_s = self._fetcher, self._fetcher.config, time.monotonic()
         name, description = self._source(peer, claimed)
-        left_s = min(self._valid_until_s, self._deadline_s, now_s + config.transfer_timeout_s) - now_s
+        left_s = min(self._claim.valid_until_s, self._deadline_s, now_s + config.transfer_timeout_s) - now_s
         # A notification would have to wait for all chunks before its own, and the lane would stand still meanwhile.
         notification = NOTIFICATION.pack(claimed.claim_id, peer.epoch, fetcher.pool().epoch)
         request = ReadRequest(
@@ -269,7 +232,7 @@ class RemoteFetch:
             request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3)
         )
         # The mover reports by itself when time is up; this wait is for a mover that does not.
-        left_s = min(self._valid_until_s, self._deadline_s) - time.monotonic()
+        left_s = min(self._claim.valid_until_s, self._deadline_s) - time.monotonic()
         if not self._read_ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
             if fetcher.mover.abandon(self._read_id):
                 self._given_up = self._read_id
@@ -284,11 +247,11 @@ class RemoteFetch:
     def _source(self, peer: Peer, claimed: PeerClaimed) -> tuple[str, PeerDescription]:
         lane, request = self._lane, self._request
         if lane is None:
-            return peer.transport(claimed.mover_generation, self._call_s())
+            return peer.transport(claimed.mover_generation, self._claim.call_s())
         if lane.generation != claimed.mover_generation:
             # Remembered from an earlier life of the peer's mover.
             stage = self._fetcher.stages.get(request.slab, request.generation)
-            lane = self._fetcher.lanes.find(peer, request.from_slab, stage, self._call_s())
+            lane = self._fetcher.lanes.find(peer, request.from_slab, stage, self._claim.call_s())
         if (claimed.slab, claimed.mover_generation) != (request.from_slab, lane.generation) or lane.why_not:
             raise PeerLost(f"the mover of node {peer.node_id} was replaced meanwhile; the blocks went with it")
         return lane.name, lane.description
@@ -303,14 +266,14 @@ class RemoteFetch:
             return
         now_s, first = time.monotonic(), self._num_ready
         same_weights = self._fetcher.namespace_version(self._request.namespace) == self._version
-        if now_s < self._valid_until_s and same_weights and done.num_blocks > first:
+        if now_s < self._claim.valid_until_s and same_weights and done.num_blocks > first:
             self._num_ready = done.num_blocks
             self._note(done, now_s, done.num_blocks - first)
+            slots = self._slots[first : done.num_blocks]
+            # The report of the last piece takes longer to write than its blocks to unpack: it follows.
+            self._send(pack_progress(Progress(self._number, first, slots)), False)
             if self._num_ready == self._request.num_blocks:
-                self._tell_last("", first)
-            else:
-                slots = self._slots[first : done.num_blocks]
-                self._send(pack_progress(Progress(self._number, first, slots)), False)
+                self._tell_last("", self._num_ready)
         if done.last:
             self._read_ended.set()
 

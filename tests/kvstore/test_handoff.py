@@ -487,3 +487,31 @@ def test_a_store_that_does_not_answer_fails_the_publication_in_time(cluster, pai
         with pytest.raises(TransferTimeout):
             source.client.publish(range(4))
         blocked.set()
+
+
+def test_a_fetch_that_is_refused_after_the_store_was_asked_leaves_nothing(cluster, pair, monkeypatch, wait_until):
+    source, target = pair
+    assert fetch(target, source.client.publish(range(4)), range(4)).num_blocks == 4
+    wait_until(lambda: len(target.client._fetch_connections) == 1)
+    ticket, before = source.client.publish(range(10)), target.bytes()
+
+    def changed():
+        raise LayoutMismatch("the cache was resized")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target.client._copier, "check_unchanged", changed)
+        with pytest.raises(LayoutMismatch):
+            target.client.fetch(ticket, range(10))
+    source.client.withdraw(ticket)  # It may be used up: the store was asked for its blocks.
+    wait_until(lambda: is_empty(cluster.nodes["a"]) and is_empty(cluster.nodes["b"]))
+    assert target.bytes() == before
+    assert fetch(target, source.client.publish(range(10)), range(10)).num_blocks == 10
+    assert all(same(source, range(10), target, range(10)))
+    wait_until(lambda: is_empty(cluster.nodes["a"]) and is_empty(cluster.nodes["b"]))
+
+
+def test_fetches_one_after_the_other_share_a_connection(pair, wait_until):
+    source, target = pair
+    for _ in range(3):
+        assert fetch(target, source.client.publish(range(4)), range(4)).num_blocks == 4
+        wait_until(lambda: len(target.client._fetch_connections) == 1)

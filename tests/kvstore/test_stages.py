@@ -15,7 +15,7 @@ import pytest
 import kvstore
 from kvstore.config import StoreConfig
 from kvstore.copier import HostCopier
-from kvstore.errors import ConfigError, KernelError, RegistrationFailed
+from kvstore.errors import ConfigError, KernelError, RegistrationFailed, StoreUnavailable
 from kvstore.fence import MoverFence
 from kvstore.pool import Pool
 from kvstore.results import MissReason
@@ -406,7 +406,25 @@ def test_a_fetch_waits_for_blocks_that_are_still_being_packed(cluster, stages, w
     assert publication.job.result(10) == publication.ticket
     result = job.result(10)
     assert (result.num_blocks, result.route) == (10, "gpu" if staged else "host")
+    assert result.num_lease_calls == (staged or node == "b"), "it is told when they are there, and asks once"
     assert all(same(source, range(10), target, range(10)))
+    nothing_held(cluster, wait_until)
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_who_waits_for_blocks_hears_at_once_that_they_were_withdrawn(cluster, stages, wait_until, node):
+    source, target = cluster.worker("a", seed=1), cluster.worker(node, seed=2)
+    packing, pack = threading.Event(), source.client._copier.into_slots
+    source.client._copier.into_slots = lambda *args: (packing.wait(10), pack(*args))
+    publication = source.client.begin_publish(range(10))
+    job = target.client.fetch(publication.ticket, list(range(10)))
+    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    assert source.client.withdraw(publication.ticket)
+    assert len(cluster.nodes["a"]._control.handoffs._waiting) == 0
+    assert reason(job.result(10)) is MissReason.WITHDRAWN
+    packing.set()
+    with pytest.raises(StoreUnavailable):
+        publication.job.result(10)
     nothing_held(cluster, wait_until)
 
 

@@ -1,0 +1,55 @@
+"""Claims on blocks that are still being written: answered when they are there, and not asked for again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.control_server import Connection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Claim:
+    connection: Connection
+    until_s: float
+    serve: Callable[[bool], bool]
+
+
+class WaitingClaims:
+    """Who waits for which ticket's blocks. On the control thread alone."""
+
+    def __init__(self) -> None:
+        self._claims: dict[bytes, list[_Claim]] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def serve(self, key: bytes, connection: Connection, wait_s: float, serve: Callable[[bool], bool]) -> None:
+        """Answer a claim now, or later.
+
+        Args:
+            key: of the ticket.
+            connection: over which it is answered; nothing is claimed for one that was closed.
+            wait_s: the most that the answer may take.
+            serve: answers, and returns whether it did, which it has to when it is told that it is the last time.
+        """
+        if not serve(wait_s <= 0):
+            claim = _Claim(connection, time.monotonic() + wait_s, serve)
+            self._claims.setdefault(key, []).append(claim)
+
+    def look_again(self, key: bytes) -> None:
+        """Something became of a ticket's blocks."""
+        if key in self._claims:
+            self._serve_all(key, time.monotonic())
+
+    def tick(self, now_s: float) -> None:
+        """Answer those that waited long enough, and those to whose ticket something else happened."""
+        for key in list(self._claims):
+            self._serve_all(key, now_s)
+
+    def _serve_all(self, key: bytes, now_s: float) -> None:
+        waiting = self._claims.pop(key)
+        left = [c for c in waiting if not c.connection.closed and not c.serve(now_s >= c.until_s)]
+        if left:
+            self._claims[key] = left

@@ -1,0 +1,75 @@
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.handoff_waiting import WaitingClaims
+
+
+class Blocks:
+    """Those of one ticket; `asked` has what each question was told."""
+
+    def __init__(self):
+        self.asked, self.there = [], False
+
+    def serve(self, is_last):
+        self.asked.append(is_last)
+        return self.there or is_last
+
+
+@pytest.fixture
+def blocks():
+    return Blocks()
+
+
+@pytest.fixture
+def reader():
+    return SimpleNamespace(closed=False)
+
+
+def test_blocks_that_are_there_are_claimed_at_once(blocks, reader):
+    waiting, blocks.there = WaitingClaims(), True
+    waiting.serve(b"key", reader, 1.0, blocks.serve)
+    assert (blocks.asked, len(waiting)) == ([False], 0)
+
+
+def test_who_does_not_wait_is_answered_at_once(blocks, reader):
+    waiting = WaitingClaims()
+    waiting.serve(b"key", reader, 0.0, blocks.serve)
+    assert (blocks.asked, len(waiting)) == ([True], 0)
+
+
+def test_a_claim_is_answered_when_its_blocks_come(blocks, reader):
+    waiting = WaitingClaims()
+    waiting.serve(b"key", reader, 60.0, blocks.serve)
+    waiting.look_again(b"another")
+    assert (blocks.asked, len(waiting)) == ([False], 1)
+    blocks.there = True
+    waiting.look_again(b"key")
+    assert (blocks.asked, len(waiting)) == ([False, False], 0)
+
+
+def test_a_claim_that_waited_long_enough_is_told_so(blocks, reader):
+    waiting, now_s = WaitingClaims(), time.monotonic()
+    waiting.serve(b"key", reader, 60.0, blocks.serve)
+    waiting.tick(now_s + 59.0)
+    assert len(waiting) == 1
+    waiting.tick(now_s + 62.0)
+    assert (blocks.asked, len(waiting)) == ([False, False, True], 0)
+
+
+def test_nothing_is_claimed_for_a_reader_that_is_gone(blocks, reader):
+    waiting = WaitingClaims()
+    waiting.serve(b"key", reader, 60.0, blocks.serve)
+    blocks.there, reader.closed = True, True
+    waiting.look_again(b"key")
+    assert (blocks.asked, len(waiting)) == ([False], 0)
+
+
+def test_several_wait_for_one_ticket(reader):
+    waiting, one, other = WaitingClaims(), Blocks(), Blocks()
+    for each in (one, other):
+        waiting.serve(b"key", reader, 60.0, each.serve)
+    one.there = True
+    waiting.look_again(b"key")
+    assert (one.asked, other.asked, len(waiting)) == ([False, False], [False, False], 1)
