@@ -24,7 +24,7 @@ def _timed(
     method: Callable[Concatenate[RaykvConnector, P], T],
 ) -> Callable[Concatenate[RaykvConnector, P], T]:
     """Count how long the scheduler was kept."""
-    name = method.__name__.lstrip("_")
+    name = method.__name__
 
     def timed(self: RaykvConnector, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.stats.timed("scheduler"), self.stats.timed(name):
@@ -105,13 +105,9 @@ class RaykvConnector(KVConnectorBase_V1):
         """Have a request looked up before vLLM asks."""
         self._side().begin(request)
 
+    @_timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Say how many tokens the store has beyond the engine's; None while that is not known."""
-        self._side().await_answer(request, num_computed_tokens)  # Not timed: an idle engine has nothing better to do.
-        return self._get_num_new_matched_tokens(request, num_computed_tokens)
-
-    @_timed
-    def _get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._side().match(request, num_computed_tokens)
 
     @_timed

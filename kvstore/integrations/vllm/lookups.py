@@ -36,20 +36,8 @@ class Question:
         self.num_blocks = 0
         #: Whether vLLM was told the answer.
         self.is_given = False
-        self._answered = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more becomes known."""
-        return self._answered.is_set()
-
-    def answered(self) -> None:
-        """Say that nothing more becomes known."""
-        self._answered.set()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when nothing more becomes known, or after a while."""
-        self._answered.wait(timeout_s)
+        #: Whether nothing more becomes known.
+        self.done = False
 
 
 class Lookups:
@@ -99,7 +87,7 @@ class Lookups:
             finally:
                 self._begun_s = None
                 self._stats.time("lookup", time.perf_counter() - begin_s)
-                question.answered()
+                question.done = True
 
     def _look_up(self, question: Question, hashes: BlockHashes) -> None:
         client = self._link.client()

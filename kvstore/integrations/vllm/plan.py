@@ -57,6 +57,7 @@ class StepPlan(KVConnectorMetadata):
         settle: requests whose blocks are overwritten in this step; none of their saves may still read them.
         ending: finished requests whose blocks vLLM keeps until they are reported as sent.
         is_computing: whether any token is computed in this step.
+        num_waiting: requests that wait for an answer of the store.
         drop_saves: the cache was cleared: what was computed before must not be stored any more.
     """
 
@@ -65,6 +66,7 @@ class StepPlan(KVConnectorMetadata):
     settle: set[str] = field(default_factory=set)
     ending: set[str] = field(default_factory=set)
     is_computing: bool = False
+    num_waiting: int = 0
     drop_saves: bool = False
 
 

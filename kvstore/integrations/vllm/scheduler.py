@@ -1,7 +1,6 @@
 """The scheduler's half: what is stored, what to load and save, and when blocks may be freed.
 
-No method of it waits for the store, whose answers come from a thread (lookups.py), but `reset`, and `await_answer` for
-a moment where the engine has nothing to compute.
+No method of it waits for the store, whose answers come from a thread (lookups.py). `reset_cache` is the exception.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ logger = logging.getLogger(__name__)
 #: An answer that vLLM had and could not use at once is asked for again after this: blocks may have been evicted. The
 #: first time it is given whatever its age, or none would be young enough where steps or many lookups take longer.
 _ANSWER_S = 1.0
-#: With nothing to compute a step waits so long in all for answers, instead of stepping on and on beside the thread that
-#: looks up. No longer, because new requests may have come.
-_IDLE_WAIT_S = 0.005
 
 
 class SchedulerSide:
@@ -66,9 +62,6 @@ class SchedulerSide:
         self._ending: dict[str, Tracked] = {}
         self._plan = StepPlan()
         self._events: list[Any] = []
-        #: Requests that the last step computed something for, and that have not ended.
-        self._running: set[str] = set()
-        self._idle_left_s = _IDLE_WAIT_S
         #: Workers that have yet to drop what was computed before the cache was cleared.
         self._num_drops_open = 0
         self._clearing: threading.Thread | None = None
@@ -100,22 +93,6 @@ class SchedulerSide:
             tracked.may_load = False
         self._ask(tracked)
 
-    def await_answer(self, request: Any, num_engine_tokens: int) -> None:
-        """Wait a moment for the store's answer where the engine has nothing else to do; `match` comes next."""
-        self.begin(request)
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.question is None or tracked.question.done or self._space is None:
-            return
-        if self._idle_left_s <= 0 or tracked.is_covered(self._space.shape.block_size, num_engine_tokens):
-            return
-        is_idle = not (self._running or self._plan.is_computing or self._plan.loads)
-        if not is_idle or any(other.is_loading for other in self._tracked.values()):
-            self._idle_left_s = 0.0
-            return
-        began_s = time.monotonic()
-        tracked.question.wait(self._idle_left_s)
-        self._idle_left_s -= time.monotonic() - began_s
-
     def match(self, request: Any, num_engine_tokens: int) -> tuple[int | None, bool]:
         """Answer `get_num_new_matched_tokens`; None while the store has not answered."""
         self.begin(request)
@@ -133,6 +110,7 @@ class SchedulerSide:
             return 0, False
         assert self._lookups is not None
         if not question.done and not self._lookups.is_held_up():
+            self._plan.num_waiting += 1
             return None, False
         question.is_given = question.done
         if not question.done:
@@ -146,8 +124,6 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load once vLLM has given it blocks; called again, with 0, when the load is through."""
         tracked = self._tracked.get(request.request_id)
-        if not num_external_tokens:
-            self._plan.is_computing = True
         if not num_external_tokens or tracked is None or tracked.hashes is None or self._space is None:
             return
         size = self._space.shape.block_size
@@ -167,7 +143,6 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepPlan:
         """Return what the workers have to do in this step, and begin to collect for the next one."""
         plan, self._plan = self._plan, StepPlan()
-        self._running, self._idle_left_s = set(output.num_scheduled_tokens), _IDLE_WAIT_S
         plan.is_computing = output.total_num_scheduled_tokens > 0
         plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
         if plan.settle:
@@ -194,7 +169,6 @@ class SchedulerSide:
     def ended(self, request: Any) -> bool:
         """Forget a request; whether vLLM has to keep its blocks until they are reported as sent."""
         tracked = self._tracked.pop(request.request_id, None)
-        self._running.discard(request.request_id)
         # vLLM keeps the blocks of a load under way by itself.
         if tracked is None or tracked.is_loading or not tracked.num_saves_open:
             return False

@@ -25,9 +25,11 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 1.0
 _STUCK_S = 60.0
-#: The engine spins while a load is under way and there is nothing to compute. It waits instead until a copy has ended,
-#: which leaves the cores and the interpreter to the copies, and so long at most: new requests may have come.
-_IDLE_WAIT_S = 0.002
+#: With nothing to compute the engine would step on and on. It waits instead, which leaves the cores to the copies, and
+#: the interpreter to the thread that asks the store: until a copy has ended, or so long, because new requests may have
+#: come. Of an answer the worker does not hear: it waits the shorter the fewer are due.
+_IDLE_WAIT_S, _ANSWER_WAIT_S = 0.002, 0.0003
+_LONGEST_WAIT_S = 0.005
 _POLL_S = 0.0005
 
 
@@ -132,8 +134,8 @@ class WorkerSide:
 
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""
-        if not plan.is_computing and (self._loads or self._saves):
-            self._job_ended.wait(_IDLE_WAIT_S)
+        if wait_s := self._idle_wait_s(plan):
+            self._job_ended.wait(wait_s)
             self._job_ended.clear()  # Before jobs are asked whether they are done: none is overlooked.
         for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
             self._end_load(self._loads.pop(req_id))
@@ -180,6 +182,13 @@ class WorkerSide:
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
         self._loads[plan.req_id] = self._running(plan, client, job)
+
+    def _idle_wait_s(self, plan: StepPlan) -> float:
+        if plan.is_computing:
+            return 0.0
+        if plan.num_waiting:
+            return min(plan.num_waiting * _ANSWER_WAIT_S, _LONGEST_WAIT_S)
+        return _IDLE_WAIT_S if self._loads or self._saves else 0.0
 
     def _end_load(self, load: Running) -> None:
         plan: LoadPlan = load.plan
