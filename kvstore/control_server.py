@@ -146,6 +146,7 @@ class ControlServer:
         self._watch(self._wake_read, self._woken)
         self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
         self._stopping = False
+        self._awake_until_s = 0.0
         self._num_connections = 0
         self._path = ""
         self._listeners: list[socket.socket] = []
@@ -187,6 +188,12 @@ class ControlServer:
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"x")
 
+    def stay_awake(self, seconds: float) -> None:
+        """Have the thread ask for messages without sleeping for so long, because one comes soon; 0 ends that."""
+        self._awake_until_s = time.monotonic() + seconds if seconds else 0.0
+        if seconds:
+            self.wake()
+
     def stop(self, timeout_s: float = 2.0) -> None:
         """Close all connections and end the thread; may be called again."""
         self._stopping = True
@@ -207,7 +214,7 @@ class ControlServer:
         wait_s = next_tick_s = 0.0
         while not self._stopping:
             # Looked up before any is served: what one of them closes must not lend its number to another.
-            ready = [self._when_ready[fd] for fd, _ in self._epoll.poll(wait_s)]
+            ready = [self._when_ready[fd] for fd, _ in self._poll(wait_s)]
             for then in ready:
                 try:
                     then()
@@ -224,6 +231,14 @@ class ControlServer:
                     self._on_tick()
                     self._let_go_of_closed()
         self._shut_down()
+
+    def _poll(self, wait_s: float) -> list[tuple[int, int]]:
+        while self._awake_until_s:
+            if found := self._epoll.poll(0):
+                return found
+            if time.monotonic() > self._awake_until_s:
+                self._awake_until_s = 0.0
+        return self._epoll.poll(wait_s)
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):

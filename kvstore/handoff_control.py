@@ -44,6 +44,7 @@ class HandoffControl:
         core: the node store.
         claim_began: called with the id and the deadline of a peer's claim.
         claim_ended: called with its id.
+        stay_awake: has the control thread wait for messages without sleeping, for so many seconds.
     """
 
     OPS = frozenset(
@@ -55,15 +56,20 @@ class HandoffControl:
     PEER_OPS = frozenset({Op.PEER_CLAIM, Op.PEER_CLAIM_END, Op.PEER_STAGES})
 
     def __init__(
-        self, core: NodeCore, claim_began: Callable[[int, float], None], claim_ended: Callable[[int], None]
+        self,
+        core: NodeCore,
+        claim_began: Callable[[int, float], None],
+        claim_ended: Callable[[int], None],
+        stay_awake: Callable[[float], None],
     ) -> None:
         self._core, self._claim_began, self._claim_ended = core, claim_began, claim_ended
         self.table = HandoffTable()
         self._waiting = WaitingClaims()
         self.stages = StageBook(core.config, core.mover)
         self.fetcher = HandoffFetcher(
-            core.config, core.node_id, lambda: core.pool, core.peers, core.mover, self.stages, self._version, core.clear
-        )
+            core.config, core.node_id, lambda: core.pool, core.peers, core.mover, self.stages, self._version,
+            core.clear, stay_awake,
+        )  # fmt: skip
 
     def _version(self, namespace: bytes) -> int:
         return self._core.versions.get(namespace)

@@ -32,6 +32,7 @@ class HandoffFetcher:
         stages: of this node.
         namespace_version: how often a namespace was cleared, as this node knows.
         adopt_version: called when a peer knows of a later clearing.
+        stay_awake: has the control thread wait for messages without sleeping, for so many seconds.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class HandoffFetcher:
         stages: StageBook,
         namespace_version: Callable[[bytes], int],
         adopt_version: Callable[[bytes, int], object],
+        stay_awake: Callable[[float], None],
     ) -> None:
         self.config, self.node_id, self.pool, self.peers, self.mover = config, node_id, pool, peers, mover
         self.stages, self.lanes = stages, StageLanes(config, mover)
         self.namespace_version, self.adopt_version = namespace_version, adopt_version
+        self.stay_awake = stay_awake
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="raykv-handoff")
         self._lock = threading.Lock()
         self._fetches: dict[int, RemoteFetch] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _FIRST_SEGMENT_BLOCKS, _GROWTH = 128, 16
 #: How many times shorter the last chunk between stages is than the others.
-_LAST_OF_STAGE = 8
+_LAST_OF_STAGE = 4
 
 
 def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:

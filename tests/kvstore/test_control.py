@@ -173,6 +173,19 @@ def test_a_stream_that_is_left_closes_the_connection(client):
     assert client.closed
 
 
+def test_a_server_that_stays_awake_serves_as_ever_and_sleeps_again(echo, client):
+    echo.server.stay_awake(0.2)
+    for _ in range(20):
+        assert client.call(Op.LOOKUP, b"x", timeout_s=2.0) == b"x"
+    echo.server.stay_awake(60.0)
+    echo.server.stay_awake(0.0)
+    assert client.call(Op.LOOKUP, b"y", timeout_s=2.0) == b"y"
+    used_s = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - used_s < 0.3
+    assert client.call(Op.LOOKUP, b"z", timeout_s=2.0) == b"z"
+
+
 def test_a_stream_that_fails_keeps_the_connection(client):
     with pytest.raises(PoolExhausted):
         list(client.call_stream(Op.LEASE, b"", timeout_s=2.0))

@@ -42,7 +42,7 @@ def test_chunks_between_stages_are_full_but_for_a_short_last_one(num_blocks, chu
     sizes = [b - a for a, b in pairwise([0, *ends])]
     assert sum(sizes) == num_blocks
     assert all(0 < size <= chunk_blocks for size in sizes)
-    assert sizes[-1] <= max(1, chunk_blocks // 8)
+    assert sizes[-1] <= max(1, chunk_blocks // 4)
     assert all(size == chunk_blocks for size in sizes[:-2])
 
 
