@@ -4,7 +4,8 @@ Beside one copy of the same bytes between the two devices (the limit), and besid
 engine's own fragments and with blocks that are packed already, all warm. Caches have a tensor for each layer. Engines,
 stores and movers are processes of their own, without Ray; tickets go through a pipe, and their way counts, too.
 Destinations are poisoned before each round and compared after the last. Rows "ours" wait for `Client.publish`, rows
-"ours_begun" send the ticket of `begin_publish` while the blocks are packed.
+"ours_begun" send the ticket of `begin_publish` while the blocks are packed. Rows "ours_ahead" do so while the blocks
+are still being computed, as an engine does that queues its work on the device, and count from the end of that on.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _measure(
                 return
             yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", "host")
             pair.attach(most_bytes, say)
-            for way in ("ours", "ours_begun"):
+            for way in ("ours", "ours_begun", "ours_ahead"):
                 yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", way)
         with ExitStack() as closing:
             pair = _Pair([nodes[0], nodes[0]], space, places, max(counts), closing)
@@ -146,13 +147,17 @@ class _Pair:
         for end, peers in ((self.source, ()), (self.target, (self._nodes[0].node_id,))):
             say(f"attached: {end.ask('attach', _TIMEOUT_S, num_bytes + self._block_bytes, peers)}")
 
-    def hand_off(self, count: int, rounds: int, *, begin: bool = False) -> dict[str, Any]:
+    def hand_off(self, count: int, rounds: int, way: str = "ours") -> dict[str, Any]:
         """Hand blocks off again and again; returns what a row wants."""
         total, publish, results = list[float](), list[float](), []
         for index in range(rounds + _WARM_ROUNDS):
             self.target.ask("poison", _TIMEOUT_S, count)
             self.target.begin("fetch", count)
-            published: Published = self.source.ask("publish", _TIMEOUT_S, count, begin)
+            published: Published
+            if way == "ours_ahead":
+                published = self.source.ask("publish_ahead", _TIMEOUT_S, count)
+            else:
+                published = self.source.ask("publish", _TIMEOUT_S, count, way == "ours_begun")
             fetched: Fetched = self.target.answer(_TIMEOUT_S)
             result = fetched.result
             if result.num_blocks != count:
@@ -178,7 +183,7 @@ def _hand_offs(
     pair: _Pair, shape: KVShape, counts: Sequence[int], rounds: int, direction: str, way: str
 ) -> Iterator[dict[str, Any]]:
     for count in counts:
-        yield _row(direction, way, count, shape, pair.hand_off(count, rounds, begin=way == "ours_begun"))
+        yield _row(direction, way, count, shape, pair.hand_off(count, rounds, way))
 
 
 def _copy_seconds(num_bytes: int, places: tuple[str, str], rounds: int) -> list[float]:

@@ -17,11 +17,16 @@ from kvstore.hashing import Namespace
 from kvstore.kernels.reference import torch_dtype
 
 _POISON = 0x5A
+#: Some 5 ms of a GPU of 1.8 GHz.
+_FORWARD_CYCLES = 9_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """When the call began and when it had returned, on this machine's monotonic clock."""
+    """When the call began and when it had returned, on this machine's monotonic clock.
+
+    Of blocks that were published while they were computed: when they were computed, and when they were packed.
+    """
 
     began_s: float
     returned_s: float
@@ -102,6 +107,25 @@ class Engine:
         if self._publication is not None:
             self._publication.job.result(self._timeout_s)
         return Published(began_s, returned_s)
+
+    def publish_ahead(self, count: int) -> Published:
+        """Publish blocks while they are still being computed, and send their ticket to the other engine.
+
+        The forward pass is a kernel that takes some milliseconds and writes nothing. The publication counts as begun
+        when that has ended, by the device's clock: nobody could pack the blocks before.
+        """
+        ids = self._block_ids[:count]
+        began, computed = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._device)
+        began_s = time.monotonic()  # Before the event, so that what lies between the two counts as well.
+        began.record()
+        torch.cuda._sleep(_FORWARD_CYCLES)  # type: ignore[no-untyped-call]
+        computed.record()
+        publication = self._client.begin_publish(ids)
+        self._tickets.send_bytes(publication.ticket.to_bytes())
+        publication.job.result(self._timeout_s)
+        packed_s = time.monotonic()
+        return Published(began_s + began.elapsed_time(computed) / 1e3, packed_s)
 
     def fetch(self, count: int) -> Fetched:
         """Fetch what the other engine publishes next."""
