@@ -48,9 +48,13 @@ class Lookups:
         is_remote: whether what only other nodes have counts.
         wait_s: how long the store may take for an answer.
         stats: gets times and counts.
+        answered: set after each answer.
     """
 
-    def __init__(self, link: StoreLink, is_remote: bool, wait_s: float, stats: Stats) -> None:
+    def __init__(
+        self, link: StoreLink, is_remote: bool, wait_s: float, stats: Stats, answered: threading.Event
+    ) -> None:
+        self._answered = answered
         self._link, self._is_remote, self._wait_s, self._stats = link, is_remote, wait_s, stats
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._not_before_s = 0.0
@@ -88,6 +92,7 @@ class Lookups:
                 self._begun_s = None
                 self._stats.time("lookup", time.perf_counter() - begin_s)
                 question.done = True
+                self._answered.set()
 
     def _look_up(self, question: Question, hashes: BlockHashes) -> None:
         client = self._link.client()

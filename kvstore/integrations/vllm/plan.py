@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,13 @@ class SavePlan:
     block_ids: list[int]
 
 
+class Wakeup(threading.Event):
+    """Ends a worker's wait where it shares the scheduler's process; one that was sent to another is never set."""
+
+    def __reduce__(self) -> tuple[type[Wakeup], tuple[()]]:
+        return Wakeup, ()
+
+
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
     """What the scheduler's half tells the workers' in one step.
@@ -58,6 +66,8 @@ class StepPlan(KVConnectorMetadata):
         ending: finished requests whose blocks vLLM keeps until they are reported as sent.
         is_computing: whether any token is computed in this step.
         num_waiting: requests that wait for an answer of the store.
+        num_unhashed_tokens: of those whose prompts are still to be hashed for it.
+        answered: set when there is such an answer.
         drop_saves: the cache was cleared: what was computed before must not be stored any more.
     """
 
@@ -67,6 +77,8 @@ class StepPlan(KVConnectorMetadata):
     ending: set[str] = field(default_factory=set)
     is_computing: bool = False
     num_waiting: int = 0
+    num_unhashed_tokens: int = 0
+    answered: Wakeup | None = None
     drop_saves: bool = False
 
 

@@ -17,7 +17,7 @@ from kvstore.integrations.vllm.keys import hash_prompt
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.lookups import Lookups, Question
 from kvstore.integrations.vllm.options import Options, SavePolicy
-from kvstore.integrations.vllm.plan import LoadPlan, SavePlan, StepPlan, WorkerReport
+from kvstore.integrations.vllm.plan import LoadPlan, SavePlan, StepPlan, Wakeup, WorkerReport
 from kvstore.integrations.vllm.stats import Stats
 from kvstore.integrations.vllm.tracked import Tracked
 
@@ -61,6 +61,7 @@ class SchedulerSide:
         #: Ended, with saves under way.
         self._ending: dict[str, Tracked] = {}
         self._plan = StepPlan()
+        self._answered = Wakeup()
         self._events: list[Any] = []
         #: Workers that have yet to drop what was computed before the cache was cleared.
         self._num_drops_open = 0
@@ -73,7 +74,9 @@ class SchedulerSide:
             StoreNotRunning: there is no store on this node.
         """
         self._space, self._link = space, StoreLink(self._options, space)
-        self._lookups = Lookups(self._link, self._options.remote, self._options.lookup_wait_s, self._stats)
+        self._lookups = Lookups(
+            self._link, self._options.remote, self._options.lookup_wait_s, self._stats, self._answered
+        )
 
     def close(self) -> None:
         """End the thread and close the client; may be called again."""
@@ -111,6 +114,7 @@ class SchedulerSide:
         assert self._lookups is not None
         if not question.done and not self._lookups.is_held_up():
             self._plan.num_waiting += 1
+            self._plan.num_unhashed_tokens += request.num_prompt_tokens if question.hashes is None else 0
             return None, False
         question.is_given = question.done
         if not question.done:
@@ -143,6 +147,7 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepPlan:
         """Return what the workers have to do in this step, and begin to collect for the next one."""
         plan, self._plan = self._plan, StepPlan()
+        plan.answered = self._answered
         plan.is_computing = output.total_num_scheduled_tokens > 0
         plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
         if plan.settle:

@@ -23,14 +23,10 @@ from kvstore.results import Job, LoadResult, MissReason, SaveResult
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 1.0
-_STUCK_S = 60.0
-#: With nothing to compute the engine would step on and on. It waits instead, which leaves the cores to the copies, and
-#: the interpreter to the thread that asks the store: until a copy has ended, or so long, because new requests may have
-#: come. Of an answer the worker does not hear: it waits the shorter the fewer are due.
-_IDLE_WAIT_S, _ANSWER_WAIT_S = 0.002, 0.0003
-_LONGEST_WAIT_S = 0.005
-_POLL_S = 0.0005
+_SETTLE_S, _STUCK_S, _POLL_S = 1.0, 60.0, 0.0005
+#: With nothing to compute the engine would step on and on. It waits instead, which leaves the cores to those who copy,
+#: until one has ended, or so long: new requests may have come. A worker apart from its scheduler hears of no answers.
+_ANSWER_WAIT_S, _TOKEN_WAIT_S, _LONGEST_WAIT_S = 0.0003, 0.15e-6, 0.005
 
 
 @dataclass(slots=True)
@@ -134,9 +130,7 @@ class WorkerSide:
 
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""
-        if wait_s := self._idle_wait_s(plan):
-            self._job_ended.wait(wait_s)
-            self._job_ended.clear()  # Before jobs are asked whether they are done: none is overlooked.
+        self._wait_idle(plan)
         for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
             self._end_load(self._loads.pop(req_id))
         for req_id, saves in list(self._saves.items()):
@@ -183,12 +177,16 @@ class WorkerSide:
             return
         self._loads[plan.req_id] = self._running(plan, client, job)
 
-    def _idle_wait_s(self, plan: StepPlan) -> float:
+    def _wait_idle(self, plan: StepPlan) -> None:
         if plan.is_computing:
-            return 0.0
-        if plan.num_waiting:
-            return min(plan.num_waiting * _ANSWER_WAIT_S, _LONGEST_WAIT_S)
-        return _IDLE_WAIT_S if self._loads or self._saves else 0.0
+            return
+        if plan.num_waiting and plan.answered is not None:
+            wait_s = plan.num_waiting * _ANSWER_WAIT_S + plan.num_unhashed_tokens * _TOKEN_WAIT_S
+            plan.answered.wait(min(wait_s, _LONGEST_WAIT_S))
+            plan.answered.clear()
+        elif self._loads or self._saves:
+            self._job_ended.wait(_LONGEST_WAIT_S)
+            self._job_ended.clear()  # Before jobs are asked whether they are done: none is overlooked.
 
     def _end_load(self, load: Running) -> None:
         plan: LoadPlan = load.plan
