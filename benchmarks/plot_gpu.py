@@ -1,5 +1,7 @@
 """From benchmarks/results/gpu-h200.json: the tables of docs/performance.md (printed) and docs/gpu-h200.svg.
 
+From gpu-bounds-h200.json: the table of what memory itself takes there; from gpu-client-h200.json: that of docs/gpu.md.
+
     python benchmarks/plot_gpu.py
 
 A test fails when either is not what the committed results give.
@@ -14,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/gpu-h200.json"
+BOUNDS = ROOT / "benchmarks/results/gpu-bounds-h200.json"
+CLIENT = ROOT / "benchmarks/results/gpu-client-h200.json"
 PICTURE = ROOT / "docs/gpu-h200.svg"
 SHAPES = ("8B", "70B/TP8", "MLA")
 COUNTS = (8, 16, 64, 256, 1024)
@@ -31,6 +35,20 @@ WAYS = {
     "batch_of_fragments": ("cudaMemcpyBatchAsync", "#f9ab00"),
     "torch_gather": ("torch gather + copy", "#34a853"),
     "memcpy_per_fragment": ("memcpy per fragment", "#d93025"),
+}
+ORDERS = {
+    "side_by_side": "side by side",
+    "by_block": "anywhere, block after block",
+    "by_plane": "anywhere, plane after plane",
+    "random": "anywhere, in any order",
+}
+#: Way -> label of docs/gpu.md.
+CLIENT_WAYS = {
+    "limit, to the host": "one copy to the host",
+    "save": "save",
+    "limit, to the GPU": "one copy to the GPU",
+    "load": "load",
+    "load, until a stream goes on": "load, until a stream goes on",
 }
 _BESIDE = "host_to_gpu_beside_products"
 Speeds = dict[tuple[str, int, int, str], dict[str, dict[str, Any]]]
@@ -65,12 +83,42 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         cells = ["" if speed is None else f"{speed:.1f}" for speed in bars]
         yield f"| {shape}, {DIRECTIONS[direction]} | " + " | ".join(cells) + " |"
     yield ""
-    yield "| loads beside products: GB/s, ms of a product | " + " | ".join(SHAPES) + " |"
+    yield "| loads beside products: GB/s, ms of a product (of the limit) | " + " | ".join(SHAPES) + " |"
     yield "|---|" + "---|" * len(SHAPES)
     beside = [next(ways for key, ways in found.items() if key[0] == shape and key[3] == _BESIDE) for shape in SHAPES]
     for way in beside[0]:
-        cells = [f"{ways[way]['gb_per_s']:.1f}, {ways[way]['product_ms']:.3f}" for ways in beside]
-        yield f"| {way} | " + " | ".join(cells) + " |"
+        yield f"| {way} | " + " | ".join(_beside(ways[way]) for ways in beside) + " |"
+
+
+def bounds_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of gpu-bounds-h200.json: copies into blocks, as shares of one copy of the bytes.
+
+    The other rows are not shown: their kernel is slower than memory even where pieces lie side by side.
+    """
+    found: dict[str, dict[tuple[str, int], float]] = {}
+    for row in rows:
+        if row["action"] == "copy_in":
+            found.setdefault(row["way"], {})[row["shape"], row["num_blocks"]] = row["us"]
+    limit = found.pop("limit")
+    yield "| copied into 256, 1,024 blocks, of the limit | " + " | ".join(SHAPES) + " |"
+    yield "|---|" + "---|" * len(SHAPES)
+    for way, times in found.items():
+        cells = [
+            ", ".join(f"{limit[shape, count] / times[shape, count]:.3f}" for count in (256, 1024)) for shape in SHAPES
+        ]
+        yield f"| {ORDERS[way]} | " + " | ".join(cells) + " |"
+
+
+def client_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of gpu-client-h200.json."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        if row["what"] == "client":
+            found.setdefault((row["layout"], row["num_blocks"]), {})[row["way"]] = row["gb_per_s"]
+    yield "| cache, blocks | " + " | ".join(CLIENT_WAYS.values()) + " |"
+    yield "|---|" + "---|" * len(CLIENT_WAYS)
+    for (layout, count), ways in found.items():
+        yield f"| {layout}, {count} | " + " | ".join(f"{ways[way]:.1f}" for way in CLIENT_WAYS) + " |"
 
 
 def groups(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[float | None]]]:
@@ -120,6 +168,11 @@ def picture(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _beside(row: dict[str, Any]) -> str:
+    product = f"{row['product_ms']:.3f} ({row['product_of_limit']:.3f})"
+    return f"{row['gb_per_s']:.1f} ({row['of_limit']:.3f}), {product}" if row["gb_per_s"] else product
+
+
 def _share(ours: float, limit: float) -> str:
     return f"{ours:,.0f} ({ours / limit:.2f})" if limit > 500 else f"{ours:.1f} ({ours / limit:.3f})"
 
@@ -128,7 +181,9 @@ def main() -> None:
     """Write the picture and print the tables."""
     rows = json.loads(RESULTS.read_text())["rows"]
     PICTURE.write_text(picture(rows))
-    print("\n".join(tables(rows)))
+    print("\n".join(tables(rows)), "", sep="\n")
+    print("\n".join(bounds_table(json.loads(BOUNDS.read_text())["rows"])), "", sep="\n")
+    print("\n".join(client_table(json.loads(CLIENT.read_text())["rows"])))
 
 
 if __name__ == "__main__":

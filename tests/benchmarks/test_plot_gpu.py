@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks import plot_gpu
 
 
@@ -13,6 +15,20 @@ def test_the_tables_of_the_documentation_are_those_of_the_results(repo_root):
     text = (repo_root / "docs/performance.md").read_text().splitlines()
     missing = [line for line in plot_gpu.tables(rows()) if line and line not in text]
     assert missing == [], "run python benchmarks/plot_gpu.py and put its tables into docs/performance.md"
+
+
+@pytest.mark.parametrize(
+    ("table", "results", "document"),
+    [
+        (plot_gpu.bounds_table, plot_gpu.BOUNDS, "docs/performance.md"),
+        (plot_gpu.client_table, plot_gpu.CLIENT, "docs/gpu.md"),
+    ],
+)
+def test_the_other_tables_are_those_of_their_results(repo_root, table, results, document):
+    lines = list(table(json.loads(results.read_text())["rows"]))
+    text = (repo_root / document).read_text().splitlines()
+    assert len(lines) > 2
+    assert [line for line in lines if line not in text] == [], "run python benchmarks/plot_gpu.py"
 
 
 def test_the_picture_is_that_of_the_results():
