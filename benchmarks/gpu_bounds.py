@@ -14,10 +14,8 @@ Medians of event times.
 from __future__ import annotations
 
 import ctypes
-import json
 import statistics
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,9 +23,9 @@ import click
 import numpy as np
 import torch
 
+from benchmarks.gpu_rows import Rows, print_rows
 from kvstore.bench_gpu import SHAPES
 from kvstore.kernels.driver import launch, on_device
-from kvstore.provenance import provenance
 
 COUNTS = (256, 1024)
 BLOCK_SIZE, ELEMENT_BYTES, WORD_BYTES = 16, 2, 16
@@ -113,7 +111,7 @@ def medians(ways: dict[str, Callable[[], Any]], limit: Callable[[], Any], rounds
     return {way: statistics.median(measured) for way, measured in times.items()}
 
 
-def shape_rows(name: str, rounds: int, found: dict[str, Any]) -> list[dict[str, Any]]:
+def shape_rows(name: str, rounds: int, found: dict[str, Any]) -> Rows:
     layers, heads, dim, planes = SHAPES[name]
     rng, num_planes = np.random.default_rng(), layers * (2 if planes == "kv" else 1)
     piece_bytes, total = BLOCK_SIZE * heads * dim * ELEMENT_BYTES, SPARE * max(COUNTS)
@@ -142,24 +140,17 @@ def shape_rows(name: str, rounds: int, found: dict[str, Any]) -> list[dict[str, 
     return rows
 
 
+def parts(rounds: int) -> Iterator[tuple[str, Callable[[], Rows]]]:
+    _module, found = kernels()
+    for name in SHAPES:
+        yield name, partial(shape_rows, name, rounds, found)
+
+
 @click.command(help=__doc__)
 @click.option("--rounds", type=click.IntRange(1, 100), default=15, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def main(rounds: int, as_json: bool) -> None:
-    if not torch.cuda.is_available():
-        raise click.ClickException("wanted a CUDA device, got none; run it where `nvidia-smi` shows one")
-    torch.zeros(1, device="cuda")
-    _module, found = kernels()
-    rows = []
-    for name in SHAPES:
-        print(f"{name} ...", file=sys.stderr)
-        rows += shape_rows(name, rounds, found)
-        torch.cuda.empty_cache()
-    if as_json:
-        print(json.dumps({**provenance(), "rows": rows}, indent=1))
-        return
-    for row in rows:
-        print("  ".join(f"{value}" for value in row.values()))
+    print_rows(parts(rounds), as_json)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ through the client is compared.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -26,13 +25,13 @@ import numpy as np
 import torch
 
 import kvstore
+from benchmarks.gpu_rows import Rows, print_rows
 from kvstore.kernels.direct import DirectCopies
 from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.plan import CopyPlan, plan_copy
 from kvstore.kernels.spans import block_spans
 from kvstore.kernels.staging import StagingRing
 from kvstore.kernels.stored import StoredBlock
-from kvstore.provenance import provenance
 
 SHAPE = kvstore.KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
 COUNTS = (16, 64, 256)
@@ -72,7 +71,7 @@ class Engine:
         return [tensor.view(torch.int16).index_select(self.axes.index("B"), index) for tensor in self.tensors]
 
 
-def client_rows(rounds: int) -> list[dict[str, Any]]:
+def client_rows(rounds: int) -> Rows:
     store = kvstore.start("3GiB", name="bench-gpu", timeout_s=120)
     rows = []
     try:
@@ -88,7 +87,7 @@ def client_rows(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measured_client(engine: Engine, layout: str, count: int, rounds: int) -> list[dict[str, Any]]:
+def measured_client(engine: Engine, layout: str, count: int, rounds: int) -> Rows:
     client, rng = engine.client, np.random.default_rng()
     num_bytes = count * SHAPE.block_bytes
     pinned, flat = (
@@ -159,7 +158,7 @@ def headed_plan(num_heads: int) -> CopyPlan:
     return plan_copy(views, StoredBlock(block_dims=(1, num_heads, layers, 2, 16, 128), dtype="bfloat16"))
 
 
-def path_rows(rounds: int) -> list[dict[str, Any]]:
+def path_rows(rounds: int) -> Rows:
     rows = []
     for num_heads in (1, 2, 4, 8, 16, 32, 64):
         plan = headed_plan(num_heads)
@@ -169,7 +168,7 @@ def path_rows(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measured_paths(plan: CopyPlan, num_heads: int, count: int, rounds: int) -> list[dict[str, Any]]:
+def measured_paths(plan: CopyPlan, num_heads: int, count: int, rounds: int) -> Rows:
     host = torch.empty((2 * NUM_BLOCKS, plan.stored.block_bytes), dtype=torch.uint8, pin_memory=True)
     ways = {"staged": StagingRing(GpuCopier(plan)), "direct": DirectCopies(plan)}
     times: dict[str, list[float]] = {}
@@ -206,18 +205,7 @@ PARTS = {"client": client_rows, "paths": path_rows}
 @click.option("--rounds", type=click.IntRange(1, 100), default=9, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def main(what: tuple[str, ...], rounds: int, as_json: bool) -> None:
-    if not torch.cuda.is_available():
-        raise click.ClickException("wanted a CUDA device, got none; run it where `nvidia-smi` shows one")
-    torch.zeros(1, device="cuda")
-    rows = []
-    for part in what or PARTS:
-        print(f"{part} ...", file=sys.stderr)
-        rows += PARTS[part](rounds)
-    if as_json:
-        print(json.dumps({**provenance(), "rows": rows}, indent=1))
-        return
-    for row in rows:
-        print("  ".join(f"{value}" for value in row.values()))
+    print_rows(((part, partial(PARTS[part], rounds)) for part in what or PARTS), as_json)
 
 
 if __name__ == "__main__":

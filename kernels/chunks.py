@@ -120,28 +120,29 @@ class Moves:
     ends: list[int]
 
 
-def list_moves(
-    spans: Spans,
-    chunks: Sequence[Chunk],
-    slots: I64,
-    buffers: Sequence[int],
-    block_bytes: int,
-    runs: Sequence[tuple[int, int]],
-    pieces: I64 | None = None,
-) -> Moves:
-    """List what the copy engines move for the chunks of a list.
+class Memory(NamedTuple):
+    """Where the slots and the buffers of a copy are, and what is moved between them.
 
     Args:
-        spans: the list.
-        chunks: all of it, from `cut_spans`.
         slots: int64 `[num_positions]`, address of the slot of each position on the host.
         buffers: address of each buffer.
         block_bytes: bytes of a block, and distance of two in a buffer.
         runs: (offset, bytes) of what is moved of each slot.
         pieces: int64 `[num_positions]`, the piece of registered memory that each slot lies in; default one for all.
     """
-    if len(spans) * len(runs) <= _FEW_RUNS:
-        return _list_few(spans, chunks, slots, buffers, block_bytes, runs, pieces)
+
+    slots: I64
+    buffers: Sequence[int]
+    block_bytes: int
+    runs: Sequence[tuple[int, int]]
+    pieces: I64 | None = None
+
+
+def list_moves(spans: Spans, chunks: Sequence[Chunk], memory: Memory) -> Moves:
+    """List what the copy engines move for the chunks of a list; they are all of it, from `cut_spans`."""
+    if len(spans) * len(memory.runs) <= _FEW_RUNS:
+        return _list_few(spans, chunks, memory)
+    slots, buffers, block_bytes, runs, pieces = memory
     bounds = np.array([(chunk.end, chunk.first, buffers[chunk.buffer], chunk.partial) for chunk in chunks], np.int64)
     ends, first, buffer, partial = bounds.reshape(-1, 4).T
     positions = spans.rows[:, 1]
@@ -158,17 +159,9 @@ def list_moves(
     return Moves(host, device, lengths, lengths.cumsum().searchsorted(num_bytes.cumsum(), side="right").tolist())
 
 
-def _list_few(
-    spans: Spans,
-    chunks: Sequence[Chunk],
-    slots: I64,
-    buffers: Sequence[int],
-    block_bytes: int,
-    runs: Sequence[tuple[int, int]],
-    pieces: I64 | None,
-) -> Moves:
-    positions, addresses = spans.rows[:, 1].tolist(), slots.tolist()
-    piece_of = pieces.tolist() if pieces is not None else [0] * len(addresses)
+def _list_few(spans: Spans, chunks: Sequence[Chunk], memory: Memory) -> Moves:
+    positions, addresses = spans.rows[:, 1].tolist(), memory.slots.tolist()
+    piece_of = memory.pieces.tolist() if memory.pieces is not None else [0] * len(addresses)
     host: list[int] = []
     device: list[int] = []
     lengths: list[int] = []
@@ -180,8 +173,9 @@ def _list_few(
                 continue  # The spans of a slot follow each other, and a slot is moved once.
             position = positions[span]
             piece = piece_of[position]
-            in_host, in_buffer = addresses[position], buffers[chunk.buffer] + (position - chunk.first) * block_bytes
-            for offset, num_bytes in runs:
+            in_host = addresses[position]
+            in_buffer = memory.buffers[chunk.buffer] + (position - chunk.first) * memory.block_bytes
+            for offset, num_bytes in memory.runs:
                 begin = (in_host + offset, in_buffer + offset, piece)
                 if begin == follows:
                     lengths[-1] += num_bytes

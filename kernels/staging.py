@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvstore.kernels.chunks import Chunk, Moves, by_slot, cut_spans, list_moves, partial_positions
+from kvstore.kernels.chunks import Chunk, Memory, Moves, by_slot, cut_spans, list_moves, partial_positions
 from kvstore.kernels.driver import Runs, on_device, record, wait
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.launch import check_slots, check_window
@@ -188,7 +188,7 @@ class StagingRing:
     def _moves(self, spans: Spans, chunks: list[Chunk], slots: Tensor, ids: I64) -> Moves:
         pieces = ids // self._slots_per_piece if self._slots_per_piece else None
         addresses, block_bytes = slots.data_ptr() + ids * slots.stride(0), self._copier.plan.stored.block_bytes
-        return list_moves(spans, chunks, addresses, self._addresses, block_bytes, self._runs, pieces)
+        return list_moves(spans, chunks, Memory(addresses, self._addresses, block_bytes, self._runs, pieces))
 
 
 def _event() -> torch.cuda.Event:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvstore.kernels import chunks as chunks_module
-from kvstore.kernels.chunks import by_slot, cut_spans, list_moves, partial_positions
+from kvstore.kernels.chunks import Memory, by_slot, cut_spans, list_moves, partial_positions
 from kvstore.kernels.spans import Paging, block_spans
 
 PAGING = Paging(engine_block_size=4, stored_block_size=8, num_blocks=80)
@@ -90,7 +90,7 @@ def test_moves_are_those_of_each_position(seed, runs):
     rng, spans, slots = drawn(seed)
     host, buffers = 10**6 + slots * 1000, [5000, 70_000, 90_000]
     chunks = cut_spans(spans, int(rng.integers(1, 9)), partial_positions(spans, len(slots)), 0, 3)
-    moves = list_moves(spans, chunks, host, buffers, BLOCK_BYTES, runs)
+    moves = list_moves(spans, chunks, Memory(host, buffers, BLOCK_BYTES, runs))
     begin = 0
     for chunk, end in zip(chunks, moves.ends, strict=True):
         runs_at = [column[begin:end].tolist() for column in (moves.host, moves.device, moves.lengths)]
@@ -115,9 +115,10 @@ def test_adjoining_blocks_are_one_move():
     spans = block_spans(PAGING, range(12), range(6), 6)
     [chunk] = cut_spans(spans, 6, None, 0, 2)
     slots = np.array([0, 1000, 2000, 7000, 8000, 5000])
-    assert list_moves(spans, [chunk], slots, [10_000], 1000, [(0, 1000)]).lengths.tolist() == [3000, 2000, 1000]
+    memory = Memory(slots, [10_000], 1000, [(0, 1000)])
+    assert list_moves(spans, [chunk], memory).lengths.tolist() == [3000, 2000, 1000]
     pieces = np.array([0, 0, 0, 0, 1, 1])
-    in_pieces = list_moves(spans, [chunk], np.arange(6) * 1000, [10_000], 1000, [(0, 1000)], pieces)
+    in_pieces = list_moves(spans, [chunk], memory._replace(slots=np.arange(6) * 1000, pieces=pieces))
     assert in_pieces.lengths.tolist() == [4000, 2000]
 
 
@@ -126,11 +127,11 @@ def test_buffers_side_by_side_are_no_one_move():
     """Each chunk is copied by itself, after its own kernel."""
     spans = block_spans(PAGING, range(12), range(6), 6)
     chunks = cut_spans(spans, 3, None, 0, 2)
-    moves = list_moves(spans, chunks, np.arange(6) * 1000, [0, 3000], 1000, [(0, 1000)])
+    moves = list_moves(spans, chunks, Memory(np.arange(6) * 1000, [0, 3000], 1000, [(0, 1000)]))
     assert (moves.lengths.tolist(), moves.ends) == ([3000, 3000], [1, 2])
 
 
 def test_nothing_to_copy_is_no_chunk():
     spans = block_spans(PAGING, [], [], 0)
     assert cut_spans(spans, 4, None, 0, 2) == []
-    assert list_moves(spans, [], np.empty(0, np.int64), [0], 1000, [(0, 1000)]).ends == []
+    assert list_moves(spans, [], Memory(np.empty(0, np.int64), [0], 1000, [(0, 1000)])).ends == []
