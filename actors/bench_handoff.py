@@ -41,6 +41,7 @@ def run_handoff(
     rounds: int,
     device: str,
     say: Callable[[str], None],
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Return a row for every shape, block size, number of blocks, direction and way.
 
@@ -51,6 +52,7 @@ def run_handoff(
         rounds: the median of so many counts.
         device: "cuda" needs two GPUs; "cpu" hands off through host memory alone; "auto" takes what there is.
         say: shows progress.
+        keep: called with all rows so far after each: a run that is cut off has measured something.
 
     Raises:
         ConfigError: an unknown shape, or fewer than two GPUs.
@@ -75,6 +77,7 @@ def run_handoff(
             )  # fmt: skip
             for row in _measure(shape, sorted(counts), rounds, device, say):
                 rows.append({"shape": name, "block_size": block_size, **row})
+                keep(rows)
                 say(f"{name}: {row['num_blocks']} blocks, {row['direction']}, {row['way']}: {row['gb_per_s']}")
     return rows
 

@@ -321,7 +321,10 @@ def handoff(
     from kvstore.actors.bench_handoff import run_handoff
 
     with progress() as say:
-        rows = run_handoff(shapes or ("8B",), sizes or (16,), counts or (16, 64, 256), rounds, device, say)
+        rows = run_handoff(
+            shapes or ("8B",), sizes or (16,), counts or (16, 64, 256), rounds, device, say,
+            lambda rows: _write(rows, False, output),
+        )  # fmt: skip
     _write(rows, as_json, output)
     if not as_json:
         groups = ("shape", "block_size", "num_blocks", "direction")

@@ -120,6 +120,22 @@ class ControlClient:
             self._end_stream()
             raise
 
+    def ask(self, op: Op, payload: bytes) -> Question:
+        """Ask, and leave it to the caller when to look for the answer.
+
+        The connection is taken until what is returned is closed.
+
+        Raises:
+            PeerLost: the connection broke; it is closed.
+        """
+        self._lock.acquire()
+        try:
+            self.num_calls += 1
+            return Question(self, self._send(op, REQUEST, payload))
+        except BaseException:
+            self._end_stream()
+            raise
+
     def _end_stream(self) -> None:
         self._lock.release()
         if self.closed:
@@ -202,12 +218,66 @@ class ControlClient:
             raise PeerLost(f"{self.name}: closed the connection; is the node store still running?")
         return data
 
+    def _receive_now(self, request: int) -> Message | None:
+        """Return the answer if all of it is here."""
+        try:
+            num_bytes = self._sock.recv_into(self._received, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self.close()
+            raise PeerLost(f"{self.name}: connection lost: {error}") from error
+        if not num_bytes:
+            self.close()
+            raise PeerLost(f"{self.name}: closed the connection; is the node store still running?")
+        data = self._received[:num_bytes]
+        self._backlog += self._decoder.stream(data) if self._stream else self._decoder.packets(data)
+        for i, message in enumerate(self._backlog):
+            if message.request == request:
+                return self._backlog.pop(i)
+        return None
+
     def _set_timeout(self, left_s: float) -> None:
         # A kernel-side receive timeout saves a poll() per call against settimeout(). It is set a little longer
         # than wanted, so that a run of calls with one timeout sets it once.
         self._timeout_s = 1.1 * max(left_s, 1e-3)
         value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+
+class Question:
+    """A question whose answer is taken without waiting for it; has to be closed, by who looks for the answer.
+
+    One that is closed before its answer closes the connection, on which that would stay unread.
+    """
+
+    def __init__(self, client: ControlClient, request: int) -> None:
+        self._client, self._request, self._is_answered = client, request, False
+
+    def fileno(self) -> int:
+        """Return the descriptor that can be read when something came; it is open until this is closed."""
+        return self._client._sock.fileno()
+
+    def take(self) -> bytes | None:
+        """Return the answer's payload; None while it is not all there.
+
+        Raises:
+            KVStoreError: what the other side raised, of the same class.
+            PeerLost: the connection broke.
+        """
+        message = self._client._receive_now(self._request)
+        if message is None:
+            return None
+        self._is_answered = True
+        if message.flag is ERROR:
+            raise unpack_error(message.payload)
+        return message.payload
+
+    def close(self) -> None:
+        """Let the connection go; once."""
+        if not self._is_answered:
+            self._client.close()
+        self._client._end_stream()
 
 
 class Answers:

@@ -143,7 +143,7 @@ class ControlServer:
         self._when_ready: dict[int, Callable[[], None]] = {}
         self._received = memoryview(bytearray(_RECEIVE_BYTES))
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._watch(self._wake_read, self._woken)
+        self.watch(self._wake_read, self._woken)
         self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
         self._stopping = False
         self._awake_until_s = 0.0
@@ -175,7 +175,7 @@ class ControlServer:
     def _listen(self, sock: socket.socket) -> None:
         sock.listen(128)
         self._listeners.append(sock)
-        self._watch(sock.fileno(), partial(self._accept, sock))
+        self.watch(sock.fileno(), partial(self._accept, sock))
 
     def start(self) -> None:
         """Begin to serve."""
@@ -201,11 +201,16 @@ class ControlServer:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    def _watch(self, fd: int, then: Callable[[], None]) -> None:
+    def watch(self, fd: int, then: Callable[[], None]) -> None:
+        """Call `then`, which must not block, whenever a descriptor can be read; on the server's thread, as `then` is.
+
+        It has to be unwatched before it is closed, and `then` may be called once more in that very moment.
+        """
         self._when_ready[fd] = then
         self._epoll.register(fd, select.EPOLLIN)
 
-    def _unwatch(self, fd: int) -> None:
+    def unwatch(self, fd: int) -> None:
+        """Watch a descriptor no more; on the server's thread."""
         if self._when_ready.pop(fd, None) is not None:
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)
@@ -256,11 +261,11 @@ class ControlServer:
             connection.pid = struct.unpack("3i", credentials)[0]
             connection.pidfd = _peer_pidfd(sock, connection.pid)
             if connection.pidfd >= 0:
-                self._watch(connection.pidfd, partial(self._owner_died, connection))
+                self.watch(connection.pidfd, partial(self._owner_died, connection))
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections.add(connection)
-        self._watch(sock.fileno(), partial(self._read, connection))
+        self.watch(sock.fileno(), partial(self._read, connection))
 
     def _read(self, connection: Connection) -> None:
         if connection.closed:
@@ -320,7 +325,7 @@ class ControlServer:
         if connection.closed:
             return
         connection.closed = True
-        self._unwatch(connection.sock.fileno())
+        self.unwatch(connection.sock.fileno())
         # Shut down first, so that a thread that is sending ends; closed only then, or its next packet could go
         # to another client whose connection got the same descriptor.
         connection.shut_down()
@@ -352,7 +357,7 @@ class ControlServer:
     def _forget(self, connection: Connection) -> None:
         pidfd, connection.pidfd = connection.pidfd, -1
         if pidfd >= 0:
-            self._unwatch(pidfd)
+            self.unwatch(pidfd)
             os.close(pidfd)
         if connection in self._connections:
             self._connections.remove(connection)

@@ -158,7 +158,7 @@ def engine_pages(
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(f"block_ids: wanted a flat list of integers, got something else ({error})") from error
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise InvalidRequest(f"block_ids: wanted a flat list of integers, got {ids.dtype} of shape {ids.shape}")
     engine = layout.block_size
     offset_tokens = start * stored_block_size % engine
@@ -168,10 +168,9 @@ def engine_pages(
             f"block_ids: wanted {wanted}, blocks of {engine} tokens for {num_blocks} hashes of {stored_block_size} "
             f"tokens from the {offset_tokens}th token of the first block on, got {len(ids)}"
         )
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= layout.num_blocks):
-        raise InvalidRequest(
-            f"block_ids: wanted ids in [0, {layout.num_blocks}), got {int(ids.min())} to {int(ids.max())}"
-        )
+    low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+    if low < 0 or high >= max(1, layout.num_blocks):
+        raise InvalidRequest(f"block_ids: wanted ids in [0, {layout.num_blocks}), got {low} to {high}")
     ids = ids.astype(np.int64)
     if ids.size and int(np.bincount(ids).max()) > 1:
         raise InvalidRequest("block_ids: wanted each block once, got a block twice")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvstore.control_client import ControlClient, Question
+from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.handoff_messages import FetchRequest, PeerClaim, PeerClaimed, pack_peer_claim, unpack_peer_claimed
 from kvstore.handoff_table import NOT_READY
 from kvstore.peers import Peer
@@ -42,11 +45,31 @@ class SourceClaim:
         #: When the source was asked, and until when the claim is good by this node's clock alone.
         self.asked_s = self.valid_until_s = 0.0
         self.num_calls = 0
+        self._early: _EarlyClaim | None = None
 
     def call_s(self) -> float:
         """Return how long a call may take."""
         left_s = self._deadline_s - time.monotonic()
         return min(self._fetcher.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
+
+    def begin(self, peer: Peer, then: Callable[[PeerClaimed], None]) -> bool:
+        """Ask on the control thread, if a connection is idle; `take` has the answer, whenever it is called.
+
+        Args:
+            peer: that has the blocks.
+            then: called with the answer before `take` returns it, on the control thread, so it must not block.
+        """
+        try:
+            connection = peer.spare.pop()
+        except IndexError:
+            return False
+        self._early = _EarlyClaim(self._fetcher, peer, connection, then)
+        try:
+            wait_s = self._begin_call()
+            self._early.ask(self._question(wait_s, to_host=False))
+        except KVStoreError:
+            self._early = None
+        return self._early is not None
 
     def take(
         self, peer: Peer, *, to_host: bool, meanwhile: Callable[[], None], is_wanted: Callable[[], bool]
@@ -63,8 +86,10 @@ class SourceClaim:
             KVStoreError: the peer refused, or does not answer.
         """
         while True:
-            claimed, config = self._ask(peer, to_host, meanwhile), self._fetcher.config
-            self.valid_until_s = self.asked_s + config.lease_ttl_s - config.lease_margin_s
+            if self._early is None:
+                claimed = self._ask(peer, to_host, meanwhile)
+            else:
+                claimed, self._early = self._early.wait(self.asked_s + self.call_s()), None
             if claimed.reason != NOT_READY:
                 return claimed
             if time.monotonic() > self._deadline_s or not is_wanted():
@@ -72,17 +97,24 @@ class SourceClaim:
             time.sleep(_PAUSE_S)
 
     def _ask(self, peer: Peer, to_host: bool, meanwhile: Callable[[], None]) -> PeerClaimed:
-        peers, config = self._fetcher.peers, self._fetcher.config
+        peers = self._fetcher.peers
         connection = peers.take_spare(peer)
-        self.asked_s, call_s = time.monotonic(), self.call_s()
-        left_s = max(0.0, self._deadline_s - self.asked_s)
-        wait_s = min(left_s, call_s / 2, _MOST_WAIT_S, _WAIT_SHARE * config.lease_ttl_s)
-        self.num_calls += 1
+        wait_s = self._begin_call()
         try:
             question = self._question(wait_s, to_host=to_host)
-            return unpack_peer_claimed(connection.call(Op.PEER_CLAIM, question, timeout_s=call_s, meanwhile=meanwhile))
+            answer = connection.call(Op.PEER_CLAIM, question, timeout_s=self.call_s(), meanwhile=meanwhile)
+            return unpack_peer_claimed(answer)
         finally:
             peers.keep_spare(peer, connection)
+
+    def _begin_call(self) -> float:
+        """Take the time before the source is asked; returns how long it may keep the question."""
+        config = self._fetcher.config
+        self.num_calls += 1
+        self.asked_s = time.monotonic()
+        self.valid_until_s = self.asked_s + config.lease_ttl_s - config.lease_margin_s
+        left_s = max(0.0, self._deadline_s - self.asked_s)
+        return min(left_s, self.call_s() / 2, _MOST_WAIT_S, _WAIT_SHARE * config.lease_ttl_s)
 
     def _question(self, wait_s: float, *, to_host: bool) -> bytes:
         return pack_peer_claim(
@@ -98,3 +130,75 @@ class SourceClaim:
                 to_host=to_host,
             )
         )
+
+
+class _EarlyClaim:
+    """One question to a source that is asked and answered on the control thread, which is awake in any case.
+
+    Args:
+        fetcher: of this node.
+        peer: the source.
+        connection: to it, of nobody else; its peer's again when it was answered.
+        then: hears the answer on the control thread, unless `wait` has given it up.
+    """
+
+    def __init__(
+        self,
+        fetcher: HandoffFetcher,
+        peer: Peer,
+        connection: ControlClient,
+        then: Callable[[PeerClaimed], None],
+    ) -> None:
+        self._fetcher, self._peer, self._connection, self._then = fetcher, peer, connection, then
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._answer: PeerClaimed | KVStoreError | None = None
+        self._asked: Question
+
+    def ask(self, question: bytes) -> None:
+        """Ask, on the control thread.
+
+        Raises:
+            PeerLost: the connection broke; it is closed.
+        """
+        self._asked = self._connection.ask(Op.PEER_CLAIM, question)
+        self._fetcher.server.watch(self._asked.fileno(), self._look)
+
+    def wait(self, until_s: float) -> PeerClaimed:
+        """Return the answer; on another thread.
+
+        Raises:
+            KVStoreError: the source refused, or is lost.
+            TransferTimeout: there is none in time, and `then` will hear of none.
+        """
+        self._ended.wait(max(0.0, until_s - time.monotonic()))
+        with self._lock:
+            if self._answer is None:
+                self._answer = TransferTimeout(f"node {self._peer.node_id} did not answer a claim in time")
+                self._connection.close()  # The control thread sees its end.
+        if isinstance(self._answer, KVStoreError):
+            raise self._answer
+        return self._answer
+
+    def _look(self) -> None:
+        found: PeerClaimed | KVStoreError
+        if self._ended.is_set():
+            return
+        try:
+            payload = self._asked.take()
+            if payload is None:
+                return
+            found = unpack_peer_claimed(payload)
+        except KVStoreError as error:
+            found = error
+        self._fetcher.server.unwatch(self._asked.fileno())
+        self._asked.close()
+        self._fetcher.peers.keep_spare(self._peer, self._connection)
+        try:
+            with self._lock:
+                if self._answer is None:
+                    self._answer = found
+                    if isinstance(found, PeerClaimed):
+                        self._then(found)
+        finally:
+            self._ended.set()

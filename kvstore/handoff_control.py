@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.control_server import Connection
+from kvstore.control_server import Connection, ControlServer
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, LayoutMismatch, PoolExhausted, TransferTimeout
 from kvstore.fetch import LoadReport
 from kvstore.handoff_fetch import HandoffFetcher
@@ -36,6 +36,9 @@ from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_json
 if TYPE_CHECKING:
     from kvstore.node import NodeCore
 
+#: For what follows when blocks are to be packed into a stage: word that they are, and their reader's claim.
+_AWAKE_S = 2e-3
+
 
 class HandoffControl:
     """Serves the operations of `OPS` to clients, and those of `PEER_OPS` to peers.
@@ -44,7 +47,7 @@ class HandoffControl:
         core: the node store.
         claim_began: called with the id and the deadline of a peer's claim.
         claim_ended: called with its id.
-        stay_awake: has the control thread wait for messages without sleeping, for so many seconds.
+        server: whose thread this runs on.
     """
 
     OPS = frozenset(
@@ -60,15 +63,16 @@ class HandoffControl:
         core: NodeCore,
         claim_began: Callable[[int, float], None],
         claim_ended: Callable[[int], None],
-        stay_awake: Callable[[float], None],
+        server: ControlServer,
     ) -> None:
-        self._core, self._claim_began, self._claim_ended = core, claim_began, claim_ended
+        self._core, self._server = core, server
+        self._claim_began, self._claim_ended = claim_began, claim_ended
         self.table = HandoffTable()
         self._waiting = WaitingClaims()
         self.stages = StageBook(core.config, core.mover)
         self.fetcher = HandoffFetcher(
             core.config, core.node_id, lambda: core.pool, core.peers, core.mover, self.stages, self._version,
-            core.clear, stay_awake,
+            core.clear, server,
         )  # fmt: skip
 
     def _version(self, namespace: bytes) -> int:
@@ -99,7 +103,10 @@ class HandoffControl:
                 key, namespace, num_blocks, slab, generation = unpack_prepare_handoff(payload)
                 self._block_bytes(namespace)
                 place, version = self._place(slab, generation), self._version(namespace)
-                return pack_ints(self.table.prepare(key, owner, namespace, version, num_blocks, place))
+                slots = self.table.prepare(key, owner, namespace, version, num_blocks, place)
+                if slab:
+                    self._server.stay_awake(_AWAKE_S)
+                return pack_ints(slots)
             case Op.HANDOFF_COMPLETE:
                 key, ttl_s = unpack_complete_handoff(payload)
                 completed = self.table.complete(key, owner, deadline_after(ttl_s))

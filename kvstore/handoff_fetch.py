@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvstore.config import StoreConfig
+from kvstore.control_server import ControlServer
 from kvstore.handoff_messages import FetchRequest
 from kvstore.mover_link import MoverLink
 from kvstore.peers import PeerBook
@@ -32,7 +33,7 @@ class HandoffFetcher:
         stages: of this node.
         namespace_version: how often a namespace was cleared, as this node knows.
         adopt_version: called when a peer knows of a later clearing.
-        stay_awake: has the control thread wait for messages without sleeping, for so many seconds.
+        server: of the control thread.
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class HandoffFetcher:
         stages: StageBook,
         namespace_version: Callable[[bytes], int],
         adopt_version: Callable[[bytes, int], object],
-        stay_awake: Callable[[float], None],
+        server: ControlServer,
     ) -> None:
         self.config, self.node_id, self.pool, self.peers, self.mover = config, node_id, pool, peers, mover
         self.stages, self.lanes = stages, StageLanes(config, mover)
         self.namespace_version, self.adopt_version = namespace_version, adopt_version
-        self.stay_awake = stay_awake
+        self.server = server
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="raykv-handoff")
         self._lock = threading.Lock()
         self._fetches: dict[int, RemoteFetch] = {}
@@ -66,14 +67,15 @@ class HandoffFetcher:
         return {"lanes": [{"gb_per_s": lane.gb_per_s, "why_not": lane.why_not} for lane in lanes]}
 
     def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> None:
-        """Fetch on a thread; the client gets a last message in any case."""
+        """Fetch, what waits for others on a thread; the client gets a last message in any case."""
         fetch_id = next(self._ids)
         fetch = RemoteFetch(self, fetch_id, request, owner, block_bytes, send)
         with self._lock:
             self._fetches[fetch_id] = fetch
-        self._threads.submit(fetch.run)
         if request.from_slab and request.slab:
             self.mover.expect_read()
+            fetch.begin()
+        self._threads.submit(fetch.run)
 
     def end(self, fetch_id: int, owner: str) -> None:
         """The client copies nothing more; the slots are free once nothing writes to them."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -237,13 +238,16 @@ class MoverLink:
         *,
         chunk_ends: npt.NDArray[np.int32],
         timeout_s: float,
+        may_wait: bool = True,
     ) -> int:
         """Have the mover read; returns the READ's id. `on_done` hears of every chunk on the control thread.
 
         Raises:
             PeerLost: there is no mover now; nothing was started.
+            TransferTimeout: somebody else speaks to the mover, and this is a thread that may not wait for it
+                (`may_wait`); nothing was started.
         """
-        with self._lock:
+        with self._speaking(may_wait=may_wait):
             connection = self._connection
             if connection is None or self._fenced:
                 raise PeerLost("this node's mover is not running; it is being replaced")
@@ -267,6 +271,15 @@ class MoverLink:
                 self._reads.pop(read_id, None)
                 raise PeerLost("this node's mover does not read its socket; it is being replaced")
         return read_id
+
+    @contextlib.contextmanager
+    def _speaking(self, *, may_wait: bool) -> Iterator[None]:
+        if not self._lock.acquire(blocking=may_wait):
+            raise TransferTimeout("wanted to speak to the mover at once, but somebody else does; wait for it")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def abandon(self, read_id: int) -> bool:
         """Stop waiting for a READ that did not report in time; True if it may still write."""

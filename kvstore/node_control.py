@@ -56,10 +56,8 @@ class NodeControl:
         self._fence = MoverFence(core.config, core.mover, self._pools_read_into)
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
-        self.handoffs = HandoffControl(
-            core, self._peers.began, self._peers.ended, lambda seconds: self._server.stay_awake(seconds)
-        )
         self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
+        self.handoffs = HandoffControl(core, self._peers.began, self._peers.ended, self._server)
 
     @property
     def port(self) -> int:

@@ -100,6 +100,13 @@ class PeerBook:
             return False
         return time.monotonic() >= self._failures.get(node_id, (0, 0.0))[1]
 
+    def known(self, node_id: str) -> Peer | None:
+        """Return a peer, this node as its own too, if a connection is open and it did not fail of late."""
+        if node_id != self.own_node_id and not self.is_usable(node_id):
+            return None
+        peer = self._peers.get(node_id)
+        return peer if peer is not None and not peer.client.closed else None
+
     def get(self, node_id: str) -> Peer:
         """Return an open connection to a node's store.
 

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: Between stages the store is not to be woken for each chunk, which takes a tenth of what the chunk does.
 _AWAKE_S = 1e-3
+#: For the answer to a claim: as long as the mover stays awake for the READ after it.
+_CLAIM_AWAKE_S = 3e-3
 _MOVER_GRACE_S = 1.0
 Send = Callable[[bytes, bool], None]
 """Tells the client one piece of the answer, and whether it is the last."""
@@ -63,11 +65,43 @@ class RemoteFetch:
         self._write_id = self._read_id = self._given_up = 0
         self._slots: IndexArray = np.empty(0, np.int32)
         self._pool: Pool | None = None
+        self._begun: Peer | None = None
         self._lane: StageLane | None = None
         self._why_host = self._no_room = ""
         self._num_ready = 0
         self._told_s = 0.0
         self._error: KVStoreError | None = None
+
+    def begin(self) -> None:
+        """Do on the control thread what waits for nobody, so that no thread is to be woken for it; `run` does the rest.
+
+        Where the lane between the stages is known the source is asked, and the READ posted as soon as it answers.
+        """
+        fetcher, request = self._fetcher, self._request
+        peer = fetcher.peers.known(self._node_id)
+        if peer is None or peer.epoch != request.epoch:
+            return
+        try:
+            stage = fetcher.stages.get(request.slab, request.generation)
+        except PeerLost:
+            return
+        lane = fetcher.lanes.known(peer, request.from_slab, stage)
+        if lane is None or lane.why_not or self._waits_for_transfers(stage.pool):
+            return
+        if self._claim.begin(peer, self._claimed_early):
+            self._begun, self._lane, self._pool = peer, lane, stage.pool
+            fetcher.server.stay_awake(_CLAIM_AWAKE_S)
+            self._reserve(stage.pool)
+
+    def _claimed_early(self, claimed: PeerClaimed) -> None:
+        """Post the READ; on the control thread. What is not simple, or does not work, `run` comes to."""
+        lane = self._lane
+        assert lane is not None, "only what goes over a lane begins early"
+        if claimed.reason or self._no_room or claimed.namespace_version > self._version:
+            return
+        if (claimed.slab, claimed.mover_generation) == (self._request.from_slab, lane.generation):
+            with contextlib.suppress(KVStoreError):
+                self._post(lane.name, lane.description, claimed, may_wait=False)
 
     def run(self) -> None:
         """Fetch everything, or say why not."""
@@ -93,6 +127,7 @@ class RemoteFetch:
     def _tell_last(self, reason: str, first: int) -> None:
         self._is_told = True
         self._report.reason, self._report.num_peer = reason, self._num_ready
+        self._report.num_lease_calls = self._claim.num_calls
         slots = self._slots[first : self._num_ready]
         self._send(pack_progress(Progress(self._number, first, slots, self._said())), True)
 
@@ -135,16 +170,16 @@ class RemoteFetch:
         return self._request.node_id
 
     def _fetch(self) -> str:
-        fetcher, request = self._fetcher, self._request
-        if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
-            return "peer_lost: the node failed a moment ago and is left alone; try again soon"
-        peer = fetcher.peers.get(self._node_id)
-        if peer.epoch != request.epoch:
-            return "stale: the store that had the blocks was restarted, and they are gone"
-        pool = self._pool = self._choose(peer)
-        stats = pool.stats()
-        if stats.num_quarantined >= fetcher.config.max_quarantined_fraction * stats.num_slots:
-            return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
+        fetcher, request, peer, pool = self._fetcher, self._request, self._begun, self._pool
+        if peer is None or pool is None:
+            if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
+                return "peer_lost: the node failed a moment ago and is left alone; try again soon"
+            peer = fetcher.peers.get(self._node_id)
+            if peer.epoch != request.epoch:
+                return "stale: the store that had the blocks was restarted, and they are gone"
+            pool = self._pool = self._choose(peer)
+            if self._waits_for_transfers(pool):
+                return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
         try:
             reason = self._claim_and_read(peer, pool)
         except TransferError:
@@ -155,6 +190,10 @@ class RemoteFetch:
         if not reason:
             fetcher.peers.succeeded(self._node_id)
         return reason
+
+    def _waits_for_transfers(self, pool: Pool) -> bool:
+        stats = pool.stats()
+        return stats.num_quarantined >= self._fetcher.config.max_quarantined_fraction * stats.num_slots
 
     def _choose(self, peer: Peer) -> Pool:
         """Choose between the client's stage and the arena, and return the pool of the choice."""
@@ -194,7 +233,6 @@ class RemoteFetch:
             meanwhile=lambda: self._reserve(pool),
             is_wanted=lambda: not self._client_left,
         )
-        self._told_s, self._report.num_lease_calls = self._claim.asked_s, self._claim.num_calls
         if claimed.namespace_version > self._version:
             fetcher.adopt_version(request.namespace, claimed.namespace_version)
         if claimed.reason:
@@ -217,30 +255,36 @@ class RemoteFetch:
         )
 
     def _read(self, peer: Peer, claimed: PeerClaimed) -> None:
+        if not self._read_id:
+            self._post(*self._source(peer, claimed), claimed)
+        # The mover reports by itself when time is up; this wait is for a mover that does not.
+        left_s = min(self._claim.valid_until_s, self._deadline_s) - time.monotonic()
+        if not self._read_ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
+            if self._fetcher.mover.abandon(self._read_id):
+                self._given_up = self._read_id
+            raise TransferTimeout("the mover did not report on a READ in time")
+
+    def _post(self, name: str, description: PeerDescription, claimed: PeerClaimed, *, may_wait: bool = True) -> None:
+        """Have the mover read, as far as the claim and the client's patience go."""
         fetcher, config, now_s = self._fetcher, self._fetcher.config, time.monotonic()
-        name, description = self._source(peer, claimed)
         left_s = min(self._claim.valid_until_s, self._deadline_s, now_s + config.transfer_timeout_s) - now_s
-        # A notification would have to wait for all chunks before its own, and the lane would stand still meanwhile.
-        notification = NOTIFICATION.pack(claimed.claim_id, peer.epoch, fetcher.pool().epoch)
+        notification = b""
+        if self._lane is None:
+            # Between stages it would have to wait for all chunks before its own, and the lane stand still meanwhile.
+            notification = NOTIFICATION.pack(claimed.claim_id, claimed.epoch, fetcher.pool().epoch)
+        else:
+            fetcher.server.stay_awake(_AWAKE_S)
         request = ReadRequest(
             peer=name,
             block_bytes=self._block_bytes,
             local_slots=self._slots,
             remote_slots=claimed.slots,
-            notification=b"" if self._lane is not None else notification,
+            notification=notification,
         )
         ends = np.asarray(self._chunk_ends(), dtype=np.int32)
         self._read_id = fetcher.mover.read(
-            request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3)
+            request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3), may_wait=may_wait
         )
-        if self._lane is not None:
-            fetcher.stay_awake(_AWAKE_S)
-        # The mover reports by itself when time is up; this wait is for a mover that does not.
-        left_s = min(self._claim.valid_until_s, self._deadline_s) - time.monotonic()
-        if not self._read_ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
-            if fetcher.mover.abandon(self._read_id):
-                self._given_up = self._read_id
-            raise TransferTimeout("the mover did not report on a READ in time")
 
     def _chunk_ends(self) -> list[int]:
         config, count = self._fetcher.config, len(self._slots)
@@ -279,14 +323,14 @@ class RemoteFetch:
             if self._num_ready == self._request.num_blocks:
                 self._tell_last("", self._num_ready)
         if self._lane is not None:
-            self._fetcher.stay_awake(0.0 if done.last else _AWAKE_S)
+            self._fetcher.server.stay_awake(0.0 if done.last else _AWAKE_S)
         if done.last:
             self._read_ended.set()
 
     def _note(self, done: MoverDone, now_s: float, num_blocks: int) -> None:
         report = self._report
         report.num_bytes += num_blocks * self._block_bytes
-        report.read_s += now_s - self._told_s
+        report.read_s += now_s - (self._told_s or self._claim.asked_s)
         self._told_s, report.peers = now_s, [self._node_id]
         report.num_descriptors = done.num_descriptors
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 
 from kvstore.errors import ConfigError
@@ -96,6 +96,8 @@ class KVShape:
     planes: Planes | str = Planes.KV_SPLIT
     num_layer_groups: int = 1
     sides: Sequence[SideTensor] = ()
+    #: Bytes of one block, side tensors included. Kept, because every job asks.
+    block_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_layer_groups"):
@@ -121,6 +123,7 @@ class KVShape:
         if len(set(names)) != len(names):
             raise ConfigError(f"KVShape: wanted sides of different names, got {names}; K and V have one each")
         object.__setattr__(self, "sides", tuple(sorted(sides, key=lambda side: side.name)))
+        object.__setattr__(self, "block_bytes", self.stored_block.block_bytes)
 
     @property
     def num_planes(self) -> int:
@@ -145,11 +148,6 @@ class KVShape:
             for side in self.sides
         )
         return StoredBlock(block_dims=self.block_dims, dtype=self.dtype, sides=sides)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, side tensors included."""
-        return self.stored_block.block_bytes
 
     @property
     def block_dims(self) -> tuple[int, int, int, int, int, int]:
