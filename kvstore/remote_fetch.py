@@ -97,7 +97,7 @@ class RemoteFetch:
         """Post the READ; on the control thread. What is not simple, or does not work, `run` comes to."""
         lane = self._lane
         assert lane is not None, "only what goes over a lane begins early"
-        if claimed.reason or self._no_room or claimed.namespace_version > self._version:
+        if claimed.reason or self._no_room or self._client_left or claimed.namespace_version > self._version:
             return
         if (claimed.slab, claimed.mover_generation) == (self._request.from_slab, lane.generation):
             with contextlib.suppress(KVStoreError):

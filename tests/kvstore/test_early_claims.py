@@ -1,0 +1,208 @@
+"""Fetches over a lane that is known: asked for and begun on the control thread, and safe when anything is late."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvstore.errors import PeerLost, TransferTimeout
+from kvstore.handoff_claim import _EarlyClaim
+from kvstore.handoff_messages import PeerClaimed, pack_peer_claimed
+from kvstore.results import MissReason
+from tests.kvstore.test_handoff import Held, fetch, reason, same
+from tests.kvstore.test_stages import nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
+
+
+@pytest.fixture
+def warm(pair):  # noqa: F811
+    """The pair of workers after a hand-off: the lane is known and a connection to the source is idle."""
+    source, target = pair
+    assert fetch(target, source.client.publish([1]), [1]).route == "gpu"
+    return source, target
+
+
+@pytest.fixture
+def threads(cluster, warm):
+    """What the threads of node b were to run, in place of those."""
+    given = []
+    cluster.nodes["b"]._control.handoffs.fetcher._threads = SimpleNamespace(
+        submit=given.append, shutdown=lambda **how: None
+    )
+    return given
+
+
+@pytest.mark.parametrize("begin", [False, True])
+def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, wait_until, begin):
+    source, target = warm
+    if begin:
+        copier = source.client._stage_link._stage.copier
+        packing, pack = threading.Event(), copier.into_slots
+        copier.into_slots = lambda *args: (packing.wait(10), pack(*args))
+        publication = source.client.begin_publish(range(10))
+        job = target.client.fetch(publication.ticket, list(range(40, 50)))
+        wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+        assert not job.done()
+        packing.set()
+        result = job.result(10)
+    else:
+        result = fetch(target, source.client.publish(range(10)), range(40, 50))
+    assert (result.num_blocks, result.route, result.num_lease_calls) == (10, "gpu", 1)
+    assert all(same(source, range(10), target, range(40, 50)))
+    (run,) = threads
+    run()
+    nothing_held(cluster, wait_until)
+
+
+def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_nothing(
+    cluster,
+    warm,
+    stages,  # noqa: F811
+    wait_until,
+):
+    source, target = warm
+    held = Held(stages[1].transport)
+    cluster.movers["b"].mover._slabs._into = dict.fromkeys(cluster.movers["b"].mover._slabs._into, held)
+    ticket = source.client.publish(range(6))
+    first = target.client.fetch(ticket, list(range(6)))
+    wait_until(lambda: len(held._waiting) == 2)  # Its two chunks.
+    before = target.bytes()
+    assert reason(fetch(target, ticket, range(20, 26))) is MissReason.USED
+    assert target.bytes() == before
+    assert len(held._waiting) == 2, "nothing was read for it"
+    held.go.set()
+    assert first.result(10).num_blocks == 6
+    assert all(same(source, range(6), target, range(6)))
+    nothing_held(cluster, wait_until)
+
+
+def test_a_source_that_does_not_answer_costs_its_time_and_no_slot(cluster, warm, monkeypatch, wait_until):
+    source, target = warm
+    control, kept = cluster.nodes["a"]._control.handoffs, []
+    monkeypatch.setattr(control, "_claim_there", lambda *args: bool(kept.append(args) or True))
+    ticket, before = source.client.publish(range(6)), target.bytes()
+    assert reason(fetch(target, ticket, range(6), timeout_s=0.2)) is MissReason.TIMEOUT
+    assert len(kept) == 1
+    monkeypatch.undo()
+    control._claim_there(*kept[0])
+    (mine,) = cluster.nodes["b"]._control.handoffs.stages.all()
+    wait_until(lambda: mine.pool.stats().num_free == mine.num_slots)
+    assert target.bytes() == before
+    # The right that nobody took note of ends with its time; until then nobody else has it.
+    core = cluster.nodes["a"]
+    assert core.stats()["num_handoffs"] == 1
+    control.tick(time.monotonic() + core.config.lease_ttl_s + 1)
+    source.client.withdraw(ticket)
+    nothing_held(cluster, wait_until)
+
+
+def test_who_speaks_to_the_mover_holds_up_the_read_and_not_the_store(cluster, warm, wait_until):
+    source, target = warm
+    ticket, core = source.client.publish(range(6)), cluster.nodes["b"]
+    with core.mover._lock:
+        job = target.client.fetch(ticket, list(range(6)))
+        wait_until(lambda: cluster.nodes["a"]._control.num_calls.get("PEER_CLAIM") == 2)
+        for _ in range(3):
+            assert target.client.lookup(cluster.hashes(2)).num_blocks == 0
+        assert not job.done()
+    assert job.result(10).num_blocks == 6
+    assert all(same(source, range(6), target, range(6)))
+    nothing_held(cluster, wait_until)
+
+
+def test_a_stage_that_is_another_one_by_now_is_met_anew(cluster, warm, stages, wait_until):  # noqa: F811
+    source, target = warm
+    cluster.kill_mover("a")
+    cluster.start_mover("a")
+
+    def published():
+        ticket = source.client.publish(range(10))
+        return ticket if ticket.slab else source.client.withdraw(ticket) and None
+
+    ticket = wait_until(published)
+    result = fetch(target, ticket, range(10))
+    assert (result.num_blocks, result.route, result.num_lease_calls) == (10, "gpu", 1)
+    assert all(same(source, range(10), target, range(10)))
+    assert len(stages) == 3
+    nothing_held(cluster, wait_until)
+
+
+def test_a_source_that_was_restarted_has_nothing_and_nothing_is_read(cluster, warm, wait_until):
+    source, target = warm
+    ticket, before = source.client.publish(range(6)), target.bytes()
+    cluster.stop_node("a")
+    cluster.add("a")
+    result = wait_until(
+        lambda: (r := fetch(target, ticket, range(6))).failed[0].reason is not MissReason.PEER_LOST and r, 10
+    )
+    assert reason(result) is MissReason.STALE
+    assert target.bytes() == before
+    nothing_held(cluster, wait_until)
+
+
+class Connection:
+    """A connection to a source that answers when `come` is called."""
+
+    def __init__(self):
+        self.closed, self.answer = False, None
+
+    def ask(self, op, question):
+        return self
+
+    def fileno(self):
+        return 7
+
+    def take(self):
+        if self.closed:
+            raise PeerLost("closed")
+        return self.answer
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def early():
+    """A claim that was asked for: its connection, what it told, and the descriptors that are watched."""
+    told, watched, connection = [], {}, Connection()
+    server = SimpleNamespace(watch=watched.__setitem__, unwatch=watched.pop)
+    fetcher = SimpleNamespace(server=server, peers=SimpleNamespace(keep_spare=lambda *args: None))
+    claim = _EarlyClaim(fetcher, SimpleNamespace(node_id="a"), connection, told.append)
+    claim.ask(b"")
+    return SimpleNamespace(claim=claim, connection=connection, told=told, watched=watched)
+
+
+def answer(reason=""):
+    return pack_peer_claimed(
+        PeerClaimed(
+            claim_id=5, epoch=bytes(8), namespace_version=0, mover_generation=1, slots=np.arange(3), reason=reason
+        )
+    )
+
+
+def test_an_answer_is_told_once_before_it_is_returned(early):
+    early.watched[7]()
+    assert (early.told, list(early.watched)) == ([], [7]), "it was only part of it"
+    early.connection.answer = answer()
+    look = early.watched[7]
+    look()
+    look()
+    assert ([claimed.claim_id for claimed in early.told], early.watched) == ([5], {})
+    assert early.claim.wait(time.monotonic()).claim_id == 5
+
+
+def test_an_answer_that_comes_after_it_was_given_up_begins_nothing(early):
+    with pytest.raises(TransferTimeout):
+        early.claim.wait(time.monotonic() + 0.01)
+    early.connection.closed, early.connection.answer = False, answer()
+    early.watched[7]()
+    assert (early.told, early.watched) == ([], {})
+
+
+def test_a_connection_that_breaks_ends_the_wait(early):
+    early.connection.closed = True
+    early.watched[7]()
+    with pytest.raises(PeerLost):
+        early.claim.wait(time.monotonic() + 10)
+    assert (early.told, early.watched) == ([], {})
