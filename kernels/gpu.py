@@ -139,7 +139,7 @@ class GpuCopier:
     ) -> None:
         """Copy the tokens of spans from slots into the engine; arguments as for `pack`.
 
-        Memory takes what is written fastest when the spans came from `Spans.by_engine_block`.
+        It is fastest when the spans came from `Spans.to_unpack`.
         """
         self._copy(False, spans, slots, begin, end, first_slot, stream, max_ctas)
 

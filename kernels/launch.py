@@ -32,13 +32,26 @@ class Style(NamedTuple):
 
 #: From so many words of a plane of a span on they are long, and very long.
 _LONG, _VERY_LONG = 256, 2048
+#: Engine blocks lie together when at least one of so many, from the first to the last, is copied.
+_TOGETHER = 4
 
 
-def style_of(to_slots: bool, words: int) -> Style:
-    """Return how spans are dealt out that have so many words in a plane."""
+def style_of(to_slots: bool, words: int, together: bool) -> Style:
+    """Return how spans are dealt out that have so many words in a plane.
+
+    Slots lie together from plane to plane, the engine's blocks from span to span of a plane, if at all: `together` says
+    so, see `lie_together`.
+    """
     if words < _LONG:
         return Style(ACROSS, by_plane=not to_slots)
-    return Style(INSIDE, by_plane=not to_slots and words < _VERY_LONG)
+    return Style(INSIDE, by_plane=not to_slots and words < _VERY_LONG and together)
+
+
+def lie_together(spans: Spans, begin: int, end: int, max_tokens: int) -> bool:
+    """Whether engine blocks of spans [begin, end), which have at most so many tokens, ascend and lie together."""
+    blocks = spans.rows[begin:end, 0]
+    num_tokens = (int(blocks[-1]) - int(blocks[0]) + 1) * spans.paging.engine_block_size
+    return 0 < num_tokens <= _TOGETHER * max_tokens * (end - begin) and bool((blocks[1:] >= blocks[:-1]).all())
 
 
 class Divisor(NamedTuple):
@@ -178,10 +191,11 @@ def launches(
     max_tokens = int(spans.rows[begin:end, 4].max())
     stride, address, num_slots = slots.stride(0), slots.data_ptr(), slots.shape[0]
     begin_address = spans_address + begin * spans.rows.strides[0]
+    together = not to_slots and lie_together(spans, begin, end, max_tokens)
     for section, table in zip(plan.sections, tables, strict=True):
         word = math.gcd(section.align_bytes, address, stride if num_slots > 1 else 16)
         row_words = section.row_bytes // word
-        style = style_of(to_slots, max_tokens * row_words * section.num_heads)
+        style = style_of(to_slots, max_tokens * row_words * section.num_heads, together)
         grid = _grid(style, len(section.engine_bases), section.num_heads, end - begin, max_tokens, row_words, max_ctas)
         copy = _COPY.pack(
             table.engine_bases, table.slot_offsets, begin_address, address - first_slot * stride,

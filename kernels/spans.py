@@ -21,6 +21,9 @@ Ids: TypeAlias = I64 | Tensor | Sequence[int]
 COLUMNS = ("block", "slot", "engine_token", "slot_token", "num_tokens")
 """Columns of a span list, as `struct Span` of pack.cu has them."""
 
+#: Engine blocks are near each other when at least one of so many, from the first to the last, is copied.
+_NEAR = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
@@ -67,9 +70,16 @@ class Spans:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def by_engine_block(self) -> Spans:
-        """Return the same spans, by ascending engine block: an unpacking kernel writes fastest in that order."""
-        rows = np.ascontiguousarray(self.rows[self.rows[:, 0].argsort(kind="stable")])
+    def to_unpack(self) -> Spans:
+        """Return the same spans in the order in which a kernel unpacks them fastest.
+
+        By ascending engine block, so that what is written lies near each other. Where the blocks are too far apart for
+        that they stay as they are: the slots are read from begin to end.
+        """
+        blocks = self.rows[:, 0]
+        if not len(blocks) or _NEAR * self.num_tokens < np.ptp(blocks) * self.paging.engine_block_size:
+            return self
+        rows = np.ascontiguousarray(self.rows[blocks.argsort(kind="stable")])
         return Spans(rows=rows, paging=self.paging, num_slots=self.num_slots)
 
     @property

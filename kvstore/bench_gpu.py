@@ -1,8 +1,9 @@
 """Benchmark: KV blocks between an engine's layer-separate cache, device memory and pinned host memory.
 
 Ours beside the limit, which is one copy of the same bytes, and beside what others do, all in one run and round by
-round in turn, so that noise hits all ways alike. Data is drawn fresh for each shape, destinations are poisoned before
-and compared after. A figure is bytes of KV over the median of event times, with the device kept busy until the host has
+round in turn, so that noise hits all ways alike. Before each of them other memory is read and written, so that the L2
+holds the same whichever way came before. Data is drawn fresh for each shape, destinations are poisoned before and
+compared after. A figure is bytes of KV over the median of event times, with the device kept busy until the host has
 queued its work, as a forward pass does before a save; "from_idle" counts what the host does first, too. Rivals move
 fragments in the engine's own order; ours also bring heads outside, as slots want it. Loads beside matrix products have
 the time of one product, too.
@@ -28,6 +29,7 @@ from kvstore.shape import KVShape
 _POISON = 0xA5
 # About one and four milliseconds: the host has queued everything before the device begins.
 _DELAY_CYCLES, _LINK_DELAY_CYCLES = 2_000_000, 8_000_000
+_OTHER_BYTES = 256 << 20  # several times the L2
 BESIDE = "host_to_gpu_beside_products"
 _SPARE = 2  # the engine's cache and the arena are this many times as large as what is moved
 #: Name -> (layers, KV heads, head dim, planes), bfloat16.
@@ -64,6 +66,7 @@ def run_gpu(
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu: wanted a CUDA device, got none; run it where `nvidia-smi` shows one")
     rows = []
+    other = torch.zeros(_OTHER_BYTES, dtype=torch.uint8, device="cuda")
     for name in names:
         if name not in SHAPES:
             raise ConfigError(f"bench gpu: wanted a shape out of {', '.join(SHAPES)}, got {name!r}")
@@ -81,10 +84,11 @@ def run_gpu(
                 setup = _smaller(whole, count)
                 for direction, ways in directions(setup):
                     on_device = direction in ("pack", "unpack")
-                    medians = _measure(ways, rounds, _DELAY_CYCLES if on_device else _LINK_DELAY_CYCLES)
+                    delay = _DELAY_CYCLES if on_device else _LINK_DELAY_CYCLES
+                    medians = _measure(ways, other, rounds, delay)
                     if direction in ("gpu_to_host", "host_to_gpu"):
                         cold = {f"{name}_from_idle": ways[name] for name in ("limit", "ours")}
-                        medians |= _measure(cold, rounds, 0)
+                        medians |= _measure(cold, other, rounds, 0)
                     _check(setup, direction, ways["ours"])
                     num_bytes = setup.num_bytes * (2 if direction == "both" else 1)
                     rows += [
@@ -142,11 +146,12 @@ def _smaller(whole: Setup, count: int) -> Setup:
     )
 
 
-def _measure(ways: dict[str, Way], rounds: int, delay_cycles: int) -> dict[str, float]:
+def _measure(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_cycles: int) -> dict[str, float]:
     """Return the median seconds of each way; the first round warms up and does not count."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
+            other.add_(1)
             torch.cuda.synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             if delay_cycles:

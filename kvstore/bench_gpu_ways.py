@@ -53,7 +53,7 @@ def _device_ways(setup: Setup, to_slots: bool) -> dict[str, Way]:
     count = len(setup.block_ids)
     copier, current = setup.copier, torch.cuda.current_stream()
     listed = block_spans(copier.plan.paging, setup.block_ids, np.arange(count), count)
-    spans = copier.place(listed if to_slots else listed.by_engine_block())
+    spans = copier.place(listed if to_slots else listed.to_unpack())
     ids = torch.from_numpy(setup.block_ids).cuda()
 
     def limit() -> torch.cuda.Stream:

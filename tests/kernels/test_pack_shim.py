@@ -155,18 +155,19 @@ def test_words_are_as_wide_as_both_sides_allow(shim):
 
 
 @pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize("blocks", [(2, 0), (0, 2), (0, 11)], ids=["descending", "together", "apart"])
 @pytest.mark.parametrize(("size", "dim"), [(4, 40), (4, 560), (16, 560), (16, 2080)])
-def test_short_and_long_and_very_long_spans(shim, size, dim, to_slots):
-    """Each is dealt out in its own way; none of them fills its tiles."""
+def test_short_and_long_and_very_long_spans(shim, size, dim, blocks, to_slots):
+    """Each is dealt out in its own way, and in its own order; none of them fills its tiles."""
     stored = StoredBlock(block_dims=(1, 2, 2, 2, size, dim), dtype="bfloat16")
-    engine = torch.randint(0, 99, (2, 3, 2, 2, size, dim)).to(torch.bfloat16)
+    engine = torch.randint(0, 99, (2, 12, 2, 2, size, dim)).to(torch.bfloat16)
     slots = torch.randint(0, 99, (2, stored.block_bytes), dtype=torch.uint8)
-    plan, blocks = plan_copy(list(engine), stored), [2, 0]
+    plan = plan_copy(list(engine), stored)
     spans = block_spans(plan.paging, blocks, [1, 0], 2, num_tokens=2 * size - 1, skip_prefix_tokens=1)
     [table] = [Tables(s.engine_bases.ctypes.data, s.slot_offsets.ctypes.data) for s in plan.sections]
     want_engine, want_slots = engine.clone(), slots.clone()
     held = want_slots.view(torch.bfloat16).view(2, 2, 2, 2, size, dim)  # [slot, head, layer, plane, token, dim]
-    for block, slot, tokens in ((2, 1, slice(1, size)), (0, 0, slice(0, size - 1))):
+    for block, slot, tokens in ((blocks[0], 1, slice(1, size)), (blocks[1], 0, slice(0, size - 1))):
         there, here = held[slot][..., tokens, :], want_engine[:, block][..., tokens, :].transpose(0, 1)
         (there if to_slots else here).copy_(here if to_slots else there)
     shim.allow(*((engine,) if to_slots else (slots,)), writable=[slots if to_slots else engine])

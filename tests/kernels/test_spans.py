@@ -58,12 +58,20 @@ def test_torch_ids_and_lists_and_small_integers():
         assert block_spans(PAGING, ids, [1], 5).rows.tolist() == wanted
 
 
-def test_the_order_of_engine_blocks_has_the_same_spans():
+def test_near_blocks_are_unpacked_in_their_order():
     spans = block_spans(PAGING, [7, 2, 9, 0, 4], [1, 3, 0], 5, num_tokens=19, skip_prefix_tokens=3)
-    ordered = spans.by_engine_block()
+    ordered = spans.to_unpack()
     assert ordered.rows[:, 0].tolist() == [0, 2, 4, 7, 9]
     assert sorted(pairs_of(ordered)) == sorted(pairs_of(spans))
     assert spans.rows[0, 0] == 7
+    assert ordered.rows.flags.c_contiguous  # The kernel reads it.
+
+
+def test_blocks_far_apart_are_unpacked_as_the_slots_lie():
+    paging = Paging(engine_block_size=4, stored_block_size=4, num_blocks=80)
+    for last, wanted in ((16, [0, 16]), (17, [17, 0])):
+        assert block_spans(paging, [last, 0], [1, 0], 2).to_unpack().rows[:, 0].tolist() == wanted
+    assert len(block_spans(paging, [], [], 2).to_unpack()) == 0
 
 
 def test_nothing_is_changed():
