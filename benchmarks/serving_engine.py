@@ -67,7 +67,7 @@ class ServingEngine:
 
         try:
             llm = LLM(
-                model, skip_tokenizer_init=True, enforce_eager=True, async_scheduling=False, dtype="bfloat16",
+                model, skip_tokenizer_init=True, enforce_eager=True, async_scheduling=False,
                 disable_log_stats=True, kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
                 **settings,
             )  # fmt: skip

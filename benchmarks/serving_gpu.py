@@ -144,7 +144,7 @@ def measure(
             made[name].answer(IMPORT_S)
         say(f"starting engines, at {time.strftime('%X')}")
         for name in made:
-            settings = {"max_model_len": MAX_TOKENS, "load_format": "dummy", **SETTINGS[device]}
+            settings = {"max_model_len": MAX_TOKENS, "load_format": "dummy", "dtype": "bfloat16", **SETTINGS[device]}
             settings |= {"enable_prefix_caching": name != "none"}
             made[name].begin("start", model, connector(name, capacity_bytes, address), settings)
         for name in list(made):

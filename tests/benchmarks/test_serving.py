@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.serving import main, ratios
+from benchmarks.serving import main
+from benchmarks.serving_report import ratios
 
 
 def row(what, p50_ms, **more):
