@@ -203,15 +203,22 @@ def measure(
             ways = {}
             for number, part in enumerate(("prefill", "decode")):
                 ways[f"raykv {part}"] = (_raykv(address, nodes[number], lane), {}, own)
-                with socket.create_server(("127.0.0.1", 0)) as free:
-                    port = free.getsockname()[1]
-                environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+                port = str(_free_port())
+                environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": port, "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
                 environment |= {"UCX_TLS": "tcp"} if lane == "tcp" else {}
                 nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
                 ways[f"nixl {part}"] = (nixl, environment, own)
             with contextlib.closing(Engines(model, ways)) as engines:
                 keep(hand_offs(engines, lane, rounds + 2, say))
     return found
+
+
+def _free_port() -> int:
+    """Return a port for an engine that starts in half a minute: none that a connection may be given meanwhile."""
+    for port in np.random.default_rng().permutation(np.arange(20_000, 32_000)).tolist():
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise click.ClickException("wanted a free port of 20000 to 31999 on 127.0.0.1, got none; end who listens there")
 
 
 def _native_dtype() -> str:
