@@ -304,8 +304,6 @@ class Client(HandoffVerbs):
         copier, chain = self._registered(), self._chain(hashes)
         pages = self._pages(copier, block_ids, chain)
         copier.check_unchanged()
-        if not isinstance(skip_prefix_tokens, int) or skip_prefix_tokens < 0:
-            raise InvalidRequest(f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_prefix_tokens!r}")
         check_skip(self.space.shape, skip_prefix_tokens, len(chain))
         chain.check_unique()
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s

@@ -85,6 +85,22 @@ def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, 
         )
 
 
+def check_named(
+    ticket: HandoffTicket, space: Namespace, part: tuple[int, int, int, int], node_id: str, epoch: str
+) -> None:
+    """Refuse a ticket under which this client cannot publish.
+
+    Raises:
+        InvalidRequest, NamespaceMismatch, LayoutMismatch: as for `check_ticket`, and for a ticket of another store.
+    """
+    check_ticket(ticket, space, part)
+    if (ticket.node_id, ticket.epoch.hex()) != (node_id, epoch):
+        raise InvalidRequest(
+            f"ticket: wanted one of this client's store (node {node_id}, epoch {epoch}), got one of node "
+            f"{ticket.node_id}, epoch {ticket.epoch.hex()}; make it with this client's node_id and epoch"
+        )
+
+
 def prepare_publish(
     ask: Ask, keep: Ask, ticket: HandoffTicket, generation: int, ahead: Callable[[], None] | None = None
 ) -> IndexArray:
@@ -214,6 +230,7 @@ def run_fetch(
     stage: AttachedStage | None,
     pages: EnginePages,
     ticket: HandoffTicket,
+    skip_tokens: int,
     guard: CopyGuard,
     config: StoreConfig,
 ) -> FetchResult:
@@ -225,32 +242,35 @@ def run_fetch(
         stage: the stage of the engine's GPU, if there is one.
         pages: where the blocks' tokens lie in the engine.
         ticket: what was asked for.
+        skip_tokens: tokens at the front that must not be written; their blocks are read all the same.
         guard: stands before each copy.
         config: of the store.
     """
+    num_skipped = min(skip_tokens // pages.stored_block_size, ticket.num_blocks)
     answer, connection = Answer(reason="store_lost: the node store ended the fetch early"), asked.connection
     try:
         with contextlib.closing(asked.pieces):
-            if stage is not None and ticket.slab:
+            if stage is not None and ticket.slab and not skip_tokens:
                 with contextlib.suppress(KVStoreError):  # Then each piece is listed for itself.
                     stage.copier.expect(pages, ticket.num_blocks, to_slots=False)
-            answer.copy_out(asked.pieces, guard, copier, pages, stage_copier=stage.copier if stage else None)
+            stage_copier = stage.copier if stage else None
+            answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier)
         late = time.monotonic() > asked.at_s + config.lease_ttl_s - config.lease_margin_s
         connection.send(Op.HANDOFF_END, END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks))
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.
         with contextlib.suppress(KVStoreError):
             connection.send(Op.HANDOFF_END, END.pack(answer.number, 0))
-        return failed_fetch(pages, ticket, f"not_pinned: {error}")
+        return failed_fetch(pages, ticket, num_skipped, f"not_pinned: {error}")
     except CopyStuck:
         raise  # No result says that blocks are the engine's again.
     except (StoreUnavailable, TransferError) as error:
         # Fail closed: what was copied so far may be incomplete, so none of it counts.
-        return failed_fetch(pages, ticket, f"store_lost: {error}")
+        return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
     except JobAbandoned as error:
         # The rest of the answer is not waited for: the connection goes, and with it what it held.
         connection.close()
-        return failed_fetch(pages, ticket, f"abandoned: {error}")
+        return failed_fetch(pages, ticket, num_skipped, f"abandoned: {error}")
     except BaseException:
         with contextlib.suppress(KVStoreError):
             connection.send(Op.HANDOFF_END, END.pack(answer.number, 0))
@@ -261,16 +281,16 @@ def run_fetch(
             0,
             "lease_expired: the copy took longer than the claim on the blocks",
         )
-    failed = failed_load(answer.num_ready, pages, ticket.num_blocks, answer.reason).failed
+    usable = max(num_skipped, answer.num_ready)
     return FetchResult(
-        num_blocks=answer.num_ready,
-        failed=failed,
+        num_blocks=usable,
+        failed=failed_load(usable, pages, ticket.num_blocks, answer.reason).failed,
         route="gpu" if answer.number & STAGE_BIT else "host",
         note=str(answer.report.get("note", "")),
         **answer.counts(),
     )
 
 
-def failed_fetch(pages: EnginePages, ticket: HandoffTicket, reason: str) -> FetchResult:
-    """Return the result of a fetch that delivered nothing."""
-    return FetchResult(num_blocks=0, failed=failed_load(0, pages, ticket.num_blocks, reason).failed)
+def failed_fetch(pages: EnginePages, ticket: HandoffTicket, usable: int, reason: str) -> FetchResult:
+    """Return the result of a fetch that delivered nothing; the engine had its first blocks before."""
+    return FetchResult(num_blocks=usable, failed=failed_load(usable, pages, ticket.num_blocks, reason).failed)

@@ -24,6 +24,7 @@ from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket, Publicatio
 from kvstore.handoff_jobs import (
     Asked,
     ask_fetch,
+    check_named,
     check_ticket,
     complete_publish,
     failed_fetch,
@@ -37,6 +38,7 @@ from kvstore.jobs import CopyGuard
 from kvstore.messages import U64
 from kvstore.part import Part
 from kvstore.results import Job
+from kvstore.sides import check_skip
 from kvstore.stage_client import AttachedStage, StageLink
 from kvstore.stage_copier import EngineCaches
 from kvstore.transport import IndexArray
@@ -158,7 +160,9 @@ class HandoffVerbs(ABC):
         published: HandoffTicket = job.result(None)
         return published
 
-    def begin_publish(self, block_ids: object, *, ttl_s: float | None = None) -> Publication:
+    def begin_publish(
+        self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
+    ) -> Publication:
         """Publish blocks, but return before they are copied: their ticket can be on its way to the reader meanwhile.
 
         A fetch waits until the blocks are there. They have to stay as they are until the publication's job is done.
@@ -166,16 +170,23 @@ class HandoffVerbs(ABC):
         Args:
             block_ids: as for `publish`.
             ttl_s: as for `publish`, from the end of the job on.
+            ticket: publish under this one, which was made elsewhere and may be on its way to the reader; it names
+                this client's store and part, and how many stored blocks to publish, where the last engine block
+                has room for more. A fetch that comes before this call is told that there is no such ticket.
 
         Returns:
             The ticket, and the job; what goes wrong with that is raised by its result, and voids the ticket.
 
         Raises:
             InvalidRequest, PoolExhausted, StoreUnavailable, PeerLost, TransferTimeout: as for `publish`.
+            InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
+                before; nothing changed.
         """
         keep_s, copier = self._keep_s(ttl_s), self._registered()
+        if ticket is not None:
+            check_named(ticket, self.space, self.part.ranks, self.node_id, self.epoch)
         with contextlib.ExitStack() as held:
-            plan, slots = self._begin(block_ids, keep_s, copier, held)
+            plan, slots = self._begin(block_ids, keep_s, copier, held, ticket)
             mapped = held.pop_all()
 
         def run() -> HandoffTicket:
@@ -190,19 +201,24 @@ class HandoffVerbs(ABC):
             raise
 
     def _begin(
-        self, block_ids: object, keep_s: float, copier: EngineCopier, held: contextlib.ExitStack
+        self,
+        block_ids: object,
+        keep_s: float,
+        copier: EngineCopier,
+        held: contextlib.ExitStack,
+        named: HandoffTicket | None,
     ) -> tuple[_Plan, IndexArray]:
         link = self._stage_link
         stage = held.enter_context(link.using()) if link is not None else None
-        if link is not None and stage is not None:
+        if link is not None and stage is not None and (named is None or named.slab == stage.slab):
             try:
-                plan = self._plan(block_ids, keep_s, stage.copier, stage)
+                plan = self._plan(block_ids, keep_s, stage.copier, stage, named)
                 return plan, self._prepare(plan)
             except PoolExhausted:
                 logger.debug("hand-off: the stage is full, the arena is taken")
             except (PeerLost, StoreUnavailable):
                 link.lose(stage)
-        plan = self._plan(block_ids, keep_s, copier, None)
+        plan = self._plan(block_ids, keep_s, copier, None, named)
         return plan, self._prepare(plan)
 
     def _keep_s(self, ttl_s: float | None) -> float:
@@ -211,8 +227,18 @@ class HandoffVerbs(ABC):
             raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
         return keep_s
 
-    def _plan(self, block_ids: object, keep_s: float, copier: EngineCopier, stage: AttachedStage | None) -> _Plan:
-        pages, num_blocks = published_pages(block_ids, copier, self.space.shape.block_size)
+    def _plan(
+        self,
+        block_ids: object,
+        keep_s: float,
+        copier: EngineCopier,
+        stage: AttachedStage | None,
+        named: HandoffTicket | None = None,
+    ) -> _Plan:
+        block_size = self.space.shape.block_size
+        if named is not None:
+            return _Plan(copier, engine_pages(block_ids, copier.layout, block_size, 0, named.num_blocks), named, stage)
+        pages, num_blocks = published_pages(block_ids, copier, block_size)
         ticket = HandoffTicket(
             node_id=self.node_id,
             epoch=bytes.fromhex(self.epoch),
@@ -238,7 +264,14 @@ class HandoffVerbs(ABC):
             self._stuck = True
             raise
 
-    def fetch(self, ticket: HandoffTicket, block_ids: object, *, timeout_s: float | None = None) -> Job[FetchResult]:
+    def fetch(
+        self,
+        ticket: HandoffTicket,
+        block_ids: object,
+        skip_prefix_tokens: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> Job[FetchResult]:
         """Bring the blocks of a ticket into the engine's cache, wherever they were published.
 
         A ticket is good for one fetch that delivers everything; one that failed may be tried again in time.
@@ -246,6 +279,8 @@ class HandoffVerbs(ABC):
         Args:
             ticket: of `publish`.
             block_ids: the engine's block for each of the ticket's.
+            skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is written,
+                whether or not they end at a block. Their blocks are moved all the same. See `Client.load`.
             timeout_s: give up after this long; the configured transfer timeout when None.
 
         Returns:
@@ -262,6 +297,8 @@ class HandoffVerbs(ABC):
         copier = self._registered()
         check_ticket(ticket, self.space, self.part.ranks)
         pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
+        check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)
+        num_skipped = min(skip_prefix_tokens // self.space.shape.block_size, ticket.num_blocks)
         limit_s, link = self.config.transfer_timeout_s if timeout_s is None else timeout_s, self._stage_link
         with contextlib.ExitStack() as held:
             stage = held.enter_context(link.using()) if link is not None else None
@@ -279,9 +316,9 @@ class HandoffVerbs(ABC):
                 try:
                     asked = early or self._ask_fetch(mapped, stage, ticket, limit_s)
                 except (StoreUnavailable, PeerLost) as error:
-                    return failed_fetch(pages, ticket, f"store_lost: {error}")
+                    return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
                 try:
-                    result = run_fetch(asked, copier, stage, pages, ticket, guard, self.config)
+                    result = run_fetch(asked, copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
                 except CopyStuck:
                     self._stuck = True
                     raise

@@ -1,0 +1,128 @@
+"""Publishing under a ticket that was made elsewhere, and fetching behind what an engine has: as vLLM's halves do."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvstore.errors import InvalidRequest, LayoutMismatch, NamespaceMismatch
+from kvstore.handoff import HandoffTicket, expiry_after
+from kvstore.results import MissReason
+from tests.kvstore.conftest import SHAPE, Worker
+
+TOKENS = SHAPE.block_size
+
+
+@pytest.fixture
+def pair(cluster):
+    """A worker that publishes on node a and one that fetches on node b."""
+    cluster.add("a")
+    cluster.add("b")
+    return cluster.worker("a", seed=1), cluster.worker("b", seed=2)
+
+
+def named(client, num_blocks, **changes):
+    """A ticket for blocks that a client may publish later."""
+    ticket = HandoffTicket(
+        node_id=client.node_id, epoch=bytes.fromhex(client.epoch), namespace=client.space.digest,
+        num_blocks=num_blocks, block_bytes=SHAPE.block_bytes, expires_s=expiry_after(10.0),
+    )  # fmt: skip
+    return dataclasses.replace(ticket, **changes)
+
+
+class LargeBlocks(Worker):
+    """A worker whose engine blocks hold two stored ones."""
+
+    def __init__(self, client):
+        self.client = client
+        dims = (2, 20, 2 * TOKENS, SHAPE.num_kv_heads, SHAPE.head_dim)
+        self.caches = [torch.randn(dims, generator=torch.Generator().manual_seed(5)) for _ in range(SHAPE.num_layers)]
+        client.register_kv_caches(self.caches, "PBTHD")
+
+
+def tokens_of(worker, ids, num_tokens):
+    """The first tokens of some engine blocks, [layers, K and V, tokens, heads, head_dim]."""
+    rows = [torch.cat([cache[:, i] for i in ids], dim=1) for cache in worker.caches]
+    return torch.stack(rows)[:, :, :num_tokens].clone()
+
+
+def test_blocks_are_fetched_under_the_name_that_was_given_out(cluster, pair, wait_until):
+    source, target = pair
+    ticket = HandoffTicket.from_bytes(named(source.client, 3).to_bytes())
+    early = target.client.fetch(ticket, [1, 2, 3]).result(20)
+    assert early.failed[0].reason is MissReason.NOT_FOUND
+    publication = source.client.begin_publish([5, 6, 7], ticket=ticket)
+    assert publication.ticket == ticket == publication.job.result(20)
+    assert target.client.fetch(ticket, [1, 2, 3]).result(20).num_blocks == 3
+    assert [target.block(i) for i in (1, 2, 3)] == [source.block(i) for i in (5, 6, 7)]
+    wait_until(lambda: cluster.nodes["a"].stats()["num_handoffs"] == 0)
+
+
+def test_the_last_engine_block_may_hold_more_than_is_published(cluster, pair):
+    _, target = pair
+    source = LargeBlocks(cluster.client("a"))
+    publication = source.client.begin_publish([4, 9], ticket=named(source.client, 3))
+    untouched = target.block(4)
+    assert target.client.fetch(publication.ticket, [1, 2, 3]).result(20).num_blocks == 3
+    assert torch.equal(tokens_of(target, [1, 2, 3], 3 * TOKENS), tokens_of(source, [4, 9], 3 * TOKENS))
+    assert target.block(4) == untouched
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"epoch": bytes(8)}, InvalidRequest),
+        ({"node_id": "b"}, InvalidRequest),
+        ({"namespace": bytes(32)}, NamespaceMismatch),
+        ({"part": (1, 2, 0, 1)}, LayoutMismatch),
+        ({"block_bytes": 64}, LayoutMismatch),
+        ({"num_blocks": 4}, InvalidRequest),
+    ],
+)
+def test_a_name_that_does_not_fit_is_refused(cluster, pair, change, error):
+    source, _ = pair
+    with pytest.raises(error):
+        source.client.begin_publish([5, 6, 7], ticket=named(source.client, **{"num_blocks": 3} | change))
+    assert cluster.nodes["a"].stats()["num_handoff_slots"] == 0
+
+
+def test_a_name_is_good_for_one_publication(pair):
+    source, target = pair
+    ticket = named(source.client, 2)
+    source.client.begin_publish([5, 6], ticket=ticket).job.result(20)
+    with pytest.raises(InvalidRequest, match="never used"):
+        source.client.begin_publish([7, 8], ticket=ticket)
+    assert target.client.fetch(ticket, [1, 2]).result(20).num_blocks == 2
+    assert target.block(1) == source.block(5)
+    with pytest.raises(InvalidRequest, match="never used"):
+        source.client.begin_publish([7, 8], ticket=ticket)
+
+
+@pytest.mark.parametrize("same_node", [False, True])
+@pytest.mark.parametrize("skip", [0, 1, TOKENS - 1, TOKENS, TOKENS + 1, 3 * TOKENS, 100])
+def test_tokens_that_the_engine_has_are_not_written(cluster, pair, wait_until, skip, same_node):
+    source, target = pair
+    target = cluster.worker("a", seed=3) if same_node else target
+    had, given = tokens_of(target, [1, 2, 3], 3 * TOKENS), tokens_of(source, [5, 6, 7], 3 * TOKENS)
+    ticket = source.client.publish([5, 6, 7])
+    result = target.client.fetch(ticket, [1, 2, 3], skip).result(20)
+    assert (result.num_blocks, result.failed) == (3, ())
+    now = tokens_of(target, [1, 2, 3], 3 * TOKENS)
+    assert torch.equal(now[:, :, :skip], had[:, :, :skip])
+    assert torch.equal(now[:, :, skip:], given[:, :, skip:])
+    wait_until(lambda: cluster.nodes["a"].stats()["num_handoffs"] == 0)
+
+
+def test_a_fetch_that_failed_counts_what_the_engine_has(pair):
+    source, target = pair
+    ticket = source.client.publish([5, 6, 7])
+    source.client.withdraw(ticket)
+    result = target.client.fetch(ticket, [1, 2, 3], TOKENS + 1).result(20)
+    assert (result.num_blocks, [failure.index for failure in result.failed]) == (1, [1, 2])
+
+
+@pytest.mark.parametrize("skip", [-1, 1.0, None])
+def test_a_bad_skip(pair, skip):
+    source, target = pair
+    with pytest.raises(InvalidRequest, match="skip_prefix_tokens"):
+        target.client.fetch(source.client.publish([5]), [1], skip)
