@@ -37,14 +37,13 @@ _TOGETHER = 4
 
 
 def style_of(to_slots: bool, words: int, together: bool) -> Style:
-    """Return how spans are dealt out that have so many words in a plane.
+    """Return how spans are dealt out that have so many words in a plane; `together` if what is written lies together.
 
-    Slots lie together from plane to plane, the engine's blocks from span to span of a plane, if at all: `together` says
-    so, see `lie_together`.
+    Slots lie together from plane to plane, the engine's blocks from span to span of a plane, if at all.
     """
     if words < _LONG:
         return Style(ACROSS, by_plane=not to_slots)
-    return Style(INSIDE, by_plane=not to_slots and words < _VERY_LONG and together)
+    return Style(INSIDE, by_plane=together)
 
 
 def lie_together(spans: Spans, begin: int, end: int, max_tokens: int) -> bool:
@@ -191,11 +190,13 @@ def launches(
     max_tokens = int(spans.rows[begin:end, 4].max())
     stride, address, num_slots = slots.stride(0), slots.data_ptr(), slots.shape[0]
     begin_address = spans_address + begin * spans.rows.strides[0]
-    together = not to_slots and lie_together(spans, begin, end, max_tokens)
     for section, table in zip(plan.sections, tables, strict=True):
         word = math.gcd(section.align_bytes, address, stride if num_slots > 1 else 16)
         row_words = section.row_bytes // word
-        style = style_of(to_slots, max_tokens * row_words * section.num_heads, together)
+        words = max_tokens * row_words * section.num_heads
+        # A plane of a very long span is enough by itself. Asking takes a few microseconds in which nothing is queued.
+        together = not to_slots and _LONG <= words < _VERY_LONG and lie_together(spans, begin, end, max_tokens)
+        style = style_of(to_slots, words, together)
         grid = _grid(style, len(section.engine_bases), section.num_heads, end - begin, max_tokens, row_words, max_ctas)
         copy = _COPY.pack(
             table.engine_bases, table.slot_offsets, begin_address, address - first_slot * stride,
