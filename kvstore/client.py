@@ -49,7 +49,7 @@ from kvstore.messages import (
 )
 from kvstore.part import Part, as_part
 from kvstore.registration import make_copier
-from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult
+from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult, Work
 from kvstore.sides import check_skip, detect_sides
 from kvstore.stage_copier import EngineCaches
 from kvstore.wire import Op, pack_json, unpack_json
@@ -451,13 +451,20 @@ class Client(HandoffVerbs):
 
         return self._submit(run, what, guard, order)
 
-    def _submit(self, run: Callable[[], Any], what: str, guard: CopyGuard, order: CopyOrder | None) -> Job[Any]:
+    def _submit(
+        self, run: Callable[[], Any], what: str, guard: CopyGuard, order: CopyOrder | None, limit_s: float = math.inf
+    ) -> Job[Any]:
         self._check_open()
-        future = self._jobs.submit(run)
+        work = None if limit_s == math.inf else Work(run, limit_s)
+        if work is None:
+            future = self._jobs.submit(run)
+        else:
+            self._jobs.submit(work.see_done)
+            future = work.future
         if order is None:
-            return Job(future, what, guard.abandon)
+            return Job(future, what, guard.abandon, work=work)
         future.add_done_callback(lambda _: order.end())
-        return Job(future, what, guard.abandon, order.wait_on)
+        return Job(future, what, guard.abandon, order.wait_on, work)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -73,7 +73,7 @@ class StoreConfig:
     max_quarantined_fraction: float = 0.25
     max_quarantine_s: float = 30.0
     chunk_bytes: int = 16 << 20
-    stage_chunk_bytes: int = 128 << 20
+    stage_chunk_bytes: int = 256 << 20
     lane: str = "default"
 
     def __post_init__(self) -> None:

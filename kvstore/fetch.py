@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import threading
 import time
@@ -28,6 +27,7 @@ from kvstore.errors import (
 )
 from kvstore.flight import Flights
 from kvstore.hints import Hints
+from kvstore.load_report import LoadReport
 from kvstore.messages import (
     PeerLease,
     Progress,
@@ -45,26 +45,6 @@ _MAX_PEERS_PER_LOAD = 4
 _NUM_THREADS = 32
 #: A call for a load that has no time left may still take this long, so that it does not end on a healthy peer.
 _LEAST_CALL_S = 1.0
-
-
-@dataclass(slots=True)
-class LoadReport:
-    """What one load cost, as told to the client at its end."""
-
-    num_local: int = 0
-    num_peer: int = 0
-    reason: str = ""
-    peers: list[str] = field(default_factory=list)
-    num_bytes: int = 0
-    num_descriptors: int = 0
-    read_s: float = 0.0
-    num_locate_calls: int = 0
-    num_lease_calls: int = 0
-
-    def to_json(self) -> bytes:
-        """Return the report as JSON."""
-        # Not asdict: it copies what it finds, deeply, while the client waits for this last word.
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}, separators=(",", ":")).encode()
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +137,7 @@ class Fetcher:
     def _tell(load: Load, first: int, slots: Sequence[int], *, is_last: bool) -> None:
         load.is_ended = is_last
         load.report.num_peer = load.num_ready - load.report.num_local
-        report = load.report.to_json() if is_last else b""
+        report = load.report.to_bytes() if is_last else b""
         load.send(pack_progress(Progress(load.lease_id, first, np.asarray(slots, dtype=np.int32), report)), is_last)
 
     def _fill(self, load: Load) -> str | None:

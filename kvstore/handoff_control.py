@@ -11,7 +11,6 @@ import numpy as np
 
 from kvstore.control_server import Connection, ControlServer
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, LayoutMismatch, PoolExhausted, TransferTimeout
-from kvstore.fetch import LoadReport
 from kvstore.handoff_fetch import HandoffFetcher
 from kvstore.handoff_messages import (
     END,
@@ -26,6 +25,7 @@ from kvstore.handoff_messages import (
 )
 from kvstore.handoff_table import CLAIM_BIT, NOT_READY, Claim, HandoffTable, Place
 from kvstore.handoff_waiting import WaitingClaims
+from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, U64, Progress, pack_ints, pack_progress
 from kvstore.peer_control import owner_of
 from kvstore.pool_verbs import deadline_after
@@ -173,7 +173,7 @@ class HandoffControl:
             else:
                 report.num_local, slots = len(claim.slots), np.asarray(claim.slots, dtype=np.int32)
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
-        send(pack_progress(Progress(number, 0, slots, report.to_json())), True)
+        send(pack_progress(Progress(number, 0, slots, report.to_bytes())), True)
         return True
 
     def serve_peer(self, connection: Connection, message: Message) -> bytes | None:

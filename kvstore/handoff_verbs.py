@@ -327,10 +327,12 @@ class HandoffVerbs(ABC):
                 return result
 
         try:
-            return self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
+            job = self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order, limit_s)
         except BaseException:
             mapped.close()
             raise
+        job.add_done_callback(lambda _: mapped.close())  # Of one that was given up before it began.
+        return job
 
     def _ask_fetch(
         self, held: contextlib.ExitStack, stage: AttachedStage | None, ticket: HandoffTicket, timeout_s: float
@@ -371,5 +373,7 @@ class HandoffVerbs(ABC):
         """Tell the store at once when a job's connection broke."""
 
     @abstractmethod
-    def _submit(self, run: Callable[[], Any], what: str, guard: CopyGuard, order: CopyOrder | None) -> Job[Any]:
-        """Run a job on a thread of the client."""
+    def _submit(
+        self, run: Callable[[], Any], what: str, guard: CopyGuard, order: CopyOrder | None, limit_s: float = math.inf
+    ) -> Job[Any]:
+        """Run a job on a thread of the client; one with a limit on a thread that waits so long, if that comes first."""

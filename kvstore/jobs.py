@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from kvstore.errors import (
     StoreUnavailable,
     TransferError,
 )
+from kvstore.load_report import unpack_report
 from kvstore.messages import (
     STAGE_BIT,
     U64,
@@ -258,7 +258,7 @@ class Answer:
                             chosen.out_of_slots(pages, indexes, progress.slots.astype(np.int64), skip_tokens)
                     self.num_ready = progress.first + count
                 if progress.report:
-                    self.report = json.loads(progress.report)
+                    self.report = unpack_report(progress.report)
 
     def counts(self) -> dict[str, Any]:
         """Return the fields of a result that tell what it cost."""

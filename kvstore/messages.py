@@ -157,7 +157,7 @@ def unpack_write_end(payload: bytes) -> tuple[int, bytes, bytes]:
 class Progress:
     """One piece of the answer to a load: `slots` of the blocks that became readable from `first` on.
 
-    The last piece carries a JSON text in `report`.
+    The last piece carries a `kvstore.load_report.LoadReport` as bytes.
     """
 
     lease_id: int

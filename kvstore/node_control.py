@@ -203,7 +203,7 @@ class NodeControl:
         if grant.num_refused:
             load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
         if grant.num_refused or len(grant.slots) == len(chain):
-            load.send(pack_progress(Progress(grant.lease_id, 0, slots, load.report.to_json())), True)
+            load.send(pack_progress(Progress(grant.lease_id, 0, slots, load.report.to_bytes())), True)
             return
         if grant.slots:
             load.send(pack_progress(Progress(grant.lease_id, 0, slots)), False)

@@ -8,7 +8,6 @@ The slots are in the client's stage where the lane between the GPUs is a real on
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
-from kvstore.fetch import LoadReport
 from kvstore.handoff_claim import SourceClaim
 from kvstore.handoff_messages import END, FetchRequest, PeerClaimed
+from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, MoverDone, Progress, pack_progress
 from kvstore.peers import Peer
 from kvstore.pool import Pool
@@ -91,6 +90,7 @@ class RemoteFetch:
         if self._claim.begin(peer, self._claimed_early):
             self._begun, self._lane, self._pool = peer, lane, stage.pool
             fetcher.server.stay_awake(_CLAIM_AWAKE_S)
+            fetcher.lanes.wake(lane, stage, self._block_bytes)
             self._reserve(stage.pool)
 
     def _claimed_early(self, claimed: PeerClaimed) -> None:
@@ -128,17 +128,13 @@ class RemoteFetch:
         self._is_told = True
         self._report.reason, self._report.num_peer = reason, self._num_ready
         self._report.num_lease_calls = self._claim.num_calls
+        self._report.note = self._why_host
         slots = self._slots[first : self._num_ready]
-        self._send(pack_progress(Progress(self._number, first, slots, self._said())), True)
+        self._send(pack_progress(Progress(self._number, first, slots, self._report.to_bytes())), True)
 
     @property
     def _number(self) -> int:
         return self._id | (STAGE_BIT if self._lane is not None else 0)
-
-    def _said(self) -> bytes:
-        # Not asdict: it copies what it finds, deeply, while the client waits for this last word.
-        told = {name: getattr(self._report, name) for name in LoadReport.__slots__}
-        return json.dumps({**told, "note": self._why_host}, separators=(",", ":")).encode()
 
     def client_left(self) -> None:
         """The client copies nothing more out of the slots."""
@@ -317,11 +313,10 @@ class RemoteFetch:
         if now_s < self._claim.valid_until_s and same_weights and done.num_blocks > first:
             self._num_ready = done.num_blocks
             self._note(done, now_s, done.num_blocks - first)
-            slots = self._slots[first : done.num_blocks]
-            # The report of the last piece takes longer to write than its blocks to unpack: it follows.
-            self._send(pack_progress(Progress(self._number, first, slots)), False)
             if self._num_ready == self._request.num_blocks:
-                self._tell_last("", self._num_ready)
+                self._tell_last("", first)
+            else:
+                self._send(pack_progress(Progress(self._number, first, self._slots[first : self._num_ready])), False)
         if self._lane is not None:
             self._fetcher.server.stay_awake(0.0 if done.last else _AWAKE_S)
         if done.last:

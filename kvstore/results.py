@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -136,6 +137,37 @@ class Match:
         return max([self.num_local, *(count for _, count in self.nodes)])
 
 
+class Work(Generic[T]):
+    """What a job does, once: on a thread of the client, or on the one that waits for it if that comes first.
+
+    Args:
+        run: does it.
+        limit_s: it takes hardly longer; who waits for less does not do it.
+    """
+
+    def __init__(self, run: Callable[[], T], limit_s: float) -> None:
+        self._run, self.limit_s = run, limit_s
+        self._lock = threading.Lock()
+        self.future: Future[T] = Future()
+
+    def do(self) -> bool:
+        """Do it unless somebody does or the job was given up; whether it was done here."""
+        if not self._lock.acquire(blocking=False) or not self.future.set_running_or_notify_cancel():
+            return False
+        try:
+            result = self._run()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for.
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+        return True
+
+    def see_done(self) -> None:
+        """Do it, or wait for who does, as long as its own waits last."""
+        if not self.do():
+            wait([self.future])
+
+
 class Job(Generic[T]):
     """A save or load that runs in the background. May be awaited."""
 
@@ -145,8 +177,10 @@ class Job(Generic[T]):
         what: str,
         abandon: Callable[[float], bool],
         wait_on: Callable[[Any, float], bool] | None = None,
+        work: Work[T] | None = None,
     ) -> None:
         self._future, self._what, self._abandon, self._wait_on = future, what, abandon, wait_on
+        self._work = work
 
     def __repr__(self) -> str:
         return f"Job({self._what}, {'done' if self.done() else 'running'})"
@@ -158,6 +192,8 @@ class Job(Generic[T]):
     def result(self, timeout: float | None = 60.0) -> T:
         """Wait for the end and return what came of it.
 
+        A fetch whose own time is no longer than that may be run by the calling thread, which would only wait.
+
         Args:
             timeout: seconds; None waits for as long as the job takes, which its own timeouts bound.
 
@@ -165,6 +201,8 @@ class Job(Generic[T]):
             JobRunning: it goes on, and goes on using the engine's blocks; wait again or `abandon` it.
             KVStoreError: it failed.
         """
+        if self._work is not None and (timeout is None or timeout >= self._work.limit_s):
+            self._work.do()
         try:
             return self._future.result(timeout)
         except TimeoutError as error:
@@ -210,7 +248,7 @@ class Job(Generic[T]):
         return self._future.cancel() or self._abandon(timeout)
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
-        """Call `callback(self)` at the end, on a thread of the client."""
+        """Call `callback(self)` at the end, on the thread that ran the job."""
         self._future.add_done_callback(lambda _: callback(self))
 
     def __await__(self) -> Generator[Any, None, T]:

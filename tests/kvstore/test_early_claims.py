@@ -11,8 +11,8 @@ from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.handoff_claim import _EarlyClaim
 from kvstore.handoff_messages import PeerClaimed, pack_peer_claimed
 from kvstore.results import MissReason
-from tests.kvstore.test_handoff import Held, fetch, reason, same
-from tests.kvstore.test_stages import nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
+from tests.kvstore.test_handoff import fetch, reason, same
+from tests.kvstore.test_stages import HeldBlocks, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
 
 
 @pytest.fixture
@@ -62,18 +62,18 @@ def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_
     wait_until,
 ):
     source, target = warm
-    held = Held(stages[1].transport)
+    held = HeldBlocks(stages[1].transport)
     cluster.movers["b"].mover._slabs._into = dict.fromkeys(cluster.movers["b"].mover._slabs._into, held)
-    ticket = source.client.publish(range(6))
-    first = target.client.fetch(ticket, list(range(6)))
+    ticket = source.client.publish(range(8))
+    first = target.client.fetch(ticket, list(range(8)))
     wait_until(lambda: len(held._waiting) == 2)  # Its two chunks.
     before = target.bytes()
-    assert reason(fetch(target, ticket, range(20, 26))) is MissReason.USED
+    assert reason(fetch(target, ticket, range(20, 28))) is MissReason.USED
     assert target.bytes() == before
     assert len(held._waiting) == 2, "nothing was read for it"
     held.go.set()
-    assert first.result(10).num_blocks == 6
-    assert all(same(source, range(6), target, range(6)))
+    assert first.result(10).num_blocks == 8
+    assert all(same(source, range(8), target, range(8)))
     nothing_held(cluster, wait_until)
 
 

@@ -1,6 +1,7 @@
 """Hand-offs between clients of one and of two node stores: right bytes once, or a reason, and nothing left behind."""
 
 import dataclasses
+import itertools
 import pickle
 import threading
 import time
@@ -329,12 +330,13 @@ class Held:
 
     def __init__(self, transport):
         self._transport, self.go, self._waiting, self._begun = transport, threading.Event(), {}, {}
+        self._handles = itertools.count()
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
     def post(self, request):
-        handle = 1000 + len(self._waiting)
+        handle = 1000 + next(self._handles)
         self._waiting[handle] = request
         return handle
 
