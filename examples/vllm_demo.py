@@ -47,7 +47,12 @@ def save_model(folder: str) -> str:
 
 
 def make_engine(
-    model: str, block_size: int, stored_block_size: int = 0, address: str | None = None, device: str = "cpu"
+    model: str,
+    block_size: int,
+    stored_block_size: int = 0,
+    address: str | None = None,
+    device: str = "cpu",
+    save: str = "prompt",
 ) -> Any:
     """Make an engine on the store; with a stored block size of its own it shares with engines of other ones."""
     from vllm import LLM
@@ -61,6 +66,7 @@ def make_engine(
         kv_connector_extra_config={
             "address": address,
             "block_size": stored_block_size,
+            "save": save,
             "portable": bool(stored_block_size) and device == "cpu",
         },
     )
@@ -73,13 +79,20 @@ def make_engine(
     )  # fmt: skip
 
 
-def generate(engine: Any, tokens: list[int], *, num_tokens: int = 8, cold: bool = False) -> dict[str, Any]:
-    """Answer a prompt; a cold one reads no cache."""
+def generate(
+    engine: Any,
+    tokens: list[int],
+    *,
+    num_tokens: int = 8,
+    cold: bool = False,
+    transfer: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Answer a prompt; a cold one reads no cache. `transfer` are vLLM's kv_transfer_params."""
     from vllm import SamplingParams
 
     options = SamplingParams(
         temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False,
-        skip_reading_prefix_cache=cold,
+        skip_reading_prefix_cache=cold, extra_args={"kv_transfer_params": transfer} if transfer else None,
     )  # fmt: skip
     (output,) = engine.generate([{"prompt_token_ids": tokens}], options, use_tqdm=False)
     text = output.outputs[0]
@@ -88,6 +101,7 @@ def generate(engine: Any, tokens: list[int], *, num_tokens: int = 8, cold: bool 
         "logprobs": [step[token].logprob for step, token in zip(text.logprobs, text.token_ids, strict=True)],
         "num_cached": output.num_cached_tokens or 0,
         "first_token_s": output.metrics.first_token_latency,
+        "transfer": output.kv_transfer_params,
     }
 
 

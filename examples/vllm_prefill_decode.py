@@ -3,6 +3,8 @@
 The prefill engine has blocks of 16 tokens, the decode engine blocks of 32. Prompts are prefilled on one node, which
 saves them; the decode engine on the other finds them, fetches what it lacks over NIXL, and goes on. Every answer is
 compared with one that the decode engine computed from nothing. Exits with 1 when one differs, or came from nowhere.
+
+With --handoff nothing is saved: the prefill engine's answer has a ticket, and with that the decode engine fetches them.
 """
 
 from __future__ import annotations
@@ -34,25 +36,26 @@ PROMPTS = [  # name, tokens in common, tokens of its own
 class Worker:
     """An actor with an engine in it."""
 
-    def __init__(self, model: str, block_size: int, device: str) -> None:
-        self._engine = make_engine(model, block_size, stored_block_size=STORED_BLOCK_SIZE, device=device)
+    def __init__(self, model: str, block_size: int, device: str, save: str) -> None:
+        self._engine = make_engine(model, block_size, stored_block_size=STORED_BLOCK_SIZE, device=device, save=save)
 
     def ready(self) -> bool:
         return True
 
-    def prefill(self, tokens: list[int]) -> dict[str, Any]:
-        answer = generate(self._engine, tokens, num_tokens=1)
-        finish_saves(self._engine)
+    def prefill(self, tokens: list[int], handoff: bool) -> dict[str, Any]:
+        answer = generate(self._engine, tokens, num_tokens=1, transfer={"do_remote_decode": True} if handoff else None)
+        if not handoff:
+            finish_saves(self._engine)
         return answer
 
-    def decode(self, tokens: list[int]) -> dict[str, Any]:
-        return generate(self._engine, tokens)
+    def decode(self, tokens: list[int], transfer: dict[str, Any] | None) -> dict[str, Any]:
+        return generate(self._engine, tokens, transfer=transfer)
 
     def alone(self, tokens: list[int]) -> dict[str, Any]:
         return generate(self._engine, tokens, cold=True)
 
 
-def run(model: str, device: str) -> list[dict[str, Any]]:
+def run(model: str, device: str, handoff: bool) -> list[dict[str, Any]]:
     """Send every prompt through both engines; one row for each."""
     import numpy as np
     import ray
@@ -66,7 +69,7 @@ def run(model: str, device: str) -> list[dict[str, Any]]:
             engines = [
                 ray.remote(Worker)
                 .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                .remote(model, block_size, device)
+                .remote(model, block_size, device, "none" if handoff else "prompt")
                 for node, block_size in zip(nodes, (16, 32), strict=True)
             ]
             ray.get([engine.ready.remote() for engine in engines], timeout=START_S)
@@ -81,8 +84,8 @@ def run(model: str, device: str) -> list[dict[str, Any]]:
             rows = []
             for name, num_shared, num_own in PROMPTS:
                 tokens = system[:num_shared] + random.integers(0, VOCABULARY, num_own).tolist()
-                first = ray.get(prefill.prefill.remote(tokens), timeout=CALL_S)
-                answer = ray.get(decode.decode.remote(tokens), timeout=CALL_S)
+                first = ray.get(prefill.prefill.remote(tokens, handoff), timeout=CALL_S)
+                answer = ray.get(decode.decode.remote(tokens, first["transfer"]), timeout=CALL_S)
                 alone = ray.get(decode.alone.remote(tokens), timeout=CALL_S)
                 wanted = len(tokens) // STORED_BLOCK_SIZE * STORED_BLOCK_SIZE
                 identical = same(answer, alone) and first["tokens"] == answer["tokens"][:1]
@@ -104,8 +107,8 @@ def run(model: str, device: str) -> list[dict[str, Any]]:
             store.stop()
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="vLLM: prefilled on one node, decoded on the other")
+def show(rows: list[dict[str, Any]], way: str) -> None:
+    table = Table(title=f"vLLM: prefilled on one node, decoded on the other, {way}")
     for name in ("prompt", "tokens", "found", "TTFT ms", "without ms", "identical"):
         table.add_column(name, justify="left" if name == "prompt" else "right")
     for row in rows:
@@ -117,17 +120,18 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="A GPU is shared.")
+@click.option("--handoff", is_flag=True, help="Pass blocks on with tickets, not through the store.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as one JSON list.")
-def main(device: str, as_json: bool) -> None:
+def main(device: str, handoff: bool, as_json: bool) -> None:
     """Prefill with one vLLM engine, decode with another."""
     need_vllm("demo-vllm")
     with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
         private_environment(folder)
-        rows = run(save_model(f"{folder}/model"), device)
+        rows = run(save_model(f"{folder}/model"), device, handoff)
     if as_json:
         print(json.dumps(rows))
     else:
-        show(rows)
+        show(rows, "by hand-off" if handoff else "through the store")
     if not all(row["ok"] for row in rows):
         sys.exit("an answer changed, or blocks were not found")
 

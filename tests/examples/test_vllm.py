@@ -33,8 +33,9 @@ def test_answers_are_the_same_cold_and_warm_and_blocks_come_from_the_store(run_e
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_S + 2 * START_S)
-def test_what_one_node_prefilled_another_decodes_the_same(run_example):
-    run = run_example(sys.executable, "examples/vllm_prefill_decode.py", "--json", timeout_s=RUN_S)
+@pytest.mark.parametrize("options", [[], ["--handoff"]])
+def test_what_one_node_prefilled_another_decodes_the_same(run_example, options):
+    run = run_example(sys.executable, "examples/vllm_prefill_decode.py", "--json", *options, timeout_s=RUN_S)
 
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(run.stdout.splitlines()[-1])

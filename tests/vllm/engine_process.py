@@ -58,10 +58,10 @@ class EngineProcess:
 
     # Requests one by one.
 
-    def add(self, name, tokens, salt=None, max_tokens=8, cold=False, lora=None):
+    def add(self, name, tokens, salt=None, max_tokens=8, cold=False, lora=None, transfer=None):
         options = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False,
-            skip_reading_prefix_cache=cold,
+            skip_reading_prefix_cache=cold, extra_args={"kv_transfer_params": transfer} if transfer else None,
         )  # fmt: skip
         prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
         adapter = LoRARequest(*lora) if lora else None
@@ -124,6 +124,7 @@ class EngineProcess:
         return {
             "tokens": list(text.token_ids), "logprobs": logprobs, "num_cached": output.num_cached_tokens or 0,
             "reason": text.finish_reason, "first_s": self._first_s[output.request_id],
+            "transfer": output.kv_transfer_params,
         }  # fmt: skip
 
     def reset(self, connector=False):
@@ -144,7 +145,8 @@ class EngineProcess:
     def tracked(self):
         """How many requests the connector's halves still know."""
         side, rank = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
-        return len(side._tracked) + len(side._ending) + len(rank._loads) + len(rank._saves) + len(rank._unsent)
+        held = (side._tracked, side._ending, rank._loads, rank._saves, rank._unsent, rank.publishing)
+        return sum(len(each) for each in held)
 
     def events(self):
         return self.scheduler.connector.take_events()

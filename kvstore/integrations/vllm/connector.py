@@ -61,12 +61,15 @@ class RaykvConnector(KVConnectorBase_V1):
                 int(vllm_config.parallel_config.world_size),
                 loads=bool(transfer.is_kv_consumer),
                 saves=bool(transfer.is_kv_producer) and options.save is not SavePolicy.NONE,
+                publishes=bool(transfer.is_kv_producer),
                 emits_events=bool(getattr(events, "enable_kv_cache_events", False)),
                 stats=self.stats,
             )
         else:
-            part, is_saver = part_of(vllm_config, *_ranks())
-            self._worker = WorkerSide(options, vllm_config, spec, part, is_saver, self.stats)
+            tp_rank, pp_rank = _ranks()
+            part, is_saver = part_of(vllm_config, tp_rank, pp_rank)
+            rank = pp_rank * int(vllm_config.parallel_config.tensor_parallel_size) + tp_rank
+            self._worker = WorkerSide(options, vllm_config, spec, part, rank, is_saver, self.stats)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -86,15 +89,15 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Take what the workers found."""
-        found = [hello.space for hello in metadata.values() if isinstance(hello, WorkerHello)]
+        found = [hello for hello in metadata.values() if isinstance(hello, WorkerHello)]
         if not found:
             return
-        if any(space.digest != found[0].digest for space in found):
+        if any(hello.space.digest != found[0].space.digest for hello in found):
             raise ConfigError(
                 "RaykvConnector: wanted workers that all hold the same kind of blocks, got different ones: "
-                f"{sorted({str(space) for space in found})}; give every pipeline stage the same number of layers"
+                f"{sorted({str(hello.space) for hello in found})}; give every pipeline stage the same number of layers"
             )
-        self._side().open(found[0])
+        self._side().open(found)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
         """Take what the workers found; keyed by pipeline and tensor rank."""
@@ -129,8 +132,8 @@ class RaykvConnector(KVConnectorBase_V1):
 
     @_timed
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether a request's blocks have to stay for a save that is under way."""
-        return self._side().ended(request), None
+        """Say whether a request's blocks have to stay for copies under way, and what the decode engine gets."""
+        return self._side().ended(request)
 
     def take_events(self) -> Iterable[Any]:
         """Return KV cache events of what came into the store."""
@@ -148,8 +151,7 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def get_handshake_metadata(self) -> WorkerHello | None:
         """Tell the scheduler's half what the tensors showed."""
-        space = self._rank().space
-        return None if space is None else WorkerHello(space)
+        return self._rank().hello()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """End the saves of blocks that are about to be overwritten."""
@@ -171,6 +173,7 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose saves, and those whose loads, are through."""
+        self._rank().publishing.forget(finished_req_ids)
         sent, received = self._rank().poll(self._get_connector_metadata())
         return sent or None, received or None
 

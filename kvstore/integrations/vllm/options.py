@@ -41,7 +41,8 @@ class Options:
         save: a `SavePolicy`, or its value.
         remote: also use what only other nodes have.
         lookup_wait_s: how long the store may take for one answer before requests are computed without it.
-        load_timeout_s: a load that takes longer than this has failed.
+        load_timeout_s: a load or fetch that takes longer than this has failed.
+        handoff_ttl_s: how long a prefilled request's blocks are kept for the engine that decodes it.
 
     Raises:
         ConfigError: a value cannot work.
@@ -60,6 +61,7 @@ class Options:
     remote: bool = True
     lookup_wait_s: float = 0.5
     load_timeout_s: float = 5.0
+    handoff_ttl_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("store", "salt"):
@@ -69,7 +71,7 @@ class Options:
         for name in ("block_size", "num_layer_groups"):
             value = getattr(self, name)
             _require(type(value) is int and value >= 0, name, "a whole number of at least 0", value)
-        for name in ("lookup_wait_s", "load_timeout_s"):
+        for name in ("lookup_wait_s", "load_timeout_s", "handoff_ttl_s"):
             value = getattr(self, name)
             fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3600
             _require(fits, name, "seconds above 0, below 3600", value)

@@ -13,7 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstore.handoff import HandoffTicket
 from kvstore.hashing import BlockHashes, Namespace
+from kvstore.integrations.vllm.handover import Desk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +27,14 @@ class LoadPlan:
         hashes: from the root of the chain on.
         block_ids: the engine's blocks for their tokens.
         num_engine_tokens: tokens at the front that the engine has already, in blocks that others may read.
+        tickets: of a hand-off, one for each worker, in place of what the store has.
     """
 
     req_id: str
     hashes: BlockHashes
     block_ids: list[int]
     num_engine_tokens: int
+    tickets: tuple[HandoffTicket, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,21 @@ class SavePlan:
     block_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishPlan:
+    """Blocks of one prompt to hand off, whose last ones are computed in this step.
+
+    Args:
+        req_id: the request.
+        tickets: under which each worker publishes, by rank.
+        block_ids: the engine's blocks for their tokens.
+    """
+
+    req_id: str
+    tickets: tuple[HandoffTicket, ...]
+    block_ids: list[int]
+
+
 class Wakeup(threading.Event):
     """Ends a worker's wait where it shares the scheduler's process; one that was sent to another is never set."""
 
@@ -62,6 +81,8 @@ class StepPlan(KVConnectorMetadata):
     Args:
         loads: to begin in this step.
         saves: to begin when this step is computed.
+        publications: likewise.
+        withdrawn: requests whose tickets nobody will get.
         settle: requests whose blocks are overwritten in this step; none of their saves may still read them.
         ending: finished requests whose blocks vLLM keeps until they are reported as sent.
         is_computing: whether any token is computed in this step.
@@ -73,6 +94,8 @@ class StepPlan(KVConnectorMetadata):
 
     loads: list[LoadPlan] = field(default_factory=list)
     saves: list[SavePlan] = field(default_factory=list)
+    publications: list[PublishPlan] = field(default_factory=list)
+    withdrawn: set[str] = field(default_factory=set)
     settle: set[str] = field(default_factory=set)
     ending: set[str] = field(default_factory=set)
     is_computing: bool = False
@@ -87,19 +110,22 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What the workers tell the scheduler's half after a step; those of several workers are put together.
 
     Args:
-        saves_ended: for each request, how many of its saves came to an end on how many workers, well or badly.
+        saves_ended: for each request, how many of its saves and publications came to an end on how many workers, well
+            or badly.
         failed_loads: for each request with a load that failed, the tokens that are right.
         stored: blocks that are in the store now, for each save that wrote some: (request, blocks from the root).
         num_drops: workers that have dropped their saves, as they were told.
+        desks: where workers publish, by rank, if that is news.
     """
 
     saves_ended: Counter[str] = field(default_factory=Counter)
     failed_loads: dict[str, int] = field(default_factory=dict)
     stored: list[tuple[str, int]] = field(default_factory=list)
     num_drops: int = 0
+    desks: dict[int, Desk] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.saves_ended or self.failed_loads or self.stored or self.num_drops)
+        return bool(self.saves_ended or self.failed_loads or self.stored or self.num_drops or self.desks)
 
     def aggregate(self, other: Any) -> WorkerReport:
         """Put two reports of one step together."""
@@ -111,6 +137,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             failed_loads=failed,
             stored=self.stored + other.stored,
             num_drops=self.num_drops + other.num_drops,
+            desks=self.desks | other.desks,
         )
 
 
@@ -120,6 +147,8 @@ class WorkerHello(KVConnectorHandshakeMetadata):
 
     Args:
         space: what the blocks of this engine mean; all workers must have found the same.
+        desks: where this worker publishes, by its rank.
     """
 
     space: Namespace
+    desks: dict[int, Desk] = field(default_factory=dict)

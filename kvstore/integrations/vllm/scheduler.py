@@ -8,16 +8,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.integrations.vllm.events import stored_event
+from kvstore.integrations.vllm.handoffs import HandoffSide
 from kvstore.integrations.vllm.keys import hash_prompt
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.lookups import Lookups, Question
 from kvstore.integrations.vllm.options import Options, SavePolicy
-from kvstore.integrations.vllm.plan import LoadPlan, SavePlan, StepPlan, Wakeup, WorkerReport
+from kvstore.integrations.vllm.plan import (
+    LoadPlan,
+    SavePlan,
+    StepPlan,
+    Wakeup,
+    WorkerHello,
+    WorkerReport,
+)
 from kvstore.integrations.vllm.stats import Stats
 from kvstore.integrations.vllm.tracked import Tracked
 
@@ -37,6 +46,7 @@ class SchedulerSide:
         num_workers: that report about each load and save.
         loads: whether this engine uses what is stored.
         saves: whether it stores what it computes.
+        publishes: whether it may be asked to hand blocks off.
         emits_events: whether anybody reads KV cache events.
         stats: gets times and counts.
     """
@@ -49,14 +59,17 @@ class SchedulerSide:
         *,
         loads: bool,
         saves: bool,
+        publishes: bool,
         emits_events: bool,
         stats: Stats,
     ) -> None:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
-        self._loads, self._saves, self._emits_events, self._stats = loads, saves, emits_events, stats
+        self._loads, self._saves, self._publishes = loads, saves, publishes
+        self._emits_events, self._stats = emits_events, stats
         self._space: Namespace | None = None
         self._link: StoreLink | None = None
         self._lookups: Lookups | None = None
+        self._handoffs: HandoffSide | None = None
         self._tracked: dict[str, Tracked] = {}
         #: Ended, with saves under way.
         self._ending: dict[str, Tracked] = {}
@@ -67,13 +80,19 @@ class SchedulerSide:
         self._num_drops_open = 0
         self._clearing: threading.Thread | None = None
 
-    def open(self, space: Namespace) -> None:
+    def open(self, found: Sequence[WorkerHello]) -> None:
         """Begin, with what the workers found; until then nothing is loaded or saved.
 
         Raises:
             StoreNotRunning: there is no store on this node.
         """
+        space = found[0].space
         self._space, self._link = space, StoreLink(self._options, space)
+        self._handoffs = HandoffSide(
+            space, self._engine_block_size, self._num_workers, self._publishes, self._options.handoff_ttl_s, self._stats
+        )
+        for hello in found:
+            self._handoffs.learn(hello.desks)
         self._lookups = Lookups(
             self._link, self._options.remote, self._options.lookup_wait_s, self._stats, self._answered
         )
@@ -89,11 +108,12 @@ class SchedulerSide:
 
     def begin(self, request: Any) -> None:
         """Have a new request looked up, so that the answer is there when vLLM asks."""
-        if self._lookups is None or request.request_id in self._tracked or getattr(request, "resumable", False):
+        if self._handoffs is None or request.request_id in self._tracked or getattr(request, "resumable", False):
             return
         tracked = self._tracked[request.request_id] = Tracked(request, may_load=self._loads, may_save=self._saves)
         if request.skip_reading_prefix_cache:
             tracked.may_load = False
+        self._handoffs.begin(tracked)
         self._ask(tracked)
 
     def match(self, request: Any, num_engine_tokens: int) -> tuple[int | None, bool]:
@@ -120,7 +140,15 @@ class SchedulerSide:
         if not question.done:
             self._stats.count("num_late_lookups")
         tracked.hashes = tracked.hashes if question.hashes is None else question.hashes
-        num_new = question.num_blocks * size - num_engine_tokens
+        num_blocks = question.num_blocks
+        if tracked.arriving is not None and tracked.hashes is not None:
+            assert self._handoffs is not None
+            num_blocks = self._handoffs.num_arriving(tracked, tracked.hashes)
+            if not num_blocks:  # So the store is to be asked after all.
+                self._ask(tracked)
+                self._plan.num_waiting += 1
+                return None, False
+        num_new = num_blocks * size - num_engine_tokens
         if not tracked.may_load or num_new <= 0 or self._num_drops_open:
             return 0, False
         return num_new, True
@@ -134,15 +162,19 @@ class SchedulerSide:
         num_blocks = -(-(tracked.num_engine_tokens + num_external_tokens) // size)
         ids = list(blocks.get_block_ids()[0])[: -(-num_blocks * size // self._engine_block_size)]
         tracked.is_loading = True
+        handover, tracked.arriving = tracked.arriving, None  # A ticket is good for one fetch.
         self._plan.loads.append(
             LoadPlan(
                 req_id=request.request_id,
                 hashes=tracked.hashes[:num_blocks],
                 block_ids=ids,
                 num_engine_tokens=tracked.num_engine_tokens,
+                tickets=() if handover is None else handover.tickets,
             )
         )
-        tracked.num_saved = num_blocks
+        tracked.is_fetching = handover is not None
+        if handover is None:  # What was handed off the store may not have.
+            tracked.num_saved = num_blocks
 
     def plan(self, output: Any) -> StepPlan:
         """Return what the workers have to do in this step, and begin to collect for the next one."""
@@ -168,18 +200,29 @@ class SchedulerSide:
                 tracked.block_ids.extend(ids[0] if ids else ())
                 begins[req_id] = begin
         for req_id, begin in begins.items():
-            self._plan_save(plan, req_id, begin, begin + output.num_scheduled_tokens[req_id])
+            end = begin + output.num_scheduled_tokens[req_id]
+            self._plan_save(plan, req_id, begin, end)
+            if self._handoffs is not None:
+                self._handoffs.plan(plan, self._tracked[req_id], begin, end)
         return plan
 
-    def ended(self, request: Any) -> bool:
-        """Forget a request; whether vLLM has to keep its blocks until they are reported as sent."""
+    def ended(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request.
+
+        Returns:
+            Whether vLLM has to keep its blocks until they are reported as sent, and the params for the engine that
+            decodes it.
+        """
         tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return False, None
+        params = self._handoffs.end(self._plan, tracked) if self._handoffs is not None else None
         # vLLM keeps the blocks of a load under way by itself.
-        if tracked is None or tracked.is_loading or not tracked.num_saves_open:
-            return False
+        if tracked.is_loading or not tracked.num_saves_open:
+            return False, params
         self._plan.ending.add(request.request_id)
         self._ending[request.request_id] = tracked
-        return True
+        return True, params
 
     def heard(self, received: set[str], report: WorkerReport | None) -> None:
         """Take in what the workers did."""
@@ -188,10 +231,13 @@ class SchedulerSide:
                 tracked.is_loading = False
         if report is None:
             return
+        if self._handoffs is not None:
+            self._handoffs.learn(report.desks)
         for req_id, num_tokens in report.failed_loads.items():
             if (tracked := self._tracked.get(req_id)) and self._space is not None:
-                # Not again: what failed once would fail, and be waited for, again and again.
-                tracked.may_load, tracked.question = False, None
+                # Not again: what failed once would fail, and be waited for, again and again. After a hand-off that
+                # failed the store is asked, if vLLM asks.
+                tracked.may_load, tracked.question = tracked.may_load and tracked.is_fetching, None
                 tracked.num_saved = min(tracked.num_saved, num_tokens // self._space.shape.block_size)
         for req_id, num_blocks in report.stored:
             tracked = self._tracked.get(req_id) or self._ending.get(req_id)
@@ -225,7 +271,8 @@ class SchedulerSide:
         is_loading = False
         for tracked in self._tracked.values():
             # Their blocks were computed before.
-            tracked.may_save, tracked.question = False, None
+            tracked.may_save = tracked.may_publish = False
+            tracked.question = None
             is_loading = is_loading or tracked.is_loading
         return self._clear() and not is_loading
 
@@ -248,7 +295,7 @@ class SchedulerSide:
         def make_hashes(space: Namespace = self._space) -> BlockHashes:
             return known if known is not None else hash_prompt(space, request)
 
-        tracked.question = Question(make_hashes, tracked.may_load)
+        tracked.question = Question(make_hashes, tracked.may_load and tracked.arriving is None)
         self._lookups.ask(tracked.question)
 
     def _plan_save(self, plan: StepPlan, req_id: str, begin: int, end: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.hashing import BlockHashes, Namespace
+from kvstore.integrations.vllm.handover import Handover
 from kvstore.integrations.vllm.keys import hash_blocks
 from kvstore.integrations.vllm.lookups import Question
 
@@ -24,6 +25,10 @@ class Tracked:
     is_loading: bool = False
     may_load: bool = True
     may_save: bool = True
+    may_publish: bool = False
+    arriving: Handover | None = None  # brought along, and not asked for yet
+    leaving: Handover | None = None  # published, for another engine
+    is_fetching: bool = False
 
     def is_covered(self, block_size: int, num_engine_tokens: int) -> bool:
         """Whether the engine's own cache has all that the store could have of the prompt."""

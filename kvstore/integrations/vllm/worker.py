@@ -11,11 +11,13 @@ from typing import Any
 
 from kvstore.client import Client
 from kvstore.errors import CopyStuck, KVStoreError, LayoutMismatch
+from kvstore.handoff import HandoffTicket
 from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.interior import TokenRows, axes_inside, order_inside
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options
-from kvstore.integrations.vllm.plan import LoadPlan, SavePlan, StepPlan, WorkerReport
+from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan, SavePlan, StepPlan, WorkerHello, WorkerReport
+from kvstore.integrations.vllm.publishing import Publishing
 from kvstore.integrations.vllm.space import in_order_of_layers, make_space
 from kvstore.integrations.vllm.stats import Stats
 from kvstore.part import Part
@@ -47,13 +49,18 @@ class WorkerSide:
         config: vLLM's.
         spec: of the one KV cache group.
         part: which part of every block this rank holds.
+        rank: among all workers of the engine.
         is_saver: whether this rank saves it; where several hold the same heads, one does.
         stats: gets times and counts.
     """
 
-    def __init__(self, options: Options, config: Any, spec: Any, part: Part, is_saver: bool, stats: Stats) -> None:
+    def __init__(
+        self, options: Options, config: Any, spec: Any, part: Part, rank: int, is_saver: bool, stats: Stats
+    ) -> None:
         self._options, self._config, self._spec = options, config, spec
         self._part, self._is_saver, self._stats = part, is_saver, stats
+        #: Hand-offs of this rank.
+        self.publishing = Publishing(rank, part, options.handoff_ttl_s)
         self._link: StoreLink | None = None
         self._pages_in_block = 1
         self._rows: TokenRows | None = None
@@ -107,6 +114,10 @@ class WorkerSide:
         self.space = space
         self._link = StoreLink(self._options, space, self._part, register)
 
+    def hello(self) -> WorkerHello | None:
+        """Return what the scheduler's half has to know before the first step; None before `register`."""
+        return None if self.space is None else WorkerHello(self.space, self.publishing.news(self._client()))
+
     def settle(self, plan: StepPlan) -> None:
         """Make sure that nothing reads blocks any more that are overwritten in this step; may be called again."""
         for req_id in plan.settle & self._saves.keys():
@@ -119,13 +130,16 @@ class WorkerSide:
             for req_id in list(self._saves):
                 self._end_saves(req_id, 0.0)
             self._report.num_drops += 1
+        if plan.withdrawn:
+            self._stats.count("num_withdrawn", self.publishing.withdraw(plan.withdrawn))
         for load in plan.loads:
             self._begin_load(load)
         self._unsent |= plan.ending
 
     def save(self, plan: StepPlan) -> None:
-        """Start the saves of a step that was computed. The blocks stay as they are until they are reported as sent."""
-        for save in plan.saves:
+        """Start the saves and publications of a step that was computed; vLLM keeps the blocks until they have ended."""
+        begun: list[SavePlan | PublishPlan] = [*plan.publications, *plan.saves]
+        for save in begun:
             self._begin_save(save)
 
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
@@ -152,6 +166,7 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler's half has to hear of this step."""
         report, self._report = self._report, WorkerReport()
+        report.desks = self.publishing.news(self._client())
         return report or None
 
     def close(self) -> None:
@@ -162,15 +177,21 @@ class WorkerSide:
             self._link.close()
         self._loads.clear()
 
+    def _client(self) -> Client | None:
+        return self._link.client() if self._link is not None else None
+
     def _begin_load(self, plan: LoadPlan) -> None:
-        client = self._link.client() if self._link is not None else None
+        client = self._client()
         if client is None:
             self._fail(plan, plan.num_engine_tokens, MissReason.STORE_LOST.value)
             return
+        pages, timeout_s = self._pages(plan.block_ids), self._options.load_timeout_s
+        job: Job[Any]
         try:
-            job = client.load(
-                plan.hashes, self._pages(plan.block_ids), plan.num_engine_tokens, timeout_s=self._options.load_timeout_s
-            )
+            if plan.tickets:
+                job = self.publishing.fetch(client, plan, pages, timeout_s)
+            else:
+                job = client.load(plan.hashes, pages, plan.num_engine_tokens, timeout_s=timeout_s)
         except KVStoreError as error:
             logger.warning("a load could not begin: %s", error)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
@@ -200,9 +221,10 @@ class WorkerSide:
             self._lost(load.client)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
-        self._stats.time("load", time.perf_counter() - load.begin_s)
-        self._stats.count("num_loaded_local_blocks", result.num_local)
-        self._stats.count("num_loaded_peer_blocks", result.num_peer)
+        verb = "fetch" if plan.tickets else "load"
+        self._stats.time(verb, time.perf_counter() - load.begin_s)
+        self._stats.count(f"num_{verb}ed_local_blocks", result.num_local)
+        self._stats.count(f"num_{verb}ed_peer_blocks", result.num_peer)
         if self._rows is not None:
             own, size_engine = plan.num_engine_tokens, int(self._spec.block_size)
             self._rows.give(plan.block_ids[own // size_engine : -(-result.num_blocks * size // size_engine)])
@@ -221,25 +243,31 @@ class WorkerSide:
         self._report.failed_loads[plan.req_id] = num_right_tokens
         # vLLM waits for a request until it is received, whatever came of it.
         self._received.add(plan.req_id)
-        self._stats.count("num_failed_loads")
-        self._stats.count(f"num_failed_loads_{reason}")
+        what = "fetches" if plan.tickets else "loads"
+        self._stats.count(f"num_failed_{what}")
+        self._stats.count(f"num_failed_{what}_{reason}")
 
-    def _begin_save(self, plan: SavePlan) -> None:
-        client = self._link.client() if self._link is not None and self._is_saver else None
+    def _begin_save(self, plan: SavePlan | PublishPlan) -> None:
+        client = self._client() if self._is_saver or isinstance(plan, PublishPlan) else None
         if client is None:
             self._report.saves_ended[plan.req_id] += 1
             return
         if self._rows is not None:
             self._rows.take(plan.block_ids)
+        pages = self._pages(plan.block_ids)
+        job: Job[Any]
         try:
-            job = client.save(plan.hashes, self._pages(plan.block_ids))
+            if isinstance(plan, PublishPlan):
+                job = self.publishing.publish(client, plan, pages)
+            else:
+                job = client.save(plan.hashes, pages)
         except KVStoreError as error:
-            self._count_failed_save(client, error)
+            self._count_failed_save(plan, client, error)
             self._report.saves_ended[plan.req_id] += 1
             return
         self._saves.setdefault(plan.req_id, []).append(self._running(plan, client, job))
 
-    def _running(self, plan: LoadPlan | SavePlan, client: Client, job: Job[Any]) -> Running:
+    def _running(self, plan: LoadPlan | SavePlan | PublishPlan, client: Client, job: Job[Any]) -> Running:
         job.add_done_callback(lambda _: self._job_ended.set())
         return Running(plan, client, job, time.perf_counter())
 
@@ -252,11 +280,15 @@ class WorkerSide:
     def _end_save(self, save: Running) -> None:
         self._report.saves_ended[save.plan.req_id] += 1
         try:
-            result: SaveResult = save.job.result(0)
+            result: SaveResult | HandoffTicket = save.job.result(0)
         except CopyStuck:
             raise
         except KVStoreError as error:
-            self._count_failed_save(save.client, error)
+            self._count_failed_save(save.plan, save.client, error)
+            return
+        if isinstance(result, HandoffTicket):
+            self._stats.time("publish", time.perf_counter() - save.begin_s)
+            self._stats.count("num_published_blocks", result.num_blocks)
             return
         self._stats.time("save", time.perf_counter() - save.begin_s)
         self._stats.count("num_saved_blocks", result.num_written)
@@ -281,9 +313,13 @@ class WorkerSide:
                 self._report.saves_ended[req_id] += 1
                 self._stats.count("num_abandoned_saves")
 
-    def _count_failed_save(self, client: Client, error: KVStoreError) -> None:
-        self._stats.count("num_failed_saves")
-        logger.info("a save failed: %s", error)
+    def _count_failed_save(self, plan: SavePlan | PublishPlan, client: Client, error: KVStoreError) -> None:
+        if isinstance(plan, PublishPlan):
+            self._stats.count("num_failed_publications")
+            logger.warning("a request could not be handed off, and is computed by who decodes it: %s", error)
+        else:
+            self._stats.count("num_failed_saves")
+            logger.info("a save failed: %s", error)
         if self._link is not None:
             self._link.failed(client, error)
 

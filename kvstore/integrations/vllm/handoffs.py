@@ -1,0 +1,127 @@
+"""The scheduler's half of hand-offs: which blocks are for another engine, and which come from one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from kvstore.errors import InvalidRequest
+from kvstore.handoff import HandoffTicket, expiry_after
+from kvstore.hashing import BlockHashes, Namespace
+from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, Handover
+from kvstore.integrations.vllm.plan import PublishPlan, StepPlan
+from kvstore.integrations.vllm.stats import Stats
+from kvstore.integrations.vllm.tracked import Tracked
+
+logger = logging.getLogger(__name__)
+
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class HandoffSide:
+    """One for each engine.
+
+    Args:
+        space: what the blocks mean.
+        engine_block_size: tokens of vLLM's blocks.
+        num_workers: of this engine; each publishes, and fetches, its part.
+        publishes: whether the engine hands its blocks off when a request asks for it.
+        ttl_s: how long they are kept for who decodes it.
+        stats: gets counts.
+    """
+
+    def __init__(
+        self, space: Namespace, engine_block_size: int, num_workers: int, publishes: bool, ttl_s: float, stats: Stats
+    ) -> None:
+        self._space, self._engine_block_size, self._num_workers = space, engine_block_size, num_workers
+        self._publishes, self._ttl_s, self._stats = publishes, ttl_s, stats
+        self._desks: dict[int, Desk] = {}
+
+    def learn(self, desks: Mapping[int, Desk]) -> None:
+        """Take in where workers publish, by rank; they say so at first, and when their store was restarted."""
+        self._desks.update(desks)
+
+    def begin(self, tracked: Tracked) -> None:
+        """Read the params of a new request, which goes on as if it had none where they are of no use."""
+        request = tracked.request
+        params = getattr(request, "kv_transfer_params", None) or {}
+        tracked.may_publish = self._publishes and bool(params.get(DO_DECODE))
+        if not params.get(DO_PREFILL) or not tracked.may_load:
+            return
+        try:
+            tracked.arriving = Handover.from_params(params)
+            self._check(tracked.arriving)
+        except InvalidRequest as error:
+            tracked.arriving = None
+            self._stats.count("num_bad_tickets")
+            logger.error("request %s goes on without its ticket: %s", request.request_id, error)
+
+    def num_arriving(self, tracked: Tracked, hashes: BlockHashes) -> int:
+        """Return how many blocks a request brings tickets for; drops those that turn out to be for another prompt."""
+        if tracked.arriving is not None and tracked.arriving.is_for(hashes):
+            return tracked.arriving.num_blocks
+        tracked.arriving = None
+        self._stats.count("num_bad_tickets")
+        logger.error("request %s goes on without its ticket, which is for another prompt", tracked.request.request_id)
+        return 0
+
+    def plan(self, plan: StepPlan, tracked: Tracked, begin: int, end: int) -> None:
+        """Hand a prompt off in the step that computes its end, tokens [begin, end).
+
+        A request that is sent back, and does so once more, is handed off under new tickets.
+        """
+        num_tokens = tracked.request.num_prompt_tokens
+        if not (tracked.may_publish and begin < num_tokens <= end) or tracked.hashes is None:
+            return
+        size = self._space.shape.block_size
+        num_blocks = num_tokens // size
+        tracked.leaving = self._name(tracked.hashes[:num_blocks])
+        if tracked.leaving is None:
+            return
+        ids = tracked.block_ids[: -(-num_blocks * size // self._engine_block_size)]
+        plan.publications.append(
+            PublishPlan(req_id=tracked.request.request_id, tickets=tracked.leaving.tickets, block_ids=ids)
+        )
+        tracked.num_saves_open += self._num_workers
+
+    def end(self, plan: StepPlan, tracked: Tracked) -> dict[str, Any] | None:
+        """Return the params of an ended request for the engine that decodes it; None when it is not handed off."""
+        if tracked.leaving is None:
+            return None
+        if tracked.request.status in _ENDED_WELL:
+            return tracked.leaving.to_params()
+        plan.withdrawn.add(tracked.request.request_id)
+        return None
+
+    def _name(self, hashes: BlockHashes) -> Handover | None:
+        if len(self._desks) < self._num_workers or not len(hashes):
+            return None
+        tickets = tuple(
+            HandoffTicket(
+                node_id=desk.node_id,
+                epoch=bytes.fromhex(desk.epoch),
+                namespace=self._space.digest,
+                num_blocks=len(hashes),
+                block_bytes=self._space.shape.block_bytes,
+                expires_s=expiry_after(self._ttl_s),
+                part=desk.part,
+            )
+            for _, desk in sorted(self._desks.items())
+        )
+        return Handover(tickets=tickets, last_hash=hashes[len(hashes) - 1])
+
+    def _check(self, handover: Handover) -> None:
+        if (theirs := handover.tickets[0].namespace) != self._space.digest:
+            raise InvalidRequest(
+                f"kv_transfer_params[{TICKET!r}]: wanted blocks of namespace {self._space.digest.hex()[:16]}, got "
+                f"{theirs.hex()[:16]}; prefill and decode need the same model, dtype, stored block_size and salt"
+            )
+        here = [desk.part for _, desk in sorted(self._desks.items())]
+        if (there := [ticket.part for ticket in handover.tickets]) != here:
+            raise InvalidRequest(
+                f"kv_transfer_params[{TICKET!r}]: wanted a ticket for each of the parts {here}, got {there}; give both "
+                "engines the same tensor- and pipeline-parallel sizes, or pass KV on through the store alone"
+            )

@@ -1,0 +1,87 @@
+"""Hand-offs as `kv_transfer_params` carry them, in the words of vLLM's NixlConnector, so that its proxies work.
+
+A request with `do_remote_decode` goes to a prefill engine, whose answer has the params that the decode engine gets:
+`do_remote_prefill`, and tickets of the prompt's full blocks.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+from kvstore.handoff import HandoffTicket
+from kvstore.hashing import BlockHashes
+
+TICKET = "raykv_ticket"
+DO_PREFILL, DO_DECODE = "do_remote_prefill", "do_remote_decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """Where one worker publishes: its ticket has to name that.
+
+    Args:
+        node_id: of its store.
+        epoch: the life of that store.
+        part: of every block that it holds, as (tp_rank, tp_size, pp_rank, pp_size).
+    """
+
+    node_id: str
+    epoch: str
+    part: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """The full blocks of a prompt, on their way from one engine to another.
+
+    Args:
+        tickets: one for each worker, by rank; each is good for its part of all blocks.
+        last_hash: of the last block. It stands for all tokens up to there and for all else that makes their KV, so
+            that blocks never come to a request that they are not for, whatever became of its params on the way.
+    """
+
+    tickets: tuple[HandoffTicket, ...]
+    last_hash: bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, from the prompt's first token on."""
+        return self.tickets[0].num_blocks
+
+    def is_for(self, hashes: BlockHashes) -> bool:
+        """Whether these are blocks of the prompt with these hashes."""
+        return self.num_blocks <= len(hashes) and hashes[self.num_blocks - 1] == self.last_hash
+
+    def to_params(self) -> dict[str, Any]:
+        """Return the `kv_transfer_params` for the decode engine; plain values, for JSON."""
+        parts = [base64.b64encode(ticket.to_bytes()).decode() for ticket in self.tickets]
+        return {DO_PREFILL: True, DO_DECODE: False, TICKET: {"parts": parts, "last_hash": self.last_hash.hex()}}
+
+    @staticmethod
+    def from_params(params: Mapping[str, Any]) -> Handover:
+        """Return what `to_params` made.
+
+        Raises:
+            InvalidRequest: these params were not made by it.
+        """
+        try:
+            value = params[TICKET]
+            parts = [base64.b64decode(part, validate=True) for part in value["parts"]]
+            last_hash = bytes.fromhex(value["last_hash"])
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            raise InvalidRequest(
+                f"kv_transfer_params[{TICKET!r}]: wanted what a prefill engine with RaykvConnector answered, got "
+                f"{params.get(TICKET)!r} ({type(error).__name__}: {error}); pass its params on as they are"
+            ) from error
+        tickets = tuple(HandoffTicket.from_bytes(part) for part in parts)
+        if not tickets or len({ticket.num_blocks for ticket in tickets}) > 1 or tickets[0].num_blocks < 1:
+            raise InvalidRequest(
+                f"kv_transfer_params[{TICKET!r}]: wanted tickets of the same blocks for each worker, got tickets of "
+                f"{[ticket.num_blocks for ticket in tickets]} blocks; pass the params on as they are"
+            )
+        return Handover(tickets=tickets, last_hash=last_hash)

@@ -1,0 +1,82 @@
+"""The worker's half of hand-offs: publishes its part of a prompt's blocks, and fetches that of another engine's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from kvstore.client import Client
+from kvstore.errors import KVStoreError
+from kvstore.handoff import FetchResult, HandoffTicket
+from kvstore.integrations.vllm.handover import Desk
+from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan
+from kvstore.part import Part
+from kvstore.results import Job
+
+
+class Publishing:
+    """One for each rank.
+
+    Args:
+        rank: among all workers of the engine; of a request's tickets this one is this worker's.
+        part: of every block that it holds.
+        ttl_s: how long blocks are kept for a decode engine.
+    """
+
+    def __init__(self, rank: int, part: Part, ttl_s: float) -> None:
+        self._rank, self._part, self._ttl_s = rank, part, ttl_s
+        self._told: Desk | None = None
+        #: The last publication of each request that vLLM still knows.
+        self._open: dict[str, tuple[Client, HandoffTicket, Job[HandoffTicket]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def news(self, client: Client | None) -> dict[int, Desk]:
+        """Return where this worker publishes, by its rank, if that is not what it told last."""
+        desk = Desk(node_id=client.node_id, epoch=client.epoch, part=self._part.ranks) if client else None
+        if desk is None or desk == self._told:
+            return {}
+        self._told = desk
+        return {self._rank: desk}
+
+    def publish(self, client: Client, plan: PublishPlan, pages: list[int]) -> Job[HandoffTicket]:
+        """Begin to publish; the blocks have to stay as they are until the job is done.
+
+        When this returns, a fetch of the ticket waits for the blocks. A request that was computed once more, after a
+        preemption or a failed load, is published once more, and its earlier blocks are taken back.
+
+        Raises:
+            KVStoreError: nothing is published; a fetch of the ticket fails.
+        """
+        self.withdraw([plan.req_id])
+        ticket = plan.tickets[self._rank]
+        publication = client.begin_publish(pages, ttl_s=self._ttl_s, ticket=ticket)
+        self._open[plan.req_id] = (client, ticket, publication.job)
+        return publication.job
+
+    def withdraw(self, req_ids: Iterable[str]) -> int:
+        """Take back the blocks of requests whose tickets nobody will get; returns of how many requests."""
+        found = [self._open.pop(req_id) for req_id in list(req_ids) if req_id in self._open]
+        for client, ticket, job in found:
+
+            def withdraw(_: Any, client: Client = client, ticket: HandoffTicket = ticket) -> None:
+                with contextlib.suppress(KVStoreError):
+                    client.withdraw(ticket)
+
+            job.add_done_callback(withdraw)  # Not before: their slots are still written.
+        return len(found)
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Leave the blocks of ended requests to those who have the tickets, and to their time."""
+        for req_id in req_ids:
+            self._open.pop(req_id, None)
+
+    def fetch(self, client: Client, plan: LoadPlan, pages: list[int], timeout_s: float) -> Job[FetchResult]:
+        """Fetch this worker's part of the blocks that a request brings tickets for.
+
+        Raises:
+            KVStoreError: the ticket cannot be for these blocks; nothing changed.
+        """
+        return client.fetch(plan.tickets[self._rank], pages, plan.num_engine_tokens, timeout_s=timeout_s)
