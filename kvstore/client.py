@@ -452,15 +452,15 @@ class Client(HandoffVerbs):
         return self._submit(run, what, guard, order)
 
     def _submit(
-        self, run: Callable[[], Any], what: str, guard: CopyGuard, order: CopyOrder | None, limit_s: float = math.inf
+        self, run: Callable[[], Any] | Work[Any], what: str, guard: CopyGuard, order: CopyOrder | None
     ) -> Job[Any]:
         self._check_open()
-        work = None if limit_s == math.inf else Work(run, limit_s)
-        if work is None:
-            future = self._jobs.submit(run)
+        work = None
+        if isinstance(run, Work):
+            work, future = run, run.future
+            self._jobs.submit(run.see_done)
         else:
-            self._jobs.submit(work.see_done)
-            future = work.future
+            future = self._jobs.submit(run)
         if order is None:
             return Job(future, what, guard.abandon, work=work)
         future.add_done_callback(lambda _: order.end())

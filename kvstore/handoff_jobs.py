@@ -183,13 +183,26 @@ class _Ahead:
             self.error = error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Asked:
-    """A fetch that the store was asked for: over which connection, what it answers, and when that was."""
+    """A fetch that the store was asked for: over which connection, what it answers, and when that was.
+
+    `end` is what it has still to be told.
+    """
 
     connection: ControlClient
     pieces: Answers
     at_s: float
+    end: bytes = b""
+
+    def give_back(self) -> None:
+        """Tell the store that nothing more is copied; nobody waits for that.
+
+        Raises:
+            PeerLost: the connection broke, which tells the store as well.
+        """
+        if self.end:
+            self.connection.send(Op.HANDOFF_END, self.end)
 
 
 def ask_fetch(
@@ -234,7 +247,7 @@ def run_fetch(
     guard: CopyGuard,
     config: StoreConfig,
 ) -> FetchResult:
-    """Copy out what is here while the rest is still on its way, then give the slots back.
+    """Copy out what is here while the rest is still on its way; then the slots are to be given back, see `Asked`.
 
     Args:
         asked: of `ask_fetch`.
@@ -256,7 +269,7 @@ def run_fetch(
             stage_copier = stage.copier if stage else None
             answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier)
         late = time.monotonic() > asked.at_s + config.lease_ttl_s - config.lease_margin_s
-        connection.send(Op.HANDOFF_END, END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks))
+        asked.end = END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks)
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.
         with contextlib.suppress(KVStoreError):

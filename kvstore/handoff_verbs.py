@@ -16,6 +16,7 @@ from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pag
 from kvstore.errors import (
     CopyStuck,
     InvalidRequest,
+    KVStoreError,
     PeerLost,
     PoolExhausted,
     StoreUnavailable,
@@ -37,7 +38,7 @@ from kvstore.idle_connections import IdleConnections
 from kvstore.jobs import CopyGuard
 from kvstore.messages import U64
 from kvstore.part import Part
-from kvstore.results import Job
+from kvstore.results import Job, Work
 from kvstore.sides import check_skip
 from kvstore.stage_client import AttachedStage, StageLink
 from kvstore.stage_copier import EngineCaches
@@ -311,28 +312,36 @@ class HandoffVerbs(ABC):
             copier.check_unchanged()
             guard, mapped = CopyGuard(pages.order), held.pop_all()
 
-        def run() -> FetchResult:
-            with mapped:
-                try:
-                    asked = early or self._ask_fetch(mapped, stage, ticket, limit_s)
-                except (StoreUnavailable, PeerLost) as error:
-                    return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
-                try:
-                    result = run_fetch(asked, copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
-                except CopyStuck:
-                    self._stuck = True
-                    raise
-                if link is not None and stage is not None and result.note.startswith("stage_lost"):
-                    link.lose(stage)
-                return result
+        asked = [] if early is None else [early]
 
+        def run() -> FetchResult:
+            try:
+                if not asked:
+                    asked.append(self._ask_fetch(mapped, stage, ticket, limit_s))
+            except (StoreUnavailable, PeerLost) as error:
+                return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
+            try:
+                result = run_fetch(asked[0], copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
+            except CopyStuck:
+                self._stuck = True
+                raise
+            if link is not None and stage is not None and result.note.startswith("stage_lost"):
+                link.lose(stage)
+            return result
+
+        def give_back() -> None:
+            with contextlib.suppress(KVStoreError), mapped:
+                if not work.future.cancelled() and isinstance(error := work.future.exception(), CopyStuck):
+                    raise error  # The stage stays mapped.
+                for each in asked:
+                    each.give_back()
+
+        work = Work(run, limit_s, give_back)
         try:
-            job = self._submit(run, f"fetch of {ticket.num_blocks} blocks", guard, pages.order, limit_s)
+            return self._submit(work, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
         except BaseException:
             mapped.close()
             raise
-        job.add_done_callback(lambda _: mapped.close())  # Of one that was given up before it began.
-        return job
 
     def _ask_fetch(
         self, held: contextlib.ExitStack, stage: AttachedStage | None, ticket: HandoffTicket, timeout_s: float
@@ -374,6 +383,6 @@ class HandoffVerbs(ABC):
 
     @abstractmethod
     def _submit(
-        self, run: Callable[[], Any], what: str, guard: CopyGuard, order: CopyOrder | None, limit_s: float = math.inf
+        self, run: Callable[[], Any] | Work[Any], what: str, guard: CopyGuard, order: CopyOrder | None
     ) -> Job[Any]:
-        """Run a job on a thread of the client; one with a limit on a thread that waits so long, if that comes first."""
+        """Run a job on a thread of the client, or `Work` on one that waits for it if that comes first."""

@@ -143,10 +143,11 @@ class Work(Generic[T]):
     Args:
         run: does it.
         limit_s: it takes hardly longer; who waits for less does not do it.
+        after: gives back what nobody waits for, on a thread of the client once the result is there, whatever that is.
     """
 
-    def __init__(self, run: Callable[[], T], limit_s: float) -> None:
-        self._run, self.limit_s = run, limit_s
+    def __init__(self, run: Callable[[], T], limit_s: float, after: Callable[[], None]) -> None:
+        self._run, self.limit_s, self._after = run, limit_s, after
         self._lock = threading.Lock()
         self.future: Future[T] = Future()
 
@@ -163,9 +164,10 @@ class Work(Generic[T]):
         return True
 
     def see_done(self) -> None:
-        """Do it, or wait for who does, as long as its own waits last."""
+        """Do it, or wait for who does, as long as its own waits last; then what comes after."""
         if not self.do():
             wait([self.future])
+        self._after()
 
 
 class Job(Generic[T]):

@@ -143,10 +143,12 @@ def test_a_source_that_was_restarted_has_nothing_and_nothing_is_read(cluster, wa
 
 def test_a_fetch_that_is_given_up_before_it_began_leaves_nothing(cluster, warm, wait_until):
     source, target = warm
-    jobs, target.client._jobs = target.client._jobs, SimpleNamespace(submit=lambda run: None)
+    given = []
+    jobs, target.client._jobs = target.client._jobs, SimpleNamespace(submit=given.append)
     ticket, before = source.client.publish(range(6)), target.bytes()
     assert target.client.fetch(ticket, list(range(6))).abandon()
     target.client._jobs = jobs
+    given[0]()
     assert target.bytes() == before
     source.client.withdraw(ticket)
     nothing_held(cluster, wait_until)
