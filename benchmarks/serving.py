@@ -7,8 +7,8 @@ engines that are not asked are stopped meanwhile (SIGSTOP), because an idle one 
    prefix cache, from a dict of tensors in the engine's process (the bound, `serving_dict`), and from this store after
    the engine's own cache was emptied. vLLM's OffloadingConnector is tried too; its CPU build refuses it.
 2. Conversations with one system prompt, more of them than the engine's cache holds.
-3. A prompt prefilled by one engine and decoded by another, on each lane: through the stores of two nodes, and with
-   vLLM's NixlConnector. Timed is the second engine, from the request to the token.
+3. A prompt prefilled by one engine and decoded by another, on each lane: through the stores of two nodes, by hand-off
+   (`ticket`, nothing is saved), and with vLLM's NixlConnector. Timed is the second engine, from request to token.
 
 Run: `make bench-serving`, or `.venv-vllm/bin/python -m benchmarks.serving [--json]`; some twenty minutes, and
 `--output` keeps what there is after each part. The model computes in bfloat16 where the CPU can multiply that, else
@@ -47,8 +47,8 @@ LANES = ("default", "tcp")
 Say = Callable[[str], None]
 
 
-def _raykv(address: str, node_id: str, store: str, save: str = "prompt") -> dict[str, Any]:
-    extra = {"address": address, "node_id": node_id, "store": store, "save": save, "lookup_wait_s": 5.0}
+def _raykv(address: str, node_id: str, store: str, save: str = "prompt", salt: str = "") -> dict[str, Any]:
+    extra = {"address": address, "node_id": node_id, "store": store, "save": save, "salt": salt, "lookup_wait_s": 5.0}
     return {
         "kv_connector": "RaykvConnector", "kv_connector_module_path": "kvstore.integrations.vllm",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
@@ -122,9 +122,9 @@ def hand_offs(engines: Engines, lane: str, rounds: int, say: Say) -> Rows:
     for number in range(-2, rounds):  # connections are made in the first ones
         say(f"hand-off over {lane}: round {number + 1} of {rounds}")
         prompt = _prompt(random, HANDOFF_TOKENS)
-        for way in ("raykv", "nixl"):
+        for way in ("raykv", "ticket", "nixl"):
             first, second = f"{way} prefill", f"{way} decode"
-            asked = {"do_remote_decode": True, "do_remote_prefill": False} if way == "nixl" else None
+            asked = {"do_remote_decode": True, "do_remote_prefill": False} if way != "raykv" else None
             prefilled = engines.ask(first, "first_token", prompt, False, asked)
             if way == "raykv":
                 engines.ask(first, "settle")
@@ -203,6 +203,7 @@ def measure(
             ways = {}
             for number, part in enumerate(("prefill", "decode")):
                 ways[f"raykv {part}"] = (_raykv(address, nodes[number], lane), {}, own)
+                ways[f"ticket {part}"] = (_raykv(address, nodes[number], lane, "none", "ticket"), {}, own)
                 port = str(_free_port())
                 environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": port, "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
                 environment |= {"UCX_TLS": "tcp"} if lane == "tcp" else {}

@@ -38,8 +38,10 @@ def ratios(rows: Rows) -> Rows:
         ]
     for lane in sorted({row["lane"] for row in rows if row["what"] == "hand-off"}):
         for state in ("decode", "prefill"):
-            ours, theirs = (ms(what="hand-off", lane=lane, way=way, state=state) for way in ("raykv", "nixl"))
-            found.append({"ratio": f"{state}: raykv / NixlConnector", "lane": lane, "is": ours / theirs})
+            theirs = ms(what="hand-off", lane=lane, way="nixl", state=state)
+            for way in ("raykv", "ticket"):
+                ours = ms(what="hand-off", lane=lane, way=way, state=state)
+                found.append({"ratio": f"{state}: {way} / NixlConnector", "lane": lane, "is": ours / theirs})
     return [row | {"is": round(row["is"], 3)} for row in found]
 
 

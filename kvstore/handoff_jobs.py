@@ -110,7 +110,7 @@ def prepare_publish(
         ask: asks over the connection that owns the slots while they are written.
         keep: asks over the one that keeps them afterwards.
         ticket: what they are published as.
-        generation: the life of the mover that has the ticket's slab, if that is a stage.
+        generation: the life of the mover that has the stage which the ticket names; 0 takes the arena.
         ahead: prepares the copy while the store looks for slots.
 
     Returns:
@@ -120,7 +120,8 @@ def prepare_publish(
         PoolExhausted: the store has no room for all of them; nothing is kept.
         KVStoreError: the store or `ahead` failed; nothing is kept.
     """
-    question = pack_prepare_handoff(ticket.key, ticket.namespace, ticket.num_blocks, ticket.slab, generation)
+    slab = ticket.slab if generation else 0
+    question = pack_prepare_handoff(ticket.key, ticket.namespace, ticket.num_blocks, slab, generation)
     preparing = _Ahead(ahead)
     slots = unpack_ints(ask(Op.HANDOFF_PREPARE, question, preparing.run))
     if preparing.error is not None:

@@ -112,6 +112,11 @@ class HandoffVerbs(ABC):
         self._stage_link = StageLink(self._ask, self._caches, parse_bytes(staging), tuple(peers))
         return self._stage_link.attach()
 
+    @property
+    def handoff_slab(self) -> int:
+        """Where `begin_publish` puts blocks, for a ticket that is made elsewhere: in this stage, or 0, the arena."""
+        return self._stage_link.slab if self._stage_link is not None else 0
+
     def publish(self, block_ids: object, *, ttl_s: float | None = None) -> HandoffTicket:
         """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
 
@@ -173,7 +178,8 @@ class HandoffVerbs(ABC):
             ttl_s: as for `publish`, from the end of the job on.
             ticket: publish under this one, which was made elsewhere and may be on its way to the reader; it names
                 this client's store and part, and how many stored blocks to publish, where the last engine block
-                has room for more. A fetch that comes before this call is told that there is no such ticket.
+                has room for more. Where its `slab` is this client's stage and that is full, or gone, the arena takes
+                the blocks. A fetch that comes before this call is told that there is no such ticket.
 
         Returns:
             The ticket, and the job; what goes wrong with that is raised by its result, and voids the ticket.

@@ -233,6 +233,8 @@ class RemoteFetch:
             fetcher.adopt_version(request.namespace, claimed.namespace_version)
         if claimed.reason:
             return claimed.reason
+        if self._lane is not None and not claimed.slab:
+            self._leave_stage(pool)
         if self._no_room:
             self._give_back(peer, claimed.claim_id)
             return self._no_room
@@ -249,6 +251,15 @@ class RemoteFetch:
         return (
             "" if arrived else "lease_expired: the blocks came after the claim on them was over, so they do not count"
         )
+
+    def _leave_stage(self, stage: Pool) -> None:
+        """Go through host memory after all: under a ticket that names its stage the publisher has filled its arena."""
+        if self._write_id:
+            stage.abort_store(self._write_id, self._write_owner)
+        self._lane, self._write_id, self._no_room = None, 0, ""
+        self._why_host = "the stage of the publisher had no room"
+        self._pool = self._fetcher.pool()
+        self._reserve(self._pool)
 
     def _read(self, peer: Peer, claimed: PeerClaimed) -> None:
         if not self._read_id:

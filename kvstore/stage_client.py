@@ -83,6 +83,12 @@ class StageLink:
             return self._host_route(why_not, rates)
         return HandoffRoute(route="gpu", gb_per_s=rates)
 
+    @property
+    def slab(self) -> int:
+        """The stage that there is now, 0 for none."""
+        stage = self._stage
+        return stage.slab if stage is not None else 0
+
     def _host_route(self, why_not: str, rates: dict[str, float] | None = None) -> HandoffRoute:
         logger.warning("hand-offs of this client go through host memory: %s", why_not)
         return HandoffRoute(route="host", why_not=why_not, gb_per_s=rates or {})

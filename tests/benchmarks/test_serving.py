@@ -37,19 +37,23 @@ def test_ratios_compare_what_was_measured_at_the_same_length():
 def test_ratios_of_hand_offs_are_of_one_lane():
     rows = [
         row("hand-off", p50_ms, way=way, state=state, lane=lane, num_tokens=1500)
-        for lane, state, ours, theirs in (
-            ("default", "decode", 40.0, 50.0),
-            ("default", "prefill", 700.0, 1400.0),
-            ("tcp", "decode", 95.0, 95.0),
-            ("tcp", "prefill", 700.0, 700.0),
+        for lane, state, ours, ticket, theirs in (
+            ("default", "decode", 40.0, 30.0, 50.0),
+            ("default", "prefill", 700.0, 350.0, 1400.0),
+            ("tcp", "decode", 95.0, 190.0, 95.0),
+            ("tcp", "prefill", 700.0, 70.0, 700.0),
         )
-        for way, p50_ms in (("raykv", ours), ("nixl", theirs))
+        for way, p50_ms in (("raykv", ours), ("ticket", ticket), ("nixl", theirs))
     ]
     assert [(found["lane"], found["ratio"], found["is"]) for found in ratios(rows)] == [
         ("default", "decode: raykv / NixlConnector", 0.8),
+        ("default", "decode: ticket / NixlConnector", 0.6),
         ("default", "prefill: raykv / NixlConnector", 0.5),
+        ("default", "prefill: ticket / NixlConnector", 0.25),
         ("tcp", "decode: raykv / NixlConnector", 1.0),
+        ("tcp", "decode: ticket / NixlConnector", 2.0),
         ("tcp", "prefill: raykv / NixlConnector", 1.0),
+        ("tcp", "prefill: ticket / NixlConnector", 0.1),
     ]
 
 

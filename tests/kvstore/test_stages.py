@@ -22,6 +22,7 @@ from kvstore.results import MissReason
 from kvstore.stage_lanes import StageLanes
 from kvstore.transport import LoopbackTransport
 from tests.kvstore.test_handoff import Held, fetch, is_empty, reason, same
+from tests.kvstore.test_named_tickets import named
 
 BLOCK = 1024
 
@@ -478,4 +479,57 @@ def test_a_reader_gives_up_on_blocks_that_do_not_come(cluster, pair, wait_until)
     packing.set()
     publication.job.result(10)
     assert fetch(target, publication.ticket, range(4)).num_blocks == 4
+    nothing_held(cluster, wait_until)
+
+
+def test_a_ticket_made_elsewhere_names_the_stage(cluster, pair, wait_until):
+    source, target = pair
+    ticket = named(source.client, 10, slab=source.client.handoff_slab)
+    assert ticket.slab
+    assert source.client.begin_publish(range(10), ticket=ticket).job.result(10) == ticket
+    result = fetch(target, ticket, range(10))
+    assert (result.num_blocks, result.route) == (10, "gpu")
+    assert all(same(source, range(10), target, range(10)))
+    nothing_held(cluster, wait_until)
+
+
+@pytest.mark.parametrize("why", ["full", "gone"])
+@pytest.mark.parametrize("where", ["another node", "another GPU", "the same GPU", "no GPU"])
+def test_blocks_of_a_ticket_that_names_a_stage_are_found_in_the_arena(cluster, pair, wait_until, where, why):
+    source, target = pair
+    if where != "another node":
+        target = cluster.worker("b" if where == "no GPU" else "a", seed=3)
+    if where == "another GPU":
+        assert target.client.attach_handoff(64 * BLOCK).route == "gpu"
+    elif where == "the same GPU":
+        target.client._stage_link = source.client._stage_link
+    ticket = named(source.client, 10, slab=source.client.handoff_slab)
+    if why == "full":
+        filling = source.client.publish(range(60))
+        assert filling.slab
+    else:
+        link = source.client._stage_link
+        source.client._stage_link = None
+    assert source.client.begin_publish(range(60, 70), ticket=ticket).job.result(10) == ticket
+    if why == "full":
+        assert source.client.withdraw(filling)
+    else:
+        source.client._stage_link = link
+    result = fetch(target, ticket, range(10))
+    assert (result.num_blocks, result.failed, result.route) == (10, (), "host")
+    assert all(same(source, range(60, 70), target, range(10)))
+    nothing_held(cluster, wait_until)
+
+
+def test_no_room_in_the_arena_either_is_a_reason(cluster, pair, wait_until):
+    source, target = pair
+    ticket = named(source.client, 10, slab=source.client.handoff_slab)
+    filling = source.client.publish(range(60))
+    source.client.begin_publish(range(60, 70), ticket=ticket).job.result(10)
+    pool = cluster.nodes["b"].pool
+    taken = pool.reserve(pool.stats().num_free, "full")
+    assert reason(fetch(target, ticket, range(10))) is MissReason.POOL_FULL
+    pool.abort_store(taken.write_id, "full")
+    assert fetch(target, ticket, range(10)).num_blocks == 10
+    source.client.withdraw(filling)
     nothing_held(cluster, wait_until)

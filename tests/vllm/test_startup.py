@@ -40,6 +40,13 @@ def test_blocks_too_large_for_the_stores_slots(refusal, connector, unit, first):
     assert "block_bytes" in said
 
 
+def test_a_stage_for_a_cache_that_is_on_no_gpu(refusal, connector, unit, device):
+    if device == "cuda":
+        pytest.skip("this engine is on a GPU")
+    said = refusal(block_size=unit, connector=connector(0, handoff_staging=1 << 20))
+    assert "kv_connector_extra_config['handoff_staging']: wanted an engine on a GPU, got a cache on cpu" in said
+
+
 def test_a_hybrid_model(refusal, connector, unit, tmp_path):
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 

@@ -108,6 +108,7 @@ class HandoffSide:
                 block_bytes=self._space.shape.block_bytes,
                 expires_s=expiry_after(self._ttl_s),
                 part=desk.part,
+                slab=desk.slab,
             )
             for _, desk in sorted(self._desks.items())
         )

@@ -28,11 +28,13 @@ class Desk:
         node_id: of its store.
         epoch: the life of that store.
         part: of every block that it holds, as (tp_rank, tp_size, pp_rank, pp_size).
+        slab: the memory that it publishes in: 0 is the store's arena, another one a stage on the worker's GPU.
     """
 
     node_id: str
     epoch: str
     part: tuple[int, int, int, int]
+    slab: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

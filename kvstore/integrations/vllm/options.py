@@ -43,6 +43,7 @@ class Options:
         lookup_wait_s: how long the store may take for one answer before requests are computed without it.
         load_timeout_s: a load or fetch that takes longer than this has failed.
         handoff_ttl_s: how long a prefilled request's blocks are kept for the engine that decodes it.
+        handoff_staging: bytes of the GPU's memory through which hand-offs go from GPU to GPU; 0: through host memory.
 
     Raises:
         ConfigError: a value cannot work.
@@ -62,13 +63,14 @@ class Options:
     lookup_wait_s: float = 0.5
     load_timeout_s: float = 5.0
     handoff_ttl_s: float = 60.0
+    handoff_staging: int = 0
 
     def __post_init__(self) -> None:
         for name in ("store", "salt"):
             _require(isinstance(getattr(self, name), str), name, "text", getattr(self, name))
         for name in ("address", "node_id", "model", "axes"):
             _require(isinstance(getattr(self, name), str | None), name, "text", getattr(self, name))
-        for name in ("block_size", "num_layer_groups"):
+        for name in ("block_size", "num_layer_groups", "handoff_staging"):
             value = getattr(self, name)
             _require(type(value) is int and value >= 0, name, "a whole number of at least 0", value)
         for name in ("lookup_wait_s", "load_timeout_s", "handoff_ttl_s"):

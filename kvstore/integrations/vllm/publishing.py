@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 from kvstore.client import Client
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.handoff import FetchResult, HandoffTicket
 from kvstore.integrations.vllm.handover import Desk
 from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan
 from kvstore.part import Part
 from kvstore.results import Job
+
+logger = logging.getLogger(__name__)
 
 
 class Publishing:
@@ -22,10 +25,11 @@ class Publishing:
         rank: among all workers of the engine; of a request's tickets this one is this worker's.
         part: of every block that it holds.
         ttl_s: how long blocks are kept for a decode engine.
+        staging_bytes: of the GPU's memory, for hand-offs that go from GPU to GPU; 0 for none.
     """
 
-    def __init__(self, rank: int, part: Part, ttl_s: float) -> None:
-        self._rank, self._part, self._ttl_s = rank, part, ttl_s
+    def __init__(self, rank: int, part: Part, ttl_s: float, staging_bytes: int) -> None:
+        self._rank, self._part, self._ttl_s, self._staging_bytes = rank, part, ttl_s, staging_bytes
         self._told: Desk | None = None
         #: The last publication of each request that vLLM still knows.
         self._open: dict[str, tuple[Client, HandoffTicket, Job[HandoffTicket]]] = {}
@@ -33,10 +37,36 @@ class Publishing:
     def __len__(self) -> int:
         return len(self._open)
 
+    def attach(self, client: Client, device: str) -> None:
+        """Let a new client's hand-offs go from GPU to GPU, if that is wanted. Where it cannot be, host memory serves.
+
+        Args:
+            client: with the engine's cache.
+            device: of that cache.
+
+        Raises:
+            ConfigError: it is wanted of a cache that is on no GPU.
+        """
+        if not self._staging_bytes:
+            return
+        if not device.startswith("cuda"):
+            raise ConfigError(
+                f"kv_connector_extra_config['handoff_staging']: wanted an engine on a GPU, got a cache on {device}; "
+                "leave it out: hand-offs then go through host memory"
+            )
+        try:
+            route = client.attach_handoff(self._staging_bytes)
+        except KVStoreError as error:
+            logger.warning("hand-offs go through host memory for now: %s", error)
+        else:
+            logger.info("hand-offs go by way of the %s %s", route.route, route.why_not)
+
     def news(self, client: Client | None) -> dict[int, Desk]:
         """Return where this worker publishes, by its rank, if that is not what it told last."""
-        desk = Desk(node_id=client.node_id, epoch=client.epoch, part=self._part.ranks) if client else None
-        if desk is None or desk == self._told:
+        if client is None:
+            return {}
+        desk = Desk(node_id=client.node_id, epoch=client.epoch, part=self._part.ranks, slab=client.handoff_slab)
+        if desk == self._told:
             return {}
         self._told = desk
         return {self._rank: desk}

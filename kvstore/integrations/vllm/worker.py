@@ -60,7 +60,7 @@ class WorkerSide:
         self._options, self._config, self._spec = options, config, spec
         self._part, self._is_saver, self._stats = part, is_saver, stats
         #: Hand-offs of this rank.
-        self.publishing = Publishing(rank, part, options.handoff_ttl_s)
+        self.publishing = Publishing(rank, part, options.handoff_ttl_s, options.handoff_staging)
         self._link: StoreLink | None = None
         self._pages_in_block = 1
         self._rows: TokenRows | None = None
@@ -105,6 +105,7 @@ class WorkerSide:
                     f"got pages of {layout.block_size}; set kv_connector_extra_config['axes']"
                 )
             self._pages_in_block = int(self._spec.block_size) // layout.block_size
+            self.publishing.attach(client, layout.device)
             logger.info(
                 "%d pages of %d tokens, axes %s, on %s; stored blocks of %d tokens and %d bytes, namespace %s",
                 layout.num_blocks, layout.block_size, layout.axes, layout.device,
