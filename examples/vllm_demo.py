@@ -46,6 +46,15 @@ def save_model(folder: str) -> str:
     return folder
 
 
+def smallest_block(device: str) -> int:
+    """Return the tokens of the smallest block that this vLLM's attention takes; other blocks are its multiples."""
+    if device == "cuda":
+        return 16
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return min(int(getattr(size, "base", size)) for size in CPUAttentionBackend.get_supported_kernel_block_sizes())
+
+
 def make_engine(
     model: str,
     block_size: int,

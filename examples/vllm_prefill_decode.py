@@ -1,6 +1,7 @@
 """Prefill and decode with real vLLM on two Ray nodes of this machine, with the store between them.
 
-The prefill engine has blocks of 16 tokens, the decode engine blocks of 32. Prompts are prefilled on one node, which
+The decode engine has blocks twice as large as those of the prefill engine: 16 and 32 tokens, or what this vLLM's
+attention takes. Prompts are prefilled on one node, which
 saves them; the decode engine on the other finds them, fetches what it lacks over NIXL, and goes on. Every answer is
 compared with one that the decode engine computed from nothing. Exits with 1 when one differs, or came from nowhere.
 
@@ -18,26 +19,39 @@ import click
 from prefill_decode import two_nodes
 from rich.console import Console
 from rich.table import Table
-from vllm_demo import VOCABULARY, finish_saves, generate, make_engine, need_vllm, private_environment, same, save_model
+from vllm_demo import (
+    VOCABULARY,
+    finish_saves,
+    generate,
+    make_engine,
+    need_vllm,
+    private_environment,
+    same,
+    save_model,
+    smallest_block,
+)
 
-STORED_BLOCK_SIZE = 16
 START_S, CALL_S = 240.0, 120.0
 SYSTEM = 256  # tokens that conversations have in common
-PROMPTS = [  # name, tokens in common, tokens of its own
-    ("shorter than a block", 0, 10),
-    ("one block exactly", 0, 16),
-    ("one token past it", 0, 17),
-    ("some pages", 0, 1_000),
-    ("a conversation", SYSTEM, 60),
-    ("another one", SYSTEM, 100),
-]
+
+
+def prompts(block_size: int) -> list[tuple[str, int, int]]:
+    """Return (name, tokens in common, tokens of its own) of each."""
+    return [
+        ("shorter than a block", 0, 10),
+        ("one block exactly", 0, block_size),
+        ("one token past it", 0, block_size + 1),
+        ("some pages", 0, 1_000),
+        ("a conversation", SYSTEM, 60),
+        ("another one", SYSTEM, 100),
+    ]
 
 
 class Worker:
     """An actor with an engine in it."""
 
-    def __init__(self, model: str, block_size: int, device: str, save: str) -> None:
-        self._engine = make_engine(model, block_size, stored_block_size=STORED_BLOCK_SIZE, device=device, save=save)
+    def __init__(self, model: str, block_size: int, stored_block_size: int, device: str, save: str) -> None:
+        self._engine = make_engine(model, block_size, stored_block_size=stored_block_size, device=device, save=save)
 
     def ready(self) -> bool:
         return True
@@ -63,14 +77,15 @@ def run(model: str, device: str, handoff: bool) -> list[dict[str, Any]]:
 
     import kvstore
 
+    stored = smallest_block(device)
     with two_nodes() as nodes:
         store = kvstore.start("256MiB")
         try:
             engines = [
                 ray.remote(Worker)
                 .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                .remote(model, block_size, device, "none" if handoff else "prompt")
-                for node, block_size in zip(nodes, (16, 32), strict=True)
+                .remote(model, block_size, stored, device, "none" if handoff else "prompt")
+                for node, block_size in zip(nodes, (stored, 2 * stored), strict=True)
             ]
             ray.get([engine.ready.remote() for engine in engines], timeout=START_S)
             prefill, decode = engines
@@ -82,12 +97,12 @@ def run(model: str, device: str, handoff: bool) -> list[dict[str, Any]]:
             )
             system = random.integers(0, VOCABULARY, SYSTEM).tolist()
             rows = []
-            for name, num_shared, num_own in PROMPTS:
+            for name, num_shared, num_own in prompts(stored):
                 tokens = system[:num_shared] + random.integers(0, VOCABULARY, num_own).tolist()
                 first = ray.get(prefill.prefill.remote(tokens, handoff), timeout=CALL_S)
                 answer = ray.get(decode.decode.remote(tokens, first["transfer"]), timeout=CALL_S)
                 alone = ray.get(decode.alone.remote(tokens), timeout=CALL_S)
-                wanted = len(tokens) // STORED_BLOCK_SIZE * STORED_BLOCK_SIZE
+                wanted = len(tokens) // stored * stored
                 identical = same(answer, alone) and first["tokens"] == answer["tokens"][:1]
                 rows.append(
                     {

