@@ -160,7 +160,14 @@ class Client(HandoffVerbs):
 
     # Questions.
 
-    def lookup(self, hashes: BlockHashes, *, remote: bool = True, timeout_s: float | None = None) -> Match:
+    def lookup(
+        self,
+        hashes: BlockHashes,
+        *,
+        remote: bool = True,
+        timeout_s: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Match:
         """Return how much of a chain is stored where. No side effect.
 
         Args:
@@ -168,6 +175,7 @@ class Client(HandoffVerbs):
             remote: also ask the directory when this node does not have everything.
             timeout_s: for each of the one or two calls that this makes; the configured one when None. An engine's
                 scheduler passes a small one and takes TransferTimeout for "nothing".
+            meanwhile: called while each answer is on its way.
 
         Returns:
             What each node has by itself. A load can do better than the longest: it puts prefixes together.
@@ -185,10 +193,12 @@ class Client(HandoffVerbs):
         if connection is None or connection.closed:
             self._check_open()
             connection = self._lookups = self._reconnect()
-        num_local = U64.unpack(connection.call(Op.LOOKUP, payload, timeout_s=limit_s))[0]
+        answer = connection.call(Op.LOOKUP, payload, timeout_s=limit_s, meanwhile=meanwhile)
+        num_local = U64.unpack(answer)[0]
         if num_local == len(chain) or not remote:
             return Match(num_local=num_local)
-        nodes = unpack_json(connection.call(Op.LOOKUP_ALL, payload, timeout_s=limit_s))["nodes"]
+        answer = connection.call(Op.LOOKUP_ALL, payload, timeout_s=limit_s, meanwhile=meanwhile)
+        nodes = unpack_json(answer)["nodes"]
         return Match(num_local=int(nodes[0][1]), nodes=tuple((str(node), int(count)) for node, count in nodes[1:]))
 
     def lease(self, hashes: BlockHashes, ttl_s: float = 30.0) -> Lease:
@@ -283,6 +293,7 @@ class Client(HandoffVerbs):
         skip_prefix_tokens: int = 0,
         *,
         timeout_s: float | None = None,
+        on_queued: Callable[[], None] | None = None,
     ) -> Job[LoadResult]:
         """Bring stored blocks into the engine's cache, from this node's memory or from other nodes.
 
@@ -293,6 +304,9 @@ class Client(HandoffVerbs):
             skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is
                 written, whether or not they end at a block. With side tensors of a row for a whole block they have to.
             timeout_s: give up fetching after this long; the configured transfer timeout when None.
+            on_queued: called on a thread of the client, if every block is leased and the copies of all are queued.
+                Work that comes after `Job.wait_on` may then be launched, and what it computes may be used: the load
+                is no more refused, it ends well, unless the device fails or its copies outlast the lease.
 
         Returns:
             A job; its result names the usable prefix and each block that is not. Blocks after the usable
@@ -307,7 +321,7 @@ class Client(HandoffVerbs):
         check_skip(self.space.shape, skip_prefix_tokens, len(chain))
         chain.check_unique()
         timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
-        return self._load(copier, chain, pages, skip_prefix_tokens, timeout, f"load of {len(chain)} blocks")
+        return self._load(copier, chain, pages, skip_prefix_tokens, timeout, f"load of {len(chain)} blocks", on_queued)
 
     def prefetch(self, hashes: BlockHashes, *, timeout_s: float | None = None) -> Job[LoadResult]:
         """Bring blocks from other nodes into this node's memory, without an engine."""
@@ -435,6 +449,7 @@ class Client(HandoffVerbs):
         skip_tokens: int,
         timeout_s: float,
         what: str,
+        on_queued: Callable[[], None] | None = None,
     ) -> Job[LoadResult]:
         order = pages.order if pages is not None else None
         guard, num_skipped = CopyGuard(order), skip_tokens // self.space.shape.block_size
@@ -447,7 +462,7 @@ class Client(HandoffVerbs):
             except StoreUnavailable as error:
                 return failed_load(num_skipped, pages, len(chain), f"store_lost: {error}")
             with self._ending_job():
-                return run_load(connection, copier, chain, pages, skip_tokens, guard, self.config, timeout_s)
+                return run_load(connection, copier, chain, pages, skip_tokens, guard, self.config, timeout_s, on_queued)
 
         return self._submit(run, what, guard, order)
 

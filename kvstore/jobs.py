@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,7 @@ def run_load(
     guard: CopyGuard,
     config: StoreConfig,
     timeout_s: float,
+    on_queued: Callable[[], None] | None = None,
 ) -> LoadResult:
     """Ask once, copy out what becomes readable while the rest is still on its way, give the lease back.
 
@@ -166,16 +167,25 @@ def run_load(
         guard: stands before each copy.
         config: of the store.
         timeout_s: for fetching.
+        on_queued: called when all blocks are leased and their copies queued; see `Client.load`.
     """
     first = skip_tokens // pages.stored_block_size if pages is not None else 0
-    ttl_s, asked_s = config.lease_ttl_s, time.monotonic()
+    ttl_s = config.lease_ttl_s
+    valid_until_s = time.monotonic() + ttl_s - config.lease_margin_s
     answer = Answer(reason="store_lost: the node store ended the load early")
     try:
         pieces = connection.call_stream(
             Op.LOAD, pack_load(chain.tail(first), ttl_s, timeout_s), timeout_s=timeout_s + config.call_timeout_s
         )
-        answer.copy_out(pieces, guard, copier, pages, first, skip_tokens)
-        connection.send(Op.RELEASE, U64.pack(answer.number))
+
+        def queued() -> None:
+            is_whole = first + answer.num_ready == len(chain) and not answer.reason
+            if on_queued is not None and is_whole and time.monotonic() < valid_until_s:
+                on_queued()
+
+        answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
+        with contextlib.suppress(StoreUnavailable, TransferError):  # The bytes are in place, whatever became of it.
+            connection.send(Op.RELEASE, U64.pack(answer.number))
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.
         answer.fail(f"not_pinned: {error}")
@@ -194,7 +204,7 @@ def run_load(
         with contextlib.suppress(KVStoreError):
             connection.send(Op.RELEASE, U64.pack(answer.number))
         raise
-    if time.monotonic() > asked_s + ttl_s - config.lease_margin_s:
+    if time.monotonic() > valid_until_s:
         # The store may have reused slots while they were copied out: nothing of it counts.
         answer.num_ready, answer.report["reason"] = 0, "lease_expired"
     usable = first + answer.num_ready
@@ -233,6 +243,7 @@ class Answer:
         first: int = 0,
         skip_tokens: int = 0,
         stage_copier: EngineCopier | None = None,
+        queued: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy each piece out of its slots while the next is on its way; returns when all is in place.
 
@@ -244,6 +255,7 @@ class Answer:
             first: the stored block of the job that the answer counts from.
             skip_tokens: tokens at the front of the job that must not be written.
             stage_copier: the engine's cache and the stage of its GPU, for slots that are there.
+            queued: called at the end of the answer, when all copies are queued and before they are waited for.
         """
         with contextlib.closing(pieces), finishing(copier, pages), finishing(stage_copier, pages):
             for _, payload in pieces:
@@ -259,6 +271,9 @@ class Answer:
                     self.num_ready = progress.first + count
                 if progress.report:
                     self.report = unpack_report(progress.report)
+            if pages is not None and pages.order is not None:
+                pages.order.end()
+            queued()
 
     def counts(self) -> dict[str, Any]:
         """Return the fields of a result that tell what it cost."""

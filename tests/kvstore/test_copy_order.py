@@ -106,6 +106,35 @@ def test_waiting_on_copies_that_are_not_queued_has_an_end(cluster, late, monkeyp
     job.result(5)
 
 
+def test_a_load_says_when_nothing_can_refuse_it_any_more(cluster, late):
+    client, copier = late
+    queued = threading.Event()
+    job = client.load(cluster.hashes(3), [0, 1, 2], on_queued=queued.set)
+    assert queued.wait(5)
+    job.wait_on(timeout=0)
+    assert not job.done()
+    cluster.stop_node("a")  # What is leased stays mapped, and nobody writes there.
+    copier.go.set()
+    assert job.result(5).num_blocks == 3
+    assert copier._caches[0].any()
+
+
+@pytest.mark.parametrize("why", ["a block is missing", "a copy is refused", "the lease was over"])
+def test_a_load_that_may_still_fail_does_not_say_that_it_cannot(cluster, late, why):
+    client, copier = late
+    queued, num_blocks = threading.Event(), 3
+    if why == "a block is missing":
+        num_blocks = 4
+    elif why == "a copy is refused":
+        copier.fails = RegistrationFailed("not in time")
+    else:
+        object.__setattr__(client.config, "lease_margin_s", client.config.lease_ttl_s)
+    copier.go.set()
+    job = client.load(cluster.hashes(num_blocks), list(range(num_blocks)), on_queued=queued.set)
+    assert job.result(10).num_blocks < num_blocks
+    assert not queued.is_set()
+
+
 def test_on_the_cpu_waiting_on_a_job_is_waiting_for_it(cluster):
     cluster.add("a", mover=False)
     worker = cluster.worker("a", 8)

@@ -10,6 +10,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -276,6 +277,21 @@ def test_an_engine_waits_for_a_load_on_its_stream_and_not_on_the_host(make_engin
     assert read_after_a_load(make_engine(copy_path=path), lambda job, stream: job.wait_on(stream))
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_launched_when_a_load_says_that_it_is_queued_reads_its_bytes(make_engine, monkeypatch, path):
+    queued, load = threading.Event(), Client.load
+    monkeypatch.setattr(Client, "load", lambda *args: load(*args, on_queued=queued.set))
+
+    def when_queued(job, stream):
+        assert queued.wait(30)
+        job.wait_on(stream, timeout=0.0)
+
+    assert read_after_a_load(make_engine(copy_path=path), when_queued)
+    queued.clear()
+    other = make_engine(copy_path=path)
+    assert not read_after_a_load(other, lambda job, stream: queued.wait(30)), "queued is not in place"
+
+
 def test_an_engine_that_does_not_wait_reads_too_early(make_engine):
     def queued_only(job, stream):
         job.wait_on(torch.cuda.Stream())
@@ -412,8 +428,7 @@ def test_a_store_lost_in_the_middle_of_a_load_is_a_miss_and_its_memory_goes(make
         job = client.load(hashes, list(range(30, 36)))
     job.wait_on(torch.cuda.Stream())
     cluster.stop_node("a")
-    result = job.result(60)
-    assert result.num_blocks in (0, 6)  # All was there and copied, unless the goodbye failed.
+    assert job.result(60).num_blocks == 6, "all was leased and queued"
     lost = client.load(hashes, list(range(6))).result(60)
     assert (lost.num_blocks, lost.failed[0].reason) == (0, MissReason.STORE_LOST)
     wait_until(lambda: f" {inode} " not in Path("/proc/self/maps").read_text())

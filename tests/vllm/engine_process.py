@@ -145,7 +145,7 @@ class EngineProcess:
     def tracked(self):
         """How many requests the connector's halves still know."""
         side, rank = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
-        held = (side._tracked, side._ending, rank._loads, rank._saves, rank._unsent, rank.publishing)
+        held = (side._tracked, side._ending, rank._loads, rank._landing, rank._saves, rank._unsent, rank.publishing)
         return sum(len(each) for each in held)
 
     def events(self):

@@ -22,13 +22,13 @@ def hashes_of(space):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvstore.integrations.vllm.keys import hash_prompt
+    from kvstore.integrations.vllm.keys import PromptHashes
 
     def make(tokens=TOKENS, **more):
         request = Request(
             request_id="r", prompt_token_ids=tokens, sampling_params=SamplingParams(), pooling_params=None, **more
         )
-        return hash_prompt(space, request)
+        return PromptHashes(space, request).all()
 
     return make
 

@@ -133,7 +133,7 @@ class RaykvConnector(KVConnectorBase_V1):
     @_timed
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether a request's blocks have to stay for copies under way, and what the decode engine gets."""
-        return self._side().ended(request)
+        return self._side().ended(request, block_ids)
 
     def take_events(self) -> Iterable[Any]:
         """Return KV cache events of what came into the store."""

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from kvstore.hashing import BlockHashes, ExtraKey, Namespace
 
 #: Hashed at a stretch; meanwhile the scheduler's thread may wait for the interpreter.
-_PIECE_TOKENS = 1024
+_PIECE_TOKENS = 512
 
 
 def has_extra_keys(request: Any) -> bool:
@@ -35,15 +35,49 @@ def prompt_tokens(request: Any) -> Sequence[int]:
     return [0] * int(request.num_prompt_tokens) if tokens is None else tokens
 
 
-def hash_prompt(space: Namespace, request: Any) -> BlockHashes:
-    """Hash the full blocks of a request's prompt, and let other threads go on in between."""
-    tokens, size = prompt_tokens(request), space.shape.block_size
-    piece = max(_PIECE_TOKENS // size, 1) * size
-    found = [hash_blocks(space, request, tokens[:piece])]
-    for first in range(piece, len(tokens) - size + 1, piece):
-        time.sleep(0)
-        found.append(hash_blocks(space, request, tokens[first : first + piece], found[-1]))
-    return replace(found[0], data=b"".join(run.data for run in found))
+class PromptHashes:
+    """The hashes of the full blocks of a request's prompt, made piece by piece."""
+
+    def __init__(self, space: Namespace, request: Any) -> None:
+        self._space, self._request, self._tokens = space, request, prompt_tokens(request)
+        self._size = space.shape.block_size
+        self._runs: list[BlockHashes] = []
+        self._num_made = 0
+        self.num_blocks = len(self._tokens) // self._size
+
+    @property
+    def is_made(self) -> bool:
+        """Whether none is left to make."""
+        return self._num_made >= self.num_blocks
+
+    def first(self) -> BlockHashes:
+        """Return the first block alone; the prompt has one at least."""
+        if not self._runs:
+            self._make(1)
+        return self._runs[0][:1]
+
+    def advance(self) -> None:
+        """Make the next ones, if any are left; takes a fraction of a millisecond."""
+        if not self.is_made:
+            self._make(max(_PIECE_TOKENS // self._size, 1))
+
+    def all(self) -> BlockHashes:
+        """Make all that are left, and let other threads go on in between."""
+        while not self.is_made:
+            self.advance()
+            time.sleep(0)
+        if not self._runs:
+            return hash_blocks(self._space, self._request, [])
+        if len(self._runs) > 1:
+            self._runs = [replace(self._runs[0], data=b"".join(run.data for run in self._runs))]
+        return self._runs[0]
+
+    def _make(self, num_blocks: int) -> None:
+        begin = self._num_made * self._size
+        end = min(self._num_made + num_blocks, self.num_blocks) * self._size
+        parent = self._runs[-1] if self._runs else None
+        self._runs.append(hash_blocks(self._space, self._request, self._tokens[begin:end], parent))
+        self._num_made = end // self._size
 
 
 def hash_blocks(

@@ -6,10 +6,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
 
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.hashing import BlockHashes
+from kvstore.integrations.vllm.keys import PromptHashes
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.stats import Stats
 
@@ -18,26 +18,39 @@ logger = logging.getLogger(__name__)
 #: The directory is not asked for this long after it gave no answer: each question would keep others waiting.
 _BACK_OFF_S = 5.0
 _CLOSE_S = 5.0
+#: Enough for the thread to wake, and to be on its way to the store.
+_YIELD_S = 2e-5
 
 
 class Question:
     """One request's question, and what is known of the answer so far.
 
     Args:
-        make_hashes: makes the hashes of the prompt's full blocks.
+        prompt: makes the hashes of the prompt's full blocks.
+        hashes: of all of them, where they are known.
         is_lookup: whether the store is to be asked too.
+        needs_hashes: whether an answer without the hashes is of no use.
     """
 
-    def __init__(self, make_hashes: Callable[[], BlockHashes], is_lookup: bool) -> None:
-        self.make_hashes, self.is_lookup = make_hashes, is_lookup
+    def __init__(
+        self, prompt: PromptHashes, hashes: BlockHashes | None, *, is_lookup: bool, needs_hashes: bool = False
+    ) -> None:
+        self.prompt, self.is_lookup, self.needs_hashes = prompt, is_lookup, needs_hashes
         self.asked_s = time.monotonic()
-        self.hashes: BlockHashes | None = None
+        #: May come after the answer that nothing is stored.
+        self.hashes = hashes
         #: Usable prefix in blocks; grows while other nodes are asked.
         self.num_blocks = 0
         #: Whether vLLM was told the answer.
         self.is_given = False
-        #: Whether nothing more becomes known.
+        #: Whether nothing more becomes known of what is stored.
         self.done = False
+
+    def hash_all(self) -> BlockHashes:
+        """Make the hashes that are not made yet."""
+        if self.hashes is None:
+            self.hashes = self.prompt.all()
+        return self.hashes
 
 
 class Lookups:
@@ -64,7 +77,10 @@ class Lookups:
 
     def ask(self, question: Question) -> None:
         """Have a question answered; returns at once."""
+        is_first = self._begun_s is None and self._questions.empty()
         self._questions.put(question)
+        if is_first:
+            time.sleep(_YIELD_S)  # The thread would wait for this one's interpreter until a step has nothing to do.
 
     def is_held_up(self) -> bool:
         """Whether the store takes too long for an answer: then the questions behind it need not wait for theirs."""
@@ -78,31 +94,49 @@ class Lookups:
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
-            begin_s = time.perf_counter()
-            self._begun_s = time.monotonic()
+            is_late = question.done
             try:
-                question.hashes = question.make_hashes()
-                if question.is_lookup and len(question.hashes):
-                    self._look_up(question, question.hashes)
+                if is_late:
+                    question.hash_all()
+                else:
+                    self._answer(question)
             except Exception:
                 # One request that cannot be hashed must not end the thread that answers for all others.
                 logger.exception("a lookup failed; the prompt is computed")
                 self._stats.count("num_lookup_errors")
             finally:
                 self._begun_s = None
-                self._stats.time("lookup", time.perf_counter() - begin_s)
                 question.done = True
-                self._answered.set()
+                if not is_late:
+                    self._answered.set()
 
-    def _look_up(self, question: Question, hashes: BlockHashes) -> None:
+    def _answer(self, question: Question) -> None:
+        self._begun_s = time.monotonic()
+        with self._stats.timed("lookup"):
+            if question.is_lookup and question.prompt.num_blocks:
+                self._look_up(question)
+        if question.needs_hashes or question.prompt.is_made:
+            question.hash_all()
+        elif question.hashes is None:
+            self._questions.put(question)  # They are for saves: who waits for an answer comes first.
+
+    def _look_up(self, question: Question) -> None:
         client = self._link.client()
         if client is None:
             return
+        is_remote = self._is_remote and time.monotonic() >= self._not_before_s
+        prompt, wait_s = question.prompt, self._wait_s
         try:
-            question.num_blocks = client.lookup(hashes, remote=False, timeout_s=self._wait_s).num_local
-            if question.num_blocks == len(hashes) or not self._is_remote or time.monotonic() < self._not_before_s:
+            if question.hashes is None:
+                # Without its first block nothing of a prompt is usable: a new one is known after one hash.
+                first = client.lookup(prompt.first(), remote=is_remote, timeout_s=wait_s, meanwhile=prompt.advance)
+                if not first.num_blocks:
+                    return
+            hashes = question.hash_all()
+            question.num_blocks = client.lookup(hashes, remote=False, timeout_s=wait_s).num_local
+            if question.num_blocks == len(hashes) or not is_remote:
                 return
-            question.num_blocks = client.lookup(hashes, timeout_s=self._wait_s).num_blocks
+            question.num_blocks = client.lookup(hashes, timeout_s=wait_s).num_blocks
         except TransferTimeout as error:
             self._not_before_s = time.monotonic() + _BACK_OFF_S
             self._stats.count("num_lookup_errors")

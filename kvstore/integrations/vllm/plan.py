@@ -68,10 +68,18 @@ class PublishPlan:
 
 
 class Wakeup(threading.Event):
-    """Ends a worker's wait where it shares the scheduler's process; one that was sent to another is never set."""
+    """Ends a worker's wait where it shares the scheduler's process; one that was sent to another is never set.
 
-    def __reduce__(self) -> tuple[type[Wakeup], tuple[()]]:
-        return Wakeup, ()
+    Args:
+        is_shared: whether whoever sets it has this very one.
+    """
+
+    def __init__(self, is_shared: bool = True) -> None:
+        super().__init__()
+        self.is_shared = is_shared
+
+    def __reduce__(self) -> tuple[type[Wakeup], tuple[bool]]:
+        return Wakeup, (False,)
 
 
 @dataclass(slots=True)
@@ -83,6 +91,7 @@ class StepPlan(KVConnectorMetadata):
         saves: to begin when this step is computed.
         publications: likewise.
         withdrawn: requests whose tickets nobody will get.
+        late_saves: to begin at once: of what steps before this one computed.
         settle: requests whose blocks are overwritten in this step; none of their saves may still read them.
         ending: finished requests whose blocks vLLM keeps until they are reported as sent.
         is_computing: whether any token is computed in this step.
@@ -96,6 +105,7 @@ class StepPlan(KVConnectorMetadata):
     saves: list[SavePlan] = field(default_factory=list)
     publications: list[PublishPlan] = field(default_factory=list)
     withdrawn: set[str] = field(default_factory=set)
+    late_saves: list[SavePlan] = field(default_factory=list)
     settle: set[str] = field(default_factory=set)
     ending: set[str] = field(default_factory=set)
     is_computing: bool = False
@@ -112,6 +122,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Args:
         saves_ended: for each request, how many of its saves and publications came to an end on how many workers, well
             or badly.
+        landing: for each request, how many more of its loads, on how many workers, go on although it was reported as
+            received; negative when they have ended.
         failed_loads: for each request with a load that failed, the tokens that are right.
         stored: blocks that are in the store now, for each save that wrote some: (request, blocks from the root).
         num_drops: workers that have dropped their saves, as they were told.
@@ -119,21 +131,27 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """
 
     saves_ended: Counter[str] = field(default_factory=Counter)
+    landing: Counter[str] = field(default_factory=Counter)
     failed_loads: dict[str, int] = field(default_factory=dict)
     stored: list[tuple[str, int]] = field(default_factory=list)
     num_drops: int = 0
     desks: dict[int, Desk] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.saves_ended or self.failed_loads or self.stored or self.num_drops or self.desks)
+        return bool(
+            self.saves_ended or self.landing or self.failed_loads or self.stored or self.num_drops or self.desks
+        )
 
     def aggregate(self, other: Any) -> WorkerReport:
         """Put two reports of one step together."""
         failed = dict(self.failed_loads)
         for req_id, num_tokens in other.failed_loads.items():
             failed[req_id] = min(num_tokens, failed.get(req_id, num_tokens))
+        landing = Counter(self.landing)
+        landing.update(other.landing)  # Unlike +, which drops what is negative.
         return WorkerReport(
             saves_ended=self.saves_ended + other.saves_ended,
+            landing=landing,
             failed_loads=failed,
             stored=self.stored + other.stored,
             num_drops=self.num_drops + other.num_drops,

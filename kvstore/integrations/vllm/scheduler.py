@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from kvstore.hashing import BlockHashes, Namespace
+from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.events import stored_event
 from kvstore.integrations.vllm.handoffs import HandoffSide
-from kvstore.integrations.vllm.keys import hash_prompt
+from kvstore.integrations.vllm.keys import PromptHashes
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.lookups import Lookups, Question
 from kvstore.integrations.vllm.options import Options, SavePolicy
@@ -71,7 +71,7 @@ class SchedulerSide:
         self._lookups: Lookups | None = None
         self._handoffs: HandoffSide | None = None
         self._tracked: dict[str, Tracked] = {}
-        #: Ended, with saves under way.
+        #: Ended, with copies under way.
         self._ending: dict[str, Tracked] = {}
         self._plan = StepPlan()
         self._answered = Wakeup()
@@ -132,6 +132,8 @@ class SchedulerSide:
         if tracked.is_covered(size, num_engine_tokens):
             return 0, False
         assert self._lookups is not None
+        if not question.done and not self._plan.num_waiting:
+            self._answered.clear()  # Of answers that were seen: the next one ends the wait for this one.
         if not question.done and not self._lookups.is_held_up():
             self._plan.num_waiting += 1
             self._plan.num_unhashed_tokens += request.num_prompt_tokens if question.hashes is None else 0
@@ -186,7 +188,7 @@ class SchedulerSide:
             self._stats.count("num_preempted", len(plan.settle))
         for req_id in plan.settle:
             if (tracked := self._tracked.get(req_id)) and not tracked.is_loading:
-                tracked.num_saved = 0
+                tracked.num_saved = tracked.num_planned_tokens = 0
         begins = {}
         for new in output.scheduled_new_reqs:
             if tracked := self._tracked.get(new.req_id):
@@ -201,24 +203,33 @@ class SchedulerSide:
                 begins[req_id] = begin
         for req_id, begin in begins.items():
             end = begin + output.num_scheduled_tokens[req_id]
-            self._plan_save(plan, req_id, begin, end)
+            self._plan_save(plan.saves, req_id, begin, end)
             if self._handoffs is not None:
                 self._handoffs.plan(plan, self._tracked[req_id], begin, end)
         return plan
 
-    def ended(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+    def ended(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request.
+
+        Args:
+            request: that ended.
+            block_ids: that it still has.
 
         Returns:
             Whether vLLM has to keep its blocks until they are reported as sent, and the params for the engine that
             decodes it.
         """
-        tracked = self._tracked.pop(request.request_id, None)
+        tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False, None
+        if block_ids and not tracked.is_loading:
+            # Its hashes may have come after its last step was planned.
+            end = tracked.num_planned_tokens
+            self._plan_save(self._plan.late_saves, request.request_id, end, end)
+        del self._tracked[request.request_id]
         params = self._handoffs.end(self._plan, tracked) if self._handoffs is not None else None
         # vLLM keeps the blocks of a load under way by itself.
-        if tracked.is_loading or not tracked.num_saves_open:
+        if tracked.is_loading or not tracked.is_copied:
             return False, params
         self._plan.ending.add(request.request_id)
         self._ending[request.request_id] = tracked
@@ -243,10 +254,11 @@ class SchedulerSide:
             tracked = self._tracked.get(req_id) or self._ending.get(req_id)
             if self._emits_events and tracked is not None and tracked.hashes is not None and self._space is not None:
                 self._events.append(stored_event(self._space, tracked.request, tracked.hashes[:num_blocks]))
-        for req_id, count in report.saves_ended.items():
+        for req_id in report.saves_ended.keys() | report.landing.keys():
             if tracked := self._tracked.get(req_id) or self._ending.get(req_id):
-                tracked.num_saves_open -= count
-                if not tracked.num_saves_open:
+                tracked.num_saves_open -= report.saves_ended[req_id]
+                tracked.num_landing += report.landing[req_id]
+                if not tracked.is_copied:
                     self._ending.pop(req_id, None)
         if report.num_drops and self._num_drops_open:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
@@ -290,17 +302,19 @@ class SchedulerSide:
     def _ask(self, tracked: Tracked) -> None:
         assert self._space is not None
         assert self._lookups is not None
-        request, known = tracked.request, tracked.hashes
-
-        def make_hashes(space: Namespace = self._space) -> BlockHashes:
-            return known if known is not None else hash_prompt(space, request)
-
-        tracked.question = Question(make_hashes, tracked.may_load and tracked.arriving is None)
+        prompt, is_arriving = PromptHashes(self._space, tracked.request), tracked.arriving is not None
+        tracked.question = Question(
+            prompt,
+            tracked.hashes,
+            is_lookup=tracked.may_load and not is_arriving,
+            needs_hashes=tracked.may_publish or is_arriving,
+        )
         self._lookups.ask(tracked.question)
 
-    def _plan_save(self, plan: StepPlan, req_id: str, begin: int, end: int) -> None:
+    def _plan_save(self, saves: list[SavePlan], req_id: str, begin: int, end: int) -> None:
         """Plan what becomes whole while a request computes tokens [begin, end)."""
         tracked = self._tracked[req_id]
+        tracked.num_planned_tokens = end
         if tracked.question is not None and tracked.hashes is None:
             tracked.hashes = tracked.question.hashes
         if not tracked.may_save or tracked.hashes is None or self._space is None:
@@ -316,6 +330,6 @@ class SchedulerSide:
         if num_full <= tracked.num_saved:
             return
         ids = tracked.block_ids[: -(-num_full * size // self._engine_block_size)]
-        plan.saves.append(SavePlan(req_id=req_id, hashes=tracked.hashes[:num_full], block_ids=ids))
+        saves.append(SavePlan(req_id=req_id, hashes=tracked.hashes[:num_full], block_ids=ids))
         tracked.num_saved = num_full
         tracked.num_saves_open += self._num_workers

@@ -20,8 +20,10 @@ class Tracked:
     hashes: BlockHashes | None = None
     block_ids: list[int] = field(default_factory=list)
     num_engine_tokens: int = 0  # in the engine's own prefix cache, when vLLM asked last
+    num_planned_tokens: int = 0  # that are computed when the last planned step is
     num_saved: int = 0
     num_saves_open: int = 0  # on all workers
+    num_landing: int = 0  # loads whose copies go on although vLLM heard that they are received, on all workers
     is_loading: bool = False
     may_load: bool = True
     may_save: bool = True
@@ -29,6 +31,11 @@ class Tracked:
     arriving: Handover | None = None  # brought along, and not asked for yet
     leaving: Handover | None = None  # published, for another engine
     is_fetching: bool = False
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether copies of its blocks may go on that vLLM does not know of."""
+        return bool(self.num_saves_open or self.num_landing)
 
     def is_covered(self, block_size: int, num_engine_tokens: int) -> bool:
         """Whether the engine's own cache has all that the store could have of the prompt."""

@@ -6,14 +6,16 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from kvstore.client import Client
 from kvstore.errors import CopyStuck, KVStoreError, LayoutMismatch
 from kvstore.handoff import HandoffTicket
 from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.interior import TokenRows, axes_inside, order_inside
+from kvstore.integrations.vllm.landing import Landing, Running, count_load, wait_idle
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan, SavePlan, StepPlan, WorkerHello, WorkerReport
@@ -26,19 +28,6 @@ from kvstore.results import Job, LoadResult, MissReason, SaveResult
 logger = logging.getLogger(__name__)
 
 _SETTLE_S, _STUCK_S, _POLL_S = 1.0, 60.0, 0.0005
-#: With nothing to compute the engine would step on and on. It waits instead, which leaves the cores to those who copy,
-#: until one has ended, or so long: new requests may have come. A worker apart from its scheduler hears of no answers.
-_ANSWER_WAIT_S, _TOKEN_WAIT_S, _LONGEST_WAIT_S = 0.0003, 0.15e-6, 0.005
-
-
-@dataclass(slots=True)
-class Running:
-    """A load or save under way."""
-
-    plan: Any
-    client: Client
-    job: Job[Any]
-    begin_s: float
 
 
 class WorkerSide:
@@ -65,6 +54,9 @@ class WorkerSide:
         self._pages_in_block = 1
         self._rows: TokenRows | None = None
         self._loads: dict[str, Running] = {}
+        self._landing = Landing(stats)
+        self._is_on_gpu = False
+        self._has_news = False
         self._saves: dict[str, list[Running]] = {}
         self._unsent: set[str] = set()
         self._received: set[str] = set()
@@ -106,6 +98,7 @@ class WorkerSide:
                 )
             self._pages_in_block = int(self._spec.block_size) // layout.block_size
             self.publishing.attach(client, layout.device)
+            self._is_on_gpu = torch.device(layout.device).type == "cuda"
             logger.info(
                 "%d pages of %d tokens, axes %s, on %s; stored blocks of %d tokens and %d bytes, namespace %s",
                 layout.num_blocks, layout.block_size, layout.axes, layout.device,
@@ -123,6 +116,7 @@ class WorkerSide:
         """Make sure that nothing reads blocks any more that are overwritten in this step; may be called again."""
         for req_id in plan.settle & self._saves.keys():
             self._end_saves(req_id, _SETTLE_S)
+        self._landing.settle(plan.settle, _STUCK_S)
 
     def begin(self, plan: StepPlan) -> None:
         """Start what a step begins with, before anything is computed in it."""
@@ -133,6 +127,11 @@ class WorkerSide:
             self._report.num_drops += 1
         if plan.withdrawn:
             self._stats.count("num_withdrawn", self.publishing.withdraw(plan.withdrawn))
+        for save in plan.late_saves:
+            if plan.drop_saves:
+                self._report.saves_ended[save.req_id] += 1
+            else:
+                self._begin_save(save)
         for load in plan.loads:
             self._begin_load(load)
         self._unsent |= plan.ending
@@ -145,18 +144,25 @@ class WorkerSide:
 
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""
-        self._wait_idle(plan)
+        if not plan.is_computing and not self._has_news:  # Which vLLM may hear only after this step.
+            wait_idle(plan, self._loads, self._saves, self._job_ended)
+        self._landing.poll()
         for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
             self._end_load(self._loads.pop(req_id))
+        if not plan.is_computing:  # Else those that compute would have to wait for its copies too.
+            for req_id in [req_id for req_id, load in self._loads.items() if load.queued.is_set()]:
+                self._landing.begin(self._loads.pop(req_id))
+                self._received.add(req_id)
         for req_id, saves in list(self._saves.items()):
             running = [save for save in saves if not self._has_ended(save)]
             if running:
                 self._saves[req_id] = running
             else:
                 del self._saves[req_id]
-        sent = {req_id for req_id in self._unsent if req_id not in self._saves}
+        sent = {req_id for req_id in self._unsent if req_id not in self._saves and req_id not in self._landing}
         self._unsent -= sent
         received, self._received = self._received, set()
+        self._has_news = bool(sent or received)
         return sent, received
 
     def take_failed_block_ids(self) -> set[int]:
@@ -168,6 +174,7 @@ class WorkerSide:
         """Return what the scheduler's half has to hear of this step."""
         report, self._report = self._report, WorkerReport()
         report.desks = self.publishing.news(self._client())
+        report.landing = self._landing.take_changes()
         return report or None
 
     def close(self) -> None:
@@ -177,6 +184,7 @@ class WorkerSide:
         if self._link is not None:
             self._link.close()
         self._loads.clear()
+        self._landing.clear()
 
     def _client(self) -> Client | None:
         return self._link.client() if self._link is not None else None
@@ -186,29 +194,24 @@ class WorkerSide:
         if client is None:
             self._fail(plan, plan.num_engine_tokens, MissReason.STORE_LOST.value)
             return
-        pages, timeout_s = self._pages(plan.block_ids), self._options.load_timeout_s
+        pages, timeout_s, queued = self._pages(plan.block_ids), self._options.load_timeout_s, threading.Event()
+
+        def on_queued() -> None:
+            queued.set()
+            self._job_ended.set()
+
         job: Job[Any]
         try:
             if plan.tickets:
                 job = self.publishing.fetch(client, plan, pages, timeout_s)
             else:
-                job = client.load(plan.hashes, pages, plan.num_engine_tokens, timeout_s=timeout_s)
+                told = on_queued if self._is_on_gpu else None
+                job = client.load(plan.hashes, pages, plan.num_engine_tokens, timeout_s=timeout_s, on_queued=told)
         except KVStoreError as error:
             logger.warning("a load could not begin: %s", error)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
-        self._loads[plan.req_id] = self._running(plan, client, job)
-
-    def _wait_idle(self, plan: StepPlan) -> None:
-        if plan.is_computing:
-            return
-        if plan.num_waiting and plan.answered is not None:
-            wait_s = plan.num_waiting * _ANSWER_WAIT_S + plan.num_unhashed_tokens * _TOKEN_WAIT_S
-            plan.answered.wait(min(wait_s, _LONGEST_WAIT_S))
-            plan.answered.clear()
-        elif self._loads or self._saves:
-            self._job_ended.wait(_LONGEST_WAIT_S)
-            self._job_ended.clear()  # Before jobs are asked whether they are done: none is overlooked.
+        self._loads[plan.req_id] = self._running(plan, client, job, queued)
 
     def _end_load(self, load: Running) -> None:
         plan: LoadPlan = load.plan
@@ -222,10 +225,7 @@ class WorkerSide:
             self._lost(load.client)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
-        verb = "fetch" if plan.tickets else "load"
-        self._stats.time(verb, time.perf_counter() - load.begin_s)
-        self._stats.count(f"num_{verb}ed_local_blocks", result.num_local)
-        self._stats.count(f"num_{verb}ed_peer_blocks", result.num_peer)
+        count_load(self._stats, load, result, "fetch" if plan.tickets else "load")
         if self._rows is not None:
             own, size_engine = plan.num_engine_tokens, int(self._spec.block_size)
             self._rows.give(plan.block_ids[own // size_engine : -(-result.num_blocks * size // size_engine)])
@@ -268,9 +268,15 @@ class WorkerSide:
             return
         self._saves.setdefault(plan.req_id, []).append(self._running(plan, client, job))
 
-    def _running(self, plan: LoadPlan | SavePlan | PublishPlan, client: Client, job: Job[Any]) -> Running:
+    def _running(
+        self,
+        plan: LoadPlan | SavePlan | PublishPlan,
+        client: Client,
+        job: Job[Any],
+        queued: threading.Event | None = None,
+    ) -> Running:
         job.add_done_callback(lambda _: self._job_ended.set())
-        return Running(plan, client, job, time.perf_counter())
+        return Running(plan, client, job, time.perf_counter(), queued or threading.Event())
 
     def _has_ended(self, save: Running) -> bool:
         if not save.job.done():

@@ -1,0 +1,138 @@
+"""Loads whose copies go on although vLLM heard that they are received, and how long an idle step waits for copies.
+
+The engine's stream waits for such a load in place of its thread. Why: docs/adr/0013-loads-that-land.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.client import Client
+from kvstore.errors import CopyStuck, KVStoreError
+from kvstore.integrations.vllm.plan import StepPlan, Wakeup
+from kvstore.integrations.vllm.stats import Stats
+from kvstore.results import Job, LoadResult
+
+#: With nothing to compute the engine would step on and on. It waits instead, which leaves the cores to those who copy,
+#: until one has ended, or so long: new requests may have come. A worker apart from its scheduler hears of no answers.
+_ANSWER_WAIT_S, _TOKEN_WAIT_S, LONGEST_WAIT_S = 0.0003, 0.15e-6, 0.005
+
+
+@dataclass(slots=True)
+class Running:
+    """A load or save under way."""
+
+    plan: Any
+    client: Client
+    job: Job[Any]
+    begin_s: float
+    #: Of a load, set when it is no more refused; whoever waits for its copies may go on.
+    queued: threading.Event = field(default_factory=threading.Event)
+
+
+class Landing:
+    """The loads of one worker that were handed over early.
+
+    Args:
+        stats: gets times and counts.
+    """
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._loads: dict[str, Running] = {}
+        self._changes: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._loads
+
+    def begin(self, load: Running) -> None:
+        """Let what the engine computes from now on wait for a load that is queued, and not the engine's thread.
+
+        The launches of a step take milliseconds, and can begin meanwhile. Nothing can refuse the load any more
+        (`Client.load`).
+        """
+        load.job.wait_on(timeout=0.0)
+        self._loads[load.plan.req_id] = load
+        self._changes[load.plan.req_id] += 1
+        self._stats.count("num_landing_loads")
+
+    def poll(self) -> None:
+        """Take in those that have ended.
+
+        Raises:
+            CopyStuck: blocks do not hold what was asked for, and may have been used.
+        """
+        for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
+            self._end(req_id, 0.0)
+
+    def settle(self, req_ids: Collection[str], timeout_s: float) -> None:
+        """Wait for those of some requests, whose blocks are about to be given away; raises as `poll`."""
+        for req_id in [req_id for req_id in req_ids if req_id in self._loads]:
+            self._end(req_id, timeout_s)
+
+    def take_changes(self) -> Counter[str]:
+        """Return, for each request, how many more loads land than at the last time; see `WorkerReport.landing`."""
+        changes, self._changes = self._changes, Counter()
+        return changes
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._loads.clear()
+
+    def _end(self, req_id: str, wait_s: float) -> None:
+        load = self._loads[req_id]
+        wanted = f"wanted the copies of {load.job!r} in place"
+        why = "the engine has computed from their blocks meanwhile; restart it"
+        try:
+            result: LoadResult = load.job.result(wait_s)
+        except KVStoreError as error:
+            raise CopyStuck(f"{wanted}, got: {error}; {why}") from error
+        if result.num_blocks < len(load.plan.hashes):
+            raise CopyStuck(f"{wanted}, got {result.num_blocks} blocks ({result.failed[0].detail}); {why}")
+        del self._loads[req_id]
+        self._changes[req_id] -= 1
+        count_load(self._stats, load, result)
+
+
+def count_load(stats: Stats, load: Running, result: LoadResult, verb: str = "load") -> None:
+    """Count a load, or a fetch of what was handed off, that ended."""
+    stats.time(verb, time.perf_counter() - load.begin_s)
+    stats.count(f"num_{verb}ed_local_blocks", result.num_local)
+    stats.count(f"num_{verb}ed_peer_blocks", result.num_peer)
+
+
+def wait_idle(
+    plan: StepPlan, loads: Mapping[str, Running], saves: Mapping[str, list[Running]], job_ended: threading.Event
+) -> None:
+    """Wait a little in a step with nothing to compute: for an answer of the store, or for a copy."""
+    if plan.num_waiting and plan.answered is not None:
+        plan.answered.wait(_answer_wait_s(plan, plan.answered))
+    elif loads or saves:
+        deadline_s = time.monotonic() + LONGEST_WAIT_S
+        while True:
+            job_ended.clear()  # Before they are asked, so that none is overlooked.
+            left_s = deadline_s - time.monotonic()
+            if _has_ended(loads, saves) or left_s <= 0:
+                break
+            job_ended.wait(left_s)
+
+
+def _answer_wait_s(plan: StepPlan, answered: Wakeup) -> float:
+    if answered.is_shared:
+        return LONGEST_WAIT_S
+    return min(plan.num_waiting * _ANSWER_WAIT_S + plan.num_unhashed_tokens * _TOKEN_WAIT_S, LONGEST_WAIT_S)
+
+
+def _has_ended(loads: Mapping[str, Running], saves: Mapping[str, list[Running]]) -> bool:
+    """Whether a load can be reported; a save, where nobody waits for a load."""
+    if loads:
+        return any(load.queued.is_set() or load.job.done() for load in loads.values())
+    return any(save.job.done() for its in saves.values() for save in its)

@@ -1,0 +1,182 @@
+"""When a request hears what is stored of it, and when its hashes are made."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.results import Match
+
+SIZE = 16
+
+
+@pytest.fixture
+def parts():
+    """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
+    import kvstore
+    from kvstore.integrations.vllm import keys, lookups, plan, stats
+
+    shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
+    return SimpleNamespace(
+        keys=keys, lookups=lookups, plan=plan, stats=stats, space=kvstore.Namespace(model="m", shape=shape)
+    )
+
+
+class Client:
+    """Has the blocks of one prompt; says how many it was asked for each time."""
+
+    def __init__(self, known):
+        self.known, self.asked, self.gate = known, [], threading.Event()
+        self.gate.set()
+
+    def lookup(self, hashes, *, remote=True, timeout_s=None, meanwhile=None):
+        assert self.gate.wait(5)
+        if meanwhile is not None:
+            meanwhile()
+        self.asked.append(len(hashes))
+        pairs = zip(hashes, self.known, strict=False)
+        return Match(num_local=next((at for at, (a, b) in enumerate(pairs) if a != b), len(hashes)))
+
+
+@pytest.fixture
+def make(parts):
+    """Makes a thread of lookups, and questions for it."""
+    made = []
+
+    def lookups(client):
+        link = SimpleNamespace(client=lambda: client)
+        made.append(parts.lookups.Lookups(link, True, 5.0, parts.stats.Stats(), parts.plan.Wakeup()))
+        return made[-1]
+
+    def question(tokens, is_lookup=True, **more):
+        request = SimpleNamespace(
+            prompt_token_ids=tokens, num_prompt_tokens=len(tokens), lora_request=None, mm_features=None, cache_salt=None
+        )
+        return parts.lookups.Question(parts.keys.PromptHashes(parts.space, request), None, is_lookup=is_lookup, **more)
+
+    yield SimpleNamespace(lookups=lookups, question=question)
+    for one in made:
+        one.close()
+
+
+def test_a_new_prompt_is_known_after_its_first_block_and_hashed_behind_those_that_wait(make, parts, eventually):
+    client = Client(parts.space.block_hashes(range(4 * SIZE)))
+    lookups, order = make.lookups(client), []
+    new, known = make.question(list(range(1, 200 * SIZE))), make.question(list(range(4 * SIZE)))
+    for name, question in (("new", new), ("known", known)):
+        hash_all = question.hash_all
+        question.hash_all = lambda hash_all=hash_all, name=name: (order.append(name), hash_all())[1]
+    client.gate.clear()
+    lookups.ask(new)
+    lookups.ask(known)
+    client.gate.set()
+    eventually(lambda: new.done and known.done and new.hashes is not None, 5)
+    assert (new.num_blocks, known.num_blocks) == (0, 4)
+    assert client.asked == [1, 1, 4]
+    assert order[0] == "known", "an answer comes before hashes that only saves need"
+    assert new.hashes == parts.space.block_hashes(range(1, 200 * SIZE))
+
+
+def test_what_is_not_looked_up_is_hashed_all_the_same(make, parts, eventually):
+    client = Client(parts.space.block_hashes(range(4 * SIZE)))
+    question = make.question(list(range(5 * SIZE)), is_lookup=False)
+    make.lookups(client).ask(question)
+    eventually(lambda: question.hashes is not None, 5)
+    assert question.done
+    assert not client.asked
+    assert question.hashes == parts.space.block_hashes(range(5 * SIZE))
+
+
+def test_a_hand_off_is_answered_with_its_hashes(make, parts, eventually):
+    question, seen = make.question(list(range(200 * SIZE)), needs_hashes=True), []
+    hash_all = question.hash_all
+    question.hash_all = lambda: (seen.append(question.done), hash_all())[1]
+    make.lookups(Client([])).ask(question)
+    eventually(lambda: question.done, 5)
+    assert not any(seen)
+    assert len(question.hashes) == 200
+
+
+def test_a_prompt_that_cannot_be_hashed_is_computed_and_the_next_is_answered(make, parts, eventually):
+    client = Client(parts.space.block_hashes(range(4 * SIZE)))
+    lookups = make.lookups(client)
+    bad, good = make.question([-1] * 4 * SIZE), make.question(list(range(4 * SIZE)))
+    lookups.ask(bad)
+    lookups.ask(good)
+    eventually(lambda: bad.done and good.done, 5)
+    assert (bad.num_blocks, good.num_blocks) == (0, 4)
+
+
+def test_an_answer_that_was_seen_ends_no_later_wait_and_one_that_comes_meanwhile_does(parts):
+    from kvstore.integrations.vllm.options import Options
+    from kvstore.integrations.vllm.scheduler import SchedulerSide
+
+    side = SchedulerSide(
+        Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
+    )
+    side._space = parts.space
+    side._handoffs = SimpleNamespace(begin=lambda tracked: None)
+    side._lookups = SimpleNamespace(ask=lambda question: None, is_held_up=lambda: False)
+    requests = [
+        SimpleNamespace(
+            request_id=name, prompt_token_ids=[1] * 64, num_prompt_tokens=64, skip_reading_prefix_cache=False
+        )
+        for name in ("first", "second")
+    ]
+    side._answered.set()
+    assert side.match(requests[0], 0) == (None, False)
+    assert not side._answered.is_set()
+    side._answered.set()
+    assert side.match(requests[1], 0) == (None, False)
+    assert side._answered.is_set(), "it is the first one's, who is asked again when this step ends"
+
+
+@pytest.fixture
+def ended(parts):
+    """A request that ended before its hashes were made: what the scheduler then plans for the next step."""
+    from kvstore.integrations.vllm.options import Options
+    from kvstore.integrations.vllm.scheduler import SchedulerSide
+    from kvstore.integrations.vllm.tracked import Tracked
+
+    side = SchedulerSide(
+        Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
+    )
+    side._space = parts.space
+    request = SimpleNamespace(request_id="r", prompt_token_ids=list(range(64)), num_prompt_tokens=64)
+    question = SimpleNamespace(hashes=None, num_blocks=0, done=True)
+    tracked = side._tracked["r"] = Tracked(request, question=question, block_ids=[5, 6, 7, 8])
+    side._plan_save(side._plan.saves, "r", 0, 50)
+    assert not side._plan.saves
+    question.hashes = parts.space.block_hashes(range(64))
+    return SimpleNamespace(side=side, request=request, tracked=tracked)
+
+
+def test_hashes_that_come_after_the_last_step_are_used_at_the_end(ended, parts):
+    assert ended.side.ended(ended.request, [5, 6, 7, 8])[0], "vLLM has to keep its blocks"
+    (save,) = ended.side._plan.late_saves
+    assert (save.block_ids, save.hashes) == ([5, 6, 7], parts.space.block_hashes(range(48))), "what was computed"
+    assert ended.side._plan.ending == {"r"}
+
+
+def test_of_a_request_without_blocks_nothing_is_saved(ended):
+    """It was preempted: others have its blocks."""
+    assert not ended.side.ended(ended.request, [])[0]
+    assert not ended.side._plan.late_saves
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended, parts, monkeypatch, is_cleared):
+    from kvstore.integrations.vllm.options import Options
+    from kvstore.integrations.vllm.worker import WorkerSide
+    from kvstore.part import WHOLE
+
+    ended.side.ended(ended.request, [5, 6, 7, 8])
+    if is_cleared:
+        ended.side.reset()
+    worker, begun = WorkerSide(Options(), None, None, WHOLE, 0, True, parts.stats.Stats()), []
+    monkeypatch.setattr(worker, "_begin_save", begun.append)
+    worker.begin(ended.side._plan)
+    assert len(begun) == (0 if is_cleared else 1)
+    assert worker._report.saves_ended == ({"r": 1} if is_cleared else {})
