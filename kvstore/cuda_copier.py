@@ -63,6 +63,8 @@ FIRST_BYTES = 4 * CHUNK_BYTES
 _PIN_TIMEOUT_S = 60.0
 _DEVICE_TIMEOUT_S = 120.0
 _LEAST_POLL_S, _MOST_POLL_S = 20e-6, 500e-6
+#: Where a stream waits for the copies no thread need hear of their end at once, and one that launches is disturbed.
+_CALM_POLL_S = 2e-3
 
 
 class CudaOrder:
@@ -77,6 +79,8 @@ class CudaOrder:
         self.last: torch.cuda.Event | None = None
         #: Of a copier that was told ahead what will be copied: the list of it, on the device.
         self.placed: PlacedSpans | None = None
+        #: Whether a stream waits for the copies.
+        self.is_calm = False
         self._queued = threading.Event()
 
     def end(self) -> None:
@@ -90,6 +94,7 @@ class CudaOrder:
         if self.last is not None:
             with kernel_errors("waiting for the copies of a job"):
                 (torch.cuda.current_stream() if stream is None else stream).wait_event(self.last)
+        self.is_calm = True
         return True
 
     def settle(self, timeout_s: float) -> bool:
@@ -281,11 +286,11 @@ def await_copies(pages: EnginePages, eager_s: float = 0.0) -> None:
         KernelError: the device failed.
         CopyStuck: they did not end in time.
     """
-    last = order_of(pages).last
-    if last is None:
+    order = order_of(pages)
+    if order.last is None:
         return
     with kernel_errors("copying a CUDA cache"):
-        is_reached = _reached(last, _DEVICE_TIMEOUT_S, eager_s)
+        is_reached = _reached(order.last, _DEVICE_TIMEOUT_S, eager_s, order)
     if not is_reached:
         raise CopyStuck(
             f"wanted copies of a CUDA cache done within {_DEVICE_TIMEOUT_S} s, got a device that has not come to "
@@ -299,12 +304,15 @@ def order_of(pages: EnginePages) -> CudaOrder:
     return pages.order
 
 
-def _reached(event: torch.cuda.Event, timeout_s: float, eager_s: float = 0.0) -> bool:
+def _reached(event: torch.cuda.Event, timeout_s: float, eager_s: float = 0.0, order: CudaOrder | None = None) -> bool:
     """Poll an event, ever more seldom; False when it is not reached in time."""
     began_s = time.monotonic()
     while not event.query():  # type: ignore[no-untyped-call]
         waited_s = time.monotonic() - began_s
         if waited_s > timeout_s:
             return False
-        time.sleep(0.0 if waited_s < eager_s else min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 200)))
+        if order is not None and order.is_calm:
+            time.sleep(_CALM_POLL_S)
+        else:
+            time.sleep(0.0 if waited_s < eager_s else min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 200)))
     return True
