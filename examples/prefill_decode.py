@@ -170,8 +170,9 @@ def num_gpus() -> int:
 
 
 def nixl_bytes(store: Any) -> int:
-    """Return how many bytes NIXL says that it has read, on all nodes."""
-    return sum((node.get("nixl") or {}).get("num_bytes", 0) for node in store.stats()["nodes"].values())
+    """Return how many bytes of blocks NIXL says that it has read, on all nodes; what only warmed a lane is none."""
+    nodes = store.stats()["nodes"].values()
+    return sum((node.get("nixl") or {}).get("num_bytes", 0) - node["num_lane_warm_up_bytes"] for node in nodes)
 
 
 def summarize(rows: list[dict[str, Any]], num_nixl_bytes: int, required: tuple[str, ...] = REQUIRED) -> dict[str, Any]:

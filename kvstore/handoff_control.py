@@ -313,6 +313,7 @@ class HandoffControl:
             "num_handoffs": len(self.table),
             "num_handoff_slots": self.table.num_slots,
             "num_handoff_fetches": len(self.fetcher),
+            "num_lane_warm_up_bytes": self.fetcher.lanes.num_warm_bytes,
             "stages": [
                 {"uuid": stage.uuid, "num_bytes": stage.num_slots * stage.description.slot_bytes}
                 for stage in self.stages.all()

@@ -80,6 +80,8 @@ class StageLanes:
         self._lanes: dict[_Key, StageLane] = {}
         # One for each lane: what a peer that does not answer holds up is not the others.
         self._measuring: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
+        #: Of READs that only warmed or measured a lane. The engine counts them as it does all others.
+        self.num_warm_bytes = 0
 
     def known(self, peer: Peer, slab: int, stage: Stage) -> StageLane | None:
         """Return the lane of the last fetch from a peer's stage, without asking anybody."""
@@ -97,11 +99,15 @@ class StageLanes:
             local_slots=np.asarray(stage.warm_slots[:1], dtype=np.int32),
             remote_slots=np.asarray([lane.description.num_slots - 1], dtype=np.int32),
         )
+
+        def on_done(done: MoverDone, error: KVStoreError | None) -> None:
+            if error is None and done.last:
+                self._count(request)
+
         with contextlib.suppress(KVStoreError):
             self._mover.read(
-                request, lane.description, lambda done, error: None, chunk_ends=_ONE_BLOCK,
-                timeout_s=_WAKE_WITHIN_S, may_wait=False,
-            )  # fmt: skip
+                request, lane.description, on_done, chunk_ends=_ONE_BLOCK, timeout_s=_WAKE_WITHIN_S, may_wait=False
+            )
 
     def find(self, peer: Peer, slab: int, stage: Stage, timeout_s: float) -> StageLane:
         """Return the lane from a peer's stage, warmed up and measured now if it was not.
@@ -143,6 +149,10 @@ class StageLanes:
                     self._remember(key, lane)
             lanes.append(lane)
         return lanes
+
+    def _count(self, request: ReadRequest) -> None:
+        with self._lock:
+            self.num_warm_bytes += request.block_bytes * len(request.local_slots)
 
     def _remember(self, key: _Key, lane: StageLane) -> None:
         with self._lock:
@@ -199,4 +209,5 @@ class StageLanes:
         done, error = seen[0]
         if error is not None:
             raise error
+        self._count(request)
         return done.seconds

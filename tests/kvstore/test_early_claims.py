@@ -55,6 +55,17 @@ def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, 
     nothing_held(cluster, wait_until)
 
 
+def test_what_only_warms_a_lane_is_counted_apart(cluster, warm):
+    source, target = warm
+    before = cluster.nodes["b"].stats()
+    ticket = source.client.publish(range(10))
+    assert fetch(target, ticket, range(40, 50)).route == "gpu"
+    after = cluster.nodes["b"].stats()
+    num_warm_bytes = after["num_lane_warm_up_bytes"] - before["num_lane_warm_up_bytes"]
+    assert num_warm_bytes == ticket.num_bytes // 10
+    assert after["nixl"]["num_bytes"] - before["nixl"]["num_bytes"] == ticket.num_bytes + num_warm_bytes
+
+
 def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_nothing(
     cluster,
     warm,
