@@ -70,16 +70,13 @@ def run_gpu(
     for name in names:
         if name not in SHAPES:
             raise ConfigError(f"bench gpu: wanted a shape out of {', '.join(SHAPES)}, got {name!r}")
-        layers, heads, dim, planes = SHAPES[name]
         for size in block_sizes:
-            shape = KVShape(
-                num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype="bfloat16", block_size=size, planes=planes
-            )
+            shape = make_shape(name, size)
             fitting = [count for count in counts if count * shape.block_bytes <= max_bytes]
             if not fitting:
                 continue
             say(f"{name}, blocks of {size} tokens")
-            whole = _setup(shape, max(fitting))
+            whole = make_setup(shape, max(fitting))
             for count in fitting:
                 setup = _smaller(whole, count)
                 for direction, ways in directions(setup):
@@ -110,7 +107,16 @@ def run_gpu(
     return rows
 
 
-def _setup(shape: KVShape, num_blocks: int) -> Setup:
+def make_shape(name: str, block_size: int) -> KVShape:
+    """Return a shape of `SHAPES` with blocks of so many tokens."""
+    layers, heads, dim, planes = SHAPES[name]
+    return KVShape(
+        num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype="bfloat16", block_size=block_size, planes=planes
+    )
+
+
+def make_setup(shape: KVShape, num_blocks: int) -> Setup:
+    """Return an engine's cache of random bits, slots in host memory, and so many blocks drawn at random out of each."""
     total = _SPARE * num_blocks
     rng = np.random.default_rng()
     dims = (shape.num_planes, total, shape.block_size, shape.num_kv_heads, shape.row_dim)

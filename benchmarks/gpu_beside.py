@@ -1,0 +1,42 @@
+"""Loads beside matrix products, over many rounds: what `kvstore bench gpu` measures in few, with all else.
+
+How long a product takes varies by some percent from round to round and from GPU to GPU, and what a load may add to it
+is two. So this takes turns for longer, and the limit comes twice: what both say about each other is chance.
+
+Run: `python -m benchmarks.gpu_beside [--rounds 30] [--json]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import click
+
+from benchmarks.gpu_rows import Rows, print_rows
+from kvstore.bench_gpu import BESIDE, SHAPES, make_setup, make_shape
+from kvstore.bench_gpu_beside import beside_products
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 1024
+
+
+def shape_rows(name: str, rounds: int) -> Rows:
+    place = {"shape": name, "block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "direction": BESIDE}
+    setup = make_setup(make_shape(name, BLOCK_SIZE), NUM_BLOCKS)
+    return [place | row for row in beside_products(setup, rounds)]
+
+
+def parts(rounds: int) -> Iterator[tuple[str, Callable[[], Rows]]]:
+    for name in SHAPES:
+        yield name, partial(shape_rows, name, rounds)
+
+
+@click.command(help=__doc__)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=30, show_default=True, help="Twice so many count.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def main(rounds: int, as_json: bool) -> None:
+    print_rows(parts(rounds), as_json)
+
+
+if __name__ == "__main__":
+    main()
