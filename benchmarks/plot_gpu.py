@@ -1,6 +1,7 @@
 """From benchmarks/results/gpu-h200.json: the tables of docs/performance.md (printed) and docs/gpu-h200.svg.
 
-From gpu-bounds-h200.json: the table of what memory itself takes there; from gpu-client-h200.json: that of docs/gpu.md.
+From gpu-beside-h200.json: the table of loads beside products; from gpu-bounds-h200.json: of what memory itself takes;
+from gpu-client-h200.json: that of docs/gpu.md.
 
     python benchmarks/plot_gpu.py
 
@@ -16,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/gpu-h200.json"
+BESIDE = ROOT / "benchmarks/results/gpu-beside-h200.json"
 BOUNDS = ROOT / "benchmarks/results/gpu-bounds-h200.json"
 CLIENT = ROOT / "benchmarks/results/gpu-client-h200.json"
 PICTURE = ROOT / "docs/gpu-h200.svg"
@@ -50,7 +52,6 @@ CLIENT_WAYS = {
     "load": "load",
     "load, until a stream goes on": "load, until a stream goes on",
 }
-_BESIDE = "host_to_gpu_beside_products"
 Speeds = dict[tuple[str, int, int, str], dict[str, dict[str, Any]]]
 
 
@@ -82,10 +83,14 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     for shape, direction, bars in groups(rows):
         cells = ["" if speed is None else f"{speed:.1f}" for speed in bars]
         yield f"| {shape}, {DIRECTIONS[direction]} | " + " | ".join(cells) + " |"
-    yield ""
+
+
+def beside_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of gpu-beside-h200.json: speed of a load, time of a product meanwhile."""
+    found = speeds(rows)
     yield "| loads beside products: GB/s, ms of a product (of the limit) | " + " | ".join(SHAPES) + " |"
     yield "|---|" + "---|" * len(SHAPES)
-    beside = [next(ways for key, ways in found.items() if key[0] == shape and key[3] == _BESIDE) for shape in SHAPES]
+    beside = [next(ways for key, ways in found.items() if key[0] == shape) for shape in SHAPES]
     for way in beside[0]:
         yield f"| {way} | " + " | ".join(_beside(ways[way]) for ways in beside) + " |"
 
@@ -182,6 +187,7 @@ def main() -> None:
     rows = json.loads(RESULTS.read_text())["rows"]
     PICTURE.write_text(picture(rows))
     print("\n".join(tables(rows)), "", sep="\n")
+    print("\n".join(beside_table(json.loads(BESIDE.read_text())["rows"])), "", sep="\n")
     print("\n".join(bounds_table(json.loads(BOUNDS.read_text())["rows"])), "", sep="\n")
     print("\n".join(client_table(json.loads(CLIENT.read_text())["rows"])))
 

@@ -20,6 +20,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_results(repo_root):
 @pytest.mark.parametrize(
     ("table", "results", "document"),
     [
+        (plot_gpu.beside_table, plot_gpu.BESIDE, "docs/performance.md"),
         (plot_gpu.bounds_table, plot_gpu.BOUNDS, "docs/performance.md"),
         (plot_gpu.client_table, plot_gpu.CLIENT, "docs/gpu.md"),
     ],
