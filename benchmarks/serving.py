@@ -190,7 +190,7 @@ def measure(
                           "kv_role": "kv_both"}, {}, own),
                 "raykv": (_raykv(address, nodes[0], "default", "all"), {}, own),
                 "offloading": ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-                                "kv_connector_extra_config": {"num_cpu_blocks": 1024}}, {}, own),
+                                "kv_connector_extra_config": {"cpu_bytes_to_use": STORE_BYTES}}, {}, own),
             }  # fmt: skip
             with contextlib.closing(Engines(model, ways)) as engines:
                 found["refused"] = engines.refused
