@@ -193,23 +193,41 @@ class ControlClient:
     def _receive(self, request: int, timeout_s: float, data: memoryview | None = None) -> Message:
         """Return the next message of an answer; `data` came already."""
         deadline_s = time.monotonic() + timeout_s
-        while True:
-            if data is not None:
-                self._backlog += self._decoder.stream(data) if self._stream else self._decoder.packets(data)
-            for i, message in enumerate(self._backlog):
-                if message.request == request:
-                    return self._backlog.pop(i)
+        while (message := self._take(request, data)) is None:
             data = self._wait(deadline_s - time.monotonic())
+        return message
+
+    def _receive_now(self, request: int) -> Message | None:
+        """Return the answer if all of it is here."""
+        data = self._read(None)
+        return self._take(request, data) if data is not None else None
+
+    def _take(self, request: int, data: memoryview | None) -> Message | None:
+        """Return the next message of an answer out of what came, `data` last."""
+        if data is not None:
+            self._backlog += self._decoder.stream(data) if self._stream else self._decoder.packets(data)
+        for i, message in enumerate(self._backlog):
+            if message.request == request:
+                return self._backlog.pop(i)
+        return None
 
     def _wait(self, timeout_s: float) -> memoryview:
         """Return what comes next, until the next wait."""
-        try:
-            if not timeout_s <= self._timeout_s <= 1.2 * timeout_s:
-                self._set_timeout(timeout_s)
-            data = self._received[: self._sock.recv_into(self._received)]
-        except (BlockingIOError, TimeoutError) as error:
+        data = self._read(timeout_s)
+        if data is None:
             self.close()
-            raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed") from error
+            raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed")
+        return data
+
+    def _read(self, timeout_s: float | None) -> memoryview | None:
+        """Return what comes within a time, or is here if that is None; nothing if nothing does."""
+        try:
+            if timeout_s is not None and not timeout_s <= self._timeout_s <= 1.2 * timeout_s:
+                self._set_timeout(timeout_s)
+            flags = socket.MSG_DONTWAIT if timeout_s is None else 0
+            data = self._received[: self._sock.recv_into(self._received, 0, flags)]
+        except (BlockingIOError, TimeoutError):
+            return None
         except OSError as error:
             self.close()
             raise PeerLost(f"{self.name}: connection lost: {error}") from error
@@ -217,25 +235,6 @@ class ControlClient:
             self.close()
             raise PeerLost(f"{self.name}: closed the connection; is the node store still running?")
         return data
-
-    def _receive_now(self, request: int) -> Message | None:
-        """Return the answer if all of it is here."""
-        try:
-            num_bytes = self._sock.recv_into(self._received, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            self.close()
-            raise PeerLost(f"{self.name}: connection lost: {error}") from error
-        if not num_bytes:
-            self.close()
-            raise PeerLost(f"{self.name}: closed the connection; is the node store still running?")
-        data = self._received[:num_bytes]
-        self._backlog += self._decoder.stream(data) if self._stream else self._decoder.packets(data)
-        for i, message in enumerate(self._backlog):
-            if message.request == request:
-                return self._backlog.pop(i)
-        return None
 
     def _set_timeout(self, left_s: float) -> None:
         # A kernel-side receive timeout saves a poll() per call against settimeout(). It is set a little longer
