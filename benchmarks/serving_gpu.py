@@ -7,6 +7,9 @@ cold   a prompt that nobody has seen;
 again  the same one, in the engine's own prefix cache;
 warm   the same one after `reset_prefix_cache`: from host memory, where a connector put it meanwhile.
 
+Right before each of them every engine answers something short that no cache has, and nothing is left to do. Prompts
+that are cached are asked four times in a row, with the reset in between.
+
 The bound is the engine's own prefix cache and one pinned copy of the KV's bytes, both of the same run. The model has
 the shape of an 8B Llama and random weights, the same ones in every engine, so that answers can be compared.
 
@@ -35,7 +38,8 @@ from kvstore.errors import KVStoreError, StoreUnavailable
 
 WAYS = ("none", "own", "raykv", "OffloadingConnector", "SimpleCPUOffloadConnector")
 LENGTHS = (2_000, 10_000, 30_000)
-#: Shorter prompts are asked twice a round: the engine's launches are most of their time, and vary most.
+#: Shorter prompts are asked twice a round, each time another one: the engine's launches are most of their time, and
+#: vary most.
 SHORT_TOKENS = 5_000
 #: Host memory of each way.
 CAPACITY_BYTES = 12 << 30
@@ -193,7 +197,7 @@ def rows_of(times: Times) -> Rows:
     for (name, state, num_tokens), answers in times.items():
         counted = [answer for number, answer in answers.items() if number]
         if counted:
-            times_s = [answer["first_token_s"] for answer in counted]
+            times_s = [time_s for answer in counted for time_s in answer["times_s"]]
             rows.append(
                 {
                     "way": name, "state": state, "num_tokens": num_tokens,

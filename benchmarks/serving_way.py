@@ -16,8 +16,11 @@ from kvstore.errors import StoreUnavailable
 from kvstore.provenance import package_version, provenance
 
 ANSWER_TOKENS = 8
-#: Of answers to nothing, before and between those that count: the engine is awake, and what it saves is saved.
-FEW_TOKENS, MANY_TOKENS = 4, 12
+#: Of answers to nothing: right before each one that counts, so that every way is as awake; and after it, so that what
+#: is saved of it is saved.
+WAKE_TOKENS, MANY_TOKENS = 4, 12
+#: How often what a cache holds is asked for: a few milliseconds of an engine's launches vary most.
+NUM_WARM = 4
 LINK_BYTES, LINK_ROUNDS = 512 << 20, 7
 PIN_S = 100.0
 #: As Llama's own weights are when its training begins: attention then looks at some tokens more than at others.
@@ -54,28 +57,44 @@ class WayProcess:
         return {"start_s": round(time.perf_counter() - began_s, 1), "provenance": versions}
 
     def ask(self, num_tokens: int, number: int, vocabulary: int, states: Sequence[str]) -> dict[str, Any]:
-        """Ask one prompt in some states, in order; returns the answer of each, see `ServingEngine.first_token`."""
-        engine = self._made()
+        """Ask one prompt in some states, in order, what is cached `NUM_WARM` times.
+
+        Returns:
+            The first answer of each state, see `ServingEngine.first_token`, and with it "times_s", of all its answers.
+        """
         prompt = np.random.default_rng([num_tokens, number]).integers(0, vocabulary, num_tokens + 1).tolist()
         found = {}
-        self.settle(FEW_TOKENS)
         for state in states:
-            if state == "warm":
-                engine.reset()
-            found[state] = engine.first_token(prompt, num_tokens=ANSWER_TOKENS)
-            self.settle(MANY_TOKENS)
+            found[state] = self._ask_awake(prompt, state, ANSWER_TOKENS)
+            more = [self._ask_awake(prompt, state, 1) for _ in range(NUM_WARM - 1 if state != "cold" else 0)]
+            found[state]["times_s"] = [answer["first_token_s"] for answer in (found[state], *more)]
+            found[state]["num_cached"] = min(answer["num_cached"] for answer in (found[state], *more))
         return found
+
+    def _ask_awake(self, prompt: list[int], state: str, num_tokens: int) -> dict[str, Any]:
+        """Ask one prompt, right after an answer to nothing that no cache has; return when all of it is saved."""
+        engine = self._made()
+        if state == "warm":
+            engine.reset()
+        self.settle(WAKE_TOKENS)
+        answer = self._measured(prompt, state, num_tokens)
+        self.settle(MANY_TOKENS if state == "cold" else 0)
+        return answer
+
+    def _measured(self, prompt: list[int], state: str, num_tokens: int) -> dict[str, Any]:
+        return self._made().first_token(prompt, num_tokens=num_tokens)
 
     def settle(self, num_tokens: int) -> None:
         """Let copies that go on beside the engine end; some connectors hear of them only while it steps.
 
         Args:
-            num_tokens: of an answer that is computed meanwhile.
+            num_tokens: of an answer that is computed meanwhile, if any.
         """
         engine = self._made()
         engine.settle()
-        engine.first_token([0] * 8, num_tokens=num_tokens)
-        engine.settle()
+        if num_tokens:
+            engine.first_token([0] * 8, num_tokens=num_tokens)
+            engine.settle()
 
     def link_gb_per_s(self) -> float | None:
         """Return what one pinned copy to the GPU reaches, the median of some; None without a GPU."""

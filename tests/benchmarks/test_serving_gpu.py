@@ -13,7 +13,9 @@ def row(way, state, first_token_s, num_tokens=10_000):
 
 
 def answer(*tokens, first_token_s=0.1, num_cached=0):
-    return {"tokens": list(tokens), "first_token_s": first_token_s, "num_cached": num_cached}
+    return {
+        "tokens": list(tokens), "first_token_s": first_token_s, "times_s": [first_token_s], "num_cached": num_cached
+    }  # fmt: skip
 
 
 def test_a_token_of_the_large_model_is_128_kib():
