@@ -62,8 +62,12 @@ def make_engine(
     address: str | None = None,
     device: str = "cpu",
     save: str = "prompt",
+    handoff_staging: int = 0,
 ) -> Any:
-    """Make an engine on the store; with a stored block size of its own it shares with engines of other ones."""
+    """Make an engine on the store; with a stored block size of its own it shares with engines of other ones.
+
+    With `handoff_staging` so many bytes of a GPU pass hand-offs on.
+    """
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -77,6 +81,7 @@ def make_engine(
             "block_size": stored_block_size,
             "save": save,
             "portable": bool(stored_block_size) and device == "cpu",
+            "handoff_staging": handoff_staging,
         },
     )
     # A GPU is shared with other engines; of its backends for float32 this one is fast.

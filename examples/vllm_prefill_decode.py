@@ -5,7 +5,8 @@ attention takes. Prompts are prefilled on one node, which
 saves them; the decode engine on the other finds them, fetches what it lacks over NIXL, and goes on. Every answer is
 compared with one that the decode engine computed from nothing. Exits with 1 when one differs, or came from nowhere.
 
-With --handoff nothing is saved: the prefill engine's answer has a ticket, and with that the decode engine fetches them.
+With --handoff nothing is saved: the prefill engine's answer has a ticket, and with that the decode engine fetches them,
+on a GPU through its memory.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from vllm_demo import (
 )
 
 START_S, CALL_S = 240.0, 120.0
+STAGING_BYTES = 64 << 20  # of a GPU, through which hand-offs go
 SYSTEM = 256  # tokens that conversations have in common
 
 
@@ -50,8 +52,11 @@ def prompts(block_size: int) -> list[tuple[str, int, int]]:
 class Worker:
     """An actor with an engine in it."""
 
-    def __init__(self, model: str, block_size: int, stored_block_size: int, device: str, save: str) -> None:
-        self._engine = make_engine(model, block_size, stored_block_size=stored_block_size, device=device, save=save)
+    def __init__(self, model: str, block_size: int, stored_block_size: int, device: str, handoff: bool) -> None:
+        self._engine = make_engine(
+            model, block_size, stored_block_size=stored_block_size, device=device, save="none" if handoff else "prompt",
+            handoff_staging=STAGING_BYTES if handoff and device == "cuda" else 0,
+        )  # fmt: skip
 
     def ready(self) -> bool:
         return True
@@ -84,7 +89,7 @@ def run(model: str, device: str, handoff: bool) -> list[dict[str, Any]]:
             engines = [
                 ray.remote(Worker)
                 .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                .remote(model, block_size, stored, device, "none" if handoff else "prompt")
+                .remote(model, block_size, stored, device, handoff)
                 for node, block_size in zip(nodes, (stored, 2 * stored), strict=True)
             ]
             ray.get([engine.ready.remote() for engine in engines], timeout=START_S)
