@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray import exceptions as ray_errors
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
+from kvstore.actors.joining import join_ray
 from kvstore.actors.supervisor import Supervisor, alive_nodes
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import (
@@ -176,7 +174,7 @@ class Store:
 
 def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
     """Start or join a store; see kvstore.start."""
-    owns_ray = _init_ray(address, may_start=True)
+    owns_ray = join_ray(address, may_start=True)
     try:
         return _start(config, timeout_s, owns_ray)
     except BaseException:
@@ -269,7 +267,7 @@ def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> St
 
 def connect(name: str, address: str | None, timeout_s: float) -> Store:
     """Find a running store; see kvstore.connect."""
-    _init_ray(address, may_start=False)
+    join_ray(address, may_start=False)
     supervisor = find_actor(actor_name(name, "supervisor"))
     return Store(_check_compatible(None, call("supervisor", supervisor.config.remote(), timeout_s)))
 
@@ -284,43 +282,4 @@ def node_store(node_id: str | None = None, name: str = "default") -> Any:
     except StoreNotRunning as error:
         raise StoreNotRunning(
             f"node {wanted} has no store named {name!r}; nodes of this cluster: {sorted(alive_nodes())}"
-        ) from error
-
-
-def _init_ray(address: str | None, *, may_start: bool) -> bool:
-    """Connect to Ray; returns whether a local one was started, which the caller then owns."""
-    if ray.is_initialized():
-        return False
-    wanted = address or os.environ.get("RAY_ADDRESS")
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": RAY_NAMESPACE}
-    if wanted:
-        _check_answers(wanted)
-        try:
-            ray.init(address=wanted, **quiet)
-        except (ConnectionError, RuntimeError, ValueError, ray_errors.RayError) as error:
-            raise StoreNotRunning(f"no Ray cluster answers at {wanted!r}: {error}") from error
-        return False
-    if not may_start:
-        try:
-            ray.init(address="auto", **quiet)
-        except (ConnectionError, RuntimeError) as error:
-            raise StoreNotRunning(
-                "no Ray cluster runs here and none was named; pass address= or set RAY_ADDRESS"
-            ) from error
-        return False
-    # "local" never joins somebody's leftover head, as ray.init() without an address would.
-    ray.init(address="local", include_dashboard=False, **quiet)
-    return True
-
-
-def _check_answers(address: str) -> None:
-    """Refuse a host:port where nobody listens at once: ray.init would go on trying for a minute and more."""
-    host, _, port = address.rpartition(":")
-    if "/" in address or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CALL_S).close()
-    except OSError as error:
-        raise StoreNotRunning(
-            f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"
         ) from error

@@ -217,10 +217,10 @@ def _look_at_cluster(address: str) -> dict[str, Any]:
     from ray.util import list_named_actors
 
     from kvstore.actors.calls import RAY_NAMESPACE
-    from kvstore.actors.cluster import _check_answers
+    from kvstore.actors.joining import check_answers
     from kvstore.actors.supervisor import alive_nodes
 
-    _check_answers(address)
+    check_answers(address)
     ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=RAY_NAMESPACE)
     try:
         names = [actor.split("/") for actor in list_named_actors()]

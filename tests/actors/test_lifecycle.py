@@ -168,3 +168,44 @@ def test_an_address_that_does_not_answer_is_a_typed_error_in_bounded_time():
         kind, named, seconds = line.split()
         assert (kind, named) == ("StoreNotRunning", "True")
         assert float(seconds) < 15
+
+
+def test_drivers_that_are_seeded_alike_do_not_disturb_each_other(ray_cluster, store):
+    """Engines are; of one id, each would end the poll that the other has open at the cluster, and poll again."""
+    script = f"""
+        import random, sys, threading, time
+        from pathlib import Path
+        import kvstore
+
+        random.seed(0)
+        kvstore.connect(address={ray_cluster.address!r})
+        print(random.random() == random.Random(0).random(), flush=True)
+        sys.stdin.readline()
+        listens, = (thread for thread in threading.enumerate() if thread.name == "ray_listen_error_messages")
+        status = Path(f"/proc/self/task/{{listens.native_id}}/status")
+
+        def num_waits():
+            return next(int(line.split()[1]) for line in status.open() if line.startswith("voluntary"))
+
+        before = num_waits()
+        time.sleep(1)
+        print(num_waits() - before)
+    """
+    drivers = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        assert [driver.stdout.readline() for driver in drivers] == ["True\n"] * 2
+        for driver in drivers:  # both are there
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+        said = [driver.communicate(timeout=60)[0] for driver in drivers]
+    finally:
+        for driver in drivers:
+            driver.kill()
+            driver.wait(10)
+    # Otherwise hundreds of each.
+    assert max(map(int, said)) < 50
