@@ -7,8 +7,9 @@ cold   a prompt that nobody has seen;
 again  the same one, in the engine's own prefix cache;
 warm   the same one after `reset_prefix_cache`: from host memory, where a connector put it meanwhile.
 
-Right before each of them every engine answers something short that no cache has, and nothing is left to do. Prompts
-that are cached are asked four times in a row, with the reset in between.
+Right before each of them the engine moves to the core that is fastest then, and answers something short that no cache
+has. Prompts that are cached are asked four times in a row, with the reset in between; and again where the core was slow
+when the answer was there, which is counted ("num_slow").
 
 The bound is the engine's own prefix cache and one pinned copy of the KV's bytes, both of the same run. The model has
 the shape of an 8B Llama and random weights, the same ones in every engine, so that answers can be compared.
@@ -38,7 +39,7 @@ from kvstore.errors import KVStoreError, StoreUnavailable
 
 WAYS = ("none", "own", "raykv", "OffloadingConnector", "SimpleCPUOffloadConnector")
 LENGTHS = (2_000, 10_000, 30_000)
-#: Shorter prompts are asked twice a round, each time another one: the engine's launches are most of their time, and
+#: Shorter prompts are asked three times a round, each time another one: launches are most of their time, and they
 #: vary most.
 SHORT_TOKENS = 5_000
 #: Host memory of each way.
@@ -165,7 +166,8 @@ def measure(
         for number in range(rounds + 1):  # the first one is to get warm
             for num_tokens in lengths:
                 say(f"round {number} of {rounds}: {num_tokens} tokens, at {time.strftime('%X')}")
-                for at in [number, number + rounds] if number and num_tokens < SHORT_TOKENS else [number]:
+                num_asked = 3 if number and num_tokens < SHORT_TOKENS else 1
+                for at in range(number, number + num_asked * rounds, rounds):
                     for name in [*list(made)[at % len(made) :], *list(made)[: at % len(made)]]:
                         with failing(name, found, made, say):
                             asked = (num_tokens, at, SIZES[device]["vocab_size"], STATES.get(name, ("cold", "warm")))
@@ -203,6 +205,7 @@ def rows_of(times: Times) -> Rows:
                     "way": name, "state": state, "num_tokens": num_tokens,
                     "first_token_s": round(statistics.median(times_s), 6), "times_s": [round(t, 6) for t in times_s],
                     "num_cached": min(answer["num_cached"] for answer in counted),
+                    "num_slow": sum(answer["num_slow"] for answer in counted),
                 }
             )  # fmt: skip
     return rows

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.serving_cores import SLOW, loop_s, to_fastest_core
 from benchmarks.serving_engine import ServingEngine
 from kvstore.errors import StoreUnavailable
 from kvstore.provenance import package_version, provenance
@@ -20,7 +21,7 @@ ANSWER_TOKENS = 8
 #: is saved of it is saved.
 WAKE_TOKENS, MANY_TOKENS = 4, 12
 #: How often what a cache holds is asked for: a few milliseconds of an engine's launches vary most.
-NUM_WARM = 4
+NUM_WARM, MOST_TRIES = 4, 4
 LINK_BYTES, LINK_ROUNDS = 512 << 20, 7
 PIN_S = 100.0
 #: As Llama's own weights are when its training begins: attention then looks at some tokens more than at others.
@@ -38,6 +39,7 @@ class WayProcess:
         os.environ.update(environment)
         importlib.import_module("vllm.v1.engine.llm_engine")
         self._engine: ServingEngine | None = None
+        self._fastest_s = float("inf")
 
     def ready(self) -> bool:
         """Return when vLLM is imported."""
@@ -69,17 +71,29 @@ class WayProcess:
             more = [self._ask_awake(prompt, state, 1) for _ in range(NUM_WARM - 1 if state != "cold" else 0)]
             found[state]["times_s"] = [answer["first_token_s"] for answer in (found[state], *more)]
             found[state]["num_cached"] = min(answer["num_cached"] for answer in (found[state], *more))
+            found[state]["num_slow"] = sum(answer["num_slow"] for answer in (found[state], *more))
         return found
 
     def _ask_awake(self, prompt: list[int], state: str, num_tokens: int) -> dict[str, Any]:
-        """Ask one prompt, right after an answer to nothing that no cache has; return when all of it is saved."""
-        engine = self._made()
-        if state == "warm":
-            engine.reset()
-        self.settle(WAKE_TOKENS)
-        answer = self._measured(prompt, state, num_tokens)
-        self.settle(MANY_TOKENS if state == "cold" else 0)
-        return answer
+        """Ask one prompt, on a fast core and right after an answer to nothing; return when all of it is saved.
+
+        What is cached is asked again when the core was slow by then, `MOST_TRIES` times at most.
+
+        Returns:
+            The answer, and "num_slow": how often the core was slow.
+        """
+        engine, num_slow = self._made(), 0
+        while True:
+            if state == "warm":
+                engine.reset()
+            self._fastest_s = min(self._fastest_s, to_fastest_core())
+            self.settle(WAKE_TOKENS)
+            answer = self._measured(prompt, state, num_tokens)
+            is_slow = loop_s() > SLOW * self._fastest_s
+            num_slow += is_slow
+            self.settle(MANY_TOKENS if state == "cold" else 0)
+            if state == "cold" or not is_slow or num_slow == MOST_TRIES:
+                return answer | {"num_slow": num_slow}
 
     def _measured(self, prompt: list[int], state: str, num_tokens: int) -> dict[str, Any]:
         return self._made().first_token(prompt, num_tokens=num_tokens)

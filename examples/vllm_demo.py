@@ -25,6 +25,7 @@ def private_environment(folder: str) -> None:
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CONFIGURE_LOGGING="0")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no process for the engine besides the one that makes it
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its sampler would be compiled in the middle of what is timed here
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # a GPU's attention otherwise cuts float32 to ten bits of mantissa
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not os.access(os.path.expanduser("~"), os.W_OK):

@@ -173,9 +173,9 @@ class Client(HandoffVerbs):
         Args:
             hashes: a run of a chain.
             remote: also ask the directory when this node does not have everything.
-            timeout_s: for each of the one or two calls that this makes; the configured one when None. An engine's
-                scheduler passes a small one and takes TransferTimeout for "nothing".
-            meanwhile: called while each answer is on its way.
+            timeout_s: for the answer; the configured one when None. An engine's scheduler passes a small one and takes
+                TransferTimeout for "nothing".
+            meanwhile: called while the answer is on its way.
 
         Returns:
             What each node has by itself. A load can do better than the longest: it puts prefixes together.
@@ -193,11 +193,11 @@ class Client(HandoffVerbs):
         if connection is None or connection.closed:
             self._check_open()
             connection = self._lookups = self._reconnect()
-        answer = connection.call(Op.LOOKUP, payload, timeout_s=limit_s, meanwhile=meanwhile)
-        num_local = U64.unpack(answer)[0]
-        if num_local == len(chain) or not remote:
-            return Match(num_local=num_local)
-        answer = connection.call(Op.LOOKUP_ALL, payload, timeout_s=limit_s, meanwhile=meanwhile)
+        answer = connection.call(
+            Op.LOOKUP_ALL if remote else Op.LOOKUP, payload, timeout_s=limit_s, meanwhile=meanwhile
+        )
+        if not remote:
+            return Match(num_local=U64.unpack(answer)[0])
         nodes = unpack_json(answer)["nodes"]
         return Match(num_local=int(nodes[0][1]), nodes=tuple((str(node), int(count)) for node, count in nodes[1:]))
 

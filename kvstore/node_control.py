@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.chain import decode_chain
+from kvstore.chain import Chain, decode_chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_server import Connection, ControlServer
 from kvstore.errors import (
@@ -109,7 +109,12 @@ class NodeControl:
                 self._load(connection, message)
                 return None
             case Op.LOOKUP_ALL:
-                threading.Thread(target=self._lookup_all, args=(connection, message), daemon=True).start()
+                chain = decode_chain(payload)
+                if self._core.lookup(chain) == len(chain):
+                    return pack_json({"nodes": [(self._core.node_id, len(chain))]})
+                threading.Thread(
+                    target=self._lookup_all, args=(connection, message.request, chain), daemon=True
+                ).start()
                 return None
             case Op.ATTACH:
                 value = unpack_json(payload)
@@ -217,9 +222,9 @@ class NodeControl:
     def _reply(connection: Connection, op: Op, request: int, payload: bytes) -> None:
         connection.send(op, Flag.REPLY, request, payload)
 
-    def _lookup_all(self, connection: Connection, message: Message) -> None:
-        answer = pack_json({"nodes": self._core.lookup_all(decode_chain(message.payload))})
-        self._reply(connection, Op.LOOKUP_ALL, message.request, answer)
+    def _lookup_all(self, connection: Connection, request: int, chain: Chain) -> None:
+        """Ask the directory, on a thread."""
+        self._reply(connection, Op.LOOKUP_ALL, request, pack_json({"nodes": self._core.lookup_all(chain)}))
 
     def _stats(self, connection: Connection, message: Message) -> None:
         self._reply(connection, Op.STATS, message.request, pack_json(self._core.stats()))

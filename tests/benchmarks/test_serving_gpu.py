@@ -14,7 +14,8 @@ def row(way, state, first_token_s, num_tokens=10_000):
 
 def answer(*tokens, first_token_s=0.1, num_cached=0):
     return {
-        "tokens": list(tokens), "first_token_s": first_token_s, "times_s": [first_token_s], "num_cached": num_cached
+        "tokens": list(tokens), "first_token_s": first_token_s, "times_s": [first_token_s], "num_cached": num_cached,
+        "num_slow": 1,
     }  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def test_a_time_is_the_median_of_all_rounds_but_the_first():
     answers = {number: answer(1, first_token_s=took_s, num_cached=512 - number)
                for number, took_s in enumerate((9.0, 0.3, 0.1, 0.2))}  # fmt: skip
     assert rows_of({("raykv", "warm", 512): answers}) == [
-        row("raykv", "warm", 0.2, 512) | {"times_s": [0.3, 0.1, 0.2], "num_cached": 509}
+        row("raykv", "warm", 0.2, 512) | {"times_s": [0.3, 0.1, 0.2], "num_cached": 509, "num_slow": 3}
     ]
 
 

@@ -53,6 +53,7 @@ def _environment(tmp_path_factory, device):
         TORCH_COMPILE_DISABLE="1",
         # Its attention spins until all its threads are there; several engines share the cores of this machine.
         OMP_NUM_THREADS="1",
+        TRITON_F32_DEFAULT="ieee",  # on a GPU; otherwise float32 is cut to ten bits of mantissa in its attention
         VLLM_CACHE_ROOT=f"{sys.prefix}/cache-of-tests",  # what it finds out of a model, in a process for each
         PYTHONPATH=f"{Path(__file__).parent}:{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
         HF_HUB_OFFLINE="1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from types import SimpleNamespace
 
@@ -77,6 +78,33 @@ def test_a_new_prompt_is_known_after_its_first_block_and_hashed_behind_those_tha
     assert client.asked == [1, 1, 4]
     assert order[0] == "known", "an answer comes before hashes that only saves need"
     assert new.hashes == parts.space.block_hashes(range(1, 200 * SIZE))
+
+
+def test_hashes_for_saves_leave_the_step_after_an_answer_alone_and_questions_do_not_hold_them_up_for_ever(
+    make, parts, monkeypatch
+):
+    now_s, lookups = [100.0], make.lookups(Client([]))
+    lookups.close()
+    monkeypatch.setattr(parts.lookups, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    waited_s, late = [], object()
+
+    def get(timeout=None):
+        waited_s.append(timeout)
+        if timeout is None or now_s[0] > 100.0:
+            return "question"
+        raise queue.Empty
+
+    monkeypatch.setattr(lookups, "_questions", SimpleNamespace(get=get, put=lambda question: None))
+    assert lookups._next() == "question"
+    lookups._late.append((100.002, late))
+    assert lookups._next() is late
+    assert waited_s == [None, pytest.approx(0.002)]
+    lookups._late.append((100.002, late))
+    now_s[0] = 100.01
+    assert lookups._next() == "question", "who waits for an answer comes first"
+    now_s[0] = 100.1
+    assert lookups._next() is late
+    assert waited_s[2:] == [0.0]
 
 
 def test_what_is_not_looked_up_is_hashed_all_the_same(make, parts, eventually):

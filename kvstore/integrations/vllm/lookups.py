@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 import queue
 import threading
@@ -18,6 +20,9 @@ logger = logging.getLogger(__name__)
 #: The directory is not asked for this long after it gave no answer: each question would keep others waiting.
 _BACK_OFF_S = 5.0
 _CLOSE_S = 5.0
+#: After an answer the engine's thread begins a step, and would wait for the interpreter while this one hashes. Steps
+#: take longer. Questions that come on and on hold it up for no more than the other.
+_LATE_S, _OVERDUE_S = 0.002, 0.05
 #: Enough for the thread to wake, and to be on its way to the store.
 _YIELD_S = 2e-5
 
@@ -70,6 +75,8 @@ class Lookups:
         self._answered = answered
         self._link, self._is_remote, self._wait_s, self._stats = link, is_remote, wait_s, stats
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
+        #: Answered, but not hashed to the end, and when that begins; the thread's own.
+        self._late: collections.deque[tuple[float, Question]] = collections.deque()
         self._not_before_s = 0.0
         self._begun_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="raykv-lookups", daemon=True)
@@ -93,7 +100,7 @@ class Lookups:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (question := self._questions.get()) is not None:
+        while (question := self._next()) is not None:
             is_late = question.done
             try:
                 if is_late:
@@ -110,6 +117,18 @@ class Lookups:
                 if not is_late:
                     self._answered.set()
 
+    def _next(self) -> Question | None:
+        """Wait for a question; hashes that only saves need come when there is none for a while."""
+        if not self._late:
+            return self._questions.get()
+        due_s, late = self._late[0]
+        left_s = due_s - time.monotonic()
+        if left_s > -_OVERDUE_S:
+            with contextlib.suppress(queue.Empty):
+                return self._questions.get(timeout=max(0.0, left_s))
+        self._late.popleft()
+        return late
+
     def _answer(self, question: Question) -> None:
         self._begun_s = time.monotonic()
         with self._stats.timed("lookup"):
@@ -118,7 +137,7 @@ class Lookups:
         if question.needs_hashes or question.prompt.is_made:
             question.hash_all()
         elif question.hashes is None:
-            self._questions.put(question)  # They are for saves: who waits for an answer comes first.
+            self._late.append((time.monotonic() + _LATE_S, question))  # Who waits for an answer comes first.
 
     def _look_up(self, question: Question) -> None:
         client = self._link.client()
