@@ -145,6 +145,7 @@ class EngineProcess:
     def tracked(self):
         """How many requests the connector's halves still know."""
         side, rank = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
+        rank._landing.settle(list(rank._landing._loads), 20.0)  # vLLM has them; no step follows that would look
         held = (side._tracked, side._ending, rank._loads, rank._landing, rank._saves, rank._unsent, rank.publishing)
         return sum(len(each) for each in held)
 

@@ -62,12 +62,6 @@ def test_answers_that_end_the_wait_are_waited_for_as_long_as_may_be(parts, side,
     assert answered.waited_s == [parts.landing.LONGEST_WAIT_S]
 
 
-def test_what_the_scheduler_waited_for_is_not_waited_for_again(parts, side, answered):
-    side._loads["r"] = RUNNING
-    side.poll(parts.StepPlan(num_waiting=1, answered=answered, has_waited=True))
-    assert side.waited_s == answered.waited_s == []
-
-
 def test_others_are_waited_for_longer_the_more_are_due_and_the_more_is_to_be_hashed(parts, side, answered):
     answered.is_shared = False
     for num_waiting, num_tokens in ((1, 0), (4, 0), (1, 10_000), (10**6, 0)):

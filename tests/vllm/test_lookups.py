@@ -158,17 +158,6 @@ def request_of(name):
     )
 
 
-def step_of(*names):
-    """What vLLM says of a step that computes one token of some requests."""
-    cached = SimpleNamespace(req_ids=(), new_block_ids=(), num_computed_tokens=(), resumed_req_ids=())
-    return SimpleNamespace(
-        total_num_scheduled_tokens=len(names),
-        num_scheduled_tokens=dict.fromkeys(names, 1),
-        scheduled_new_reqs=(),
-        scheduled_cached_reqs=cached,
-    )
-
-
 def test_an_answer_that_was_seen_ends_no_later_wait_and_one_that_comes_meanwhile_does(side):
     side._answered.set()
     assert side.match(request_of("first"), 0) == (None, False)
@@ -176,36 +165,6 @@ def test_an_answer_that_was_seen_ends_no_later_wait_and_one_that_comes_meanwhile
     side._answered.set()
     assert side.match(request_of("second"), 0) == (None, False)
     assert side._answered.is_set(), "it is the first one's, who is asked again when this step ends"
-
-
-def test_an_idle_engine_waits_for_an_answer_in_place_of_a_step(side, monkeypatch):
-    def wait(timeout_s):
-        waits.append(timeout_s)
-        side.asked[0].done = True
-
-    waits = []
-    monkeypatch.setattr(side._answered, "wait", wait)
-    assert side.match(request_of("first"), 0) == (0, False), "known at once: nothing is stored"
-    assert side.match(request_of("second"), 0) == (None, False), "the first one may be computed, and is not kept"
-    assert len(waits) == 1
-    assert 0 < waits[0] <= 0.005
-
-
-def test_an_engine_that_computes_waits_for_nobodys_answer(side, monkeypatch):
-    waits = []
-    monkeypatch.setattr(side._answered, "wait", waits.append)
-    running, new = request_of("running"), request_of("new")
-    side.begin(running)
-    side.plan(step_of("running"))
-    assert side.match(new, 0) == (None, False)
-    assert not waits
-    assert not side.plan(step_of("running")).has_waited
-    side.ended(running, [])
-    assert side.match(new, 0) == (None, False)
-    assert len(waits) == 1
-    assert side.match(new, 0) == (None, False)
-    assert len(waits) == 1, "once in a step"
-    assert side.plan(step_of()).has_waited, "so the worker need not wait again"
 
 
 @pytest.fixture

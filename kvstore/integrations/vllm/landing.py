@@ -113,8 +113,6 @@ def wait_idle(
     plan: StepPlan, loads: Mapping[str, Running], saves: Mapping[str, list[Running]], job_ended: threading.Event
 ) -> None:
     """Wait a little in a step with nothing to compute: for an answer of the store, or for a copy."""
-    if plan.num_waiting and plan.has_waited:
-        return
     if plan.num_waiting and plan.answered is not None:
         plan.answered.wait(_answer_wait_s(plan, plan.answered))
     elif loads or saves:

@@ -98,7 +98,6 @@ class StepPlan(KVConnectorMetadata):
         num_waiting: requests that wait for an answer of the store.
         num_unhashed_tokens: of those whose prompts are still to be hashed for it.
         answered: set when there is such an answer.
-        has_waited: whether the scheduler waited for one already, as long as may be.
         drop_saves: the cache was cleared: what was computed before must not be stored any more.
     """
 
@@ -113,7 +112,6 @@ class StepPlan(KVConnectorMetadata):
     num_waiting: int = 0
     num_unhashed_tokens: int = 0
     answered: Wakeup | None = None
-    has_waited: bool = False
     drop_saves: bool = False
 
 

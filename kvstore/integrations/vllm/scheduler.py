@@ -1,7 +1,6 @@
 """The scheduler's half: what is stored, what to load and save, and when blocks may be freed.
 
-While anything is computed no method of it waits for the store, whose answers come from a thread (lookups.py).
-`reset_cache` is the exception.
+No method of it waits for the store, whose answers come from a thread (lookups.py). `reset_cache` is the exception.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.events import stored_event
 from kvstore.integrations.vllm.handoffs import HandoffSide
 from kvstore.integrations.vllm.keys import PromptHashes
-from kvstore.integrations.vllm.landing import LONGEST_WAIT_S
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.lookups import Lookups, Question
 from kvstore.integrations.vllm.options import Options, SavePolicy
@@ -73,10 +71,6 @@ class SchedulerSide:
         self._lookups: Lookups | None = None
         self._handoffs: HandoffSide | None = None
         self._tracked: dict[str, Tracked] = {}
-        #: Requests that vLLM computes; where there are none, whether an answer may be waited for: once in a step, and
-        #: not when another request had its own, and may be computed in this step.
-        self._computing: set[str] = set()
-        self._may_wait = True
         #: Ended, with copies under way.
         self._ending: dict[str, Tracked] = {}
         self._plan = StepPlan()
@@ -136,21 +130,15 @@ class SchedulerSide:
         question = tracked.question
         assert question is not None
         if tracked.is_covered(size, num_engine_tokens):
-            self._may_wait = False
             return 0, False
         assert self._lookups is not None
         if not question.done and not self._plan.num_waiting:
             self._answered.clear()  # Of answers that were seen: the next one ends the wait for this one.
-            if self._may_wait and not self._computing and not question.done:
-                # It keeps nobody, and most answers take less than a step with nothing to compute.
-                self._answered.wait(LONGEST_WAIT_S)
-                self._plan.has_waited, self._may_wait = True, False
         if not question.done and not self._lookups.is_held_up():
             self._plan.num_waiting += 1
             self._plan.num_unhashed_tokens += request.num_prompt_tokens if question.hashes is None else 0
             return None, False
         question.is_given = question.done
-        self._may_wait = False
         if not question.done:
             self._stats.count("num_late_lookups")
         tracked.hashes = tracked.hashes if question.hashes is None else question.hashes
@@ -206,8 +194,6 @@ class SchedulerSide:
             if tracked := self._tracked.get(new.req_id):
                 tracked.block_ids = list(new.block_ids[0])
                 begins[new.req_id] = new.num_computed_tokens
-        self._computing = (self._computing - plan.settle) | output.num_scheduled_tokens.keys()
-        self._may_wait = True
         cached = output.scheduled_cached_reqs
         for req_id, ids, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             if tracked := self._tracked.get(req_id):
@@ -234,7 +220,6 @@ class SchedulerSide:
             decodes it.
         """
         tracked = self._tracked.get(request.request_id)
-        self._computing.discard(request.request_id)
         if tracked is None:
             return False, None
         if block_ids and not tracked.is_loading:
