@@ -8,8 +8,8 @@ again  the same one, in the engine's own prefix cache;
 warm   the same one after `reset_prefix_cache`: from host memory, where a connector put it meanwhile.
 
 Right before each of them the engine moves to the core that is fastest then, and answers something short that no cache
-has. Prompts that are cached are asked four times in a row, with the reset in between; and again where the core was slow
-when the answer was there, which is counted ("num_slow").
+has. Prompts that are cached are asked four times in a row, with the reset in between; and again, or another one, where
+the core was slow when the answer was there, which is counted ("num_slow").
 
 The bound is the engine's own prefix cache and one pinned copy of the KV's bytes, both of the same run. The model has
 the shape of an 8B Llama and random weights, the same ones in every engine, so that answers can be compared.
@@ -32,16 +32,15 @@ from typing import Any
 
 import click
 
-from benchmarks.serving_way import WayProcess
+from benchmarks.serving_way import SHORT_TOKENS, WayProcess
 from kvstore.actors.bench_process import InProcess
 from kvstore.config import parse_bytes
 from kvstore.errors import KVStoreError, StoreUnavailable
 
 WAYS = ("none", "own", "raykv", "OffloadingConnector", "SimpleCPUOffloadConnector")
 LENGTHS = (2_000, 10_000, 30_000)
-#: Shorter prompts are asked three times a round, each time another one: launches are most of their time, and they
-#: vary most.
-SHORT_TOKENS = 5_000
+#: How often a prompt of `SHORT_TOKENS` is asked in a round, each time another one: those times vary most.
+NUM_SHORT = 3
 #: Host memory of each way.
 CAPACITY_BYTES = 12 << 30
 IMPORT_S, START_S, CALL_S = 180.0, 150.0, 60.0
@@ -166,7 +165,7 @@ def measure(
         for number in range(rounds + 1):  # the first one is to get warm
             for num_tokens in lengths:
                 say(f"round {number} of {rounds}: {num_tokens} tokens, at {time.strftime('%X')}")
-                num_asked = 3 if number and num_tokens < SHORT_TOKENS else 1
+                num_asked = NUM_SHORT if number and num_tokens < SHORT_TOKENS else 1
                 for at in range(number, number + num_asked * rounds, rounds):
                     for name in [*list(made)[at % len(made) :], *list(made)[: at % len(made)]]:
                         with failing(name, found, made, say):
