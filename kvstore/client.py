@@ -294,6 +294,7 @@ class Client(HandoffVerbs):
         *,
         timeout_s: float | None = None,
         on_queued: Callable[[], None] | None = None,
+        num_copy_threads: int = 0,
     ) -> Job[LoadResult]:
         """Bring stored blocks into the engine's cache, from this node's memory or from other nodes.
 
@@ -307,6 +308,8 @@ class Client(HandoffVerbs):
             on_queued: called on a thread of the client, if every block is leased and the copies of all are queued.
                 Work that comes after `Job.wait_on` may then be launched, and what it computes may be used: the load
                 is no more refused, it ends well, unless the device fails or its copies outlast the lease.
+            num_copy_threads: that share the copies into a cache in host memory, whose owner knows what else its cores
+                have to do; 0 for a quarter of them, one to four.
 
         Returns:
             A job; its result names the usable prefix and each block that is not. Blocks after the usable
@@ -316,7 +319,7 @@ class Client(HandoffVerbs):
             NamespaceMismatch, InvalidRequest: an argument is wrong; nothing changed.
         """
         copier, chain = self._registered(), self._chain(hashes)
-        pages = self._pages(copier, block_ids, chain)
+        pages = self._pages(copier, block_ids, chain, num_copy_threads)
         copier.check_unchanged()
         check_skip(self.space.shape, skip_prefix_tokens, len(chain))
         chain.check_unique()
@@ -518,9 +521,9 @@ class Client(HandoffVerbs):
             raise InvalidRequest("no cache is registered; call register_kv_caches(...) first")
         return self._copier
 
-    def _pages(self, copier: EngineCopier, block_ids: object, chain: Chain) -> EnginePages:
+    def _pages(self, copier: EngineCopier, block_ids: object, chain: Chain, num_threads: int = 0) -> EnginePages:
         pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, chain.start, len(chain))
-        return ordered(pages, copier)
+        return ordered(pages, copier, num_threads)
 
     def _slot_view(self, slot: int) -> memoryview:
         self._check_open()

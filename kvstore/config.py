@@ -15,6 +15,7 @@ from kvstore.errors import ConfigError
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
 PROTOCOL_VERSION = 7
 
+_MAX_COPY_THREADS = 4
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -154,7 +155,12 @@ def num_copy_threads() -> int:
 
     One core copies slower than the memory of a large machine can; on a small one the engine needs the others.
     """
-    return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
+    return min(max(len(os.sched_getaffinity(0)) // 4, 1), _MAX_COPY_THREADS)
+
+
+def num_idle_copy_threads() -> int:
+    """Return how many threads may share a large copy where nothing else wants the cores: all of them, up to four."""
+    return min(len(os.sched_getaffinity(0)), _MAX_COPY_THREADS)
 
 
 def set_ucx_lane(lane: str) -> None:

@@ -90,7 +90,7 @@ class HostCopier:
     def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
         """Copy out of slots into the engine, without the interpreter lock; see `EngineCopier`."""
         for tables, blocks, ids in self._runs(pages, indexes, slots, skip_tokens):
-            self._kernels.unpack(tables, self._slots, ids, blocks, self._num_threads)
+            self._kernels.unpack(tables, self._slots, ids, blocks, pages.num_threads or self._num_threads)
 
     def _runs(
         self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int

@@ -58,6 +58,7 @@ class EnginePages:
         engine_block_size: tokens of an engine block.
         stored_block_size: tokens of a stored block; one of the two divides the other.
         order: of the job's copies; None where they are made by the thread that runs the job.
+        num_threads: that share a copy in host memory; 0 for as many as its copier takes by itself.
     """
 
     ids: I64
@@ -65,6 +66,7 @@ class EnginePages:
     engine_block_size: int
     stored_block_size: int
     order: CopyOrder | None = None
+    num_threads: int = 0
 
     def of_block(self, index: int) -> tuple[int, ...]:
         """Return the engine blocks that hold tokens of stored block `index` of the job."""
@@ -179,14 +181,19 @@ def engine_pages(
     )
 
 
-def ordered(pages: EnginePages, copier: EngineCopier) -> EnginePages:
+def ordered(pages: EnginePages, copier: EngineCopier, num_threads: int = 0) -> EnginePages:
     """Return the pages of a job with the order of its copies; called in the thread that asks for the job.
+
+    Args:
+        pages: where its tokens lie.
+        copier: that copies.
+        num_threads: see `EnginePages`.
 
     Raises:
         InvalidRequest, KernelError: as for `EngineCopier.order`.
     """
     order = copier.order()
-    return pages if order is None else replace(pages, order=order)
+    return pages if order is None and not num_threads else replace(pages, order=order, num_threads=num_threads)
 
 
 def engine_plan(caches: Any, layout: EngineLayout, shape: KVShape, sides: Sequence[Any] = ()) -> CopyPlan:

@@ -278,6 +278,7 @@ class HandoffVerbs(ABC):
         skip_prefix_tokens: int = 0,
         *,
         timeout_s: float | None = None,
+        num_copy_threads: int = 0,
     ) -> Job[FetchResult]:
         """Bring the blocks of a ticket into the engine's cache, wherever they were published.
 
@@ -289,6 +290,7 @@ class HandoffVerbs(ABC):
             skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is written,
                 whether or not they end at a block. Their blocks are moved all the same. See `Client.load`.
             timeout_s: give up after this long; the configured transfer timeout when None.
+            num_copy_threads: see `Client.load`.
 
         Returns:
             A job; its result names the usable prefix and each block that is not, with a reason. Blocks after the
@@ -314,7 +316,7 @@ class HandoffVerbs(ABC):
                 # First of all: what is left to do here takes as long as the store and its peer do to answer.
                 with contextlib.suppress(PeerLost):
                     early = self._ask_fetch(held, stage, ticket, limit_s)
-            pages = ordered(pages, copier)
+            pages = ordered(pages, copier, num_copy_threads)
             copier.check_unchanged()
             guard, mapped = CopyGuard(pages.order), held.pop_all()
 

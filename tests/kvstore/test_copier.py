@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.arena import create_arena
+from kvstore.config import num_copy_threads
 from kvstore.copier import HostCopier
 from kvstore.detect import detect_layout
-from kvstore.engine_copy import engine_pages
+from kvstore.engine_copy import engine_pages, ordered
+from kvstore.kernels import host_copy
 from kvstore.kernels import reference_tokens as oracle
 from kvstore.kernels.reference import torch_dtype
 from kvstore.layout import canonical_views
@@ -206,3 +208,20 @@ def test_ranks_write_one_run_each_and_together_the_whole_slot(slab, sizes):
     assert all(begin + num_bytes == after for (begin, num_bytes), (after, _) in pairwise(written))
     assert written[0][0] == 0
     assert sum(num_bytes for _, num_bytes in written) == shape.block_bytes
+
+
+@pytest.mark.parametrize("num_threads", [0, 3])
+def test_a_job_names_how_many_threads_share_what_it_copies_out(slab, monkeypatch, num_threads):
+    shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
+    caches = [torch.zeros(2, 3, 4, 2, 8) for _ in range(2)]
+    layout = detect_layout(caches, shape, "PBTHD", Part(0, 1, 0, 1))
+    copier, shared = HostCopier(caches, layout, shape, slab, shape.block_bytes, 2), []
+    unpack = host_copy.unpack
+    monkeypatch.setattr(host_copy, "unpack", lambda *args: (shared.append(args[-1]), unpack(*args))[1])
+    slab.bytes_view()[:] = 7
+    pages = ordered(engine_pages([1], layout, 4, 0, 1), copier, num_threads)
+    copier.out_of_slots(pages, np.array([0]), np.array([1]))
+    assert shared == [num_threads or num_copy_threads()]
+    assert all((cache[:, 1].contiguous().view(torch.uint8) == 7).all() for cache in caches)
+    assert not any(cache[:, [0, 2]].any() for cache in caches)
+    copier.close()

@@ -22,6 +22,7 @@ def parts():
         worker=worker,
         landing=landing,
         StepPlan=plan.StepPlan,
+        LoadPlan=plan.LoadPlan,
         Wakeup=plan.Wakeup,
         Options=options.Options,
         Stats=stats.Stats,
@@ -96,7 +97,39 @@ def test_the_end_of_a_copy_ends_the_wait_and_one_that_was_seen_does_not(parts, s
     monkeypatch.setattr(side, "_end_load", lambda load: None)
     side.poll(parts.StepPlan(answered=answered))
     (waited_s,) = side.waited_s
-    assert 0 < waited_s <= parts.landing.LONGEST_WAIT_S
+    assert 0 < waited_s <= parts.landing.LONGEST_LOAD_WAIT_S
+
+
+@pytest.mark.parametrize("kind", ["load", "save"])
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_a_load_into_host_memory_ends_in_the_step_that_begins_it(parts, side, answered, monkeypatch, kind, is_on_gpu):
+    """Others wait less long: a step of a GPU is short, and nobody waits for a save."""
+    side._is_on_gpu = is_on_gpu
+    held = {"load": side._loads, "save": side._saves}[kind]
+    held["r"] = RUNNING if kind == "load" else [RUNNING]
+    clock_s = [100.0]
+
+    def wait(seconds):
+        side.waited_s.append(seconds)
+        clock_s[0] += seconds
+
+    monkeypatch.setattr(parts.landing.time, "monotonic", lambda: clock_s[0])
+    monkeypatch.setattr(side._job_ended, "wait", wait)
+    side.poll(parts.StepPlan(answered=answered))
+    longest_s = parts.landing.LONGEST_LOAD_WAIT_S if kind == "load" and not is_on_gpu else parts.landing.LONGEST_WAIT_S
+    assert side.waited_s == [pytest.approx(longest_s)]
+
+
+@pytest.mark.parametrize("is_computing", [False, True])
+def test_all_cores_copy_where_nothing_else_is_to_be_done(parts, side, answered, monkeypatch, is_computing):
+    asked = []
+    job = SimpleNamespace(done=lambda: False, add_done_callback=lambda told: None)
+    client = SimpleNamespace(load=lambda *args, **options: (asked.append(options["num_copy_threads"]), job)[1])
+    monkeypatch.setattr(side, "_client", lambda: client)
+    monkeypatch.setattr(parts.worker, "num_idle_copy_threads", lambda: 3)
+    load = parts.LoadPlan(req_id="r", hashes=[b"1"], block_ids=[3], num_engine_tokens=0)
+    side.begin(parts.StepPlan(loads=[load], is_computing=is_computing))
+    assert asked == [0 if is_computing else 3]
 
 
 def test_what_vllm_has_yet_to_hear_is_waited_for_by_nobody(parts, side, answered):

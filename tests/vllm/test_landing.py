@@ -47,7 +47,7 @@ class Job:
 def side(parts, monkeypatch):
     """A worker with one load of two blocks under way, that waits for nothing."""
     made = parts.worker.WorkerSide(parts.options.Options(), None, None, WHOLE, 0, True, parts.stats.Stats())
-    monkeypatch.setattr(parts.landing, "LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(parts.landing, "LONGEST_LOAD_WAIT_S", 0.0)
     load = parts.plan.LoadPlan(req_id="r", hashes=[b"1", b"2"], block_ids=[3, 4], num_engine_tokens=0)
     made.load = made._loads["r"] = parts.worker.Running(load, None, Job(), 0.0)
     return made

@@ -103,10 +103,18 @@ class Publishing:
         for req_id in req_ids:
             self._open.pop(req_id, None)
 
-    def fetch(self, client: Client, plan: LoadPlan, pages: list[int], timeout_s: float) -> Job[FetchResult]:
-        """Fetch this worker's part of the blocks that a request brings tickets for.
+    def fetch(
+        self, client: Client, plan: LoadPlan, pages: list[int], timeout_s: float, num_threads: int
+    ) -> Job[FetchResult]:
+        """Fetch this worker's part of the blocks that a request brings tickets for; see `Client.fetch`.
 
         Raises:
             KVStoreError: the ticket cannot be for these blocks; nothing changed.
         """
-        return client.fetch(plan.tickets[self._rank], pages, plan.num_engine_tokens, timeout_s=timeout_s)
+        return client.fetch(
+            plan.tickets[self._rank],
+            pages,
+            plan.num_engine_tokens,
+            timeout_s=timeout_s,
+            num_copy_threads=num_threads,
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvstore.client import Client
+from kvstore.config import num_idle_copy_threads
 from kvstore.errors import CopyStuck, KVStoreError, LayoutMismatch
 from kvstore.handoff import HandoffTicket
 from kvstore.hashing import Namespace
@@ -132,8 +133,10 @@ class WorkerSide:
                 self._report.saves_ended[save.req_id] += 1
             else:
                 self._begin_save(save)
+        # With nothing else to do, who waits for a load may as well help it.
+        num_threads = 0 if plan.is_computing else num_idle_copy_threads()
         for load in plan.loads:
-            self._begin_load(load)
+            self._begin_load(load, num_threads)
         self._unsent |= plan.ending
 
     def save(self, plan: StepPlan) -> None:
@@ -145,7 +148,7 @@ class WorkerSide:
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""
         if not plan.is_computing and not self._has_news:  # Which vLLM may hear only after this step.
-            wait_idle(plan, self._loads, self._saves, self._job_ended)
+            wait_idle(plan, self._loads, self._saves, self._job_ended, is_on_gpu=self._is_on_gpu)
         self._landing.poll()
         for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
             self._end_load(self._loads.pop(req_id))
@@ -189,7 +192,7 @@ class WorkerSide:
     def _client(self) -> Client | None:
         return self._link.client() if self._link is not None else None
 
-    def _begin_load(self, plan: LoadPlan) -> None:
+    def _begin_load(self, plan: LoadPlan, num_threads: int) -> None:
         client = self._client()
         if client is None:
             self._fail(plan, plan.num_engine_tokens, MissReason.STORE_LOST.value)
@@ -203,10 +206,17 @@ class WorkerSide:
         job: Job[Any]
         try:
             if plan.tickets:
-                job = self.publishing.fetch(client, plan, pages, timeout_s)
+                job = self.publishing.fetch(client, plan, pages, timeout_s, num_threads)
             else:
                 told = on_queued if self._is_on_gpu else None
-                job = client.load(plan.hashes, pages, plan.num_engine_tokens, timeout_s=timeout_s, on_queued=told)
+                job = client.load(
+                    plan.hashes,
+                    pages,
+                    plan.num_engine_tokens,
+                    timeout_s=timeout_s,
+                    on_queued=told,
+                    num_copy_threads=num_threads,
+                )
         except KVStoreError as error:
             logger.warning("a load could not begin: %s", error)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
