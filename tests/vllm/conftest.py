@@ -87,8 +87,8 @@ def model(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("model"))
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=8192, dtype="float32",
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=8192, dtype="float32",
         initializer_range=0.1,  # wide, so that the answer hangs on all of the prompt
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -237,3 +237,24 @@ def eventually():
     import waiting
 
     return waiting.eventually
+
+
+@pytest.fixture(scope="session")
+def is_clean(store, node_ids, eventually):
+    """Neither these engines nor the store hold anything any more."""
+
+    def check(*engines, limit_s=30):
+        for engine in engines:
+            engine.settle()
+            assert engine.tracked() == 0
+            assert engine.blocks()[0] == engine.blocks()[1]
+
+        def is_settled():
+            nodes = store.stats()["nodes"]
+            held = [nodes[node][f"num_handoff{what}"] for node in node_ids for what in ("s", "_slots", "_fetches")]
+            keys = ("num_pinned", "num_leases", "num_writing", "num_quarantined")
+            return not any(held + [nodes[node]["pool"][key] for node in node_ids for key in keys])
+
+        eventually(is_settled, limit_s)
+
+    return check

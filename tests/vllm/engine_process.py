@@ -31,6 +31,33 @@ else:
 ON_GPU = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 
 
+# For each worker, in its own process where there are several.
+
+
+def make_buffers(worker):
+    worker.model_runner._dummy_run(1)
+
+
+def stats_of_rank(worker):
+    return get_kv_transfer_group().stats.total()
+
+
+def tracked_by_rank(worker):
+    rank = get_kv_transfer_group()._worker
+    rank._landing.settle(list(rank._landing._loads), 20.0)  # vLLM has them; no step follows that would look
+    return sum(len(held) for held in (rank._loads, rank._landing, rank._saves, rank._unsent, rank.publishing))
+
+
+def take_store_of(worker, rank):
+    if worker.rank == rank:
+        get_kv_transfer_group()._worker._client = lambda: None
+
+
+def give_store_to(worker, rank):
+    if worker.rank == rank:
+        del get_kv_transfer_group()._worker._client
+
+
 class EngineProcess:
     def __init__(self, model, *, connector=None, policy="recompute", role="kv_both", **settings):
         transfer = None
@@ -44,13 +71,16 @@ class EngineProcess:
             )
         given = {
             "dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": 64,
-            "enable_prefix_caching": True, "disable_log_stats": False,
+            "enable_prefix_caching": True, "disable_log_stats": False, "skip_tokenizer_init": True,
         } | (ON_GPU if DEVICE == "cuda" else {}) | settings  # fmt: skip
         llm = LLM(
-            model, skip_tokenizer_init=True, enforce_eager=True, async_scheduling=False,
+            model, enforce_eager=True, async_scheduling=False,
             kv_transfer_config=transfer, **given,
         )  # fmt: skip
         self.engine = llm.llm_engine
+        if settings.get("pipeline_parallel_size", 1) > 1:
+            # vLLM 0.28 makes what later stages receive into while it compiles, and here nothing is compiled.
+            self.engine.collective_rpc(make_buffers)
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.num_preemptions = 0
@@ -58,12 +88,14 @@ class EngineProcess:
 
     # Requests one by one.
 
-    def add(self, name, tokens, salt=None, max_tokens=8, cold=False, lora=None, transfer=None):
+    def add(self, name, tokens, salt=None, max_tokens=8, cold=False, lora=None, transfer=None, audio=None):
         options = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False,
             skip_reading_prefix_cache=cold, extra_args={"kv_transfer_params": transfer} if transfer else None,
         )  # fmt: skip
         prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
+        if audio is not None:
+            prompt["multi_modal_data"] = {"audio": audio}
         adapter = LoRARequest(*lora) if lora else None
         self._first_s[name] = -time.perf_counter()
         self.engine.add_request(name, prompt, options, lora_request=adapter)
@@ -140,14 +172,27 @@ class EngineProcess:
         return pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
 
     def stats(self):
-        return {"scheduler": self.scheduler.connector.stats.total(), "worker": get_kv_transfer_group().stats.total()}
+        """What the connector's halves counted; where there are several workers, "worker" is their sum."""
+        ranks = self.rank_stats()
+        worker = {name: sum(rank.get(name, 0) for rank in ranks) for name in set().union(*ranks)}
+        return {"scheduler": self.scheduler.connector.stats.total(), "worker": worker}
+
+    def rank_stats(self):
+        """What each worker counted."""
+        return self.engine.collective_rpc(stats_of_rank)
 
     def tracked(self):
         """How many requests the connector's halves still know."""
-        side, rank = self.scheduler.connector._scheduler, get_kv_transfer_group()._worker
-        rank._landing.settle(list(rank._landing._loads), 20.0)  # vLLM has them; no step follows that would look
-        held = (side._tracked, side._ending, rank._loads, rank._landing, rank._saves, rank._unsent, rank.publishing)
-        return sum(len(each) for each in held)
+        side = self.scheduler.connector._scheduler
+        return sum(self.engine.collective_rpc(tracked_by_rank), len(side._tracked) + len(side._ending))
+
+    def take_store(self, rank):
+        """Let one worker have no store, as when its connection broke."""
+        self.engine.collective_rpc(take_store_of, args=(rank,))
+
+    def give_store(self, rank):
+        """Let it have its store again."""
+        self.engine.collective_rpc(give_store_to, args=(rank,))
 
     def events(self):
         return self.scheduler.connector.take_events()

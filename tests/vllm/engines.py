@@ -30,7 +30,9 @@ class Engine:
     def __init__(self, model, log, **settings):
         self._connection, far = _processes.Pipe()
         self._log = Path(log)
-        self.process = _processes.Process(target=_serve, args=(far, str(log), dict(os.environ)), daemon=True)
+        # One with several workers starts processes of its own, which a daemon must not.
+        is_alone = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1) == 1
+        self.process = _processes.Process(target=_serve, args=(far, str(log), dict(os.environ)), daemon=is_alone)
         self.process.start()
         far.close()
         self.begin("start", model, **settings)

@@ -34,27 +34,6 @@ def failing(model, start_engine, connector, unit):
 
 
 @pytest.fixture
-def is_clean(store, node_ids, eventually):
-    """Neither these engines nor the store hold anything any more."""
-
-    def check(*engines, limit_s=30):
-        for engine in engines:
-            engine.settle()
-            assert engine.tracked() == 0
-            assert engine.blocks()[0] == engine.blocks()[1]
-
-        def is_settled():
-            nodes = store.stats()["nodes"]
-            held = [nodes[node][f"num_handoff{what}"] for node in node_ids for what in ("s", "_slots", "_fetches")]
-            keys = ("num_pinned", "num_leases", "num_writing", "num_quarantined")
-            return not any(held + [nodes[node]["pool"][key] for node in node_ids for key in keys])
-
-        eventually(is_settled, limit_s)
-
-    return check
-
-
-@pytest.fixture
 def counts():
     """How much the counts of an engine's worker grow while something is done."""
 
@@ -96,6 +75,21 @@ def test_answers_are_the_same(way, first, second, plain, prompt_of, lengths, sam
         assert grown["num_fetched_peer_blocks"] == num_blocks
         assert grown["num_loaded_peer_blocks"] == grown["num_loaded_local_blocks"] == 0
     is_clean(source, target)
+
+
+def test_prompts_that_the_prefill_engine_has_itself_are_handed_off_too(
+    first, second, plain, prompt_of, lengths, same, unit, is_clean
+):
+    for length in lengths[2:]:
+        tokens = prompt_of(length, next(_seeds))
+        wanted = plain.run([("wanted", tokens, {})], cold=True)
+        first.run([("begun", tokens, {})])
+        _, params = prefill(first, tokens)
+        answer = decode(second, tokens, params)
+        same([answer], wanted)
+        assert answer["num_cached"] == length // unit * unit
+        assert params is not None
+    is_clean(first, second)
 
 
 def test_on_one_node(brief, first, plain, prompt_of, same, unit, counts, is_clean):

@@ -129,7 +129,8 @@ class SchedulerSide:
             self._ask(tracked)
         question = tracked.question
         assert question is not None
-        if tracked.is_covered(size, num_engine_tokens):
+        # A prompt that is handed off needs its hashes, whoever has its blocks.
+        if tracked.is_covered(size, num_engine_tokens) and (question.done or not tracked.may_publish):
             return 0, False
         assert self._lookups is not None
         if not question.done and not self._plan.num_waiting:
