@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# Hundreds of processes import the same files; what the set-up has not compiled is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 VLLM ?=
 VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin

@@ -68,7 +68,9 @@ class Worker:
         return answer
 
     def decode(self, tokens: list[int], transfer: dict[str, Any] | None) -> dict[str, Any]:
-        return generate(self._engine, tokens, transfer=transfer)
+        # With this newer vLLMs say how much the prefill engine found, and not how much came here.
+        come_here = {key: of for key, of in (transfer or {}).items() if key != "remote_prefill_cached_tokens"}
+        return generate(self._engine, tokens, transfer=come_here)
 
     def alone(self, tokens: list[int]) -> dict[str, Any]:
         return generate(self._engine, tokens, cold=True)

@@ -91,10 +91,23 @@ usable_venv() {
         grep -qsF "$PWD/$folder" "$folder/bin/activate"
 }
 
-# install_torch FOLDER: torch goes first, so that its (large) build is a choice and not an accident.
+# use_uv FOLDER: sets `uv`, the command, and `into`, the words that name the environment. It fetches and unpacks packages
+# side by side, where pip takes one after the other and then compiles all of them in one process.
+use_uv() {
+    local python=$1/bin/python settings line
+    step "uv" "$python" -m pip install -q --disable-pip-version-check -c constraints.txt uv
+    settings=$("$python" scripts/uv_settings.py)
+    while IFS= read -r line; do
+        [ -z "$line" ] || export "$line"
+    done <<<"$settings"
+    [ -w "${HOME:-/}" ] || export UV_NO_CACHE=1
+    uv=("$1/bin/uv" -q pip)
+    into=(--python "$python")
+}
+
+# install_torch FOLDER: torch goes first, so that its (large) build is a choice and not an accident. Needs use_uv.
 install_torch() {
-    local python=$1/bin/python pinned pip
-    pip=("$python" -m pip install -q --disable-pip-version-check -c constraints.txt)
+    local python=$1/bin/python pinned
     pinned=$(sed -n 's/^torch==//p' constraints.txt)
     if "$python" -c 'import sys, torch; sys.exit(torch.__version__.split("+")[0] != sys.argv[1])' "$pinned" \
         >/dev/null 2>&1; then
@@ -102,15 +115,15 @@ install_torch() {
     fi
     if [ -n "${RAYKV_TORCH_INDEX:-}" ]; then
         # --no-deps: only torch may come from that index; the rest follows with raykv itself.
-        step "torch from $RAYKV_TORCH_INDEX" "${pip[@]}" \
-            --no-deps --index-url "$RAYKV_TORCH_INDEX" torch
+        step "torch from $RAYKV_TORCH_INDEX" "${uv[@]}" install "${into[@]}" -c constraints.txt \
+            --no-deps --default-index "$RAYKV_TORCH_INDEX" torch
         return
     fi
     if ! command -v nvidia-smi >/dev/null 2>&1; then
-        say "  no NVIDIA driver seen: without more advice pip may fetch the CUDA build of torch, several GB;"
+        say "  no NVIDIA driver seen: without more advice uv may fetch the CUDA build of torch, several GB;"
         say "  RAYKV_TORCH_INDEX=<index URL of CPU builds> make setup fetches a small one"
     fi
-    step "torch" "${pip[@]}" torch
+    step "torch" "${uv[@]}" install "${into[@]}" -c constraints.txt torch
 }
 
 # One set-up at a time per environment: make demo and make test may start together.

@@ -13,7 +13,8 @@ python=$(pick_python)
 version=$(python_version "$python")
 lock "$venv.lock"
 
-wanted=$(stamp_of "$version" pyproject.toml constraints.txt constraints-cpu.txt scripts/setup.sh scripts/lib.sh)
+made_of=(pyproject.toml constraints.txt constraints-cpu.txt scripts/setup.sh scripts/lib.sh scripts/uv_settings.py)
+wanted=$(stamp_of "$version" "${made_of[@]}")
 if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
     say "environment $venv is up to date (Python $version)"
     exit 0
@@ -24,13 +25,14 @@ rm -f "$venv/.raykv-stamp"
 if ! usable_venv "$venv" "$version"; then
     step "virtual environment" make_venv "$python" "$venv"
 fi
+use_uv "$venv"
 install_torch "$venv"
 pins=(-c constraints.txt)
 if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
     pins+=(-c constraints-cpu.txt)
 fi
 step "raykv (editable) and its dependencies" \
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check "${pins[@]}" -e '.[dev]'
+    "${uv[@]}" install "${into[@]}" --compile-bytecode "${pins[@]}" -e '.[dev]'
 step "check: ray, torch and nixl import" "$venv/bin/python" -c 'import ray, torch, nixl_cu12'
 printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
 say "done in ${SECONDS} s"

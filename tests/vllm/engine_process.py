@@ -11,13 +11,14 @@ import time
 import traceback
 
 import ray  # noqa: F401 - imported once for all
-import vllm.model_executor.models.llama
 import vllm.v1.engine.core
 import vllm.v1.engine.llm_engine
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM
 
 import kvstore.integrations.vllm  # noqa: F401
 
@@ -26,6 +27,10 @@ if DEVICE == "cpu":
     import vllm.v1.worker.cpu_worker
 else:
     import vllm.v1.worker.gpu_worker  # noqa: F401
+
+# Otherwise vLLM asks for what these can do in processes of their own, which import all of vLLM again.
+ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+ModelRegistry.register_model("Gemma3ForCausalLM", Gemma3ForCausalLM)
 
 #: Several engines share a GPU, each with as much as one on the CPU has; of the backends for float32 this one is fast.
 ON_GPU = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
