@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -58,13 +57,18 @@ def merge_runs(targets: I64, sources: I64, lengths: I64, pieces: I64 | None = No
     return targets[first], sources[first], np.add.reduceat(lengths, first)
 
 
-@contextlib.contextmanager
-def on_device(index: int) -> Iterator[None]:
+class on_device:
     """Make a device's primary context, the one that torch uses, current in this thread, whichever thread it is."""
-    check(libcuda().cuCtxPushCurrent_v2(_primary_context(index)), "cuCtxPushCurrent")
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_index",)
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __enter__(self) -> None:
+        check(libcuda().cuCtxPushCurrent_v2(_primary_context(self._index)), "cuCtxPushCurrent")
+
+    def __exit__(self, *error: object) -> None:
         libcuda().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 

@@ -95,7 +95,9 @@ class GpuCopier:
                 memory = torch.empty(size, dtype=torch.int64, device=self.plan.device)
         if len(spans):
             with on_device(self._index):
-                copy_run(memory.data_ptr(), spans.rows.ctypes.data, spans.rows.nbytes, chosen.cuda_stream)
+                copy_run(
+                    memory.data_ptr(), spans.rows.__array_interface__["data"][0], spans.rows.nbytes, chosen.cuda_stream
+                )
         return PlacedSpans(spans, memory.data_ptr(), memory)
 
     def pack(

@@ -153,7 +153,7 @@ def position_spans(paging: Paging, block_ids: I64) -> Spans:
         )
     rows = np.zeros((len(block_ids), len(COLUMNS)), np.int64)
     if len(rows):
-        low, high = int(block_ids.min()), int(block_ids.max())
+        low, high = int(np.minimum.reduce(block_ids)), int(np.maximum.reduce(block_ids))
         if low < 0 or high >= paging.num_blocks:
             raise ValueError(f"block_ids: wanted ids in [0, {paging.num_blocks}), got {low} to {high}")
         rows[:, 0], rows[:, 1], rows[:, 4] = block_ids, np.arange(len(rows)), paging.stored_block_size

@@ -13,7 +13,7 @@ from kvstore.config import num_copy_threads
 from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, job_spans
 from kvstore.layout import EngineLayout
 from kvstore.shape import KVShape
-from kvstore.sides import same_layouts
+from kvstore.sides import Registered
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,8 @@ class HostCopier:
 
         from kvstore.kernels import host_copy
 
-        self._kernels, self._caches, self._sides, self._layout = host_copy, caches, sides, layout
+        self._kernels, self._layout = host_copy, layout
+        self._registered = Registered(caches, sides, layout)
         plan = engine_plan(caches, layout, shape, sides)
         self._paging = plan.paging
         sizes = (plan.paging.engine_block_size, plan.paging.stored_block_size)
@@ -76,7 +77,7 @@ class HostCopier:
 
     def check_unchanged(self) -> None:
         """Refuse tensors that were resized or restrided; see `EngineCopier`."""
-        same_layouts(self._caches, self._sides, self._layout)
+        self._registered.check()
 
     def order(self) -> CopyOrder | None:
         """Return None: a copy is done when the thread that makes it goes on."""

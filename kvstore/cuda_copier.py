@@ -35,7 +35,7 @@ from kvstore.kernels.streams import own_stream
 from kvstore.layout import EngineLayout
 from kvstore.pinning import ArenaPinning
 from kvstore.shape import KVShape
-from kvstore.sides import same_layouts
+from kvstore.sides import Registered
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,12 @@ class CudaOrder:
     """The `CopyOrder` of one job of a `CudaCopier`; made in the thread that asks for the job.
 
     Args:
-        after: recorded on the engine's stream; copies wait for it.
+        stream: the engine's.
+        after: recorded on it; copies wait for it.
     """
 
-    def __init__(self, after: torch.cuda.Event) -> None:
-        self.after = after
+    def __init__(self, stream: torch.cuda.Stream, after: torch.cuda.Event) -> None:
+        self._stream, self.after = stream, after
         self.last: torch.cuda.Event | None = None
         #: Of a copier that was told ahead what will be copied: the list of it, on the device.
         self.placed: PlacedSpans | None = None
@@ -96,6 +97,12 @@ class CudaOrder:
                 (torch.cuda.current_stream() if stream is None else stream).wait_event(self.last)
         self.is_calm = True
         return True
+
+    def hold_engine(self) -> None:
+        """See `CopyOrder`."""
+        if self.last is not None:
+            with kernel_errors("having the engine wait for the copies of a job"):
+                self._stream.wait_event(self.last)
 
     def settle(self, timeout_s: float) -> bool:
         """See `CopyOrder`."""
@@ -149,7 +156,8 @@ class CudaCopier:
         path: CopyPath = CopyPath.AUTO,
         sides: Sequence[Any] = (),
     ) -> None:
-        self._layout, self._caches, self._sides, self._pinning = layout, caches, sides, pinning
+        self._layout, self._pinning = layout, pinning
+        self._registered = Registered(caches, sides, layout)
         self._plan = engine_plan(caches, layout, shape, sides)
         self._slots = torch.from_numpy(arena.bytes_view())[: slot_bytes * num_slots].view(num_slots, slot_bytes)
         self.path = chosen_path(path, RunTable(self._plan).mean_run_bytes)
@@ -176,7 +184,7 @@ class CudaCopier:
 
     def check_unchanged(self) -> None:
         """Refuse tensors that were resized or restrided; see `EngineCopier`."""
-        same_layouts(self._caches, self._sides, self._layout)
+        self._registered.check()
 
     def order(self) -> CopyOrder:
         """Record what copies of a job come after: the work on the calling thread's current stream.
@@ -264,15 +272,16 @@ def order_after_current(device: torch.device) -> CudaOrder:
         InvalidRequest: a graph is being captured on it; copies cannot be part of one.
         KernelError: the device failed before.
     """
-    is_current = device.index == torch.cuda.current_device()
-    chosen = contextlib.nullcontext() if is_current else torch.cuda.device(device)
+    index = device.index
+    chosen = contextlib.nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
     with kernel_errors("recording an event on the engine's stream"), chosen:
         if torch.cuda.is_current_stream_capturing():
             raise InvalidRequest(
                 "a CUDA graph is being captured on the current stream, and copies cannot be part of one; save and "
                 "load before or after it"
             )
-        return CudaOrder(torch.cuda.current_stream().record_event())
+        stream = torch.cuda.current_stream(index)  # Without the number torch asks the driver which devices there are.
+        return CudaOrder(stream, stream.record_event())
 
 
 def await_copies(pages: EnginePages, eager_s: float = 0.0) -> None:

@@ -41,6 +41,13 @@ class CopyOrder(Protocol):
             False when they were not all queued in time; the stream then waits for nothing.
         """
 
+    def hold_engine(self) -> None:
+        """Have the stream on which the job was asked for go on only after the copies that were queued so far.
+
+        Raises:
+            KernelError: the device failed.
+        """
+
     def settle(self, timeout_s: float) -> bool:
         """Wait until nothing that was queued so far touches the engine's blocks any more; False when it still may."""
 
@@ -170,11 +177,12 @@ def engine_pages(
             f"block_ids: wanted {wanted}, blocks of {engine} tokens for {num_blocks} hashes of {stored_block_size} "
             f"tokens from the {offset_tokens}th token of the first block on, got {len(ids)}"
         )
-    low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+    # Of ufuncs, because the methods of arrays take a way through Python.
+    low, high = (int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))) if ids.size else (0, 0)
     if low < 0 or high >= max(1, layout.num_blocks):
         raise InvalidRequest(f"block_ids: wanted ids in [0, {layout.num_blocks}), got {low} to {high}")
     ids = ids.astype(np.int64)
-    if ids.size and int(np.bincount(ids).max()) > 1:
+    if ids.size and int(np.maximum.reduce(np.bincount(ids))) > 1:
         raise InvalidRequest("block_ids: wanted each block once, got a block twice")
     return EnginePages(
         ids=ids, offset_tokens=offset_tokens, engine_block_size=engine, stored_block_size=stored_block_size

@@ -71,6 +71,11 @@ class SourceClaim:
             self._early = None
         return self._early is not None
 
+    def look(self) -> None:
+        """Hear the answer to what `begin` asked, on the control thread, if it is there."""
+        if self._early is not None:
+            self._early.look()
+
     def take(
         self, peer: Peer, *, to_host: bool, meanwhile: Callable[[], None], is_wanted: Callable[[], bool]
     ) -> PeerClaimed:
@@ -162,7 +167,7 @@ class _EarlyClaim:
             PeerLost: the connection broke; it is closed.
         """
         self._asked = self._connection.ask(Op.PEER_CLAIM, question)
-        self._fetcher.server.watch(self._asked.fileno(), self._look)
+        self._fetcher.server.watch(self._asked.fileno(), self.look)
 
     def wait(self, until_s: float) -> PeerClaimed:
         """Return the answer; on another thread.
@@ -180,7 +185,8 @@ class _EarlyClaim:
             raise self._answer
         return self._answer
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Hear the answer if it is there, on the control thread."""
         found: PeerClaimed | KVStoreError
         if self._ended.is_set():
             return
@@ -191,14 +197,15 @@ class _EarlyClaim:
             found = unpack_peer_claimed(payload)
         except KVStoreError as error:
             found = error
-        self._fetcher.server.unwatch(self._asked.fileno())
-        self._asked.close()
-        self._fetcher.peers.keep_spare(self._peer, self._connection)
         try:
+            # First of all: somebody waits for what it leads to, and nobody for the connection.
             with self._lock:
                 if self._answer is None:
                     self._answer = found
                     if isinstance(found, PeerClaimed):
                         self._then(found)
         finally:
+            self._fetcher.server.unwatch(self._asked.fileno())
+            self._asked.close()
+            self._fetcher.peers.keep_spare(self._peer, self._connection)
             self._ended.set()

@@ -22,6 +22,7 @@ from kvstore.handoff_messages import (
     unpack_fetch,
     unpack_peer_claim,
     unpack_prepare_handoff,
+    unpack_soon,
 )
 from kvstore.handoff_table import CLAIM_BIT, NOT_READY, Claim, HandoffTable, Place
 from kvstore.handoff_waiting import WaitingClaims
@@ -36,7 +37,8 @@ from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_json
 if TYPE_CHECKING:
     from kvstore.node import NodeCore
 
-#: For what follows when blocks are to be packed into a stage: word that they are, and their reader's claim.
+#: For what follows when blocks are to be packed into a stage: word that they are, and their reader's claim. And for a
+#: fetch that was announced.
 _AWAKE_S = 2e-3
 
 
@@ -53,7 +55,7 @@ class HandoffControl:
     OPS = frozenset(
         {
             Op.HANDOFF_PREPARE, Op.HANDOFF_COMPLETE, Op.HANDOFF_WITHDRAW, Op.HANDOFF_FETCH, Op.HANDOFF_END,
-            Op.HANDOFF_STAGE, Op.HANDOFF_WARM,
+            Op.HANDOFF_STAGE, Op.HANDOFF_WARM, Op.HANDOFF_SOON,
         }
     )  # fmt: skip
     PEER_OPS = frozenset({Op.PEER_CLAIM, Op.PEER_CLAIM_END, Op.PEER_STAGES})
@@ -118,6 +120,9 @@ class HandoffControl:
                 return U64.pack(withdrawn)
             case Op.HANDOFF_FETCH:
                 self._fetch(connection, message, unpack_fetch(payload))
+            case Op.HANDOFF_SOON:
+                self._server.stay_awake(_AWAKE_S)
+                self.fetcher.expect(*unpack_soon(payload))
             case Op.HANDOFF_STAGE:
                 value = unpack_json(payload)
                 sizes = int(value["num_bytes"]), int(value["block_bytes"])

@@ -1,17 +1,14 @@
-"""What publishing and fetching do on a thread of the client."""
+"""What fetching does on a thread of the client, and which tickets it takes."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sized
 from dataclasses import dataclass
-
-import numpy as np
 
 from kvstore.config import StoreConfig
 from kvstore.control_client import Answers, ControlClient
-from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages
+from kvstore.engine_copy import EngineCopier, EnginePages
 from kvstore.errors import (
     CopyStuck,
     InvalidRequest,
@@ -24,41 +21,13 @@ from kvstore.errors import (
     TransferError,
 )
 from kvstore.handoff import FetchResult, HandoffTicket
-from kvstore.handoff_messages import (
-    END,
-    FetchRequest,
-    pack_complete_handoff,
-    pack_fetch,
-    pack_prepare_handoff,
-)
+from kvstore.handoff_messages import END, FetchRequest, pack_fetch
 from kvstore.hashing import Namespace
 from kvstore.jobs import Answer, CopyGuard, failed_load
-from kvstore.messages import STAGE_BIT, U64, unpack_ints
+from kvstore.messages import STAGE_BIT
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stage_client import AttachedStage
-from kvstore.transport import IndexArray
 from kvstore.wire import Op
-
-#: Asks the store: (what, payload, what to do meanwhile).
-Ask = Callable[[Op, bytes, Callable[[], None] | None], bytes]
-
-
-def published_pages(block_ids: object, copier: EngineCopier, stored_block_size: int) -> tuple[EnginePages, int]:
-    """Return (where their tokens lie, number of stored blocks) of engine blocks that are published whole.
-
-    Raises:
-        InvalidRequest: no blocks, no integers, a block out of range or named twice, or no whole stored blocks.
-    """
-    engine = copier.layout.block_size
-    num_tokens = engine * (len(block_ids) if isinstance(block_ids, Sized) else 0)
-    num_blocks = num_tokens // stored_block_size
-    pages = engine_pages(block_ids, copier.layout, stored_block_size, 0, max(1, num_blocks))
-    if num_tokens % stored_block_size:
-        raise InvalidRequest(
-            f"block_ids: wanted whole blocks of {stored_block_size} tokens, got {len(pages.ids)} engine blocks of "
-            f"{engine} tokens; publish more or fewer of them"
-        )
-    return pages, num_blocks
 
 
 def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, int, int]) -> None:
@@ -99,89 +68,6 @@ def check_named(
             f"ticket: wanted one of this client's store (node {node_id}, epoch {epoch}), got one of node "
             f"{ticket.node_id}, epoch {ticket.epoch.hex()}; make it with this client's node_id and epoch"
         )
-
-
-def prepare_publish(
-    ask: Ask, keep: Ask, ticket: HandoffTicket, generation: int, ahead: Callable[[], None] | None = None
-) -> IndexArray:
-    """Claim slots for the blocks of a ticket; from now on a fetch of it waits until the bytes are there.
-
-    Args:
-        ask: asks over the connection that owns the slots while they are written.
-        keep: asks over the one that keeps them afterwards.
-        ticket: what they are published as.
-        generation: the life of the mover that has the stage which the ticket names; 0 takes the arena.
-        ahead: prepares the copy while the store looks for slots.
-
-    Returns:
-        A slot for each block.
-
-    Raises:
-        PoolExhausted: the store has no room for all of them; nothing is kept.
-        KVStoreError: the store or `ahead` failed; nothing is kept.
-    """
-    slab = ticket.slab if generation else 0
-    question = pack_prepare_handoff(ticket.key, ticket.namespace, ticket.num_blocks, slab, generation)
-    preparing = _Ahead(ahead)
-    slots = unpack_ints(ask(Op.HANDOFF_PREPARE, question, preparing.run))
-    if preparing.error is not None:
-        with contextlib.suppress(KVStoreError):
-            keep(Op.HANDOFF_WITHDRAW, ticket.key, None)
-        raise preparing.error
-    return slots
-
-
-def complete_publish(
-    keep: Ask,
-    copier: EngineCopier,
-    pages: EnginePages,
-    slots: IndexArray,
-    ticket: HandoffTicket,
-    ttl_s: float,
-    guard: CopyGuard,
-) -> HandoffTicket:
-    """Copy blocks into the slots of `prepare_publish` and have them kept.
-
-    Args:
-        keep: asks over the connection that keeps them.
-        copier: the engine's cache.
-        pages: where the blocks' tokens lie in the engine.
-        slots: one for each block.
-        ticket: what they are published as.
-        ttl_s: how long they are kept.
-        guard: stands before the copy.
-
-    Raises:
-        KVStoreError: the copy or the store failed; nothing is kept for longer than `ttl_s`.
-    """
-    try:
-        with guard.copying():
-            copier.into_slots(pages, np.arange(len(slots)), slots.astype(np.int64))
-        kept = U64.unpack(keep(Op.HANDOFF_COMPLETE, pack_complete_handoff(ticket.key, ttl_s), None))[0]
-    except CopyStuck:
-        raise  # The slots may still be written: they stay taken until this process ends.
-    except BaseException:
-        with contextlib.suppress(KVStoreError):
-            keep(Op.HANDOFF_WITHDRAW, ticket.key, None)
-        raise
-    if not kept:
-        raise StoreUnavailable("the node store gave up these blocks while they were copied; publish them again")
-    return ticket
-
-
-class _Ahead:
-    """Does something while an answer is on its way, and remembers what it raised until the answer was read."""
-
-    def __init__(self, work: Callable[[], None] | None) -> None:
-        self._work = work
-        self.error: KVStoreError | None = None
-
-    def run(self) -> None:
-        try:
-            if self._work is not None:
-                self._work()
-        except KVStoreError as error:
-            self.error = error
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from kvstore.transport import IndexArray
 _PREPARE = struct.Struct("<32s32sIIQ")
 _COMPLETE = struct.Struct("<32sd")
 _FETCH = struct.Struct("<32s32s8sIddIIQ")
+_SOON = struct.Struct("<IIQ")
 _CLAIM = struct.Struct("<32s32sIIIQddB")
 _CLAIMED = struct.Struct("<Q8sQQII")
 #: The id of a fetch or a claim, and whether the blocks arrived.
@@ -94,6 +95,16 @@ def unpack_fetch(payload: bytes) -> FetchRequest:
         slab=slab,
         generation=generation,
     )
+
+
+def pack_soon(node_id: str, from_slab: int, slab: int, generation: int) -> bytes:
+    """Say that a fetch comes: from a node's stage into one of this node, of one life of its mover."""
+    return _SOON.pack(from_slab, slab, generation) + node_id.encode()
+
+
+def unpack_soon(payload: bytes) -> tuple[str, int, int, int]:
+    """Return (node, its stage, this node's stage, generation) that `pack_soon` packed."""
+    return payload[_SOON.size :].decode(), *_SOON.unpack_from(payload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ NOT_READY = "not_ready: the publisher is still copying the blocks of this ticket
 _REASONS = {
     "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
     "expired": "expired: nobody fetched the blocks of this ticket in time; publish with a longer ttl_s",
-    "withdrawn": "withdrawn: the publisher took the blocks of this ticket back",
+    "withdrawn": "withdrawn: the publisher took the blocks of this ticket back, or could not copy them",
     "owner_gone": "owner_gone: the client that published the blocks of this ticket was closed or died",
     "peer_lost": "peer_lost: the blocks were in the memory of a GPU, and the mover that kept it has died",
     "cleared": "cleared: the namespace was cleared after the blocks were published",

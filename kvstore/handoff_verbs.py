@@ -6,13 +6,12 @@ import contextlib
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvstore.config import StoreConfig, parse_bytes
 from kvstore.control_client import ControlClient
-from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pages, ordered
+from kvstore.engine_copy import CopyOrder, EngineCopier, engine_pages, ordered
 from kvstore.errors import (
     CopyStuck,
     InvalidRequest,
@@ -27,48 +26,23 @@ from kvstore.handoff_jobs import (
     ask_fetch,
     check_named,
     check_ticket,
-    complete_publish,
     failed_fetch,
-    prepare_publish,
-    published_pages,
     run_fetch,
 )
+from kvstore.handoff_messages import pack_soon
 from kvstore.hashing import Namespace
 from kvstore.idle_connections import IdleConnections
 from kvstore.jobs import CopyGuard
 from kvstore.messages import U64
 from kvstore.part import Part
+from kvstore.publishing import Publishing, num_published
 from kvstore.results import Job, Work
 from kvstore.sides import check_skip
 from kvstore.stage_client import AttachedStage, StageLink
 from kvstore.stage_copier import EngineCaches
-from kvstore.transport import IndexArray
 from kvstore.wire import Op
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Plan:
-    """A publication: what is copied, as what, and through which memory."""
-
-    copier: EngineCopier
-    pages: EnginePages
-    ticket: HandoffTicket
-    stage: AttachedStage | None
-    guard: CopyGuard = field(default_factory=CopyGuard)
-
-    def order(self) -> None:
-        """Have the copies come after what the calling thread's stream has, and check that the cache is as it was."""
-        self.pages = ordered(self.pages, self.copier)
-        self.guard = CopyGuard(self.pages.order)
-        self.copier.check_unchanged()
-
-    def expect(self) -> None:
-        """Do that, and prepare the copies into the stage."""
-        assert self.stage is not None, "only a stage is prepared for"
-        self.order()
-        self.stage.copier.expect(self.pages, self.ticket.num_blocks, to_slots=True)
 
 
 class HandoffVerbs(ABC):
@@ -120,7 +94,9 @@ class HandoffVerbs(ABC):
     def publish(self, block_ids: object, *, ttl_s: float | None = None) -> HandoffTicket:
         """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
 
-        They are no cache: no lookup finds them. When this returns the engine's blocks are its own again.
+        They are no cache: no lookup finds them. When this returns the engine's blocks are its own again: on the CPU
+        because they are copied, on a GPU for all that is queued on the calling thread's current stream from now on. A
+        fetch waits for copies that are still queued then.
 
         Args:
             block_ids: the engine's blocks of a request, in order, from its first token on.
@@ -128,29 +104,25 @@ class HandoffVerbs(ABC):
                 kept no longer than this client is open.
 
         Returns:
-            What the other client needs, to be sent there by any means.
+            What the other client needs, to be sent there by any means. If the device fails after all, the ticket is
+            void: the log says so, and the fetch.
 
         Raises:
             InvalidRequest: an argument is wrong; nothing changed.
             PoolExhausted: the store has no room for all of the blocks; nothing changed.
+            LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed; nothing is kept.
             StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
         """
-        keep_s, copier = self._keep_s(ttl_s), self._registered()
-        if self._stage_link is not None:
-            with self._stage_link.using() as stage:
-                try:
-                    if stage is not None:
-                        # On this thread, which waits in any case.
-                        plan = self._plan(block_ids, keep_s, stage.copier, stage)
-                        return self._complete(plan, self._prepare(plan), keep_s)
-                except PoolExhausted:
-                    logger.debug("hand-off: the stage is full, the arena is taken")
-                except (PeerLost, StoreUnavailable):
-                    # Its mover died, perhaps while blocks were copied: the arena serves, or says what else is wrong.
-                    assert stage is not None, "only a stage is lost"
-                    self._stage_link.lose(stage)
-        plan = self._plan(block_ids, keep_s, copier, None)
-        plan.order()
+        keep_s = self._keep_s(ttl_s)
+        with contextlib.ExitStack() as held:
+            publishing = self._begin_in_stage(block_ids, keep_s, held)
+            if publishing is not None:
+                publication = self._complete_later(publishing, held.pop_all())
+                publication.job.add_done_callback(_log_failure)
+                publishing.hold_engine()
+                return publication.ticket
+        publishing = self._publishing(block_ids, keep_s)
+        publishing.order()
 
         def run() -> HandoffTicket:
             with self._ending_job():
@@ -159,10 +131,11 @@ class HandoffVerbs(ABC):
                 def ask(op: Op, payload: bytes, meanwhile: Callable[[], None] | None) -> bytes:
                     return connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile)
 
-                return self._complete(plan, prepare_publish(ask, self._call, plan.ticket, 0), keep_s)
+                publishing.claim(ask)
+                return self._complete(publishing)
 
         # The calls in it have their own timeouts.
-        job = self._submit(run, f"publication of {plan.ticket.num_blocks} blocks", plan.guard, plan.pages.order)
+        job = self._submit(run, str(publishing), publishing.guard, publishing.pages.order)
         published: HandoffTicket = job.result(None)
         return published
 
@@ -189,44 +162,53 @@ class HandoffVerbs(ABC):
             InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
                 before; nothing changed.
         """
-        keep_s, copier = self._keep_s(ttl_s), self._registered()
+        keep_s = self._keep_s(ttl_s)
         if ticket is not None:
             check_named(ticket, self.space, self.part.ranks, self.node_id, self.epoch)
         with contextlib.ExitStack() as held:
-            plan, slots = self._begin(block_ids, keep_s, copier, held, ticket)
-            mapped = held.pop_all()
+            publishing = self._begin_in_stage(block_ids, keep_s, held, ticket)
+            if publishing is None:
+                publishing = self._publishing(block_ids, keep_s, ticket)
+                publishing.order()
+                publishing.claim(self._call)
+            return self._complete_later(publishing, held.pop_all())
 
-        def run() -> HandoffTicket:
-            with mapped, self._ending_job():
-                return self._complete(plan, slots, keep_s)
-
-        try:
-            what = f"publication of {plan.ticket.num_blocks} blocks"
-            return Publication(plan.ticket, self._submit(run, what, plan.guard, plan.pages.order))
-        except BaseException:
-            mapped.close()
-            raise
-
-    def _begin(
-        self,
-        block_ids: object,
-        keep_s: float,
-        copier: EngineCopier,
-        held: contextlib.ExitStack,
-        named: HandoffTicket | None,
-    ) -> tuple[_Plan, IndexArray]:
+    def _begin_in_stage(
+        self, block_ids: object, keep_s: float, held: contextlib.ExitStack, named: HandoffTicket | None = None
+    ) -> Publishing | None:
+        """Queue the copies into the stage, which is kept mapped by `held`; None where the arena has to serve."""
         link = self._stage_link
         stage = held.enter_context(link.using()) if link is not None else None
-        if link is not None and stage is not None and (named is None or named.slab == stage.slab):
-            try:
-                plan = self._plan(block_ids, keep_s, stage.copier, stage, named)
-                return plan, self._prepare(plan)
-            except PoolExhausted:
-                logger.debug("hand-off: the stage is full, the arena is taken")
-            except (PeerLost, StoreUnavailable):
-                link.lose(stage)
-        plan = self._plan(block_ids, keep_s, copier, None, named)
-        return plan, self._prepare(plan)
+        if link is None or stage is None or (named is not None and named.slab != stage.slab):
+            return None
+        try:
+            publishing = self._publishing(block_ids, keep_s, named, stage)
+            publishing.begin()
+            return publishing
+        except PoolExhausted:
+            logger.debug("hand-off: the stage is full, the arena is taken")
+        except (PeerLost, StoreUnavailable):
+            # Its mover died: the arena serves, or says what else is wrong.
+            link.lose(stage)
+        return None
+
+    def _complete_later(self, publishing: Publishing, mapped: contextlib.ExitStack) -> Publication:
+        """Have a thread wait for the copies and tell the store; `mapped` is given back behind that."""
+
+        def give_back() -> None:
+            with contextlib.suppress(CopyStuck), mapped:
+                if isinstance(error := work.future.exception(), CopyStuck):
+                    raise error  # The stage stays mapped.
+
+        work = Work(lambda: self._complete(publishing), math.inf, give_back)
+        work.begin()  # Cancelled it would leave slots that nobody gives back.
+        try:
+            job = self._submit(work, str(publishing), publishing.guard, publishing.pages.order)
+        except BaseException:
+            with mapped, self._noting_stuck():
+                publishing.drop()
+            raise
+        return Publication(publishing.ticket, job)
 
     def _keep_s(self, ttl_s: float | None) -> float:
         keep_s = self.config.lease_ttl_s if ttl_s is None else ttl_s
@@ -234,39 +216,35 @@ class HandoffVerbs(ABC):
             raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
         return keep_s
 
-    def _plan(
+    def _publishing(
         self,
         block_ids: object,
         keep_s: float,
-        copier: EngineCopier,
-        stage: AttachedStage | None,
         named: HandoffTicket | None = None,
-    ) -> _Plan:
-        block_size = self.space.shape.block_size
-        if named is not None:
-            return _Plan(copier, engine_pages(block_ids, copier.layout, block_size, 0, named.num_blocks), named, stage)
-        pages, num_blocks = published_pages(block_ids, copier, block_size)
-        ticket = HandoffTicket(
+        stage: AttachedStage | None = None,
+    ) -> Publishing:
+        copier, shape = self._registered(), self.space.shape
+        ticket = named or HandoffTicket(
             node_id=self.node_id,
             epoch=bytes.fromhex(self.epoch),
             namespace=self.space.digest,
-            num_blocks=num_blocks,
-            block_bytes=self.space.shape.block_bytes,
+            num_blocks=num_published(block_ids, copier.layout.block_size, shape.block_size),
+            block_bytes=shape.block_bytes,
             expires_s=expiry_after(keep_s),
             part=self.part.ranks,
             slab=stage.slab if stage else 0,
         )
-        return _Plan(copier, pages, ticket, stage)
+        chosen = copier if stage is None else stage.copier
+        return Publishing(ticket, block_ids, shape.block_size, chosen, stage, self._call, keep_s)
 
-    def _prepare(self, plan: _Plan) -> IndexArray:
-        if plan.stage is None:
-            plan.order()
-            return prepare_publish(self._call, self._call, plan.ticket, 0)
-        return prepare_publish(self._call, self._call, plan.ticket, plan.stage.generation, plan.expect)
+    def _complete(self, publishing: Publishing) -> HandoffTicket:
+        with self._noting_stuck():
+            return publishing.complete()
 
-    def _complete(self, plan: _Plan, slots: IndexArray, keep_s: float) -> HandoffTicket:
+    @contextlib.contextmanager
+    def _noting_stuck(self) -> Iterator[None]:
         try:
-            return complete_publish(self._call, plan.copier, plan.pages, slots, plan.ticket, keep_s, plan.guard)
+            yield
         except CopyStuck:
             self._stuck = True
             raise
@@ -305,17 +283,23 @@ class HandoffVerbs(ABC):
         """
         copier = self._registered()
         check_ticket(ticket, self.space, self.part.ranks)
-        pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
-        check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)
-        num_skipped = min(skip_prefix_tokens // self.space.shape.block_size, ticket.num_blocks)
         limit_s, link = self.config.transfer_timeout_s if timeout_s is None else timeout_s, self._stage_link
         with contextlib.ExitStack() as held:
             stage = held.enter_context(link.using()) if link is not None else None
-            early = None
+            early, connection = None, None
             if len(self._fetch_connections):
+                connection = held.enter_context(self._fetch_connections.taken())
+                if stage is not None and ticket.slab:
+                    soon = pack_soon(ticket.node_id, ticket.slab, stage.slab, stage.generation)
+                    with contextlib.suppress(PeerLost):
+                        connection.send(Op.HANDOFF_SOON, soon)
+            pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
+            check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)
+            num_skipped = min(skip_prefix_tokens // self.space.shape.block_size, ticket.num_blocks)
+            if connection is not None:
                 # First of all: what is left to do here takes as long as the store and its peer do to answer.
                 with contextlib.suppress(PeerLost):
-                    early = self._ask_fetch(held, stage, ticket, limit_s)
+                    early = self._ask_fetch(held, connection, stage, ticket, limit_s)
             pages = ordered(pages, copier, num_copy_threads)
             copier.check_unchanged()
             guard, mapped = CopyGuard(pages.order), held.pop_all()
@@ -325,14 +309,12 @@ class HandoffVerbs(ABC):
         def run() -> FetchResult:
             try:
                 if not asked:
-                    asked.append(self._ask_fetch(mapped, stage, ticket, limit_s))
+                    connection = mapped.enter_context(self._fetch_connections.taken())
+                    asked.append(self._ask_fetch(mapped, connection, stage, ticket, limit_s))
             except (StoreUnavailable, PeerLost) as error:
                 return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
-            try:
+            with self._noting_stuck():
                 result = run_fetch(asked[0], copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
-            except CopyStuck:
-                self._stuck = True
-                raise
             if link is not None and stage is not None and result.note.startswith("stage_lost"):
                 link.lose(stage)
             return result
@@ -352,9 +334,13 @@ class HandoffVerbs(ABC):
             raise
 
     def _ask_fetch(
-        self, held: contextlib.ExitStack, stage: AttachedStage | None, ticket: HandoffTicket, timeout_s: float
+        self,
+        held: contextlib.ExitStack,
+        connection: ControlClient,
+        stage: AttachedStage | None,
+        ticket: HandoffTicket,
+        timeout_s: float,
     ) -> Asked:
-        connection = held.enter_context(self._fetch_connections.taken())
         asked = ask_fetch(connection, stage, ticket, self.config, timeout_s)
         held.enter_context(contextlib.closing(asked.pieces))
         return asked
@@ -394,3 +380,10 @@ class HandoffVerbs(ABC):
         self, run: Callable[[], Any] | Work[Any], what: str, guard: CopyGuard, order: CopyOrder | None
     ) -> Job[Any]:
         """Run a job on a thread of the client, or `Work` on one that waits for it if that comes first."""
+
+
+def _log_failure(job: Job[HandoffTicket]) -> None:
+    try:
+        job.result(0.0)
+    except Exception:
+        logger.exception("%r failed after its ticket was given out; a fetch of it is told so", job)

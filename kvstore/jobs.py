@@ -52,17 +52,22 @@ class CopyGuard:
         self._order = order
         self._abandoned = False
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        """Hold while the engine's blocks, or the decision to publish them, are touched.
+    def copying(self) -> CopyGuard:
+        """Hold, as a context, while the engine's blocks, or the decision to publish them, are touched.
 
         Raises:
-            JobAbandoned: the owner gave the job up; nothing may be touched.
+            JobAbandoned: on entering: the owner gave the job up; nothing may be touched.
         """
-        with self._lock:
-            if self._abandoned:
-                raise JobAbandoned("the job was abandoned by its owner; the engine's blocks are its own again")
-            yield
+        return self
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._abandoned:
+            self._lock.release()
+            raise JobAbandoned("the job was abandoned by its owner; the engine's blocks are its own again")
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
     def abandon(self, timeout_s: float) -> bool:
         """Let no copy begin any more, and wait for those that run; False when one outlasts the time."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from types import TracebackType
 
 from kvstore.errors import ConfigError, KernelError
 
 
-@contextlib.contextmanager
-def kernel_errors(what: str) -> Iterator[None]:
+class kernel_errors:
     """Translate errors of a body that calls kernels.
+
+    No generator, because such bodies are where an engine waits.
 
     Args:
         what: was being done, for the message.
@@ -19,11 +19,23 @@ def kernel_errors(what: str) -> Iterator[None]:
         ConfigError: CuPy or the driver is missing.
         KernelError: anything else that torch, a kernel or the driver refused.
     """
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(f"{what}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"{what}: wanted the CUDA driver, got {error}; install it, or use CPU tensors") from error
-    except (RuntimeError, ValueError) as error:
-        raise KernelError(f"{what} failed: {error}") from error
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Begin the body."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ImportError):
+            raise ConfigError(f"{self._what}: {error}") from error
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"{self._what}: wanted the CUDA driver, got {error}; install it, or use CPU tensors"
+            ) from error
+        if isinstance(error, (RuntimeError, ValueError)):
+            raise KernelError(f"{self._what} failed: {error}") from error

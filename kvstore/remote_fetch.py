@@ -90,8 +90,8 @@ class RemoteFetch:
         if self._claim.begin(peer, self._claimed_early):
             self._begun, self._lane, self._pool = peer, lane, stage.pool
             fetcher.server.stay_awake(_CLAIM_AWAKE_S)
-            fetcher.lanes.wake(lane, stage, self._block_bytes)
             self._reserve(stage.pool)
+            self._claim.look()  # Slots take as long to choose as the source to answer.
 
     def _claimed_early(self, claimed: PeerClaimed) -> None:
         """Post the READ; on the control thread. What is not simple, or does not work, `run` comes to."""

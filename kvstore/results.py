@@ -151,9 +151,15 @@ class Work(Generic[T]):
         self._lock = threading.Lock()
         self.future: Future[T] = Future()
 
+    def begin(self) -> None:
+        """Say first of all that it has begun: from now on the job can be abandoned, but not cancelled."""
+        self.future.set_running_or_notify_cancel()
+
     def do(self) -> bool:
         """Do it unless somebody does or the job was given up; whether it was done here."""
-        if not self._lock.acquire(blocking=False) or not self.future.set_running_or_notify_cancel():
+        if not self._lock.acquire(blocking=False):
+            return False
+        if not self.future.running() and not self.future.set_running_or_notify_cancel():
             return False
         try:
             result = self._run()

@@ -80,6 +80,33 @@ def _check_layers(caches: Caches, side: Caches) -> None:
             )
 
 
+class Registered:
+    """The tensors that an engine registered, and whether they are still arranged as they were.
+
+    Args:
+        caches: of the engine.
+        sides: the side tensors beside the caches, in the order of the shape's.
+        layout: of both.
+    """
+
+    def __init__(self, caches: Caches, sides: Sequence[Caches], layout: EngineLayout) -> None:
+        self.caches, self.sides, self.layout = caches, sides, layout
+        self._as_they_were = [tensor.detach() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for given in (self.caches, *self.sides) for tensor in flatten(given)[1]]
+
+    def check(self) -> None:
+        """Check it; in every call of an engine, so the details are only looked at where something changed.
+
+        Raises:
+            LayoutMismatch: it is not so.
+        """
+        now, then = self._tensors(), self._as_they_were
+        if len(now) != len(then) or not all(map(Tensor.is_set_to, now, then)):
+            same_layouts(self.caches, self.sides, self.layout)
+
+
 def same_layouts(caches: Caches, sides: Sequence[Caches], layout: EngineLayout) -> None:
     """Check that caches and side tensors are arranged as those that were registered.
 

@@ -25,7 +25,7 @@ from kvstore.kernels.streams import own_stream
 from kvstore.kernels.vram import MappedSlab, gpu_uuids
 from kvstore.layout import EngineLayout
 from kvstore.shape import KVShape
-from kvstore.sides import same_layouts
+from kvstore.sides import Registered
 
 #: Packing takes a fraction of a millisecond, less than a pause and the way back into the interpreter.
 _EAGER_S = 2e-3
@@ -55,6 +55,12 @@ class StageSide(EngineCopier, Protocol):
             to_slots: which way.
         """
 
+    def begin_into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Queue copies out of the engine into slots, as `into_slots` makes them; `finish` waits for their end.
+
+        On the CPU they are made when this returns.
+        """
+
 
 class StageCopier:
     """An `EngineCopier` whose slots are in the stage of the cache's own GPU.
@@ -68,7 +74,8 @@ class StageCopier:
     """
 
     def __init__(self, engine: EngineCaches, stage: dict[str, Any]) -> None:
-        self._engine = engine
+        self._layout = engine.layout
+        self._registered = Registered(engine.caches, engine.sides, engine.layout)
         self._plan = engine_plan(engine.caches, engine.layout, engine.shape, engine.sides)
         device = self._plan.device
         assert device.index is not None, "a tensor's device has an index"
@@ -81,17 +88,17 @@ class StageCopier:
             # One for each direction: what is published does not wait for what is fetched.
             self._streams = {to_slots: own_stream(device, -1) for to_slots in (True, False)}
         self._lock = threading.Lock()
-        #: Memory that the next jobs of each direction may have for their lists.
-        self._lists: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        #: Memory that the next jobs may have for their lists: nothing reads it any more.
+        self._lists: list[torch.Tensor] = []
 
     @property
     def layout(self) -> EngineLayout:
         """How the cache is arranged."""
-        return self._engine.layout
+        return self._layout
 
     def check_unchanged(self) -> None:
         """Refuse tensors that were resized or restrided; see `EngineCopier`."""
-        same_layouts(self._engine.caches, self._engine.sides, self._engine.layout)
+        self._registered.check()
 
     def order(self) -> CopyOrder:
         """Record what copies of a job come after; see `CudaCopier.order`."""
@@ -99,12 +106,7 @@ class StageCopier:
 
     def expect(self, pages: EnginePages, num_blocks: int, *, to_slots: bool) -> None:
         """Prepare the copy of all blocks of a job before their slots, or their bytes, are there; see `StageSide`."""
-        order, stream, lists, paging = (
-            order_of(pages),
-            self._streams[to_slots],
-            self._lists[to_slots],
-            self._plan.paging,
-        )
+        order, stream, paging = order_of(pages), self._streams[to_slots], self._plan.paging
         with self._lock, kernel_errors("preparing copies of a hand-off"):
             # Positions in place of slots: where those follow each other, as they mostly do, one list is good for any.
             if paging.engine_block_size == paging.stored_block_size:
@@ -114,13 +116,16 @@ class StageCopier:
                 spans = job_spans(paging, pages, positions, positions, num_blocks)
                 check_window(self._plan, spans, num_blocks, 0, None, 0, None)
             stream.wait_event(order.after)
-            order.placed = self._kernels.place(spans, stream, lists.pop() if lists else None)
+            order.placed = self._kernels.place(spans, stream, self._lists.pop() if self._lists else None)
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
         """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
+        self.begin_into_slots(pages, indexes, slots)
+        self.finish(pages)
+
+    def begin_into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Queue copies out of the engine into slots; see `StageSide`."""
         self._queue(True, pages, indexes, slots, 0)
-        await_copies(pages, _EAGER_S)
-        self._give_back(order_of(pages), self._lists[True])
 
     def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
         """Queue copies out of slots into the engine; see `EngineCopier`."""
@@ -128,16 +133,13 @@ class StageCopier:
 
     def finish(self, pages: EnginePages) -> None:
         """Return when all that was queued for a job is in place; see `EngineCopier`."""
-        order_of(pages).end()
+        order = order_of(pages)
+        order.end()
         await_copies(pages, _EAGER_S)
-        self._give_back(order_of(pages), self._lists[False])
-
-    def _give_back(self, order: CudaOrder, lists: list[torch.Tensor]) -> None:
-        """The copies of a job are through: its list's memory serves the next one."""
         placed, order.placed = order.placed, None
         with self._lock:
-            if placed is not None and order.last is not None and len(lists) < _MOST_LISTS:
-                lists.append(placed.memory)
+            if placed is not None and order.last is not None and len(self._lists) < _MOST_LISTS:
+                self._lists.append(placed.memory)
 
     def close(self) -> None:
         """Unmap the stage; nothing may be copied any more."""

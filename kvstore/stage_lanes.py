@@ -34,7 +34,7 @@ _LEAST_GB_PER_S = 3.0
 _RETRY_S = 10.0
 #: For one short READ, of which the first has to connect.
 _READ_WITHIN_S = 10.0
-#: For a READ of one slot over a lane that was measured; the next READ waits behind it.
+#: For a READ of one slot over a lane that was measured; the next READ waits behind it, if it comes that soon.
 _WAKE_WITHIN_S = 1.0
 _ONE_BLOCK = np.ones(1, dtype=np.int32)
 
@@ -88,14 +88,14 @@ class StageLanes:
         lane = self._lanes.get(_key(peer, slab, stage))
         return lane if lane is not None and time.monotonic() < lane.until_s else None
 
-    def wake(self, lane: StageLane, stage: Stage, block_bytes: int) -> None:
+    def wake(self, lane: StageLane, stage: Stage) -> None:
         """Have the mover read a slot that holds nobody's blocks, so that it and the lane are warm for a READ to come.
 
         What becomes of it is nobody's concern: if the lane fails, the READ to come fails too. Does not wait.
         """
         request = ReadRequest(
             peer=lane.name,
-            block_bytes=block_bytes,
+            block_bytes=min(lane.description.slot_bytes, stage.description.slot_bytes),
             local_slots=np.asarray(stage.warm_slots[:1], dtype=np.int32),
             remote_slots=np.asarray([lane.description.num_slots - 1], dtype=np.int32),
         )

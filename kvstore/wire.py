@@ -65,6 +65,7 @@ class Op(IntEnum):
     PEER_STAGES = 57
     HANDOFF_STAGE = 58
     HANDOFF_WARM = 59
+    HANDOFF_SOON = 61
 
 
 class Flag(IntEnum):

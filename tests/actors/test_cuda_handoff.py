@@ -13,6 +13,7 @@ from cuda_engine import CudaEngine
 from kvstore.actors.plain_nodes import plain_nodes
 from kvstore.client import Client
 from kvstore.config import StoreConfig
+from kvstore.cuda_copier import CudaOrder
 from kvstore.errors import KVStoreError
 from kvstore.hashing import Namespace
 from kvstore.results import MissReason
@@ -24,6 +25,8 @@ two_gpus = pytest.mark.multi_gpu(2)
 NUM_BLOCKS = 128
 SHAPE = KVShape(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
 UP_S = 30.0
+#: Some 50 ms of a GPU of 1.8 GHz.
+LONG_CYCLES = 90_000_000
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,40 @@ def test_between_two_engines_of_one_gpu(make_engine):
     source, target = make_engine(0, 0), make_engine(0, 0)
     result = hand_off(source, target)
     assert (result.route, result.num_local, result.num_bytes) == ("gpu", NUM_BLOCKS, 0)
+
+
+def overwritten_at_once(source, target):
+    """Publish blocks behind a long wait and overwrite them on the same stream; whether the old bytes were fetched.
+
+    The stream that packs comes to it even later.
+    """
+    ids, there = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS, 2 * NUM_BLOCKS))
+    want, computed = source.tokens(ids).cpu(), torch.cuda.Event()
+    target.poison()
+    torch.cuda.synchronize()
+    late = torch.cuda.Stream()
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(3 * LONG_CYCLES)
+    source.client._stage_link._stage.copier._streams[True].wait_stream(late)
+    torch.cuda._sleep(LONG_CYCLES)
+    computed.record()
+    ticket = source.client.publish(ids)
+    assert not computed.query(), "nobody waited for the device"
+    source.poison()
+    result = target.client.fetch(ticket, there).result(60)
+    assert (result.num_blocks, result.route) == (NUM_BLOCKS, "gpu")
+    same = torch.equal(target.tokens(there).cpu(), want)
+    source.fill()
+    return same
+
+
+def test_blocks_are_the_engines_again_in_the_order_of_its_stream(make_engine):
+    assert overwritten_at_once(make_engine(0, 0), make_engine(0, 0))
+
+
+def test_without_the_engines_wait_what_is_written_next_would_be_sent(make_engine, monkeypatch):
+    monkeypatch.setattr(CudaOrder, "hold_engine", lambda self: None)
+    assert not overwritten_at_once(make_engine(0, 0), make_engine(0, 0))
 
 
 def test_between_two_nodes_that_share_a_gpu_by_whichever_way_is_no_emulation(make_engine, nodes):

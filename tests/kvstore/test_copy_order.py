@@ -37,6 +37,9 @@ class Order:
     def wait_on(self, stream, timeout_s):
         return self.queued.wait(timeout_s)
 
+    def hold_engine(self):
+        raise AssertionError("only a publication in a stage does so")
+
     def settle(self, timeout_s):
         return self.settled.wait(timeout_s)
 
@@ -89,7 +92,7 @@ def test_slots_stay_pinned_until_the_copies_out_of_them_are_over(cluster, late, 
     copier.go.set()
     assert job.result(5).num_blocks == 3
     assert held == [1]
-    assert copier._caches[0].any()
+    assert copier._registered.caches[0].any()
     wait_until(lambda: pool.num_leases() == 0)
 
 
@@ -116,7 +119,7 @@ def test_a_load_says_when_nothing_can_refuse_it_any_more(cluster, late):
     cluster.stop_node("a")  # What is leased stays mapped, and nobody writes there.
     copier.go.set()
     assert job.result(5).num_blocks == 3
-    assert copier._caches[0].any()
+    assert copier._registered.caches[0].any()
 
 
 @pytest.mark.parametrize("why", ["a block is missing", "a copy is refused", "the lease was over"])

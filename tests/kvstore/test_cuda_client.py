@@ -195,7 +195,7 @@ def test_the_path_follows_the_length_of_runs(make_engine):
 
 
 def without_event(self):
-    return CudaOrder(torch.cuda.Event())
+    return CudaOrder(torch.cuda.current_stream(), torch.cuda.Event())
 
 
 def saved_after_a_write(engine):

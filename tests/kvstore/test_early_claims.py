@@ -1,6 +1,5 @@
 """Fetches over a lane that is known: asked for and begun on the control thread, and safe when anything is late."""
 
-import threading
 import time
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from kvstore.handoff_claim import _EarlyClaim
 from kvstore.handoff_messages import PeerClaimed, pack_peer_claimed
 from kvstore.results import MissReason
 from tests.kvstore.test_handoff import fetch, reason, same
-from tests.kvstore.test_stages import HeldBlocks, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
+from tests.kvstore.test_stages import HeldBlocks, held_packing, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
 
 
 @pytest.fixture
@@ -37,9 +36,7 @@ def threads(cluster, warm):
 def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, wait_until, begin):
     source, target = warm
     if begin:
-        copier = source.client._stage_link._stage.copier
-        packing, pack = threading.Event(), copier.into_slots
-        copier.into_slots = lambda *args: (packing.wait(10), pack(*args))
+        packing = held_packing(source.client)
         publication = source.client.begin_publish(range(10))
         job = target.client.fetch(publication.ticket, list(range(40, 50)))
         wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)

@@ -75,6 +75,18 @@ def test_work_that_was_given_up_is_not_done():
     assert (done, given_back) == ([], [1])
 
 
+def test_work_that_has_begun_elsewhere_is_abandoned_but_not_cancelled():
+    given_up = []
+    work = Work(lambda: 1, limit_s=1.0, after=nothing)
+    work.begin()
+    job = Job(work.future, "publication of 3 blocks", lambda timeout_s: bool(given_up.append(timeout_s)), work=work)
+    assert not job.abandon(0.5)
+    assert given_up == [0.5]
+    work.see_done()
+    assert job.result(0) == 1
+    assert not work.do(), "once"
+
+
 @pytest.mark.parametrize("inline", [True, False])
 def test_what_comes_after_comes_once_and_not_before_the_result(inline):
     seen = []

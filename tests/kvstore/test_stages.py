@@ -8,6 +8,7 @@ import itertools
 import secrets
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import pytest
 import kvstore
 from kvstore.config import StoreConfig
 from kvstore.copier import HostCopier
-from kvstore.errors import ConfigError, KernelError, RegistrationFailed, StoreUnavailable
+from kvstore.errors import ConfigError, CopyStuck, InvalidRequest, KernelError, RegistrationFailed, StoreUnavailable
 from kvstore.fence import MoverFence
 from kvstore.pool import Pool
 from kvstore.results import MissReason
@@ -66,6 +67,42 @@ class HostSide(HostCopier):
 
     def expect(self, pages, num_blocks, *, to_slots):
         self.num_expected += num_blocks
+
+    def begin_into_slots(self, pages, indexes, slots):
+        self.into_slots(pages, indexes, slots)
+
+
+class Order:
+    """A `CopyOrder` that says what it was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def end(self):
+        self.asked.append("end")
+
+    def wait_on(self, stream, timeout_s):
+        return True
+
+    def hold_engine(self):
+        self.asked.append("hold")
+
+    def settle(self, timeout_s):
+        self.asked.append("settle")
+        return True
+
+
+def held_packing(client):
+    """Hold the end of what a client packs, or all of it where that goes to the arena, until the event is set."""
+    link, go = client._stage_link, threading.Event()
+    copier, name = (client._copier, "into_slots") if link is None else (link._stage.copier, "finish")
+    pack = getattr(copier, name)
+    setattr(copier, name, lambda *args: (go.wait(10), pack(*args)))
+    return go
+
+
+def logged_failures(caplog):
+    return [record for record in caplog.records if "after its ticket was given out" in record.getMessage()]
 
 
 class HeldBlocks(Held):
@@ -335,16 +372,14 @@ def test_a_read_into_a_stage_that_takes_too_long_keeps_its_slots_until_it_is_ove
     nothing_held(cluster, wait_until)
 
 
-def test_a_mover_that_dies_while_blocks_are_packed_costs_nothing_but_the_way(cluster, pair, stages, wait_until):
+def test_a_mover_that_dies_while_blocks_are_packed_takes_them_along(cluster, pair, caplog, wait_until):
     source, target = pair
-    copier = source.client._stage_link._stage.copier
-    pack = copier.into_slots
-
-    def die_first(*args):
-        cluster.kill_mover("a")
-        pack(*args)
-
-    copier.into_slots = die_first
+    packing = held_packing(source.client)
+    ticket = source.client.publish(range(10))
+    cluster.kill_mover("a")
+    packing.set()
+    wait_until(lambda: logged_failures(caplog))
+    assert reason(fetch(target, ticket, range(10))) is MissReason.PEER_LOST
     ticket = source.client.publish(range(10))
     assert ticket.slab == 0
     cluster.start_mover("a")
@@ -408,9 +443,7 @@ def test_a_fetch_waits_for_blocks_that_are_still_being_packed(cluster, stages, w
     if staged:
         for worker in (source, target):
             worker.client.attach_handoff(64 * BLOCK)
-    copier = source.client._stage_link._stage.copier if staged else source.client._copier
-    packing, pack = threading.Event(), copier.into_slots
-    copier.into_slots = lambda *args: (packing.wait(10), pack(*args))
+    packing = held_packing(source.client)
     publication = source.client.begin_publish(range(10))
     job = target.client.fetch(publication.ticket, list(range(10)))
     time.sleep(0.1)
@@ -428,8 +461,7 @@ def test_a_fetch_waits_for_blocks_that_are_still_being_packed(cluster, stages, w
 @pytest.mark.parametrize("node", ["a", "b"])
 def test_who_waits_for_blocks_hears_at_once_that_they_were_withdrawn(cluster, stages, wait_until, node):
     source, target = cluster.worker("a", seed=1), cluster.worker(node, seed=2)
-    packing, pack = threading.Event(), source.client._copier.into_slots
-    source.client._copier.into_slots = lambda *args: (packing.wait(10), pack(*args))
+    packing = held_packing(source.client)
     publication = source.client.begin_publish(range(10))
     job = target.client.fetch(publication.ticket, list(range(10)))
     wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
@@ -442,20 +474,106 @@ def test_who_waits_for_blocks_hears_at_once_that_they_were_withdrawn(cluster, st
     nothing_held(cluster, wait_until)
 
 
-def test_a_publication_that_failed_voids_its_ticket(cluster, pair, wait_until):
+def fail(*args):
+    raise KernelError("the device failed")
+
+
+def test_copies_that_fail_after_the_ticket_was_given_out_void_it(cluster, pair, caplog, wait_until):
     source, target = pair
-
-    def fail(*args):
-        raise KernelError("the device failed")
-
-    source.client._stage_link._stage.copier.into_slots = fail
+    source.client._stage_link._stage.copier.finish = fail
     publication = source.client.begin_publish(range(10))
     with pytest.raises(KernelError):
         publication.job.result(10)
     assert reason(fetch(target, publication.ticket, range(10))) is MissReason.WITHDRAWN
-    with pytest.raises(KernelError):
-        source.client.publish(range(10))
+    assert not logged_failures(caplog), "who has the job is told by it"
+    ticket = source.client.publish(range(10))
+    wait_until(lambda: logged_failures(caplog))
+    assert reason(fetch(target, ticket, range(10))) is MissReason.WITHDRAWN
     nothing_held(cluster, wait_until)
+
+
+@pytest.mark.parametrize("step", ["check_unchanged", "expect", "begin_into_slots"])
+def test_copies_that_cannot_be_queued_are_refused_at_once_and_leave_nothing(cluster, pair, wait_until, step):
+    source, target = pair
+    copier = source.client._stage_link._stage.copier
+    setattr(copier, step, lambda *args, **more: fail())
+    for publish in (source.client.publish, source.client.begin_publish):
+        with pytest.raises(KernelError):
+            publish(range(10))
+    nothing_held(cluster, wait_until)
+    delattr(copier, step)
+    assert fetch(target, source.client.publish(range(10)), range(10)).route == "gpu", "over the same connection"
+
+
+@pytest.mark.parametrize("ids", [[], [1, 1], [99], [0.5], [[1], [2]], None])
+def test_blocks_that_are_not_the_engines_leave_nothing_in_the_stage(cluster, pair, wait_until, ids):
+    source, _ = pair
+    with pytest.raises(InvalidRequest, match="block_ids"):
+        source.client.publish(ids)
+    nothing_held(cluster, wait_until)
+
+
+@pytest.mark.parametrize("verb", ["publish", "begin_publish"])
+def test_only_publish_holds_the_engine_back_and_neither_waits_for_the_copies(cluster, pair, wait_until, verb):
+    source, target = pair
+    order, packing = Order(), held_packing(source.client)
+    source.client._stage_link._stage.copier.order = lambda: order
+    published = getattr(source.client, verb)(range(10))
+    assert order.asked == (["hold"] if verb == "publish" else [])
+    ticket = published if verb == "publish" else published.ticket
+    job = target.client.fetch(ticket, list(range(10)))
+    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    packing.set()
+    assert job.result(10).num_blocks == 10
+    nothing_held(cluster, wait_until)
+
+
+def test_copies_that_are_queued_are_over_before_the_job_counts_as_abandoned(cluster, pair, wait_until):
+    source, target = pair
+    order, given, jobs = Order(), [], source.client._jobs
+    source.client._stage_link._stage.copier.order = lambda: order
+    source.client._jobs = SimpleNamespace(submit=given.append)
+    publication = source.client.begin_publish(range(10))
+    assert publication.job.abandon()
+    assert order.asked == ["settle"]
+    source.client._jobs = jobs
+    given[0]()
+    assert publication.job.result(0) == publication.ticket
+    assert fetch(target, publication.ticket, range(10)).num_blocks == 10
+    nothing_held(cluster, wait_until)
+    assert source.client._stage_link._stage.num_users == 0
+
+
+def test_a_client_that_is_closed_meanwhile_waits_for_what_it_queued(cluster, pair, monkeypatch, wait_until):
+    source, _ = pair
+    stage, ended = source.client._stage_link._stage, []
+    monkeypatch.setattr(stage.copier, "finish", ended.append)
+
+    def closed(*args):
+        raise StoreUnavailable("closed")
+
+    monkeypatch.setattr(source.client, "_submit", closed)
+    with pytest.raises(StoreUnavailable):
+        source.client.publish(range(10))
+    assert (len(ended), stage.num_users) == (1, 0)
+    nothing_held(cluster, wait_until)
+
+
+def test_copies_that_are_stuck_keep_their_slots_and_the_stage_mapped(cluster, pair, monkeypatch, wait_until):
+    source, target = pair
+
+    def stuck(pages):
+        raise CopyStuck("the device did not come to it")
+
+    stage = source.client._stage_link._stage
+    stage.copier.finish = stuck
+    ticket = source.client.publish(range(10))
+    wait_until(lambda: source.client._stuck)
+    assert reason(fetch(target, ticket, range(10), timeout_s=0.3)) is MissReason.TIMEOUT
+    source.client.close()
+    (theirs,) = cluster.nodes["a"]._control.handoffs.stages.all()
+    assert theirs.pool.stats().num_writing == 10
+    assert stage.num_users == 1
 
 
 def test_a_publication_takes_the_arena_where_there_is_no_stage(cluster, stages, wait_until):
@@ -470,10 +588,7 @@ def test_a_publication_takes_the_arena_where_there_is_no_stage(cluster, stages, 
 
 def test_a_reader_gives_up_on_blocks_that_do_not_come(cluster, pair, wait_until):
     source, target = pair
-    packing = threading.Event()
-    copier = source.client._stage_link._stage.copier
-    pack = copier.into_slots
-    copier.into_slots = lambda *args: (packing.wait(10), pack(*args))
+    packing = held_packing(source.client)
     publication = source.client.begin_publish(range(4))
     assert reason(fetch(target, publication.ticket, range(4), timeout_s=0.3)) is MissReason.TIMEOUT
     packing.set()

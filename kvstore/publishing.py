@@ -1,0 +1,195 @@
+"""What publishing does: claims slots, has blocks copied there, and has them kept for whoever fetches them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sized
+
+import numpy as np
+
+from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages, ordered
+from kvstore.errors import CopyStuck, InvalidRequest, KernelError, KVStoreError, StoreUnavailable
+from kvstore.handoff import HandoffTicket
+from kvstore.handoff_messages import pack_complete_handoff, pack_prepare_handoff
+from kvstore.jobs import CopyGuard
+from kvstore.messages import U64, unpack_ints
+from kvstore.stage_client import AttachedStage
+from kvstore.transport import IndexArray
+from kvstore.wire import Op
+
+logger = logging.getLogger(__name__)
+
+#: Asks the store: (what, payload, what to do meanwhile).
+Ask = Callable[[Op, bytes, Callable[[], None] | None], bytes]
+
+
+def num_published(block_ids: object, engine_block_size: int, stored_block_size: int) -> int:
+    """Return how many stored blocks there are in engine blocks that are published whole, whichever these are.
+
+    Raises:
+        InvalidRequest: there are no engine blocks, or no whole stored ones in them.
+    """
+    count = len(block_ids) if isinstance(block_ids, Sized) else 0
+    num_blocks, left = divmod(count * engine_block_size, stored_block_size)
+    if not num_blocks or left:
+        raise InvalidRequest(
+            f"block_ids: wanted a flat list of integers, whole blocks of {stored_block_size} tokens, got {count} "
+            f"engine blocks of {engine_block_size} tokens; publish more or fewer of them"
+        )
+    return num_blocks
+
+
+class Publishing:
+    """Blocks on their way into slots.
+
+    Once slots are claimed for them a fetch of the ticket waits, until `complete` has told the store that the bytes are
+    there, or that they will not be.
+
+    Args:
+        ticket: what they are published as.
+        block_ids: the engine's; not looked at before `order`.
+        stored_block_size: tokens of a stored block.
+        copier: between the engine's cache and the memory that the slots are in.
+        stage: that memory; None for the arena.
+        keep: asks the store over the connection that keeps the blocks.
+        ttl_s: how long they are kept once they are there.
+    """
+
+    pages: EnginePages
+    guard: CopyGuard
+
+    def __init__(
+        self,
+        ticket: HandoffTicket,
+        block_ids: object,
+        stored_block_size: int,
+        copier: EngineCopier,
+        stage: AttachedStage | None,
+        keep: Ask,
+        ttl_s: float,
+    ) -> None:
+        self.ticket, self._key = ticket, ticket.key
+        self._block_ids, self._stored_block_size = block_ids, stored_block_size
+        self._copier, self._stage, self._keep, self._ttl_s = copier, stage, keep, ttl_s
+        self._slots: IndexArray = np.empty(0, np.int32)
+
+    def __str__(self) -> str:
+        return f"publication of {self.ticket.num_blocks} blocks"
+
+    def order(self) -> None:
+        """Say what is copied, and that it comes after what the calling thread's stream has.
+
+        Raises:
+            InvalidRequest: the blocks are not the engine's, or nothing can be copied in the order of that stream.
+            LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed.
+        """
+        copier, ticket = self._copier, self.ticket
+        pages = engine_pages(self._block_ids, copier.layout, self._stored_block_size, 0, ticket.num_blocks)
+        self.pages = ordered(pages, copier)
+        self.guard = CopyGuard(self.pages.order)
+        copier.check_unchanged()
+
+    def claim(self, ask: Ask) -> None:
+        """Claim slots of the arena; after `order`.
+
+        Args:
+            ask: asks over the connection that owns the slots while they are written.
+
+        Raises:
+            PoolExhausted: the store has no room for all of them; nothing is kept.
+            KVStoreError: the store failed; nothing is kept.
+        """
+        self._slots = unpack_ints(ask(Op.HANDOFF_PREPARE, self._question(0, 0), None))
+
+    def begin(self) -> None:
+        """Claim slots of the stage, do what `order` does meanwhile, and queue the copies into them.
+
+        Raises:
+            KVStoreError: as for `order` and `claim`, or the copies could not be queued; nothing is kept.
+        """
+        stage, ahead = self._stage, _Ahead(self._expect)
+        assert stage is not None, "the arena is copied to by `complete`"
+        question = self._question(stage.slab, stage.generation)
+        slots = unpack_ints(self._keep(Op.HANDOFF_PREPARE, question, ahead.run))
+        try:
+            ahead.check()
+            with self.guard.copying():
+                stage.copier.begin_into_slots(self.pages, np.arange(len(slots)), slots.astype(np.int64))
+        except BaseException:
+            self._void()
+            raise
+
+    def _question(self, slab: int, generation: int) -> bytes:
+        return pack_prepare_handoff(self._key, self.ticket.namespace, self.ticket.num_blocks, slab, generation)
+
+    def _expect(self) -> None:
+        assert self._stage is not None, "only a stage is prepared for"
+        self.order()
+        self._stage.copier.expect(self.pages, self.ticket.num_blocks, to_slots=True)
+
+    def hold_engine(self) -> None:
+        """Have what the engine queues from now on come after the copies; on a CPU they are made."""
+        if self.pages.order is not None:
+            self.pages.order.hold_engine()
+
+    def complete(self) -> HandoffTicket:
+        """Return the ticket when the bytes are in place and kept; on any thread, once slots are claimed.
+
+        Raises:
+            CopyStuck: the copies did not end; the slots stay taken until this process ends.
+            KVStoreError: the copies or the store failed; the ticket is void.
+        """
+        try:
+            if self._stage is not None:
+                self._stage.copier.finish(self.pages)
+            else:
+                with self.guard.copying():
+                    self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
+            payload = pack_complete_handoff(self._key, self._ttl_s)
+            kept = U64.unpack(self._keep(Op.HANDOFF_COMPLETE, payload, None))[0]
+        except CopyStuck:
+            raise
+        except BaseException:
+            self._void()
+            raise
+        if not kept:
+            raise StoreUnavailable("the node store gave up these blocks while they were copied; publish them again")
+        return self.ticket
+
+    def drop(self) -> None:
+        """Take everything back in place of `complete`, once what was queued is over.
+
+        Raises:
+            CopyStuck: it is not over in time; the slots stay taken until this process ends.
+        """
+        try:
+            if self._stage is not None:
+                self._stage.copier.finish(self.pages)
+        except CopyStuck:
+            raise
+        except KernelError as error:
+            logger.debug("%s: %s", self, error)  # Nothing is copied any more.
+        self._void()
+
+    def _void(self) -> None:
+        with contextlib.suppress(KVStoreError):
+            self._keep(Op.HANDOFF_WITHDRAW, self._key, None)
+
+
+class _Ahead:
+    """Does something while an answer is on its way, and remembers what it raised until the answer was read."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - `check` raises it.
+            self._error = error
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
