@@ -28,6 +28,11 @@ class InProcess:
         self._process.start()
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 when there is none."""
+        return self._process.pid or 0
+
     def ask(self, verb: str, timeout_s: float, *args: object) -> Any:
         """Call a method and return its result; arguments as for `begin`, errors as for `answer`."""
         self.begin(verb, *args)
