@@ -108,7 +108,11 @@ class HandoffControl:
                 slots = self.table.prepare(key, owner, namespace, version, num_blocks, place)
                 if slab:
                     self._server.stay_awake(_AWAKE_S)
-                return pack_ints(slots)
+                if not connection.send(message.op, Flag.REPLY, message.request, pack_ints(slots)):
+                    # It gave up waiting. Who never heard of these slots does not write them, and may live for long.
+                    self.table.withdraw(key)
+                    self._waiting.look_again(key)
+                return None
             case Op.HANDOFF_COMPLETE:
                 key, ttl_s = unpack_complete_handoff(payload)
                 completed = self.table.complete(key, owner, deadline_after(ttl_s))

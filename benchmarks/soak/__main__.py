@@ -26,7 +26,17 @@ def show(outcome: Outcome) -> None:
     """Print an outcome for eyes."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     counts = outcome.to_json()["counts"]
-    for title in ("operations", "loads", "blocks", "misses", "other misses", "errors", "jobs"):
+    for title in (
+        "operations",
+        "loads",
+        "blocks",
+        "hand-offs",
+        "fetches that failed",
+        "misses",
+        "other misses",
+        "errors",
+        "jobs",
+    ):
         values = counts.get(title, {})
         if title == "errors":
             values = {f"{verb}: {name}": n for verb, names in values.items() for name, n in names.items()}

@@ -187,6 +187,13 @@ class StoreUnderTest:
 
     # Weights.
 
+    def clear(self) -> None:
+        """Make all that clients saved and published a miss."""
+        try:
+            self.store.clear(space())
+        finally:
+            self._weights.cleared()  # Perhaps on some nodes only.
+
     def change_weights(self) -> None:
         """Make all KV of the old weights a miss, then begin to save KV of the new ones."""
         self.store.clear(weights_space())

@@ -44,6 +44,13 @@ class Verb(Enum):
     ABANDON_LOAD = "abandon load"
     ABANDON_SAVE = "abandon save"
     LOAD_WEIGHTS = "load of changing weights"
+    PUBLISH = "publish"
+    BEGIN_PUBLISH = "begin publish"
+    PUBLISH_AND_LEAVE = "publish and leave"
+    FETCH = "fetch"
+    FETCH_TWICE = "fetch twice"
+    FETCH_FORGED = "fetch forged"
+    ABANDON_FETCH = "abandon fetch"
 
 
 _WEIGHTS = {
@@ -57,7 +64,16 @@ _WEIGHTS = {
     Verb.ABANDON_LOAD: 4,
     Verb.ABANDON_SAVE: 3,
     Verb.LOAD_WEIGHTS: 6,
+    Verb.PUBLISH: 8,
+    Verb.BEGIN_PUBLISH: 8,
+    Verb.PUBLISH_AND_LEAVE: 1,
+    Verb.FETCH: 14,
+    Verb.FETCH_TWICE: 2,
+    Verb.FETCH_FORGED: 1,
+    Verb.ABANDON_FETCH: 2,
 }
+#: How long what is published is kept: some of it is gone before anybody asks, some waits for whoever fetches next.
+_TTLS_S = (0.1, 1.0, 4.0, 15.0)
 _SAVES = (Verb.SAVE, Verb.ABANDON_SAVE)
 
 
@@ -71,7 +87,11 @@ class Choice:
         first: first block of the run.
         num_blocks: length of the run.
         skip_tokens: of a load, tokens at the front that must stay as they are.
-        wait_s: how long a lease is held, or a job waited for before it is abandoned.
+        wait_s: how long a lease is held, a job waited for before it is abandoned, a ticket left before it is withdrawn.
+        ttl_s: how long what is published is kept.
+        num_copies: how many get the ticket; it is good for one of them.
+        is_withdrawn: whether the publisher takes its blocks back.
+        is_named: whether a ticket is made, and sent, before the store hears of it.
     """
 
     verb: Verb
@@ -80,6 +100,10 @@ class Choice:
     num_blocks: int
     skip_tokens: int
     wait_s: float
+    ttl_s: float
+    num_copies: int
+    is_withdrawn: bool
+    is_named: bool
 
 
 class Fault(Enum):
@@ -172,7 +196,8 @@ def choices(seed: int, client: int, life: int) -> Iterator[Choice]:
         skip_tokens = rng.randint(1, num_blocks * SHAPE.block_size) if rng.random() < 0.25 else 0
         yield Choice(
             verb=verb, chain=chain, first=first, num_blocks=num_blocks, skip_tokens=skip_tokens,
-            wait_s=rng.random() ** 3 * 0.2,
+            wait_s=rng.random() ** 3 * 0.2, ttl_s=rng.choice(_TTLS_S), num_copies=rng.choice((1, 1, 1, 2)),
+            is_withdrawn=rng.random() < 0.15, is_named=rng.random() < 0.5,
         )  # fmt: skip
 
 

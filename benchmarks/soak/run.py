@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ RECOVERY_S = {"client": 20.0, "mover": 30.0, "store": 45.0, "directory": 30.0, "
 QUIET_S = SETTINGS["lease_ttl_s"] + 2 * SETTINGS["transfer_timeout_s"] + 6.0
 _CLOSE_S = 60.0
 _SAY_S = 1.0
-_HELD_NOTHING = ("num_pinned", "num_leases", "num_writing", "num_writes", "num_quarantined")
+_HELD_IN_POOL = ("num_pinned", "num_leases", "num_writing", "num_writes", "num_quarantined")
+_HELD_BESIDE = ("num_handoffs", "num_handoff_slots", "num_handoff_fetches", "num_abandoned_reads")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,6 +105,12 @@ def soak(
     if not outcome.findings and not keep_logs:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
+
+
+def still_held(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Return the counts of a node that are 0 when nobody uses it, and are not."""
+    counts = {key: stats["pool"][key] for key in _HELD_IN_POOL} | {key: stats[key] for key in _HELD_BESIDE}
+    return {key: count for key, count in counts.items() if count}
 
 
 def _check_stopped(outcome: Outcome, folder: Path, mark: str) -> None:
@@ -208,7 +215,7 @@ class _Soak:
         began_s = time.monotonic()
         if choice.fault is Fault.CLEAR:
             self._target.change_weights()
-            self._target.store.clear(space())
+            self._target.clear()
         elif choice.fault is Fault.KILL_CLIENT:
             self._fleet.kill(client)
             # A store killed just before may be another by now: where it is, its clients learn from this.
@@ -251,10 +258,7 @@ class _Soak:
         deadline_s = time.monotonic() + QUIET_S
         for node in range(len(self._target.node_ids)):
             while True:
-                stats = self._target.ask(node, "stats")
-                held = {key: stats["pool"][key] for key in _HELD_NOTHING if stats["pool"][key]}
-                if stats["num_abandoned_reads"]:
-                    held["num_abandoned_reads"] = stats["num_abandoned_reads"]
+                held = still_held(self._target.ask(node, "stats"))
                 if not held or time.monotonic() > deadline_s:
                     break
                 time.sleep(0.2)

@@ -6,11 +6,13 @@ import mmap
 import struct
 from pathlib import Path
 
-_VERSIONS = struct.Struct("=QQ")
+_VERSIONS = struct.Struct("=QQQ")
 
 
 class Weights:
     """Two version numbers that processes share: the oldest whose KV may still be read, and the newest written.
+
+    Beside them is how often the namespace without weights was cleared.
 
     The one writer calls `changed` after the namespace was cleared on every node, and before it saves anything of the
     new weights; a load that began afterwards and still finds KV of older weights read stale bytes.
@@ -22,7 +24,7 @@ class Weights:
 
     def __init__(self, path: Path, *, writer: bool = False) -> None:
         if writer:
-            path.write_bytes(_VERSIONS.pack(0, 0))
+            path.write_bytes(_VERSIONS.pack(0, 0, 0))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _VERSIONS.size)
 
@@ -36,10 +38,19 @@ class Weights:
         """The newest version of which anything may have been saved."""
         return int(_VERSIONS.unpack_from(self._memory)[1])
 
+    @property
+    def num_clearings(self) -> int:
+        """How often all that clients save and publish was cleared; counted when that is over."""
+        return int(_VERSIONS.unpack_from(self._memory)[2])
+
     def changed(self) -> int:
         """Begin the next version; returns it."""
         version = self.newest + 1
         # The newest first: a reader must never meet KV of a version that it does not know of.
-        _VERSIONS.pack_into(self._memory, 0, self.oldest, version)
-        _VERSIONS.pack_into(self._memory, 0, version, version)
+        _VERSIONS.pack_into(self._memory, 0, self.oldest, version, self.num_clearings)
+        _VERSIONS.pack_into(self._memory, 0, version, version, self.num_clearings)
         return version
+
+    def cleared(self) -> None:
+        """Count a clearing that is over on every node."""
+        _VERSIONS.pack_into(self._memory, 0, self.oldest, self.newest, self.num_clearings + 1)

@@ -6,7 +6,6 @@ import os
 import random
 import time
 import traceback
-from collections import Counter, deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +13,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.soak.engine import LAYOUTS, MINE, POISON, Engine, wrong_in_lease
+from benchmarks.soak.handoffs import Handoffs
+from benchmarks.soak.mailbox import Mailbox
 from benchmarks.soak.plan import SETTINGS, SHAPE, Choice, Verb, chains, choices, space, weights_space
+from benchmarks.soak.voice import Voice
 from benchmarks.soak.weights import Weights
 from kvstore.errors import (
     ChainBroken,
@@ -36,8 +38,6 @@ OPERATION_S = 30.0
 #: How long a client may find no store to talk to, after which something did not come back.
 REOPEN_S = 40.0
 _MOMENT_S = 10.0
-_REPORT_S = 0.5
-_TAIL = 12
 #: Blocks of the engine: for operations, for jobs that were given up, and never named by anything.
 _OWN, _GIVEN_UP, _CANARIES = range(0, 80), range(80, 120), range(120, 128)
 #: Errors that say that a client misused the store, which this one never does.
@@ -52,7 +52,9 @@ class WorkerSettings:
         seed: of the soak.
         client: index of the client.
         life: how many lives it had before.
-        path_file: names the socket of its node's store, rewritten when there is another.
+        node: index of its node.
+        path_files: name the sockets of the nodes' stores, rewritten when there are others.
+        mail: folder of the clients' tickets.
         weights_file: says which weights are used, see Weights.
         log_file: takes a line for each operation before it begins.
         error_file: takes what is written to stderr.
@@ -61,7 +63,9 @@ class WorkerSettings:
     seed: int
     client: int
     life: int
-    path_file: Path
+    node: int
+    path_files: tuple[Path, ...]
+    mail: Path
     weights_file: Path
     log_file: Path
     error_file: Path
@@ -72,16 +76,15 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings, driver: Connection) -> None:
         self._settings, self._driver = settings, driver
+        self._voice = Voice(f"client {settings.client}, life {settings.life}", settings.log_file, driver)
+        self._counts = self._voice.counts
         self._rng = random.Random(f"{settings.seed}/blocks/{settings.client}/{settings.life}")
         self._chains, self._weights_chains = chains(space()), chains(weights_space())
         self._weights = Weights(settings.weights_file)
         self._cleared = self._weights.newest, -_MOMENT_S
-        self._log = os.open(settings.log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._tail: deque[str] = deque(maxlen=_TAIL)
-        self._counts: Counter[tuple[str, ...]] = Counter()
-        self._slowest_s: dict[str, float] = {}
-        self._reported_s = 0.0
-        self._done = 0
+        self._handoffs = Handoffs(
+            Mailbox(settings.mail), self._voice, self._chains, self._weights, settings.node, self._rng, _OWN, self._path
+        )
         #: Blocks of jobs that were given up, and the value that they were filled with since.
         self._given_up: list[int] = []
         self._engine: Engine | None = None
@@ -95,20 +98,22 @@ class Worker:
         for choice in choices(self._settings.seed, self._settings.client, self._settings.life):
             if self._driver.poll():
                 break
-            self._note(choice)
+            self._voice.note(choice)
             started_s = time.monotonic()
             try:
                 self._do(choice)
             except KVStoreError as error:
                 self._failed(choice, error)
-            self._timed(choice.verb, time.monotonic() - started_s)
+            self._voice.timed(choice.verb.value, time.monotonic() - started_s)
+            self._handoffs.check_claimed()
             if self._lost:
                 self._reopen()
-            self._report()
+            self._voice.report()
         self._driver.recv()
+        self._handoffs.check_claimed(now=True)
         self._check_quiet_blocks()
         self._close()
-        self._report(now=True)
+        self._voice.report(now=True)
 
     # What a choice means.
 
@@ -130,7 +135,7 @@ class Worker:
             case Verb.LOOKUP:
                 found = self.engine.client.lookup(run).num_blocks
                 if not 0 <= found <= len(run):
-                    self._finding(f"lookup of {len(run)} blocks found {found}")
+                    self._voice.finding(f"lookup of {len(run)} blocks found {found}")
             case Verb.LEASE:
                 self._lease(run, choice.wait_s)
             case Verb.LAPSE:
@@ -138,8 +143,14 @@ class Worker:
             case Verb.PREFETCH:
                 result = self.engine.client.prefetch(run).result(OPERATION_S)
                 self._count_misses(result)
-            case Verb.ABANDON_LOAD | Verb.ABANDON_SAVE:
+            case Verb.ABANDON_LOAD | Verb.ABANDON_SAVE | Verb.ABANDON_FETCH:
                 self._abandon(choice, run)
+            case Verb.PUBLISH | Verb.BEGIN_PUBLISH:
+                self._handoffs.publish(self.engine, choice, run)
+            case Verb.PUBLISH_AND_LEAVE:
+                self._handoffs.publish_and_leave(self._path(self._settings.node), choice, run)
+            case Verb.FETCH | Verb.FETCH_TWICE | Verb.FETCH_FORGED:
+                self._lost = self._handoffs.fetch(self.engine, choice)
             case Verb.LOAD_WEIGHTS:
                 self._load_weights(choice, ids)
 
@@ -155,7 +166,7 @@ class Worker:
             # Others were writing the rest: it waited for them all its time, or what they wrote was cleared.
             self._counts["blocks", "left to others"] += len(run) - num_told
         elif result.num_written + result.num_refused > len(run) or num_told != len(run):
-            self._finding(f"save of {len(run)} blocks says {result} after {waited_s:.3f} s")
+            self._voice.finding(f"save of {len(run)} blocks says {result} after {waited_s:.3f} s")
 
     def _was_cleared(self) -> bool:
         """Whether the namespaces were cleared a moment ago."""
@@ -171,14 +182,14 @@ class Worker:
     def _check_load(self, choice: Choice, run: BlockHashes, ids: list[int], job: Job[LoadResult]) -> None:
         result = job.result(OPERATION_S)
         for wrong in self.engine.cache.wrong_blocks(run, ids, result.num_blocks, choice.skip_tokens):
-            self._finding(f"WRONG BYTES in a load, {wrong}; {result}")
+            self._voice.finding(f"WRONG BYTES in a load, {wrong}; {result}")
         skipped = min(len(run), -(-choice.skip_tokens // SHAPE.block_size))
         verified = max(0, result.num_blocks - skipped)
         self._counts["blocks", "verified"] += verified
         self._counts["blocks", "from peers"] += result.num_peer
         self._counts["loads", _kind(result)] += 1
         if [block_id for failure in result.failed for block_id in failure.block_ids] != ids[result.num_blocks :]:
-            self._finding(f"a load of {ids} names other failed blocks: {result}")
+            self._voice.finding(f"a load of {ids} names other failed blocks: {result}")
         self._count_misses(result)
 
     def _load_weights(self, choice: Choice, ids: list[int]) -> None:
@@ -193,7 +204,9 @@ class Worker:
         if engine.cache.version_of(usable, ids, range(oldest, self._weights.newest + 1)) is None:
             known = range(self._weights.newest + 1)
             found = [engine.cache.version_of(usable[i : i + 1], ids[i : i + 1], known) for i in range(len(ids))]
-            self._finding(f"WRONG BYTES: wanted KV of one version from {oldest} on, got versions {found}; {result}")
+            self._voice.finding(
+                f"WRONG BYTES: wanted KV of one version from {oldest} on, got versions {found}; {result}"
+            )
         self._count_misses(result)
 
     def _count_misses(self, result: LoadResult) -> None:
@@ -205,7 +218,7 @@ class Worker:
             name = detail.split(":", 1)[0]
             self._counts["other misses", detail[:80]] += 1
             if name not in all_error_types():
-                self._finding(f"a load ended with an unexpected error: {detail}")
+                self._voice.finding(f"a load ended with an unexpected error: {detail}")
         if reason is MissReason.STORE_LOST:
             self._lost = detail
 
@@ -214,25 +227,31 @@ class Worker:
         try:
             for _ in range(2):
                 for wrong in wrong_in_lease(lease):
-                    self._finding(f"WRONG BYTES in a lease, {wrong}")
+                    self._voice.finding(f"WRONG BYTES in a lease, {wrong}")
                 self._counts["blocks", "verified"] += len(lease)
                 time.sleep(wait_s)
             if not lease.renew(1.0) and lease.held():
-                self._finding("a held lease could not be renewed")
+                self._voice.finding("a held lease could not be renewed")
         except LeaseError:
             self._counts["misses", MissReason.LEASE_EXPIRED.value] += len(lease)
         was_held = lease.held()
         if lease.release() is False and was_held and lease.held():
-            self._finding("a held lease could not be released")
+            self._voice.finding("a held lease could not be released")
         if lease.release():
-            self._finding("a lease could be released twice")
+            self._voice.finding("a lease could be released twice")
 
     def _abandon(self, choice: Choice, run: BlockHashes) -> None:
         """Give a job up half-way and use its blocks at once: it must neither read nor write them any more."""
         self._check_quiet_blocks()
-        self._given_up, ids = [], self._rng.sample(_GIVEN_UP, len(run))
+        letter = self._handoffs.take() if choice.verb is Verb.ABANDON_FETCH else None
+        if choice.verb is Verb.ABANDON_FETCH and letter is None:
+            return
+        num_blocks = len(run) if letter is None else letter.ticket.num_blocks
+        self._given_up, ids = [], self._rng.sample(_GIVEN_UP, num_blocks)
         job: Job[object]
-        if choice.verb is Verb.ABANDON_LOAD:
+        if letter is not None:
+            job = self._handoffs.begin_fetch(self.engine, letter, ids)
+        elif choice.verb is Verb.ABANDON_LOAD:
             job = self._load(run, ids, 0)
         else:
             self.engine.cache.write(run, ids)
@@ -242,7 +261,7 @@ class Worker:
         except JobRunning:
             self._counts["jobs", "abandoned"] += 1
             if not job.abandon(OPERATION_S):
-                self._finding(f"a {choice.verb.value} was still copying {OPERATION_S} s after it was given up")
+                self._voice.finding(f"a {choice.verb.value} was still copying {OPERATION_S} s after it was given up")
                 return
         self.engine.cache.fill(ids, MINE)
         self._given_up = ids
@@ -250,9 +269,9 @@ class Worker:
     def _check_quiet_blocks(self) -> None:
         """Blocks that nothing may have touched since they were filled."""
         if not self.engine.cache.holds_only(self._given_up, MINE):
-            self._finding("WRONG BYTES: a job wrote to blocks after it was given up")
+            self._voice.finding("WRONG BYTES: a job wrote to blocks after it was given up")
         if not self.engine.cache.holds_only(_CANARIES, POISON):
-            self._finding("WRONG BYTES: blocks were written that no load named")
+            self._voice.finding("WRONG BYTES: blocks were written that no load named")
 
     # What goes wrong, and what is made of it.
 
@@ -261,13 +280,13 @@ class Worker:
         if isinstance(error, ChainBroken) and choice.first > 0:
             return
         if isinstance(error, (*_NEVER, JobRunning)):
-            self._finding(f"{choice.verb.value} raised {type(error).__name__}: {error}")
+            self._voice.finding(f"{choice.verb.value} raised {type(error).__name__}: {error}")
         elif isinstance(error, StoreUnavailable | TransferError):
             self._lost = str(error)
 
     def _reopen(self) -> None:
         """Close the client and make another: what a worker does whose store does not answer, or is another."""
-        self._note(f"reopen: {self._lost[:200]}")
+        self._voice.note(f"reopen: {self._lost[:200]}")
         self._lost = ""
         self._counts["jobs", "reopened"] += 1
         self._check_quiet_blocks()
@@ -279,10 +298,11 @@ class Worker:
         layout = LAYOUTS[(self._settings.client + self._settings.life) % len(LAYOUTS)]
         while True:
             try:
-                path = self._settings.path_file.read_text()
+                path = self._path(self._settings.node)
                 self._engine = Engine(path, space(), layout, len(_OWN) + len(_GIVEN_UP) + len(_CANARIES))
                 self._weights_engine = Engine(path, weights_space(), layout, len(_OWN))
                 self._given_up = []
+                self._handoffs.opened(path)
                 return
             except (StoreUnavailable, TransferError) as error:
                 self._close()
@@ -290,7 +310,11 @@ class Worker:
                     raise RuntimeError(f"no store to talk to for {REOPEN_S} s: {error}") from error
                 time.sleep(0.1)
 
+    def _path(self, node: int) -> str:
+        return self._settings.path_files[node].read_text()
+
     def _close(self) -> None:
+        self._handoffs.closing()
         for engine in (self._engine, self._weights_engine):
             if engine is not None:
                 engine.close()
@@ -301,28 +325,6 @@ class Worker:
         """The engine, which is there between `_open` and `_close`."""
         assert self._engine is not None
         return self._engine
-
-    # What is told.
-
-    def _note(self, what: object) -> None:
-        line = f"{time.monotonic():.3f} {what}"
-        self._tail.append(line)
-        os.write(self._log, f"{line}\n".encode())
-
-    def _timed(self, verb: Verb, seconds: float) -> None:
-        self._done += 1
-        self._slowest_s[verb.value] = max(seconds, self._slowest_s.get(verb.value, 0.0))
-
-    def _finding(self, text: str) -> None:
-        where = f"client {self._settings.client}, life {self._settings.life}"
-        self._driver.send(("finding", f"{where}: {text}\n  " + "\n  ".join(self._tail)))
-
-    def _report(self, *, now: bool = False) -> None:
-        if not now and time.monotonic() < self._reported_s + _REPORT_S:
-            return
-        self._reported_s = time.monotonic()
-        self._driver.send(("report", (dict(self._counts), self._slowest_s, self._done)))
-        self._counts.clear()
 
 
 def _kind(result: LoadResult) -> str:
@@ -348,5 +350,5 @@ def main(settings: WorkerSettings, driver: Connection) -> None:
     except EOFError:
         return
     except Exception:
-        worker._finding(f"unexpected error: {traceback.format_exc()}")
+        worker._voice.finding(f"unexpected error: {traceback.format_exc()}")
         raise

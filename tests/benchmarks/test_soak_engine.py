@@ -77,4 +77,6 @@ def test_all_processes_see_which_weights_are_used(tmp_path):
     reader = Weights(tmp_path / "weights")
     assert (reader.oldest, reader.newest) == (0, 0)
     assert writer.changed() == 1
-    assert (reader.oldest, reader.newest) == (1, 1)
+    assert (reader.oldest, reader.newest, reader.num_clearings) == (1, 1, 0)
+    writer.cleared()
+    assert (reader.oldest, reader.newest, reader.num_clearings) == (1, 1, 1)

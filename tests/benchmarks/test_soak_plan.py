@@ -29,6 +29,7 @@ def test_every_verb_comes_and_every_run_of_a_chain_is_possible(client):
         assert 0 <= choice.first < choice.first + choice.num_blocks <= plan.CHAIN_BLOCKS
         assert choice.skip_tokens <= choice.num_blocks * plan.SHAPE.block_size
         assert 0 <= choice.wait_s <= 0.2
+        assert choice.num_copies in (1, 2)
     skips = {choice.skip_tokens for choice in chosen}
     assert 0 in skips
     assert any(skip % plan.SHAPE.block_size for skip in skips)

@@ -8,17 +8,20 @@ import multiprocessing
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.soak import plan
+from benchmarks.soak import plan, worker
+from benchmarks.soak.plan import Verb
 from benchmarks.soak.weights import Weights
 from benchmarks.soak.worker import Worker, WorkerSettings
 from kvstore.config import StoreConfig
 from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
+from kvstore.handoff_table import HandoffTable
 from kvstore.node import NodeCore
 
 
@@ -36,14 +39,14 @@ class Desk:
         self.weights = Weights(folder / "weights", writer=True)
         self.start_store()
         settings = WorkerSettings(
-            seed=7, client=0, life=0, path_file=self._path_file, weights_file=folder / "weights",
-            log_file=folder / "log", error_file=folder / "err",
+            seed=7, client=0, life=0, node=0, path_files=(self._path_file,), mail=folder / "mail",
+            weights_file=folder / "weights", log_file=folder / "log", error_file=folder / "err",
         )  # fmt: skip
         self._driver, theirs = multiprocessing.Pipe()
         self._theirs = theirs
         self._worker = Worker(settings, theirs)
         self._thread = threading.Thread(target=self._worker.run, daemon=True)
-        self.findings, self.num_done = [], 0
+        self.findings, self.num_done, self.counts = [], 0, Counter()
 
     def start_store(self) -> None:
         self.core = NodeCore("node", self._config, "127.0.0.1", nobody, self._directory.address)
@@ -64,6 +67,7 @@ class Desk:
             if what == "finding":
                 self.findings.append(value)
             else:
+                self.counts.update(value[0])
                 self.num_done = value[2]
 
     def end(self) -> None:
@@ -112,6 +116,54 @@ def test_a_wrong_byte_in_the_arena_is_found(desk):
     desk.end()
     assert "WRONG BYTES" in desk.findings[0]
     assert "Choice(" in desk.findings[0]
+
+
+@pytest.fixture
+def only_handoffs(monkeypatch):
+    """Clients do nothing but publish and fetch."""
+    names = {Verb.PUBLISH, Verb.BEGIN_PUBLISH, Verb.PUBLISH_AND_LEAVE, Verb.FETCH, Verb.FETCH_TWICE, Verb.FETCH_FORGED}
+    chosen = plan.choices
+    monkeypatch.setattr(worker, "choices", lambda *which: (c for c in chosen(*which) if c.verb in names))
+
+
+def test_tickets_of_a_store_that_works_give_no_finding(desk, only_handoffs):
+    desk.work(300)
+    desk.end()
+    assert desk.findings == []
+    assert desk.counts["blocks", "handed off"] > 100
+    reasons = {words[1] for words in desk.counts if words[0] == "fetches that failed"}
+    assert {"not_found", "used"} <= reasons <= {"not_found", "used", "expired", "withdrawn", "owner_gone", "timeout"}
+
+
+def test_a_wrong_byte_in_a_hand_off_is_found(desk, only_handoffs):
+    desk.work(20)
+    arena = np.frombuffer(desk.core.arena.memory, np.uint8)
+    deadline_s = time.monotonic() + 10
+    while not desk.findings and time.monotonic() < deadline_s:
+        arena[100 :: plan.SHAPE.block_bytes] ^= 1
+        desk.hear(0.01)
+    del arena
+    desk.end()
+    assert "WRONG BYTES in a fetch" in desk.findings[0]
+
+
+def test_a_ticket_that_is_good_twice_is_found(desk, only_handoffs, monkeypatch):
+    end_claim = HandoffTable.end_claim
+    monkeypatch.setattr(
+        HandoffTable, "end_claim", lambda self, claim_id, owner, *, used: end_claim(self, claim_id, owner, used=False)
+    )
+    desk.work(2000)
+    desk.end()
+    assert "a ticket was good for two fetches" in desk.findings[0]
+
+
+@pytest.mark.parametrize("reason", ["owner_gone", "cleared", "stale"])
+def test_a_reason_that_nothing_explains_is_found(reason, desk, only_handoffs, monkeypatch):
+    monkeypatch.setattr(HandoffTable, "claim", lambda *args: f"{reason}: so it says")
+    desk.work(40)
+    assert desk.findings == []  # It may turn out to be true.
+    desk.end()
+    assert "nobody did that" in desk.findings[0]
 
 
 def test_a_job_that_writes_after_it_was_given_up_is_found(desk):

@@ -491,6 +491,29 @@ def test_a_store_that_does_not_answer_fails_the_publication_in_time(cluster, pai
         blocked.set()
 
 
+def test_slots_that_the_publisher_never_heard_of_come_back_while_it_lives(cluster, pair, monkeypatch, wait_until):
+    source, target = pair
+    core = cluster.nodes["a"]
+    source.client._call_timeout_s = 0.2
+    may_go_on, table = threading.Event(), core._control.handoffs.table
+    prepare = table.prepare
+
+    def late(*args):
+        may_go_on.wait(5.0)
+        return prepare(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "prepare", late)
+        with pytest.raises(TransferTimeout):
+            source.client.begin_publish(range(4))
+        may_go_on.set()
+        wait_until(lambda: core.pool.stats().num_writing == 0 and is_empty(core))
+    source.client._call_timeout_s = 5.0
+    publication = source.client.begin_publish(range(4))
+    publication.job.result(5)
+    assert fetch(target, publication.ticket, range(4)).num_blocks == 4
+
+
 def test_a_fetch_that_is_refused_after_the_store_was_asked_leaves_nothing(cluster, pair, monkeypatch, wait_until):
     source, target = pair
     assert fetch(target, source.client.publish(range(4)), range(4)).num_blocks == 4
