@@ -10,7 +10,7 @@ import os
 import time
 
 #: How much longer than at its best the loop takes on a core that is not free.
-SLOW = 1.25
+SLOW = 1.4
 _NUM_TURNS, _NUM_TRIES = 4_000, 3
 
 

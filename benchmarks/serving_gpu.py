@@ -132,8 +132,10 @@ def own_store(capacity_bytes: int, folder: str) -> Iterator[str]:
 def measure(
     device: str, names: Sequence[str], lengths: Sequence[int], rounds: int, capacity_bytes: int, say: Say,
     write: Callable[[dict[str, Any]], None] = lambda found: None, process: type[WayProcess] = WayProcess,
+    seconds: float = 3600.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure some ways; `write` gets all that is known after each round."""
+    """Measure some ways; `write` gets all that is known after each length of each round, of which none begins late."""
+    until_s = time.monotonic() + seconds
     found: dict[str, Any] = {"rows": [], "ratios": [], "same_answers": [], "failed": {}, "start_s": {}}
     with contextlib.ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True))
@@ -164,6 +166,9 @@ def measure(
         times: Times = {}
         for number in range(rounds + 1):  # the first one is to get warm
             for num_tokens in lengths:
+                if time.monotonic() > until_s:
+                    say("the time is over")
+                    break
                 say(f"round {number} of {rounds}: {num_tokens} tokens, at {time.strftime('%X')}")
                 num_asked = NUM_SHORT if number and num_tokens < SHORT_TOKENS else 1
                 for at in range(number, number + num_asked * rounds, rounds):
@@ -172,9 +177,9 @@ def measure(
                             asked = (num_tokens, at, SIZES[device]["vocab_size"], STATES.get(name, ("cold", "warm")))
                             for state, answer in made[name].ask("ask", CALL_S, *asked).items():
                                 times.setdefault((name, state, num_tokens), {})[at] = answer
-            found |= {"rows": rows_of(times), "same_answers": same_answers(times)}
-            found["ratios"] = ratios(found["rows"], found.get("link_gb_per_s"), device)
-            write(found)
+                found |= {"rows": rows_of(times), "same_answers": same_answers(times)}
+                found["ratios"] = ratios(found["rows"], found.get("link_gb_per_s"), device)
+                write(found)
         for name in list(made):
             with failing(name, found, made, say):
                 made[name].ask("stop", CALL_S)
@@ -257,9 +262,16 @@ def show(found: Mapping[str, Any]) -> None:
 @click.option("--tokens", "lengths", type=click.IntRange(64, MAX_TOKENS - 64), multiple=True, default=LENGTHS,
               show_default=True, help="Lengths of prompts; may be given several times.")  # fmt: skip
 @click.option("--capacity", default=str(CAPACITY_BYTES), show_default=True, help="Host memory of each way.")
+@click.option("--seconds", type=float, default=3600.0, show_default=True, help="After so long no prompt is begun.")
 @click.option("--output", type=click.Path(dir_okay=False), help="File for the results, written after each way.")
 def main(
-    device: str, names: Sequence[str], lengths: Sequence[int], rounds: int, capacity: str, output: str | None
+    device: str,
+    names: Sequence[str],
+    lengths: Sequence[int],
+    rounds: int,
+    capacity: str,
+    seconds: float,
+    output: str | None,
 ) -> None:
     """Time first tokens of vLLM on one GPU, from this store and from vLLM's own host memory."""
 
@@ -268,7 +280,7 @@ def main(
             Path(output).write_text(json.dumps(found, indent=1))
 
     say: Say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    found = measure(device, names, lengths, rounds, parse_bytes(capacity), say, write)
+    found = measure(device, names, lengths, rounds, parse_bytes(capacity), say, write, seconds=seconds)
     write(found)
     show(found)
 

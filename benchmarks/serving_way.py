@@ -24,7 +24,7 @@ WAKE_TOKENS, MANY_TOKENS = 4, 12
 #: Shorter prompts' times are those of launches on the CPU, in part even where they are computed.
 SHORT_TOKENS = 5_000
 #: How often what a cache holds is asked for: a few milliseconds of an engine's launches vary most.
-NUM_WARM, MOST_TRIES = 4, 4
+NUM_WARM, MOST_TRIES = 4, 2
 LINK_BYTES, LINK_ROUNDS = 512 << 20, 7
 PIN_S = 100.0
 #: As Llama's own weights are when its training begins: attention then looks at some tokens more than at others.

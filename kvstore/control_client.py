@@ -150,6 +150,20 @@ class ControlClient:
             if self.closed:
                 self._let_go()
 
+    def is_quiet(self) -> bool:
+        """Whether this connection is open and nothing came on it; False while a call is under way."""
+        if self.closed or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            self._end_stream()
+        return False
+
     def is_to_this_host(self) -> bool:
         """Whether the other side is a process of this machine, as far as its address says."""
         return self._sock.family == socket.AF_UNIX or self._sock.getsockname()[0] == self._sock.getpeername()[0]

@@ -122,6 +122,8 @@ class DirectoryServer:
         self._versions = NamespaceVersions()
         # Up to which serial of the versions each connection was told.
         self._told: dict[str, int] = {}
+        #: Connections that were told which node is the only one; closed when there is another.
+        self._lonely: dict[str, Connection] = {}
         self._server = ControlServer(self._serve, self._gone)
         self._server.listen_remote(host)
         self._server.start()
@@ -141,7 +143,11 @@ class DirectoryServer:
             raise ProtocolError("wanted HELLO first")
         if message.op is Op.LOCATE:
             chain = decode_chain(message.payload)
-            return pack_json({"nodes": self.index.locate(chain.hashes())})
+            nodes = self.index.nodes()
+            if len(nodes) == 1:
+                self._lonely[connection.owner] = connection
+            only = nodes[0] if len(nodes) == 1 else ""
+            return pack_json({"nodes": self.index.locate(chain.hashes()), "only": only})
         if message.op is Op.PUBLISH:
             return self._publish(connection, message.payload)
         raise ProtocolError(f"a directory does not serve {message.op.name}")
@@ -173,11 +179,16 @@ class DirectoryServer:
             self.index.forget(node_id)
         self.index.add(node_id, hashes[:num_added])
         self.index.remove(node_id, hashes[num_added:])
+        if len(self.index.nodes()) > 1:
+            for lonely in self._lonely.values():
+                lonely.shut_down()  # Before the new node hears that it is known here.
+            self._lonely.clear()
         self._told[connection.owner], news = self._versions.since(self._told.get(connection.owner, 0))
         return pack_versions({n: version for n, version in news.items() if versions.get(n) != version})
 
     def _gone(self, connection: Connection) -> None:
         self._told.pop(connection.owner, None)
+        self._lonely.pop(connection.owner, None)
         node_id = self._nodes.pop(connection.owner, None)
         # A store that reconnected publishes over a newer connection and is not forgotten.
         if node_id is not None and node_id not in self._nodes.values():

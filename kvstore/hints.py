@@ -71,6 +71,8 @@ class Hints:
         self._publisher: ControlClient | None = None
         self._asker: ControlClient | None = None
         self._ask_lock = threading.Lock()
+        #: The directory knew of no other node. It closes the connection of who was told so when there is one.
+        self._is_only = False
         self._ask_after_s = 0.0
         self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
         self._sequence = 0
@@ -127,22 +129,33 @@ class Hints:
     def locate(self, chain: Chain) -> list[tuple[str, int]]:
         """Return (node, prefix length) of the nodes that may hold a run; empty when the directory is away.
 
-        One blocking call.
+        One blocking call, unless this node is the only one.
         """
+        if self.is_alone():
+            return []
         with self._ask_lock:
             started_s = time.monotonic()
             if started_s < self._ask_after_s:
                 return []
             try:
+                if self._asker is not None and self._is_only and not self._asker.is_quiet():
+                    self._asker.close()
+                self._is_only = False
                 if self._asker is None or self._asker.closed:
                     self._asker = self._connect()
-                answer = self._asker.call(Op.LOCATE, chain.encode(), timeout_s=self._timeout_s)
+                answer = unpack_json(self._asker.call(Op.LOCATE, chain.encode(), timeout_s=self._timeout_s))
+                self._is_only = answer.get("only") == self._node_id
             except KVStoreError as error:
                 hung = isinstance(error, TransferTimeout) or time.monotonic() - started_s > _RETRY_S
                 self._ask_after_s = time.monotonic() + (_RETRY_HUNG_S if hung else _RETRY_S)
                 logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
                 return []
-        return [(str(node), int(count)) for node, count in unpack_json(answer)["nodes"]]
+        return [(str(node), int(count)) for node, count in answer["nodes"]]
+
+    def is_alone(self) -> bool:
+        """Whether no other node holds anything, as far as is known without asking. Waits for nothing."""
+        asker = self._asker
+        return self._is_only and asker is not None and asker.is_quiet()
 
     def remember(self, block_hash: bytes, nodes: list[tuple[str, int]]) -> None:
         """Note where a run that begins with a block was found: an engine that looked up soon loads."""

@@ -110,8 +110,9 @@ class NodeControl:
                 return None
             case Op.LOOKUP_ALL:
                 chain = decode_chain(payload)
-                if self._core.lookup(chain) == len(chain):
-                    return pack_json({"nodes": [(self._core.node_id, len(chain))]})
+                num_local = self._core.lookup(chain)
+                if num_local == len(chain) or self._core.hints.is_alone():
+                    return pack_json({"nodes": [(self._core.node_id, num_local)]})
                 threading.Thread(
                     target=self._lookup_all, args=(connection, message.request, chain), daemon=True
                 ).start()

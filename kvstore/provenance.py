@@ -68,9 +68,12 @@ def commit(root: Path | None = None) -> dict[str, Any] | None:
         root: the folder that holds the package.
 
     Returns:
-        None when that is not the root of a git checkout, as when a wheel is installed below somebody's project.
+        None when that is not the root of a git checkout, as when a wheel is installed below somebody's project; what a
+        file COMMIT in an archive of a commit names.
     """
     folder = root or Path(__file__).resolve().parent.parent
+    if (archived := folder / "COMMIT").is_file():
+        return {"id": archived.read_text().strip(), "dirty": False}
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != folder.resolve():
         return None

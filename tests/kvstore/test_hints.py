@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvstore.chain import Chain
 from kvstore.errors import PeerLost
 from kvstore.hints import Hints
 from kvstore.peers import PeerAddress
@@ -71,8 +72,6 @@ def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf,
     def refuse():
         raise PeerLost("nobody there")
 
-    from kvstore.chain import Chain
-
     chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
     refusing, hanging = hints_of(refuse), hints_of(lambda: deaf, 0.3)
     for hints in (refusing, hanging):
@@ -83,6 +82,25 @@ def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf,
     assert hanging.locate(chain) == []
     assert time.monotonic() - started_s < 0.1
     hanging._thread.start()
+
+
+def test_the_only_node_asks_the_directory_once_and_again_when_there_is_another(cluster, wait_until):
+    core = cluster.add("a")
+    cluster.client("a")
+    chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
+    assert not core.hints.is_alone(), "nobody was asked"
+    assert core.hints.locate(chain) == []
+    asker = core.hints._asker
+    num_calls = asker.num_calls
+    assert core.hints.is_alone()
+    assert core.hints.locate(chain) == []
+    assert asker.num_calls == num_calls
+    cluster.add("b")
+    cluster.client("b")
+    wait_until(lambda: not core.hints.is_alone())
+    assert core.hints.locate(chain) == []
+    assert core.hints._asker is not asker, "it was asked anew"
+    assert not core.hints.is_alone()
 
 
 @pytest.fixture
