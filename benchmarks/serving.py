@@ -3,17 +3,20 @@
 Three parts, each with all its engines in one run and in turns, so that what else the machine does falls on all alike;
 engines that are not asked are stopped meanwhile (SIGSTOP), because an idle one may spin.
 
-1. Time to first token of new prompts (cold) and of ones seen before (warm): without any cache, with the engine's own
-   prefix cache, from a dict of tensors in the engine's process (the bound, `serving_dict`), and from this store after
-   the engine's own cache was emptied. vLLM's OffloadingConnector is tried too; its CPU build refuses it.
+1. Time to first token of new prompts (cold) and of ones seen before (warm, some times each): without any cache, with
+   the engine's own prefix cache, from a dict of tensors in the engine's process (the bound, `serving_dict`), and from
+   this store after the engine's own cache was emptied. Shorter prompts have more rounds.
 2. Conversations with one system prompt, more of them than the engine's cache holds.
 3. A prompt prefilled by one engine and decoded by another, on each lane: through the stores of two nodes, by hand-off
    (`ticket`, nothing is saved), and with vLLM's NixlConnector. Timed is the second engine, from request to token.
 
-Run: `make bench-serving`, or `.venv-vllm/bin/python -m benchmarks.serving [--json]`; some twenty minutes, and
-`--output` keeps what there is after each part. The model computes in bfloat16 where the CPU can multiply that, else
-in float32. With `--device cuda` first tokens are timed on a GPU instead, beside vLLM's offloading connectors
-(`serving_gpu`).
+In every other round the engines are asked in the opposite order. Two ways are compared prompt by prompt, and the ratio
+of a run is the median of those (`serving_report.paired`).
+
+Run: `make bench-serving`, or `.venv-vllm/bin/python -m benchmarks.serving [--json]`; some twenty minutes, six of them
+for the conversations, and `--output` keeps what there is after each part. The model computes in bfloat16 where the CPU
+can multiply that, else in float32. With `--device cuda` first tokens are timed on a GPU instead, beside vLLM's
+offloading connectors (`serving_gpu`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,9 @@ from benchmarks.serving_engine import BLOCK_SIZE, CACHE_TOKENS, VOCABULARY, Engi
 from benchmarks.serving_report import Found, Rows, ratios, show, spread
 from kvstore.provenance import package_version, provenance
 
-LENGTHS = (512, 1500, 3000)
+LENGTHS = (1500, 3000)
+#: A prompt that was computed once is asked for warm this often.
+NUM_WARM = 3
 HANDOFF_TOKENS = 1500
 NUM_CONVERSATIONS, NUM_TURNS = 6, 3
 SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 512, 256, 16
@@ -59,26 +64,36 @@ def _prompt(random: np.random.Generator, num_tokens: int) -> list[int]:
     return random.integers(0, VOCABULARY, num_tokens).tolist()
 
 
+def in_turn(names: Iterable[str], number: int) -> list[str]:
+    """Return names as they are, in every other round from the last to the first."""
+    return list(names)[:: -1 if number % 2 else 1]
+
+
 def first_tokens(engines: Engines, num_tokens: int, rounds: int, say: Say) -> Rows:
     """Time prompts of one length, cold and warm, with every engine."""
     random, times = np.random.default_rng([1, num_tokens]), {}
+    wanted = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+    def keep(name: str, state: str, number: int, answer: dict[str, Any]) -> None:
+        engines.ask(name, "settle")
+        if number >= 0:
+            times.setdefault((name, state), []).append(answer["first_token_s"])
+
     for number in range(-1, rounds):  # the first one is to get warm
         say(f"first token: {num_tokens} tokens, round {number + 1} of {rounds}")
-        prompt = _prompt(random, num_tokens)
-        for name in engines:
-            found = {"cold": engines.ask(name, "first_token", prompt, True)}
-            if name != "none":
-                engines.ask(name, "settle")
+        prompt, names = _prompt(random, num_tokens), in_turn(engines, number)
+        for name in names:
+            keep(name, "cold", number, engines.ask(name, "first_token", prompt, True))
+        for again in range(NUM_WARM):
+            for name in in_turn(names, again):
+                if name == "none":
+                    continue
                 if name != "own":
                     engines.ask(name, "reset")
-                found["warm"] = engines.ask(name, "first_token", prompt)
-                wanted = (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-                if found["warm"]["num_cached"] < wanted:
-                    raise click.ClickException(f"{name}: wanted {wanted} tokens warm, got {found['warm']}")
-                engines.ask(name, "settle")
-            for state, answer in found.items():
-                if number >= 0:
-                    times.setdefault((name, state), []).append(answer["first_token_s"])
+                answer = engines.ask(name, "first_token", prompt)
+                if answer["num_cached"] < wanted:
+                    raise click.ClickException(f"{name}: wanted {wanted} tokens warm, got {answer}")
+                keep(name, "warm", number, answer)
     return [
         {"what": "first token", "way": name, "state": state, "num_tokens": num_tokens, **spread(found)}
         for (name, state), found in times.items()
@@ -93,7 +108,7 @@ def conversations(engines: Engines, rounds: int, say: Say) -> Rows:
         say(f"conversations: round {number + 1} of {rounds}")
         system = _prompt(random, SYSTEM_TOKENS)
         users = [[_prompt(random, USER_TOKENS) for _ in range(NUM_TURNS)] for _ in range(NUM_CONVERSATIONS)]
-        for name in names:
+        for name in in_turn(names, number):
             engines.ask(name, "reset")
             prompts, wall_s = [list(system) for _ in users], 0.0
             for turn in range(NUM_TURNS):
@@ -111,6 +126,7 @@ def conversations(engines: Engines, rounds: int, say: Say) -> Rows:
             "what": "conversations", "way": name, **spread(first_s[name]),
             "mean_ms": round(statistics.fmean(first_s[name]) * 1e3, 1),
             "answer_tokens_per_s": round(num_tokens / statistics.median(walls_s[name]), 1),
+            "walls_s": [round(each, 3) for each in walls_s[name]],
         }
         for name in names
     ]  # fmt: skip
@@ -122,7 +138,7 @@ def hand_offs(engines: Engines, lane: str, rounds: int, say: Say) -> Rows:
     for number in range(-2, rounds):  # connections are made in the first ones
         say(f"hand-off over {lane}: round {number + 1} of {rounds}")
         prompt = _prompt(random, HANDOFF_TOKENS)
-        for way in ("raykv", "ticket", "nixl"):
+        for way in in_turn(("ticket", "nixl", "raykv"), number):
             first, second = f"{way} prefill", f"{way} decode"
             asked = {"do_remote_decode": True, "do_remote_prefill": False} if way != "raykv" else None
             prefilled = engines.ask(first, "first_token", prompt, False, asked)
@@ -150,7 +166,7 @@ def measure(
 
     Args:
         parts: some of PARTS.
-        rounds: measurements of each kind.
+        rounds: measurements of each kind; twice as many of hand-offs, and of prompts of half the longest.
         lengths: of prompts, in tokens.
         dtype: that the model computes in.
         say: told how far it is.
@@ -183,21 +199,19 @@ def measure(
         own = {"enable_prefix_caching": True, "dtype": dtype}
         if {"first-tokens", "conversations"} & set(parts):
             say("engines")
-            ways = {
+            ways = {  # Neighbours are compared.
                 "none": (None, {}, own | {"enable_prefix_caching": False}),
-                "own": (None, {}, own),
+                "raykv": (_raykv(address, nodes[0], "default", "all"), {}, own),
                 "dict": ({"kv_connector": "DictConnector", "kv_connector_module_path": "benchmarks.serving_dict",
                           "kv_role": "kv_both"}, {}, own),
-                "raykv": (_raykv(address, nodes[0], "default", "all"), {}, own),
-                "offloading": ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-                                "kv_connector_extra_config": {"cpu_bytes_to_use": STORE_BYTES}}, {}, own),
+                "own": (None, {}, own),
             }  # fmt: skip
             with contextlib.closing(Engines(model, ways)) as engines:
                 found["refused"] = engines.refused
                 for num_tokens in lengths if "first-tokens" in parts else ():
-                    keep(first_tokens(engines, num_tokens, rounds, say))
+                    keep(first_tokens(engines, num_tokens, rounds * (max(lengths) // num_tokens), say))
                 if "conversations" in parts:
-                    keep(conversations(engines, max(1, rounds // 2), say))
+                    keep(conversations(engines, max(1, rounds - 1), say))
         for lane in LANES if "hand-offs" in parts else ():
             say(f"engines for hand-offs over {lane}")
             ways = {}
@@ -210,7 +224,7 @@ def measure(
                 nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
                 ways[f"nixl {part}"] = (nixl, environment, own)
             with contextlib.closing(Engines(model, ways)) as engines:
-                keep(hand_offs(engines, lane, rounds + 2, say))
+                keep(hand_offs(engines, lane, 2 * rounds, say))
     return found
 
 
@@ -232,7 +246,8 @@ def _native_dtype() -> str:
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each kind.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True,
+              help="Measurements of the longest prompts; others have more.")  # fmt: skip
 @click.option("--tokens", "lengths", type=int, multiple=True, help="Lengths of prompts; may be given several times.")
 @click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS, show_default=True,
               help="What to measure on the CPU; may be given several times.")  # fmt: skip

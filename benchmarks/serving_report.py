@@ -14,35 +14,60 @@ Found = dict[str, Any]
 
 
 def spread(times_s: Sequence[float]) -> dict[str, Any]:
-    """Return the median of times in seconds, and where most of them lie, in milliseconds."""
+    """Return times in seconds as milliseconds, their median, and where most of them lie."""
     low, middle, high = (round(float(np.percentile(times_s, share)) * 1e3, 1) for share in (10, 50, 90))
-    return {"p10_ms": low, "p50_ms": middle, "p90_ms": high, "num_times": len(times_s)}
+    times_ms = [round(each * 1e3, 1) for each in times_s]
+    return {"p10_ms": low, "p50_ms": middle, "p90_ms": high, "num_times": len(times_s), "times_ms": times_ms}
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Compare times of the same prompts, taken in turns: what the machine does meanwhile falls on both of a pair.
+
+    Args:
+        ours: one time for each prompt.
+        theirs: those of another way, in the same order.
+
+    Returns:
+        {"is", "low", "high", "num_pairs"}: the median of the pairs' ratios, and its quartiles.
+    """
+    each = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    low, middle, high = (round(float(np.percentile(each, share)), 3) for share in (25, 50, 75))
+    return {"is": middle, "low": low, "high": high, "num_pairs": len(each)}
 
 
 def ratios(rows: Rows) -> Rows:
-    """Return what the rows of one run say about each other."""
+    """Return what the rows of one run say about each other; see `paired`."""
 
-    def ms(**wanted: Any) -> float:
+    def row_of(**wanted: Any) -> dict[str, Any]:
         (row,) = (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
-        return float(row["p50_ms"])
+        return row
 
-    found = []
+    def ms(**wanted: Any) -> list[float]:
+        return list(row_of(**wanted)["times_ms"])
+
+    found: Rows = []
     for num_tokens in sorted({row["num_tokens"] for row in rows if row["what"] == "first token"}):
         at = {"what": "first token", "num_tokens": num_tokens}
         warm, cold = ms(**at, way="raykv", state="warm"), ms(**at, way="raykv", state="cold")
         none = ms(**at, way="none", state="cold")
+        times = round(float(np.median(none) / np.median(warm)), 3)  # Of medians: there are more warm ones.
         found += [
-            {"ratio": "warm / bound", "num_tokens": num_tokens, "is": warm / ms(**at, way="dict", state="warm")},
-            {"ratio": "recompute / warm", "num_tokens": num_tokens, "is": none / warm},
-            {"ratio": "cold / no connector", "num_tokens": num_tokens, "is": cold / none},
+            {"ratio": "warm / bound", "num_tokens": num_tokens, **paired(warm, ms(**at, way="dict", state="warm"))},
+            {"ratio": "recompute / warm", "num_tokens": num_tokens, "is": times},
+            {"ratio": "cold / no connector", "num_tokens": num_tokens, **paired(cold, none)},
         ]
+    talks = {row["way"]: row for row in rows if row["what"] == "conversations"}
+    for way in sorted(talks.keys() - {"raykv"}):
+        found.append(
+            {"ratio": f"conversations: raykv / {way}", **paired(talks["raykv"]["walls_s"], talks[way]["walls_s"])}
+        )
     for lane in sorted({row["lane"] for row in rows if row["what"] == "hand-off"}):
         for state in ("decode", "prefill"):
             theirs = ms(what="hand-off", lane=lane, way="nixl", state=state)
             for way in ("raykv", "ticket"):
                 ours = ms(what="hand-off", lane=lane, way=way, state=state)
-                found.append({"ratio": f"{state}: {way} / NixlConnector", "lane": lane, "is": ours / theirs})
-    return [row | {"is": round(row["is"], 3)} for row in found]
+                found.append({"ratio": f"{state}: {way} / NixlConnector", "lane": lane, **paired(ours, theirs)})
+    return found
 
 
 def show(found: Found) -> None:
@@ -56,10 +81,11 @@ def show(found: Found) -> None:
     console = Console()
     console.print(table)
     table = Table(title="ratios of this run")
-    for name in ("what", "of", "is"):
-        table.add_column(name, justify="right" if name == "is" else "left")
+    for name in ("what", "of", "is", "quartiles"):
+        table.add_column(name, justify="left" if name in ("what", "of") else "right")
     for row in found["ratios"]:
-        table.add_row(row["ratio"], str(row.get("num_tokens", row.get("lane"))), f"{row['is']:.2f}")
+        quartiles = f"{row['low']:.2f} to {row['high']:.2f}" if "low" in row else ""
+        table.add_row(row["ratio"], str(row.get("num_tokens", row.get("lane", ""))), f"{row['is']:.2f}", quartiles)
     console.print(table)
     for name, why in found["refused"].items():
         console.print(f"{name}: vLLM refused it here: {why}", soft_wrap=True)

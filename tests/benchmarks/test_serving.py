@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.serving import main
-from benchmarks.serving_report import ratios
+from benchmarks.serving import in_turn, main
+from benchmarks.serving_report import paired, ratios
 
 
-def row(what, p50_ms, **more):
-    return {"what": what, "p50_ms": p50_ms, **more}
+def row(what, *times_ms, **more):
+    return {"what": what, "times_ms": list(times_ms), **more}
 
 
 def first_tokens(num_tokens, none, dict_warm, cold, warm):
@@ -24,7 +24,7 @@ def first_tokens(num_tokens, none, dict_warm, cold, warm):
 
 def test_ratios_compare_what_was_measured_at_the_same_length():
     rows = first_tokens(512, 200.0, 30.0, 210.0, 40.0) + first_tokens(1500, 700.0, 39.0, 707.0, 35.0)
-    assert ratios(rows) == [
+    assert [{key: found[key] for key in ("ratio", "num_tokens", "is")} for found in ratios(rows)] == [
         {"ratio": "warm / bound", "num_tokens": 512, "is": 1.333},
         {"ratio": "recompute / warm", "num_tokens": 512, "is": 5.0},
         {"ratio": "cold / no connector", "num_tokens": 512, "is": 1.05},
@@ -34,16 +34,40 @@ def test_ratios_compare_what_was_measured_at_the_same_length():
     ]
 
 
+def test_ways_are_compared_prompt_by_prompt():
+    """What the machine did while a prompt was asked falls on both of a pair."""
+    assert paired([11.0, 44.0, 22.0], [10.0, 40.0, 20.0]) == {"is": 1.1, "low": 1.1, "high": 1.1, "num_pairs": 3}
+    assert paired([10.0, 30.0, 20.0, 20.0], [10.0] * 4) == {"is": 2.0, "low": 1.75, "high": 2.25, "num_pairs": 4}
+    with pytest.raises(ValueError, match="shorter"):
+        paired([1.0, 2.0], [1.0])
+
+
+def test_conversations_are_compared_round_by_round():
+    rows = [
+        {"what": "conversations", "way": way, "walls_s": walls_s}
+        for way, walls_s in (("none", [20.0, 40.0]), ("own", [10.0, 20.0]), ("raykv", [5.0, 10.0]))
+    ]
+    assert [(found["ratio"], found["is"]) for found in ratios(rows)] == [
+        ("conversations: raykv / none", 0.25),
+        ("conversations: raykv / own", 0.5),
+    ]
+
+
+@pytest.mark.parametrize(("number", "names"), [(-1, "cba"), (0, "abc"), (1, "cba"), (2, "abc")])
+def test_every_other_round_is_asked_in_the_opposite_order(number, names):
+    assert "".join(in_turn("abc", number)) == names
+
+
 def test_ratios_of_hand_offs_are_of_one_lane():
     rows = [
-        row("hand-off", p50_ms, way=way, state=state, lane=lane, num_tokens=1500)
+        row("hand-off", time_ms, way=way, state=state, lane=lane, num_tokens=1500)
         for lane, state, ours, ticket, theirs in (
             ("default", "decode", 40.0, 30.0, 50.0),
             ("default", "prefill", 700.0, 350.0, 1400.0),
             ("tcp", "decode", 95.0, 190.0, 95.0),
             ("tcp", "prefill", 700.0, 70.0, 700.0),
         )
-        for way, p50_ms in (("raykv", ours), ("ticket", ticket), ("nixl", theirs))
+        for way, time_ms in (("raykv", ours), ("ticket", ticket), ("nixl", theirs))
     ]
     assert [(found["lane"], found["ratio"], found["is"]) for found in ratios(rows)] == [
         ("default", "decode: raykv / NixlConnector", 0.8),
