@@ -53,10 +53,9 @@ wheel: setup  ## sdist and wheel into dist/, checked
 	@$(BIN)/python -m build --outdir dist .
 	@bash scripts/check_wheel.sh
 
-test-vllm:  ## the tests with real vLLM on the CPU, in .venv-vllm, in two processes; VLLM=0.32.0 another release, in an environment of its own
+test-vllm:  ## the tests with real vLLM on the CPU, in .venv-vllm; VLLM=0.32.0 another release, in an environment of its own
 	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2
-	@$(VLLM_BIN)/python -m pytest -q tests/vllm tests/examples/test_vllm.py \
-	    -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(VLLM_BIN)/python -m pytest -q tests/vllm tests/examples/test_vllm.py $(ARGS)
 
 example-vllm:  ## real vLLM on the CPU: cold, then warm from the store
 	@VLLM=$(VLLM) bash scripts/setup_vllm.sh >&2

@@ -5,6 +5,7 @@ With each batch it tells which namespaces were cleared, and hears of clearings t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import ControlClient, connect_remote
 from kvstore.directory import pack_publish
-from kvstore.errors import KVStoreError, TransferTimeout
+from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
 from kvstore.versions import NamespaceVersions, unpack_versions
@@ -137,20 +138,27 @@ class Hints:
             started_s = time.monotonic()
             if started_s < self._ask_after_s:
                 return []
+            self._is_only = False
             try:
-                if self._asker is not None and self._is_only and not self._asker.is_quiet():
-                    self._asker.close()
-                self._is_only = False
-                if self._asker is None or self._asker.closed:
-                    self._asker = self._connect()
-                answer = unpack_json(self._asker.call(Op.LOCATE, chain.encode(), timeout_s=self._timeout_s))
-                self._is_only = answer.get("only") == self._node_id
+                answer = unpack_json(self._ask(chain.encode()))
             except KVStoreError as error:
                 hung = isinstance(error, TransferTimeout) or time.monotonic() - started_s > _RETRY_S
                 self._ask_after_s = time.monotonic() + (_RETRY_HUNG_S if hung else _RETRY_S)
                 logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
                 return []
+            self._is_only = answer.get("only") == self._node_id
         return [(str(node), int(count)) for node, count in answer["nodes"]]
+
+    def _ask(self, chain: bytes) -> bytes:
+        """Ask over the connection that there is, or over a new one when that has been closed.
+
+        A directory closes it that has met another node since, and one that ended did.
+        """
+        if self._asker is not None and not self._asker.closed:
+            with contextlib.suppress(PeerLost):
+                return self._asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
+        self._asker = self._connect()
+        return self._asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
 
     def is_alone(self) -> bool:
         """Whether no other node holds anything, as far as is known without asking. Waits for nothing."""

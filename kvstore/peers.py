@@ -128,6 +128,26 @@ class PeerBook:
             self._peers[node_id] = peer
         return peer
 
+    def of_life(self, node_id: str, epoch: bytes) -> Peer:
+        """Return an open connection to a node's store, to that life of it if that is the one which runs now.
+
+        A connection to a store that has ended stays open until somebody uses it.
+
+        Raises:
+            PeerLost: it cannot be reached; it is backed off.
+        """
+        peer = self.get(node_id)
+        if peer.epoch == epoch:
+            return peer
+        with contextlib.closing(self._connect(node_id)) as client:
+            if client.hello["epoch"] == peer.epoch.hex():
+                return peer
+        with self._lock:
+            if self._peers.get(node_id) is peer:
+                del self._peers[node_id]
+        peer.close()
+        return self.get(node_id)
+
     def _connect(self, node_id: str) -> ControlClient:
         try:
             address = self._resolve(node_id)

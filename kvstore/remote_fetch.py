@@ -170,7 +170,7 @@ class RemoteFetch:
         if peer is None or pool is None:
             if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
                 return "peer_lost: the node failed a moment ago and is left alone; try again soon"
-            peer = fetcher.peers.get(self._node_id)
+            peer = fetcher.peers.of_life(self._node_id, request.epoch)
             if peer.epoch != request.epoch:
                 return "stale: the store that had the blocks was restarted, and they are gone"
             pool = self._pool = self._choose(peer)

@@ -155,6 +155,17 @@ def test_a_ticket_of_another_life_of_the_store_is_stale(cluster, pair):
     assert is_empty(cluster.nodes["b"])
 
 
+def test_a_connection_to_an_earlier_life_of_the_store_makes_no_ticket_stale(cluster, pair):
+    source, target = pair
+    peers = cluster.nodes["b"].peers
+    before = peers.get("a")
+    before.epoch = bytes(8)  # As long as nobody used it since that store ended.
+    result = fetch(target, source.client.publish([1, 2]), [1, 2])
+    assert result.num_blocks == 2, result.failed
+    assert peers.get("a") is not before
+    assert before.client.closed
+
+
 def test_a_ticket_of_another_namespace_is_refused_at_once(cluster, pair):
     source, _ = pair
     other = cluster.worker("b", space=kvstore.Namespace(model="other", shape=SHAPE))

@@ -103,6 +103,19 @@ def test_the_only_node_asks_the_directory_once_and_again_when_there_is_another(c
     assert not core.hints.is_alone()
 
 
+def test_a_node_that_asked_when_only_another_was_known_is_answered_once_there_are_more(cluster, hints_of, wait_until):
+    cluster.add("a")
+    hashes = cluster.hashes(3)
+    cluster.worker("a", seed=1).save(hashes, range(3))
+    chain = Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+    hints = hints_of(cluster.directory.address)
+    assert hints.locate(chain) == [("a", 3)]
+    assert not hints.is_alone(), "another is the only one"
+    cluster.add("b")
+    wait_until(lambda: not hints._asker.is_quiet())
+    assert hints.locate(chain) == [("a", 3)]
+
+
 @pytest.fixture
 def own_hints():
     def resolve():

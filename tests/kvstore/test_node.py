@@ -259,7 +259,7 @@ def test_a_load_after_a_lookup_does_not_ask_the_directory_again(cluster):
     assert same(one, range(6), two, range(6))
 
 
-def test_a_load_after_a_lookup_that_is_out_of_date_asks_the_directory(cluster):
+def test_a_load_after_a_lookup_that_is_out_of_date_asks_the_directory(cluster, wait_until):
     one, two = two_nodes(cluster)
     cluster.add("c")
     three = cluster.worker("c", seed=3)
@@ -267,6 +267,7 @@ def test_a_load_after_a_lookup_that_is_out_of_date_asks_the_directory(cluster):
     one.save(hashes, range(4))
     two.client.lookup(hashes)
     three.load(hashes, range(4))
+    wait_until(lambda: "c" in dict(cluster.directory.index.locate(chain_of(hashes).hashes())))
     cluster.nodes["a"].pool.clear(hashes.namespace_digest)
     cluster.nodes["a"].hints.publish_soon()
     result = two.load(hashes, range(4))

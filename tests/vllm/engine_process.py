@@ -32,8 +32,15 @@ else:
 ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
 ModelRegistry.register_model("Gemma3ForCausalLM", Gemma3ForCausalLM)
 
-#: Several engines share a GPU, each with as much as one on the CPU has; of the backends for float32 this one is fast.
+#: Tokens that the cache of an engine on the CPU holds; with vLLM's least, 1 GiB, a dozen engines need too much memory.
+CACHE_TOKENS = 1 << 17
+
+#: Several engines share a GPU, a small part each; of the backends for float32 this one is fast.
 ON_GPU = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
+
+
+def on_cpu(settings):
+    return {"num_gpu_blocks_override": CACHE_TOKENS // settings.get("block_size", 16)}
 
 
 # For each worker, in its own process where there are several.
@@ -77,7 +84,7 @@ class EngineProcess:
         given = {
             "dtype": "float32", "max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": 64,
             "enable_prefix_caching": True, "disable_log_stats": False, "skip_tokenizer_init": True,
-        } | (ON_GPU if DEVICE == "cuda" else {}) | settings  # fmt: skip
+        } | (ON_GPU if DEVICE == "cuda" else on_cpu(settings)) | settings  # fmt: skip
         llm = LLM(
             model, enforce_eager=True, async_scheduling=False,
             kv_transfer_config=transfer, **given,
