@@ -359,8 +359,10 @@ class Client(HandoffVerbs):
 
     def _end_jobs(self, ended: threading.Event) -> None:
         self._jobs.shutdown()
-        if self._unmapping is not None:
-            self._unmapping.join()
+        with self._connections_lock:
+            unmapping = self._unmapping
+        if unmapping is not None:
+            unmapping.join()
         ended.set()
 
     def __enter__(self) -> Client:
@@ -413,20 +415,20 @@ class Client(HandoffVerbs):
 
     def _lose(self) -> None:
         """That life of the store is over: unmap its memory, or the next life may find no room beside it."""
-        with self._connections_lock:
-            if self._lost:
-                return
-            self._lost = True
-            jobs, self._jobs = self._jobs, ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
 
-        def unmap() -> None:
+        def unmap(jobs: ThreadPoolExecutor) -> None:
             jobs.shutdown()  # Those that run fail by themselves; the ones after them never reach the memory.
             if self._stage_link is not None:
                 self._stage_link.close()
             self._unmap(copies_are_over=True)
 
-        self._unmapping = threading.Thread(target=unmap, name="raykv-unmap", daemon=True)
-        self._unmapping.start()
+        with self._connections_lock:
+            if self._lost:
+                return
+            self._lost = True
+            jobs, self._jobs = self._jobs, ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
+            self._unmapping = threading.Thread(target=unmap, args=(jobs,), name="raykv-unmap", daemon=True)
+            self._unmapping.start()  # Before anybody can wait for its end.
 
     def _unmap(self, *, copies_are_over: bool) -> None:
         with self._connections_lock:

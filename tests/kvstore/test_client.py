@@ -530,3 +530,19 @@ def test_an_abandoned_save_publishes_nothing(cluster, wait_until):
     assert worker.client.lookup(cluster.hashes(3)).num_local == 0
     stats = core.pool.stats()
     assert (stats.num_free, stats.num_writes) == (stats.num_slots, 0)
+
+
+def test_who_closes_a_client_that_loses_its_store_waits_for_the_end_of_its_memory(cluster, monkeypatch):
+    cluster.add("a")
+    client, ended, start = cluster.client("a"), threading.Event(), threading.Thread.start
+
+    def start_late(thread):
+        if thread.name == "raykv-unmap":
+            start(threading.Thread(target=client._end_jobs, args=(ended,), daemon=True))
+            time.sleep(0.2)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    client._lose()
+    assert ended.wait(5)
+    assert client._unmapped
