@@ -24,27 +24,6 @@ def staged(model, start_engine, connector, unit, device):
     return [engine.wait_started() for engine in made]
 
 
-@pytest.fixture
-def is_clean(store, node_ids, eventually):
-    """Neither engines nor store hold anything any more."""
-
-    def check(*engines):
-        for engine in engines:
-            engine.settle()
-            assert engine.tracked() == 0
-            assert engine.blocks()[0] == engine.blocks()[1]
-
-        def is_settled():
-            nodes = store.stats()["nodes"]
-            return not any(
-                nodes[node][f"num_handoff{what}"] for node in node_ids for what in ("s", "_slots", "_fetches")
-            )
-
-        eventually(is_settled, 30)
-
-    return check
-
-
 @pytest.mark.parametrize("is_to_larger_blocks", [True, False])
 def test_answers_are_the_same_and_the_arenas_are_not_used(
     staged, is_to_larger_blocks, plain, store, node_ids, pool_of, prompt_of, same, unit, is_clean
