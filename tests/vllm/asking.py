@@ -33,6 +33,21 @@ class Grown:
         return [now - before for now, before in zip(self._now(), self._before, strict=True)]
 
 
+def check_cold_and_warm(engine, prompts, wanted, same, unit):
+    """New prompts are computed, then in the engine's cache, then in the store, one by one and at once."""
+    saved = Grown(engine, "num_saved_blocks")
+    cold, own = one_by_one(engine, prompts), one_by_one(engine, prompts)
+    assert engine.reset()
+    warm = one_by_one(engine, prompts)
+    assert engine.reset()
+    together = engine.run(prompts)
+    for answers in (cold, own, warm, together):
+        same(answers, wanted)
+    assert cached(cold) == [0] * len(prompts)
+    assert cached(warm) == cached(together) == full(prompts, unit)
+    assert saved.by_rank() == [sum(full(prompts, unit)) // unit] * 2
+
+
 def handed_off(engine, tokens):
     """Prefill, and return what the decode engine gets, as it would come over HTTP."""
     answer = engine.run([("prefill", tokens, {})], max_tokens=1, transfer={"do_remote_decode": True})[0]

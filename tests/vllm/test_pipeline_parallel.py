@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from asking import Grown, cached, decoded, fail_load_of, full, handed_off, one_by_one
+from asking import Grown, cached, check_cold_and_warm, decoded, fail_load_of, full, handed_off, one_by_one
 
 _seeds = itertools.count(300_000, 1000)
 
@@ -40,19 +40,8 @@ def wanted(plain, prompts):
 
 
 def test_cold_and_warm_and_the_engines_own_cache(engines, prompts, wanted, same, unit, is_clean):
-    engine = engines["stages"]
-    saved = Grown(engine, "num_saved_blocks")
-    cold, own = one_by_one(engine, prompts), one_by_one(engine, prompts)
-    assert engine.reset()
-    warm = one_by_one(engine, prompts)
-    assert engine.reset()
-    together = engine.run(prompts)
-    for answers in (cold, own, warm, together):
-        same(answers, wanted)
-    assert cached(cold) == [0] * len(prompts)
-    assert cached(warm) == cached(together) == full(prompts, unit)
-    assert saved.by_rank() == [sum(full(prompts, unit)) // unit] * 2
-    is_clean(engine)
+    check_cold_and_warm(engines["stages"], prompts, wanted, same, unit)
+    is_clean(engines["stages"])
 
 
 @pytest.mark.parametrize(

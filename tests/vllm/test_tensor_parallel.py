@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from asking import Grown, cached, decoded, fail_load_of, full, handed_off, one_by_one
+from asking import Grown, cached, check_cold_and_warm, decoded, fail_load_of, full, handed_off, one_by_one
 from waiting import stop_process
 
 _seeds = itertools.count(200_000, 1000)
@@ -53,19 +53,8 @@ def answer(plain, tokens):
 
 
 def test_cold_and_warm_and_the_engines_own_cache(engines, prompts, wanted, same, unit, is_clean):
-    engine = engines["pair"]
-    saved = Grown(engine, "num_saved_blocks")
-    cold, own = one_by_one(engine, prompts), one_by_one(engine, prompts)
-    assert engine.reset()
-    warm = one_by_one(engine, prompts)
-    assert engine.reset()
-    together = engine.run(prompts)
-    for answers in (cold, own, warm, together):
-        same(answers, wanted)
-    assert cached(cold) == [0] * len(prompts)
-    assert cached(warm) == cached(together) == full(prompts, unit)
-    assert saved.by_rank() == [sum(full(prompts, unit)) // unit] * 2
-    is_clean(engine)
+    check_cold_and_warm(engines["pair"], prompts, wanted, same, unit)
+    is_clean(engines["pair"])
 
 
 @pytest.mark.parametrize(
