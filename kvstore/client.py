@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from kvstore.arena import attach_arena
-from kvstore.chain import Chain
+from kvstore.chain import HASH_BYTES, Chain
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.control_client import ControlClient, connect_local
 from kvstore.cuda_copier import CopyPath
@@ -48,6 +48,7 @@ from kvstore.messages import (
     unpack_grant,
 )
 from kvstore.part import Part, as_part
+from kvstore.presence_view import PresenceView
 from kvstore.registration import make_copier
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult, Work
 from kvstore.sides import check_skip, detect_sides
@@ -106,6 +107,7 @@ class Client(HandoffVerbs):
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
         self._copier: EngineCopier | None = None
         self._lookups: ControlClient | None = None
+        self._presence: PresenceView | None = None
         threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
 
@@ -200,6 +202,34 @@ class Client(HandoffVerbs):
             return Match(num_local=U64.unpack(answer)[0])
         nodes = unpack_json(answer)["nodes"]
         return Match(num_local=int(nodes[0][1]), nodes=tuple((str(node), int(count)) for node, count in nodes[1:]))
+
+    def map_presence(self) -> None:
+        """Map what `is_surely_absent` reads; that says no to everything before. May be called again.
+
+        Raises:
+            StoreUnavailable: the node store is gone, or was restarted.
+        """
+        self._check_open()
+        if self._presence is None:
+            self._presence = PresenceView(self._path, self.epoch, timeout_s=self._call_timeout_s)
+
+    def is_surely_absent(self, hashes: BlockHashes, *, remote: bool = True) -> bool:
+        """Whether nothing of a chain is stored, where that can be told without a question: this waits for nobody.
+
+        Args:
+            hashes: a chain from its root on; its first block decides.
+            remote: whether what other nodes have counts; then nothing is sure while the store knows of any.
+
+        Returns:
+            True when a lookup that came now would find nothing. False says nothing: `lookup` knows.
+
+        Raises:
+            NamespaceMismatch: the hashes are of another namespace.
+        """
+        chain, presence = self._chain(hashes), self._presence
+        if presence is None or self._closed or self._lost or chain.start or not len(chain):
+            return False
+        return presence.is_absent(chain.data[:HASH_BYTES], remote=remote)
 
     def lease(self, hashes: BlockHashes, ttl_s: float = 30.0) -> Lease:
         """Pin the prefix of a chain that is in this node's memory.
@@ -343,6 +373,8 @@ class Client(HandoffVerbs):
         ended.wait(timeout_s)
         with self._connections_lock:
             connections, self._connections = self._connections, []
+        if self._presence is not None:
+            self._presence.close()
         if self._stage_link is not None:
             self._stage_link.close()
         for connection in connections:
@@ -417,6 +449,8 @@ class Client(HandoffVerbs):
         """That life of the store is over: unmap its memory, or the next life may find no room beside it."""
 
         def unmap(jobs: ThreadPoolExecutor) -> None:
+            if self._presence is not None:
+                self._presence.close()
             jobs.shutdown()  # Those that run fail by themselves; the ones after them never reach the memory.
             if self._stage_link is not None:
                 self._stage_link.close()

@@ -164,6 +164,15 @@ class ControlClient:
             self._end_stream()
         return False
 
+    def duplicate(self) -> int:
+        """Return a descriptor of the connection that is the caller's, to watch for something to read.
+
+        Raises:
+            OSError: the connection is closed.
+        """
+        with self._lock:
+            return os.dup(self._sock.fileno())
+
     def is_to_this_host(self) -> bool:
         """Whether the other side is a process of this machine, as far as its address says."""
         return self._sock.family == socket.AF_UNIX or self._sock.getsockname()[0] == self._sock.getpeername()[0]

@@ -19,6 +19,7 @@ from kvstore.directory import pack_publish
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
+from kvstore.solitude import Solitude
 from kvstore.versions import NamespaceVersions, unpack_versions
 from kvstore.wire import Op, unpack_json
 
@@ -51,6 +52,7 @@ class Hints:
         versions: of the namespaces that this store has heard were cleared.
         clear: called, on the link's thread, with a namespace and a version that the directory knows and the store
             may not.
+        say_alone: told whether this node is the only one that has blocks, as `is_alone` says it, without being asked.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Hints:
         timeout_s: float,
         versions: NamespaceVersions,
         clear: Callable[[bytes, int], object],
+        say_alone: Callable[[bool], None] = lambda alone: None,
     ) -> None:
         self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
         self._versions, self._clear, self._told = versions, clear, 0
@@ -74,6 +77,7 @@ class Hints:
         self._ask_lock = threading.Lock()
         #: The directory knew of no other node. It closes the connection of who was told so when there is one.
         self._is_only = False
+        self._solitude = Solitude(say_alone)
         self._ask_after_s = 0.0
         self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
         self._sequence = 0
@@ -139,6 +143,7 @@ class Hints:
             if started_s < self._ask_after_s:
                 return []
             self._is_only = False
+            self._solitude.end()
             try:
                 answer = unpack_json(self._ask(chain.encode()))
             except KVStoreError as error:
@@ -147,6 +152,8 @@ class Hints:
                 logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
                 return []
             self._is_only = answer.get("only") == self._node_id
+            if self._is_only and self._asker is not None:
+                self._solitude.begin(self._asker)
         return [(str(node), int(count)) for node, count in answer["nodes"]]
 
     def _ask(self, chain: bytes) -> bytes:
@@ -184,6 +191,7 @@ class Hints:
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(2.0)
+        self._solitude.end()
         for client in (self._publisher, self._asker):
             if client is not None:
                 client.close()

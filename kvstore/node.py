@@ -31,6 +31,7 @@ from kvstore.mover_link import MoverLink
 from kvstore.node_control import NodeControl
 from kvstore.peers import PeerAddress, PeerBook, Resolver
 from kvstore.pool_verbs import PoolVerbs
+from kvstore.presence import PresenceTable
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.versions import NamespaceVersions
 
@@ -70,7 +71,13 @@ class NodeCore(PoolVerbs):
         self.epoch = secrets.token_bytes(8)
         self._host, self.token = host, secrets.token_hex(16)
         self.arena: Arena = create_arena(config.capacity_bytes)
-        self._arena_closed = False
+        try:
+            #: What this node surely has not, for its workers to read.
+            self.presence = PresenceTable(self.epoch, config.capacity_bytes)
+        except ConfigError:
+            self.arena.close()
+            raise
+        self._memory_closed = False
         self.slot_bytes = 0
         self._attach_lock = threading.Lock()
         self.versions = NamespaceVersions()
@@ -78,7 +85,9 @@ class NodeCore(PoolVerbs):
         self.closed_to_peers = False
         self.mover = MoverLink(self._end_quarantine)
         self._peers = PeerBook(node_id, self.epoch, self._resolver(resolve_peer), config.call_timeout_s)
-        self.hints = Hints(node_id, resolve_directory, config.call_timeout_s, self.versions, self.clear)
+        self.hints = Hints(
+            node_id, resolve_directory, config.call_timeout_s, self.versions, self.clear, self.presence.set_alone
+        )
         self.fetcher: Fetcher | None = None
         remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{self.epoch.hex()}.sock")
@@ -136,7 +145,7 @@ class NodeCore(PoolVerbs):
                 f"{self.config.capacity_bytes}; raise capacity="
             )
         self.slot_bytes = slot_bytes
-        pool = self.make_pool(num_slots, self.epoch)
+        pool = self.make_pool(num_slots, self.epoch, self.presence.counts)
         self.fetcher = Fetcher(
             self.config, pool, self.hints, self._peers, self.mover, BLOCK_ORDER_VERSION,
             self.versions.get, self.clear,
@@ -266,18 +275,19 @@ class NodeCore(PoolVerbs):
         self._draining = self.closed_to_peers = True
         with contextlib.ExitStack() as steps:
             # From the last to the first; each is done whatever the others raise.
-            steps.callback(self._close_arena)
+            steps.callback(self._close_memory)
             steps.callback(self._control.stop)
             steps.callback(self._peers.close)
             steps.callback(self.hints.stop)
             if self.fetcher is not None:
                 steps.callback(self.fetcher.stop)
 
-    def _close_arena(self) -> None:
-        # Once: its descriptor's number may be somebody else's by the second time.
-        if not self._arena_closed:
-            self._arena_closed = True
+    def _close_memory(self) -> None:
+        # Once: the numbers of the descriptors may be somebody else's by the second time.
+        if not self._memory_closed:
+            self._memory_closed = True
             self.arena.close()
+            self.presence.close()
 
     def _pool_changed(self) -> None:
         self.hints.publish_soon()

@@ -95,6 +95,8 @@ class NodeControl:
             return self._hello(connection, message)
         if not connection.role:
             raise ProtocolError("wanted HELLO first")
+        if connection.role == "presence":
+            raise ProtocolError("wanted no more than HELLO from who only reads the presence table")
         if connection.role == "mover":
             self._hear_mover(connection, message)
             return None
@@ -163,13 +165,18 @@ class NodeControl:
             answer, fds = self._greeting(connection), (self._core.arena.fd,)
             connection.send(Op.HELLO, Flag.REPLY, message.request, answer, fds)
             return None
+        if connection.local and role == "presence":
+            connection.role = role
+            answer, fds = self._greeting(connection), (self._core.presence.fd,)
+            connection.send(Op.HELLO, Flag.REPLY, message.request, answer, fds)
+            return None
         if not connection.local and role == "peer":
             if not secrets.compare_digest(str(value.get("token")), self._core.token):
                 raise IncompatibleStore("wrong token: this address now belongs to another life of the store")
             connection.owner = self._peers.owner_in(value)
             connection.role = "peer"
             return self._greeting(connection)
-        raise ProtocolError(f"wanted role client or mover locally, or peer remotely, got {role!r}")
+        raise ProtocolError(f"wanted role client, mover or presence locally, or peer remotely, got {role!r}")
 
     def _greeting(self, connection: Connection) -> bytes:
         return pack_json(

@@ -20,6 +20,7 @@ from kvstore.chain import Chain
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.grants import Grant, PinKind, PoolStats, StoreTicket
 from kvstore.leases import LeaseTable
+from kvstore.presence import PresenceCounts
 from kvstore.slots import SlotTable
 from kvstore.watches import WatchTable
 from kvstore.writes import WriteTable, WriteTerms
@@ -40,6 +41,7 @@ class Pool:
         max_pinned: how many slots leases may hold at once; beyond it prefixes are cut short.
         max_hard_pinned: how many of them hard pins may hold; half of `max_pinned` when None.
         epoch: the life of the store that this pool belongs to; a random one when None.
+        presence: kept to say which chains begin here.
     """
 
     def __init__(
@@ -50,13 +52,14 @@ class Pool:
         *,
         max_hard_pinned: int | None = None,
         epoch: bytes | None = None,
+        presence: PresenceCounts | None = None,
     ) -> None:
         if num_slots < 1:
             raise InvalidRequest(f"num_slots: wanted at least 1, got {num_slots}")
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
         self._yield = yield_point
-        self._table = SlotTable(num_slots)
+        self._table = SlotTable(num_slots, presence)
         self._watches = WatchTable()
         new_id = count_from(secrets.randbits(48) + 1).__next__
         most = num_slots if max_pinned is None else max_pinned

@@ -14,6 +14,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, StoreDraining
 from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.pool import Pool
+from kvstore.presence import PresenceCounts
 
 FOREVER_S = math.inf
 
@@ -47,11 +48,11 @@ class PoolVerbs:
             raise InvalidRequest("no namespace has attached to this store yet; make a client first")
         return self.attached_pool
 
-    def make_pool(self, num_slots: int, epoch: bytes) -> Pool:
+    def make_pool(self, num_slots: int, epoch: bytes, presence: PresenceCounts) -> Pool:
         """Return a pool with the budgets of the configuration."""
         max_pinned = max(1, int(num_slots * self.config.max_pinned_fraction))
         max_hard_pinned = min(max_pinned, int(num_slots * self.config.max_hard_pinned_fraction))
-        return Pool(num_slots, max_pinned, max_hard_pinned=max_hard_pinned, epoch=epoch)
+        return Pool(num_slots, max_pinned, max_hard_pinned=max_hard_pinned, epoch=epoch, presence=presence)
 
     def check_serving(self) -> None:
         """Refuse when the node is being drained.

@@ -14,10 +14,13 @@ import numpy as np
 
 from kvstore.chain import HASH_BYTES, Chain
 from kvstore.eviction import EvictionOrder
+from kvstore.presence import PresenceCounts
 from kvstore.runs import Run, SlotList, join
 
 _NO_SLOTS = SlotList.of([])
 _ONE = np.int32(1)
+#: Few, so that in tests many blocks share one.
+_OWN_COUNTERS = 16
 
 
 class SlotTable:
@@ -32,10 +35,15 @@ class SlotTable:
 
     Free slots are handed out lowest index first and a claim is ascending, so that the blocks of one request
     become neighbours and merge into few transfer descriptors.
+
+    Args:
+        num_slots: how many there are.
+        presence: counts the first blocks of chains that are ready; for this table alone when None.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, presence: PresenceCounts | None = None) -> None:
         self.num_slots = num_slots
+        self.presence = PresenceCounts(bytearray(_OWN_COUNTERS)) if presence is None else presence
         self.block_hash = [b""] * num_slots
         self.parent = [b""] * num_slots
         self.namespace = [b""] * num_slots
@@ -224,6 +232,8 @@ class SlotTable:
         return evicted
 
     def _not_ready(self, slot: int) -> None:
+        if self.parent[slot] == self.namespace[slot]:
+            self.presence.drop(self.block_hash[slot])
         run = self.run[slot]
         if run is not None:
             run.lost(self.place[slot])
@@ -253,6 +263,8 @@ class SlotTable:
         writing = self.writing
         for own in hashes:
             del writing[own]
+        if self.parent[slots[0]] == self.namespace[slots[0]]:  # Only what a write begins with can be a chain's first.
+            self.presence.add(hashes[0])
         self.ready.update(zip(hashes, slots, strict=True))
         run = self.run[slots[0]]
         if run is not None:
@@ -459,6 +471,7 @@ class SlotTable:
             assert run is not None, "ready, and never claimed"
             assert run.slots[self.place[slot]] == slot, "a slot is not where its run has it"
             assert run.data[self.place[slot] * HASH_BYTES :][:HASH_BYTES] == own, "a run has another hash"
+        self.presence.check(own for own, slot in self.ready.items() if self.parent[slot] == self.namespace[slot])
         assert set(self.soft) <= set(self.ready.values()), "soft pin of a block that is not there"
         waiting = {slot for slot, stamp in self._spared.items() if stamp == self.order.stamp[slot]}
         self.order.check({slot for slot in self.ready.values() if self._is_evictable(slot)} - waiting)

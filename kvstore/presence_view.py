@@ -1,0 +1,61 @@
+"""A worker's sight of its store's presence table: what is surely not there costs no question."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.control_client import connect_local
+from kvstore.errors import StoreUnavailable
+from kvstore.presence import ALONE_AT, EPOCH_BYTES, HEAD_BYTES, place_of
+
+
+class PresenceView:
+    """The table of one life of a store, for as long as that lasts: a connection that says nothing ends with it.
+
+    Args:
+        control_path: the node store's socket.
+        epoch: the life that is meant, as in its greeting.
+        timeout_s: for the connection.
+
+    Raises:
+        StoreNotRunning: nobody answers.
+        StoreUnavailable: it is another life of the store.
+    """
+
+    def __init__(self, control_path: str, epoch: str, *, timeout_s: float) -> None:
+        hello = {"role": "presence", "protocol": PROTOCOL_VERSION}
+        self._connection, fd = connect_local(control_path, hello, timeout_s=timeout_s)
+        try:
+            size, flags = os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        memory.madvise(mmap.MADV_DONTFORK)
+        self._memory: mmap.mmap | None = memory
+        self._mask = size - HEAD_BYTES - 1
+        found = memory[:EPOCH_BYTES].hex()
+        if found != epoch:
+            self.close()
+            raise StoreUnavailable(f"wanted epoch {epoch}, got {found}: the store was restarted; make a new client")
+
+    def is_absent(self, first_block: bytes, *, remote: bool) -> bool:
+        """Whether a chain can surely not be found; waits for nobody.
+
+        Args:
+            first_block: hash of the chain's first block.
+            remote: whether other nodes count too: then nothing is sure unless this one is alone.
+
+        Returns:
+            False also when the store has ended, of which somebody else has to hear.
+        """
+        memory = self._memory
+        if memory is None or (remote and not memory[ALONE_AT]):
+            return False
+        return not memory[HEAD_BYTES + place_of(first_block, self._mask)] and self._connection.is_quiet()
+
+    def close(self) -> None:
+        """End the connection; the memory is unmapped when nobody reads it any more. May be called again."""
+        self._connection.close()
+        self._memory = None
