@@ -54,6 +54,11 @@ def handed_off(engine, tokens):
     return json.loads(json.dumps(answer["transfer"]))
 
 
+def reported(params, num_fetched):
+    """Return the cached tokens of an answer whose blocks were fetched: newer vLLMs say what the prefill engine had."""
+    return (params or {}).get("remote_prefill_cached_tokens", num_fetched)
+
+
 def decoded(engine, tokens, params):
     return engine.run([("decode", tokens, {})], transfer=params)[0]
 

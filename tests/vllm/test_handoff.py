@@ -6,6 +6,7 @@ import itertools
 import json
 
 import pytest
+from asking import reported
 
 PREFILL = {"do_remote_decode": True}
 _seeds = itertools.count(90_000, 1000)
@@ -52,11 +53,6 @@ def prefill(engine, tokens, **options):
     """Return what the decode engine gets, as it would come over HTTP."""
     answer = engine.run([("prefill", tokens, {})], max_tokens=1, transfer=PREFILL, **options)[0]
     return answer, json.loads(json.dumps(answer["transfer"]))
-
-
-def reported(params, num_fetched):
-    """Return the cached tokens of an answer whose blocks were fetched: newer vLLMs say what the prefill engine had."""
-    return (params or {}).get("remote_prefill_cached_tokens", num_fetched)
 
 
 def decode(engine, tokens, params, **options):

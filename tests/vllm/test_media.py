@@ -6,6 +6,7 @@ An audio model, because most image models of vLLM need torchvision, which `make 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,17 @@ def save_model(folder):
     )
     config.architectures = ["Qwen2AudioForConditionalGeneration"]
     Qwen2AudioForConditionalGeneration(config).float().save_pretrained(folder)
+    rename_as_published(folder)
+
+
+def rename_as_published(folder):
+    """Give the weights the names that the published model's have: some releases of transformers write others."""
+    from safetensors.torch import load_file, save_file
+
+    for path in Path(folder).glob("*.safetensors"):
+        weights = load_file(path)
+        named = {name.replace("model.model.model.", "model.model."): weight for name, weight in weights.items()}
+        save_file(named, path, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")

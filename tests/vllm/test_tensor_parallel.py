@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from asking import Grown, cached, check_cold_and_warm, decoded, fail_load_of, full, handed_off, one_by_one
+from asking import Grown, cached, check_cold_and_warm, decoded, fail_load_of, full, handed_off, one_by_one, reported
 from waiting import stop_process
 
 _seeds = itertools.count(200_000, 1000)
@@ -132,9 +132,12 @@ def test_blocks_stay_taken_until_the_slower_rank_is_through(engines, tokens, ans
 @pytest.mark.parametrize(("source", "target"), [("pair", "failing pair"), ("failing pair", "pair")])
 def test_hand_off_between_engines_of_two_workers(source, target, engines, prompts, wanted, same, unit, is_clean):
     fetched = Grown(engines[target], "num_fetched_peer_blocks")
-    answers = [decoded(engines[target], tokens, handed_off(engines[source], tokens)) for _, tokens, _ in prompts]
+    tickets, answers = [], []
+    for _, tokens, _ in prompts:
+        tickets.append(handed_off(engines[source], tokens))
+        answers.append(decoded(engines[target], tokens, tickets[-1]))
     same(answers, wanted)
-    assert cached(answers) == full(prompts, unit)
+    assert cached(answers) == [reported(*each) for each in zip(tickets, full(prompts, unit), strict=True)]
     assert fetched.by_rank() == [sum(full(prompts, unit)) // unit] * 2
     is_clean(engines[source], engines[target])
 
@@ -163,7 +166,8 @@ def test_the_fetch_of_one_rank_fails(policy, rank, engines, tokens, answer, same
 def test_a_ticket_of_two_workers_is_not_for_one(engines, tokens, answer, same, unit):
     engine = engines["second"]
     before = engine.stats()["scheduler"].get("num_bad_tickets", 0)
-    got = decoded(engine, tokens, handed_off(engines["pair"], tokens))
+    params = handed_off(engines["pair"], tokens)
+    got = decoded(engine, tokens, params)
     same([got], answer)
     assert engine.stats()["scheduler"]["num_bad_tickets"] == before + 1
-    assert got["num_cached"] == 200 // unit * unit  # From the store.
+    assert got["num_cached"] == reported(params, 200 // unit * unit)  # From the store.
