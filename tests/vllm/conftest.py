@@ -155,6 +155,8 @@ def _engines(tmp_path_factory):
         yield start
     finally:
         for engine in started:
+            engine.begin_close()
+        for engine in started:
             engine.close()
 
 

@@ -6,6 +6,7 @@ imported once, by the process of which all engines are forks.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 import traceback
@@ -13,6 +14,7 @@ import traceback
 import ray  # noqa: F401 - imported once for all
 import vllm.v1.engine.core
 import vllm.v1.engine.llm_engine
+import vllm.v1.executor.multiproc_executor
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -25,8 +27,12 @@ import kvstore.integrations.vllm  # noqa: F401
 DEVICE = os.environ.get("RAYKV_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     import vllm.v1.worker.cpu_worker
+
+    # Workers are forked as they are on a GPU. vLLM has those on a CPU import all of it again, which takes each longer
+    # than most tests here; that is for the sake of their threads for OpenMP, and here they have none.
+    vllm.v1.executor.multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 else:
-    import vllm.v1.worker.gpu_worker  # noqa: F401
+    import vllm.v1.worker.gpu_worker
 
 # Otherwise vLLM asks for what these can do in processes of their own, which import all of vLLM again.
 ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)

@@ -67,9 +67,13 @@ class Engine:
     def log(self):
         return self._log.read_text(errors="replace")[-4000:] if self._log.exists() else ""
 
-    def close(self):
-        with contextlib.suppress(EngineError, OSError):
+    def begin_close(self):
+        with contextlib.suppress(OSError):
             self.begin("stop")
+
+    def close(self):
+        """Wait until it has ended, after `begin_close`."""
+        with contextlib.suppress(EngineError, OSError):
             self.end(30)
         self._connection.close()
         self.process.join(20)
