@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
 from types import SimpleNamespace
@@ -28,9 +29,13 @@ def parts():
 class Client:
     """Has the blocks of one prompt; says how many it was asked for each time."""
 
-    def __init__(self, known):
-        self.known, self.asked, self.gate = known, [], threading.Event()
+    def __init__(self, known, says_absent=False):
+        self.known, self.asked, self.gate, self.says_absent = known, [], threading.Event(), says_absent
         self.gate.set()
+
+    def is_surely_absent(self, hashes, *, remote=True):
+        assert len(hashes) == 1, "the first block decides"
+        return self.says_absent and hashes != self.known[:1]
 
     def lookup(self, hashes, *, remote=True, timeout_s=None, meanwhile=None):
         assert self.gate.wait(5)
@@ -86,35 +91,83 @@ def test_hashes_for_saves_leave_the_step_after_an_answer_alone_and_questions_do_
     now_s, lookups = [100.0], make.lookups(Client([]))
     lookups.close()
     monkeypatch.setattr(parts.lookups, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    waited_s, late = [], object()
+    waited_s, late, asked = [], object(), SimpleNamespace(done=False)
 
     def get(timeout=None):
         waited_s.append(timeout)
         if timeout is None or now_s[0] > 100.0:
-            return "question"
+            return asked
         raise queue.Empty
 
     monkeypatch.setattr(lookups, "_questions", SimpleNamespace(get=get, put=lambda question: None))
-    assert lookups._next() == "question"
+    assert lookups._next() is asked
     lookups._late.append((100.002, late))
     assert lookups._next() is late
     assert waited_s == [None, pytest.approx(0.002)]
     lookups._late.append((100.002, late))
     now_s[0] = 100.01
-    assert lookups._next() == "question", "who waits for an answer comes first"
+    assert lookups._next() is asked, "who waits for an answer comes first"
     now_s[0] = 100.1
     assert lookups._next() is late
     assert waited_s[2:] == [0.0]
 
 
-def test_what_is_not_looked_up_is_hashed_all_the_same(make, parts, eventually):
+def test_what_surely_is_nowhere_is_answered_at_once_and_hashed_when_told(make, parts, eventually):
+    client = Client(parts.space.block_hashes(range(4 * SIZE)), says_absent=True)
+    lookups, new, known = make.lookups(client), make.question([*range(1, 5 * SIZE)]), make.question([*range(4 * SIZE)])
+    lookups.ask(new)
+    assert (new.done, new.is_immediate, new.num_blocks, new.hashes) == (True, True, 0, None)
+    assert lookups.num_unhashed_tokens == 5 * SIZE - 1
+    lookups.ask(known)
+    assert not known.is_immediate
+    eventually(lambda: known.done, 5)
+    assert known.num_blocks == 4
+    assert client.asked == [1, 4], "of the new one nobody was asked"
+    assert new.hashes is None
+    lookups.hash_rest()
+    assert lookups.num_unhashed_tokens == 0
+    eventually(lambda: new.hashes is not None, 5)
+    assert new.hashes == parts.space.block_hashes(range(1, 5 * SIZE))
+
+
+def test_hashes_of_what_was_answered_at_once_come_behind_questions(make, eventually):
+    client, order = Client([], says_absent=True), []
+    lookups, new, asked = make.lookups(client), make.question([1] * 100 * SIZE), make.question([2] * 4 * SIZE)
+    lookups.ask(new)
+    client.says_absent = False
+    hash_all = new.hash_all
+    new.hash_all = lambda: (order.append(asked.done), hash_all())[1]
+    client.gate.clear()
+    first = make.question([3] * 4 * SIZE)
+    lookups.ask(first)
+    lookups.hash_rest()
+    lookups.ask(asked)
+    client.gate.set()
+    eventually(lambda: new.hashes is not None and asked.hashes is not None and first.done, 5)
+    assert order == [True], "the question behind it was answered before"
+
+
+@pytest.mark.parametrize("why", ["no lookup", "no block", "no store"])
+def test_what_is_not_looked_up_is_answered_at_once_and_hashed_all_the_same(make, parts, eventually, why):
     client = Client(parts.space.block_hashes(range(4 * SIZE)))
-    question = make.question(list(range(5 * SIZE)), is_lookup=False)
-    make.lookups(client).ask(question)
-    eventually(lambda: question.hashes is not None, 5)
+    lookups = make.lookups(None if why == "no store" else client)
+    num_tokens = SIZE - 1 if why == "no block" else 5 * SIZE
+    question = make.question(list(range(num_tokens)), is_lookup=why != "no lookup")
+    lookups.ask(question)
     assert question.done
+    lookups.hash_rest()
+    eventually(lambda: question.hashes is not None, 5)
     assert not client.asked
-    assert question.hashes == parts.space.block_hashes(range(5 * SIZE))
+    assert question.hashes == parts.space.block_hashes(range(num_tokens))
+
+
+def test_embeddings_are_hashed_on_the_thread(make):
+    question = make.question([0] * 4 * SIZE)
+    question.prompt._request.prompt_embeds = object()
+    lookups = make.lookups(Client([], says_absent=True))
+    lookups.close()
+    lookups.ask(question)
+    assert not question.done
 
 
 def test_a_hand_off_is_answered_with_its_hashes(make, parts, eventually):
@@ -148,7 +201,7 @@ def side(parts):
     )
     made.asked, made._space = [], parts.space
     made._handoffs = SimpleNamespace(begin=lambda tracked: None, plan=lambda *args: None, end=lambda *args: None)
-    made._lookups = SimpleNamespace(ask=made.asked.append, is_held_up=lambda: False)
+    made._lookups = SimpleNamespace(ask=made.asked.append, is_held_up=lambda: False, num_unhashed_tokens=0)
     return made
 
 
@@ -165,6 +218,60 @@ def test_an_answer_that_was_seen_ends_no_later_wait_and_one_that_comes_meanwhile
     side._answered.set()
     assert side.match(request_of("second"), 0) == (None, False)
     assert side._answered.is_set(), "it is the first one's, who is asked again when this step ends"
+
+
+def answer_at_once(side):
+    """Let every question be answered at once, with nothing."""
+
+    def ask(question):
+        side.asked.append(question)
+        question.done = question.is_immediate = True
+
+    side._lookups.ask = ask
+
+
+def test_a_prompt_that_surely_is_nowhere_is_computed_in_the_step_that_asks(side):
+    answer_at_once(side)
+    request = request_of("new")
+    side.begin(request)
+    assert side.match(request, 0) == (0, False)
+    assert side._plan.num_waiting == 0
+    assert side.match(request, 0) == (0, False)
+    assert len(side.asked) == 1
+
+
+def test_an_answer_that_came_at_once_is_too_old_after_a_second_in_the_queue(side, monkeypatch):
+    from kvstore.integrations.vllm import scheduler
+
+    answer_at_once(side)
+    request = request_of("waits")
+    side.begin(request)
+    later_s = side.asked[0].asked_s + 1.1
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: later_s))
+    assert side.match(request, 0) == (0, False)
+    assert len(side.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "is_launching", "is_late"), [(64, True, True), (1, True, False), (64, False, False)]
+)
+def test_hashes_wait_for_the_launches_of_a_step_that_takes_longer(side, num_computed, is_launching, is_late):
+    hashed = []
+    side._lookups.num_unhashed_tokens = 64
+    side._lookups.hash_rest = lambda: hashed.append(True)
+    side._is_launching = is_launching
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=num_computed, scheduled_new_reqs=[], preempted_req_ids=None,
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[]),
+    )  # fmt: skip
+    plan = side.plan(output)
+    assert bool(hashed) != is_late
+    if is_late:
+        sent = pickle.loads(pickle.dumps(plan))
+        sent.launched()
+        assert not hashed, "in another process it is nothing"
+        plan.launched()
+    assert hashed == [True]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,11 +25,14 @@ def _timed(
     method: Callable[Concatenate[RaykvConnector, P], T],
 ) -> Callable[Concatenate[RaykvConnector, P], T]:
     """Count how long the scheduler was kept."""
-    name = method.__name__
+    names = ("scheduler", method.__name__)
 
     def timed(self: RaykvConnector, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.stats.timed("scheduler"), self.stats.timed(name):
+        begin_s = time.perf_counter()
+        try:
             return method(self, *args, **kwargs)
+        finally:
+            self.stats.time_each(names, time.perf_counter() - begin_s)
 
     functools.update_wrapper(timed, method)
     return timed

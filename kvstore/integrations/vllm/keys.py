@@ -43,7 +43,13 @@ class PromptHashes:
         self._size = space.shape.block_size
         self._runs: list[BlockHashes] = []
         self._num_made = 0
-        self.num_blocks = len(self._tokens) // self._size
+        self.num_tokens = len(self._tokens)
+        self.num_blocks = self.num_tokens // self._size
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether one block takes microseconds: embeddings are read whole."""
+        return getattr(self._request, "prompt_embeds", None) is None
 
     @property
     def is_made(self) -> bool:

@@ -1,9 +1,8 @@
-"""What is stored of a request's prompt, found out on a thread of its own: the scheduler never waits for it."""
+"""What is stored of a request's prompt: surely nothing, or found out on a thread; the scheduler never waits for it."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import queue
 import threading
@@ -50,6 +49,8 @@ class Question:
         self.is_given = False
         #: Whether nothing more becomes known of what is stored.
         self.done = False
+        #: Whether that was known at once, without a question to the store.
+        self.is_immediate = False
 
     def hash_all(self) -> BlockHashes:
         """Make the hashes that are not made yet."""
@@ -77,17 +78,52 @@ class Lookups:
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         #: Answered, but not hashed to the end, and when that begins; the thread's own.
         self._late: collections.deque[tuple[float, Question]] = collections.deque()
+        #: Answered at once, and to be hashed when `hash_rest` says so; the caller's own.
+        self._unhashed: list[Question] = []
         self._not_before_s = 0.0
         self._begun_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="raykv-lookups", daemon=True)
         self._thread.start()
 
     def ask(self, question: Question) -> None:
-        """Have a question answered; returns at once."""
+        """Have a question answered; returns at once, with the answer where nobody has to be asked for it."""
+        if self._is_surely_nothing(question):
+            question.done = question.is_immediate = True
+            if question.hashes is None:
+                self._unhashed.append(question)
+            return
         is_first = self._begun_s is None and self._questions.empty()
         self._questions.put(question)
         if is_first:
             time.sleep(_YIELD_S)  # The thread would wait for this one's interpreter until a step has nothing to do.
+
+    @property
+    def num_unhashed_tokens(self) -> int:
+        """Tokens of the prompts that wait for `hash_rest`."""
+        return sum(question.prompt.num_tokens for question in self._unhashed)
+
+    def hash_rest(self) -> None:
+        """Have the prompts hashed that were answered at once: their saves will need it. Returns at once."""
+        unhashed, self._unhashed = self._unhashed, []
+        for question in unhashed:
+            self._questions.put(question)
+
+    def _is_surely_nothing(self, question: Question) -> bool:
+        """Whether nothing is stored that a question wants to know of, as far as is known without a wait."""
+        if question.needs_hashes:
+            return False
+        if not (question.is_lookup and question.prompt.num_blocks):
+            return True
+        client = self._link.client()
+        if client is None:
+            return True
+        if not question.prompt.is_quick:
+            return False
+        try:
+            first = question.prompt.first() if question.hashes is None else question.hashes[:1]
+            return client.is_surely_absent(first, remote=self._is_remote)
+        except Exception:  # noqa: BLE001 - the thread meets it too, and says so
+            return False
 
     def is_held_up(self) -> bool:
         """Whether the store takes too long for an answer: then the questions behind it need not wait for theirs."""
@@ -119,15 +155,22 @@ class Lookups:
 
     def _next(self) -> Question | None:
         """Wait for a question; hashes that only saves need come when there is none for a while."""
-        if not self._late:
-            return self._questions.get()
-        due_s, late = self._late[0]
-        left_s = due_s - time.monotonic()
-        if left_s > -_OVERDUE_S:
-            with contextlib.suppress(queue.Empty):
-                return self._questions.get(timeout=max(0.0, left_s))
-        self._late.popleft()
-        return late
+        while True:
+            if not self._late:
+                question = self._questions.get()
+            else:
+                due_s, late = self._late[0]
+                left_s = due_s - time.monotonic()
+                try:
+                    if left_s <= -_OVERDUE_S:
+                        raise queue.Empty
+                    question = self._questions.get(timeout=max(0.0, left_s))
+                except queue.Empty:
+                    self._late.popleft()
+                    return late
+            if question is None or not question.done:
+                return question
+            self._late.append((time.monotonic(), question))
 
     def _answer(self, question: Question) -> None:
         self._begun_s = time.monotonic()

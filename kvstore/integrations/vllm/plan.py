@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,24 @@ class Wakeup(threading.Event):
         return Wakeup, (False,)
 
 
+class Hook:
+    """Is called by a worker that shares the scheduler's process; one that was sent to another does nothing.
+
+    Args:
+        call: what it does.
+    """
+
+    def __init__(self, call: Callable[[], None] = lambda: None) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        """Do it."""
+        self._call()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
     """What the scheduler's half tells the workers' in one step.
@@ -98,6 +117,7 @@ class StepPlan(KVConnectorMetadata):
         num_waiting: requests that wait for an answer of the store.
         num_unhashed_tokens: of those whose prompts are still to be hashed for it.
         answered: set when there is such an answer.
+        launched: called when all of the step is launched.
         drop_saves: the cache was cleared: what was computed before must not be stored any more.
     """
 
@@ -112,6 +132,7 @@ class StepPlan(KVConnectorMetadata):
     num_waiting: int = 0
     num_unhashed_tokens: int = 0
     answered: Wakeup | None = None
+    launched: Hook | None = None
     drop_saves: bool = False
 
 
@@ -166,7 +187,9 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     Args:
         space: what the blocks of this engine mean; all workers must have found the same.
         desks: where this worker publishes, by its rank.
+        launcher_pid: the process that launches its steps on a GPU; 0 where they run on the CPU.
     """
 
     space: Namespace
     desks: dict[int, Desk] = field(default_factory=dict)
+    launcher_pid: int = 0

@@ -1,11 +1,13 @@
 """The scheduler's half: what is stored, what to load and save, and when blocks may be freed.
 
-No method of it waits for the store, whose answers come from a thread (lookups.py). `reset_cache` is the exception.
+No method of it waits for the store: that it surely has nothing is read in shared memory, other answers come from a
+thread (lookups.py). `reset_cache` is the exception.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.lookups import Lookups, Question
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import (
+    Hook,
     LoadPlan,
     SavePlan,
     StepPlan,
@@ -33,8 +36,11 @@ from kvstore.integrations.vllm.tracked import Tracked
 logger = logging.getLogger(__name__)
 
 #: An answer that vLLM had and could not use at once is asked for again after this: blocks may have been evicted. The
-#: first time it is given whatever its age, or none would be young enough where steps or many lookups take longer.
+#: first time it is given whatever its age, or none would be young enough where steps or many lookups take longer; but
+#: not one that came at once, as the next one will.
 _ANSWER_S = 1.0
+#: Hashes wait until a step is launched that computes at least this share of the tokens: it takes longer than they do.
+_LAUNCHED_SHARE = 0.25
 
 
 class SchedulerSide:
@@ -75,6 +81,8 @@ class SchedulerSide:
         self._ending: dict[str, Tracked] = {}
         self._plan = StepPlan()
         self._answered = Wakeup()
+        #: Whether the engine's steps are launched by this process, on a GPU.
+        self._is_launching = False
         self._events: list[Any] = []
         #: Workers that have yet to drop what was computed before the cache was cleared.
         self._num_drops_open = 0
@@ -87,12 +95,14 @@ class SchedulerSide:
             StoreNotRunning: there is no store on this node.
         """
         space = found[0].space
-        self._space, self._link = space, StoreLink(self._options, space)
+        self._space = space
+        self._link = StoreLink(self._options, space, on_open=lambda client: client.map_presence())
         self._handoffs = HandoffSide(
             space, self._engine_block_size, self._num_workers, self._publishes, self._options.handoff_ttl_s, self._stats
         )
         for hello in found:
             self._handoffs.learn(hello.desks)
+        self._is_launching = all(hello.launcher_pid == os.getpid() for hello in found)
         self._lookups = Lookups(
             self._link, self._options.remote, self._options.lookup_wait_s, self._stats, self._answered
         )
@@ -125,7 +135,9 @@ class SchedulerSide:
         tracked.num_engine_tokens = num_engine_tokens
         size, now_s = self._space.shape.block_size, time.monotonic()
         question = tracked.question
-        if question is None or (tracked.may_load and question.is_given and now_s > question.asked_s + _ANSWER_S):
+        if question is None or (
+            tracked.may_load and (question.is_given or question.is_immediate) and now_s > question.asked_s + _ANSWER_S
+        ):
             self._ask(tracked)
         question = tracked.question
         assert question is not None
@@ -183,6 +195,7 @@ class SchedulerSide:
         """Return what the workers have to do in this step, and begin to collect for the next one."""
         plan, self._plan = self._plan, StepPlan()
         plan.answered = self._answered
+        self._have_hashed(plan, output.total_num_scheduled_tokens)
         plan.is_computing = output.total_num_scheduled_tokens > 0
         plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
         if plan.settle:
@@ -311,6 +324,15 @@ class SchedulerSide:
             needs_hashes=tracked.may_publish or is_arriving,
         )
         self._lookups.ask(tracked.question)
+
+    def _have_hashed(self, plan: StepPlan, num_computed_tokens: int) -> None:
+        """Have prompts hashed that were answered at once; if possible when no launch of this process waits for that."""
+        if self._lookups is None or not (num_tokens := self._lookups.num_unhashed_tokens):
+            return
+        if self._is_launching and num_computed_tokens >= _LAUNCHED_SHARE * num_tokens:
+            plan.launched = Hook(self._lookups.hash_rest)
+        else:
+            self._lookups.hash_rest()
 
     def _plan_save(self, saves: list[SavePlan], req_id: str, begin: int, end: int) -> None:
         """Plan what becomes whole while a request computes tokens [begin, end)."""

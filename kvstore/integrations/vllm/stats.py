@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -41,13 +41,20 @@ class Stats:
 
     def time(self, name: str, seconds: float) -> None:
         """Count one event and how long it took."""
+        self.time_each((name,), seconds)
+
+    def time_each(self, names: Iterable[str], seconds: float) -> None:
+        """Count one event under several names."""
         bucket = str(_bucket(seconds))
         with self._lock:
-            for stats in (self._total, self._since):
-                times = stats.data["times"].setdefault(name, {"max_s": 0.0, "sum_s": 0.0, "buckets": {}})
-                times["max_s"] = max(times["max_s"], seconds)
-                times["sum_s"] += seconds
-                times["buckets"][bucket] = times["buckets"].get(bucket, 0) + 1
+            for name in names:
+                for stats in (self._total, self._since):
+                    times = stats.data["times"].get(name)
+                    if times is None:
+                        times = stats.data["times"][name] = {"max_s": 0.0, "sum_s": 0.0, "buckets": {}}
+                    times["max_s"] = max(times["max_s"], seconds)
+                    times["sum_s"] += seconds
+                    times["buckets"][bucket] = times["buckets"].get(bucket, 0) + 1
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:

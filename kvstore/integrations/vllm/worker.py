@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -111,7 +112,10 @@ class WorkerSide:
 
     def hello(self) -> WorkerHello | None:
         """Return what the scheduler's half has to know before the first step; None before `register`."""
-        return None if self.space is None else WorkerHello(self.space, self.publishing.news(self._client()))
+        if self.space is None:
+            return None
+        pid = os.getpid() if self._is_on_gpu else 0
+        return WorkerHello(self.space, self.publishing.news(self._client()), launcher_pid=pid)
 
     def settle(self, plan: StepPlan) -> None:
         """Make sure that nothing reads blocks any more that are overwritten in this step; may be called again."""
@@ -144,6 +148,8 @@ class WorkerSide:
         begun: list[SavePlan | PublishPlan] = [*plan.publications, *plan.saves]
         for save in begun:
             self._begin_save(save)
+        if plan.launched is not None:
+            plan.launched()
 
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""

@@ -1,0 +1,60 @@
+"""A prompt that surely is nowhere is computed in the first step there is; what is stored is found as ever."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+_seeds = itertools.count(150_000, 10)
+
+
+@pytest.fixture(scope="module")
+def engine(model, start_engine, connector, unit):
+    """One that asks no other node."""
+    return start_engine(model, block_size=unit, connector=connector(0, remote=False, portable=True)).wait_started()
+
+
+def num_lookups(engine):
+    return engine.stats()["scheduler"].get("num_lookup", 0)
+
+
+def test_new_prompts_are_answered_after_one_step_and_without_a_question(engine, plain, prompt_of, unit, same, is_clean):
+    asked = num_lookups(engine)
+    prompts = [prompt_of(count, next(_seeds)) for count in (5, unit, 200, 900)]
+    for at, tokens in enumerate(prompts):
+        engine.add(f"new {at}", tokens, max_tokens=1)
+        engine.step(1)
+        answer = engine.answer(f"new {at}")
+        assert answer is not None, "its first token came with the first step"
+        assert answer["num_cached"] == 0
+        same([answer], plain.run([("plain", tokens, {})], cold=True, max_tokens=1))
+        engine.settle()
+    assert num_lookups(engine) == asked
+    engine.reset()
+    for at, tokens in enumerate(prompts):
+        (warm,) = engine.run([(f"warm {at}", tokens, {})], max_tokens=1)
+        assert warm["num_cached"] == len(tokens) // unit * unit, "all of it was saved"
+    assert num_lookups(engine) == asked + 3, "the shortest has no block that could be stored"
+    is_clean(engine)
+
+
+def test_together_and_beside_one_that_is_stored(engine, plain, prompt_of, same, is_clean):
+    stored, new = prompt_of(300, next(_seeds)), [prompt_of(150, next(_seeds)) for _ in range(4)]
+    engine.run([("save", stored, {})], max_tokens=1)
+    engine.reset()
+    asked = [("stored", stored, {}), *((f"new {at}", tokens, {}) for at, tokens in enumerate(new))]
+    answers = engine.run(asked)
+    same(answers, plain.run(asked, cold=True))
+    assert answers[0]["num_cached"] >= 256
+    assert [answer["num_cached"] for answer in answers[1:]] == [0] * 4
+    is_clean(engine)
+
+
+def test_the_schedulers_methods_stay_under_a_millisecond(engine, prompt_of):
+    """A bound that a wait for the store would break, and this machine's pauses do not: the median of each."""
+    for at in range(20):
+        engine.run([(f"one {at}", prompt_of(100, next(_seeds)), {})], max_tokens=1)
+    stats = engine.stats()["scheduler"]
+    slow = {name: ms for name, ms in stats.items() if name.endswith("_p50_ms") and name != "lookup_p50_ms" and ms > 1.0}
+    assert not slow
