@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstore.kernels.driver import copy_run, launch, on_device
-from kvstore.kernels.launch import Launch, Tables, check_slots, check_window, launches
+from kvstore.kernels.launch import Launch, Tables, check_slots, check_window, launches, moved
 from kvstore.kernels.module import load
 from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.spans import COLUMNS, Spans
@@ -53,6 +53,14 @@ class PlacedSpans:
     spans: Spans
     address: int
     memory: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedCopy:
+    """The launches of a copy, for a list of spans that lies at `address` on the device."""
+
+    work: list[Launch]
+    address: int
 
 
 class GpuCopier:
@@ -178,10 +186,39 @@ class GpuCopier:
         Raises:
             RuntimeError: the driver refused a launch.
         """
+        # All of them first: a refusal leaves nothing half done.
+        work = self.prepare(to_slots, placed, slots, begin, end, first_slot, max_ctas)
+        self.launch_prepared(work, stream)
+
+    def prepare(
+        self,
+        to_slots: bool,
+        placed: PlacedSpans,
+        slots: Tensor,
+        begin: int,
+        end: int | None,
+        first_slot: int = 0,
+        max_ctas: int | None = None,
+    ) -> PreparedCopy:
+        """Work out what `launch_checked` launches, for a caller that has checked all of it."""
         work = launches(
             self.plan, self._tables, placed.spans, placed.address, slots, to_slots=to_slots,
             begin=begin, end=end, first_slot=first_slot, max_ctas=max_ctas,
         )  # fmt: skip
-        # All of them first: a refusal leaves nothing half done.
-        for one in list(work):
+        return PreparedCopy(list(work), placed.address)
+
+    def launch_prepared(self, copy: PreparedCopy, stream: int, address: int | None = None, slots_by: int = 0) -> None:
+        """Launch what `prepare` returned, on the device.
+
+        Args:
+            copy: may be launched again and again.
+            stream: handle of the stream.
+            address: of the list, where that is another one of as many spans of as many tokens.
+            slots_by: how many bytes, whole slots, behind those of the copy its slots lie.
+
+        Raises:
+            RuntimeError: the driver refused a launch.
+        """
+        list_by = 0 if address is None else address - copy.address
+        for one in [moved(each, list_by, slots_by) for each in copy.work] if list_by or slots_by else copy.work:
             launch(self._kernels[one.name], one.num_ctas, one.num_threads, one.args, stream)

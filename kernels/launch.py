@@ -73,6 +73,8 @@ def divisor_of(value: int) -> Divisor:
 
 #: `struct Copy` of pack.cu: ten addresses and strides, four counts, five divisors.
 _COPY = struct.Struct("<10q19I4x")
+#: In it the addresses of the list and of the slots.
+_ADDRESSES, _ADDRESSES_OFFSET = struct.Struct("<2q"), 16
 _CopyBytes = ctypes.c_char * _COPY.size
 
 
@@ -212,6 +214,14 @@ class _Grid:
     num_ctas: int
     num_threads: int
     counts: tuple[int, ...]  # num_planes and what follows it in `struct Copy`
+
+
+def moved(work: Launch, spans_by: int, slots_by: int) -> Launch:
+    """Return a launch whose list and slots lie so many bytes, whole slots, behind those of another; both go on."""
+    copy = _CopyBytes.from_buffer_copy(work.args[0])
+    spans, slots = _ADDRESSES.unpack_from(copy, _ADDRESSES_OFFSET)
+    _ADDRESSES.pack_into(copy, _ADDRESSES_OFFSET, spans + spans_by, slots + slots_by)
+    return Launch(work.name, work.num_ctas, work.num_threads, (copy,))
 
 
 _kernel = functools.cache(Threads.kernel)

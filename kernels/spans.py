@@ -153,9 +153,11 @@ def position_spans(paging: Paging, block_ids: I64) -> Spans:
         )
     rows = np.zeros((len(block_ids), len(COLUMNS)), np.int64)
     if len(rows):
-        low, high = int(np.minimum.reduce(block_ids)), int(np.maximum.reduce(block_ids))
-        if low < 0 or high >= paging.num_blocks:
-            raise ValueError(f"block_ids: wanted ids in [0, {paging.num_blocks}), got {low} to {high}")
+        # As unsigned numbers those below 0 are the largest ones.
+        if int(np.maximum.reduce(block_ids.view(np.uint64))) >= paging.num_blocks:
+            raise ValueError(
+                f"block_ids: wanted ids in [0, {paging.num_blocks}), got {block_ids.min()} to {block_ids.max()}"
+            )
         rows[:, 0], rows[:, 1], rows[:, 4] = block_ids, np.arange(len(rows)), paging.stored_block_size
     return Spans(rows=rows, paging=paging, num_slots=len(rows))
 

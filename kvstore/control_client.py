@@ -88,8 +88,7 @@ class ControlClient:
                         raise
                 asked_s = time.monotonic()
                 data = self._wait(timeout_s)
-                # Nearly every answer is one packet.
-                if not self._stream and (answer := short_reply(data, request)) is not None:
+                if (answer := self._short(data, request)) is not None:
                     return answer
                 message = self._receive(request, asked_s + timeout_s - time.monotonic(), data)
         finally:
@@ -220,10 +219,9 @@ class ControlClient:
             data = self._wait(deadline_s - time.monotonic())
         return message
 
-    def _receive_now(self, request: int) -> Message | None:
-        """Return the answer if all of it is here."""
-        data = self._read(None)
-        return self._take(request, data) if data is not None else None
+    def _short(self, data: memoryview, request: int) -> bytes | None:
+        """Return the payload of what came if that is the whole answer and no more, as it nearly always is."""
+        return short_reply(data, request) if self._decoder.is_between and not self._backlog else None
 
     def _take(self, request: int, data: memoryview | None) -> Message | None:
         """Return the next message of an answer out of what came, `data` last."""
@@ -287,8 +285,13 @@ class Question:
             KVStoreError: what the other side raised, of the same class.
             PeerLost: the connection broke.
         """
-        message = self._client._receive_now(self._request)
-        if message is None:
+        client = self._client
+        if (data := client._read(None)) is None:
+            return None
+        if (answer := client._short(data, self._request)) is not None:
+            self._is_answered = True
+            return answer
+        if (message := client._take(self._request, data)) is None:
             return None
         self._is_answered = True
         if message.flag is ERROR:

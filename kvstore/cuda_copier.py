@@ -28,10 +28,11 @@ from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, positi
 from kvstore.errors import CopyStuck, InvalidRequest, KernelError
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.direct import DirectCopies
-from kvstore.kernels.gpu import GpuCopier, PlacedSpans
+from kvstore.kernels.gpu import GpuCopier, PlacedSpans, PreparedCopy
 from kvstore.kernels.runs import RunTable
 from kvstore.kernels.staging import StagingRing
 from kvstore.kernels.streams import own_stream
+from kvstore.latch import Latch
 from kvstore.layout import EngineLayout
 from kvstore.pinning import ArenaPinning
 from kvstore.shape import KVShape
@@ -80,9 +81,11 @@ class CudaOrder:
         self.last: torch.cuda.Event | None = None
         #: Of a copier that was told ahead what will be copied: the list of it, on the device.
         self.placed: PlacedSpans | None = None
+        #: Its copies, ready to be launched: by their first and last span.
+        self.prepared: dict[tuple[int, int], PreparedCopy] = {}
         #: Whether a stream waits for the copies.
         self.is_calm = False
-        self._queued = threading.Event()
+        self._queued = Latch()
 
     def end(self) -> None:
         """See `CopyOrder`."""

@@ -178,10 +178,9 @@ def engine_pages(
             f"tokens from the {offset_tokens}th token of the first block on, got {len(ids)}"
         )
     # Of ufuncs, because the methods of arrays take a way through Python.
-    low, high = (int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))) if ids.size else (0, 0)
-    if low < 0 or high >= max(1, layout.num_blocks):
-        raise InvalidRequest(f"block_ids: wanted ids in [0, {layout.num_blocks}), got {low} to {high}")
     ids = ids.astype(np.int64)
+    if ids.size and int(np.maximum.reduce(ids.view(np.uint64))) >= layout.num_blocks:  # Those below 0 are the largest.
+        raise InvalidRequest(f"block_ids: wanted ids in [0, {layout.num_blocks}), got {ids.min()} to {ids.max()}")
     if ids.size and int(np.maximum.reduce(np.bincount(ids))) > 1:
         raise InvalidRequest("block_ids: wanted each block once, got a block twice")
     return EnginePages(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.control_client import ControlClient, Question
 from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.handoff_messages import FetchRequest, PeerClaim, PeerClaimed, pack_peer_claim, unpack_peer_claimed
 from kvstore.handoff_table import NOT_READY
+from kvstore.latch import Latch
 from kvstore.peers import Peer
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Op
@@ -98,7 +98,7 @@ class SourceClaim:
             if claimed.reason != NOT_READY:
                 return claimed
             if time.monotonic() > self._deadline_s or not is_wanted():
-                return replace(claimed, reason=f"timeout: {NOT_READY}")
+                return claimed._replace(reason=f"timeout: {NOT_READY}")
             time.sleep(_PAUSE_S)
 
     def _ask(self, peer: Peer, to_host: bool, meanwhile: Callable[[], None]) -> PeerClaimed:
@@ -156,7 +156,7 @@ class _EarlyClaim:
     ) -> None:
         self._fetcher, self._peer, self._connection, self._then = fetcher, peer, connection, then
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._answer: PeerClaimed | KVStoreError | None = None
         self._asked: Question
 

@@ -22,7 +22,6 @@ from kvstore.handoff_messages import (
     unpack_fetch,
     unpack_peer_claim,
     unpack_prepare_handoff,
-    unpack_soon,
 )
 from kvstore.handoff_table import CLAIM_BIT, NOT_READY, Claim, HandoffTable, Place
 from kvstore.handoff_waiting import WaitingClaims
@@ -83,9 +82,9 @@ class HandoffControl:
     def _place(self, slab: int, generation: int) -> Place:
         if slab:
             pool = self.stages.get(slab, generation).pool
-            return Place(pool, pool.stats().num_slots, slab, generation)
+            return Place(pool, pool.num_slots, slab, generation)
         pool = self._core.pool
-        return Place(pool, int(pool.stats().num_slots * self._core.config.max_handoff_fraction))
+        return Place(pool, int(pool.num_slots * self._core.config.max_handoff_fraction))
 
     def serve(self, connection: Connection, message: Message) -> bytes | None:
         """Serve one message of a client; None when the answer comes later, or never.
@@ -126,7 +125,7 @@ class HandoffControl:
                 self._fetch(connection, message, unpack_fetch(payload))
             case Op.HANDOFF_SOON:
                 self._server.stay_awake(_AWAKE_S)
-                self.fetcher.expect(*unpack_soon(payload))
+                self._core.mover.expect_read()
             case Op.HANDOFF_STAGE:
                 value = unpack_json(payload)
                 sizes = int(value["num_bytes"]), int(value["block_bytes"])
@@ -250,7 +249,7 @@ class HandoffControl:
                 epoch=self._core.epoch,
                 namespace_version=self._version(wanted.namespace),
                 mover_generation=own.generation if own is not None else 0,
-                slots=np.asarray(claim.slots if claim else (), dtype=np.int32),
+                slots=claim.slots if claim else (),
                 slab=claim.slab if claim else 0,
                 reason=reason,
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 
 from kvstore.config import StoreConfig
 from kvstore.control_server import ControlServer
-from kvstore.errors import PeerLost
 from kvstore.handoff_messages import FetchRequest
 from kvstore.mover_link import MoverLink
 from kvstore.peers import PeerBook
@@ -67,15 +65,6 @@ class HandoffFetcher:
         """
         lanes = self.lanes.find_all(self.peers.get(node_id), stage, self.config.call_timeout_s)
         return {"lanes": [{"gb_per_s": lane.gb_per_s, "why_not": lane.why_not} for lane in lanes]}
-
-    def expect(self, node_id: str, from_slab: int, slab: int, generation: int) -> None:
-        """A fetch between two stages comes: have the mover awake, and the lane warm, because the first READ is slow."""
-        self.mover.expect_read()
-        with contextlib.suppress(PeerLost):
-            stage, peer = self.stages.get(slab, generation), self.peers.known(node_id)
-            lane = self.lanes.known(peer, from_slab, stage) if peer is not None else None
-            if lane is not None and not lane.why_not:
-                self.lanes.wake(lane, stage)
 
     def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> None:
         """Fetch, what waits for others on a thread; the client gets a last message in any case."""

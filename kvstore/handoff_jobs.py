@@ -25,6 +25,7 @@ from kvstore.handoff_messages import END, FetchRequest, pack_fetch
 from kvstore.hashing import Namespace
 from kvstore.jobs import Answer, CopyGuard, failed_load
 from kvstore.messages import STAGE_BIT
+from kvstore.segments import plan_stage_chunks
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stage_client import AttachedStage
 from kvstore.wire import Op
@@ -151,8 +152,9 @@ def run_fetch(
     try:
         with contextlib.closing(asked.pieces):
             if stage is not None and ticket.slab and not skip_tokens:
+                ends = plan_stage_chunks(ticket.num_blocks, max(1, config.stage_chunk_bytes // ticket.block_bytes))
                 with contextlib.suppress(KVStoreError):  # Then each piece is listed for itself.
-                    stage.copier.expect(pages, ticket.num_blocks, to_slots=False)
+                    stage.copier.expect(pages, ends, to_slots=False)
             stage_copier = stage.copier if stage else None
             answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier)
         late = time.monotonic() > asked.at_s + config.lease_ttl_s - config.lease_margin_s

@@ -1,9 +1,13 @@
-"""Payloads of the messages that a hand-off needs: between a client and its store, and between two stores."""
+"""Payloads of the messages that a hand-off needs: between a client and its store, and between two stores.
+
+Tuples, because to make one takes a fraction of what a frozen dataclass does, and every hand-off waits for it.
+"""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +17,6 @@ from kvstore.transport import IndexArray
 _PREPARE = struct.Struct("<32s32sIIQ")
 _COMPLETE = struct.Struct("<32sd")
 _FETCH = struct.Struct("<32s32s8sIddIIQ")
-_SOON = struct.Struct("<IIQ")
 _CLAIM = struct.Struct("<32s32sIIIQddB")
 _CLAIMED = struct.Struct("<Q8sQQII")
 #: The id of a fetch or a claim, and whether the blocks arrived.
@@ -42,8 +45,7 @@ def unpack_complete_handoff(payload: bytes) -> tuple[bytes, float]:
     return key, ttl_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchRequest:
+class FetchRequest(NamedTuple):
     """What a client asks of its own store: the blocks of a ticket, wherever they are.
 
     Args:
@@ -97,18 +99,7 @@ def unpack_fetch(payload: bytes) -> FetchRequest:
     )
 
 
-def pack_soon(node_id: str, from_slab: int, slab: int, generation: int) -> bytes:
-    """Say that a fetch comes: from a node's stage into one of this node, of one life of its mover."""
-    return _SOON.pack(from_slab, slab, generation) + node_id.encode()
-
-
-def unpack_soon(payload: bytes) -> tuple[str, int, int, int]:
-    """Return (node, its stage, this node's stage, generation) that `pack_soon` packed."""
-    return payload[_SOON.size :].decode(), *_SOON.unpack_from(payload)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerClaim:
+class PeerClaim(NamedTuple):
     """What a store asks of the one that has the blocks: the right to read them, alone, for `ttl_s` seconds.
 
     The answer may take up to `wait_s` while the blocks are still being written. With `to_host` they are copied to its
@@ -150,15 +141,14 @@ def unpack_peer_claim(payload: bytes) -> PeerClaim:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerClaimed:
+class PeerClaimed(NamedTuple):
     """A peer's answer to a claim: where the blocks are, for one life of its mover; or why not, in `reason`."""
 
     claim_id: int
     epoch: bytes
     namespace_version: int
     mover_generation: int
-    slots: IndexArray
+    slots: IndexArray | Sequence[int]
     slab: int = 0
     reason: str = ""
 

@@ -29,7 +29,6 @@ from kvstore.handoff_jobs import (
     failed_fetch,
     run_fetch,
 )
-from kvstore.handoff_messages import pack_soon
 from kvstore.hashing import Namespace
 from kvstore.idle_connections import IdleConnections
 from kvstore.jobs import CopyGuard
@@ -114,13 +113,13 @@ class HandoffVerbs(ABC):
             StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
         """
         keep_s = self._keep_s(ttl_s)
-        with contextlib.ExitStack() as held:
-            publishing = self._begin_in_stage(block_ids, keep_s, held)
-            if publishing is not None:
-                publication = self._complete_later(publishing, held.pop_all())
-                publication.job.add_done_callback(_log_failure)
-                publishing.hold_engine()
-                return publication.ticket
+        link = self._stage_link
+        begun = self._begin_in_stage(link, block_ids, keep_s)
+        if begun is not None:
+            publication = self._complete_later(begun, link)
+            publication.job.add_done_callback(_log_failure)
+            begun.hold_engine()
+            return publication.ticket
         publishing = self._publishing(block_ids, keep_s)
         publishing.order()
 
@@ -165,48 +164,57 @@ class HandoffVerbs(ABC):
         keep_s = self._keep_s(ttl_s)
         if ticket is not None:
             check_named(ticket, self.space, self.part.ranks, self.node_id, self.epoch)
-        with contextlib.ExitStack() as held:
-            publishing = self._begin_in_stage(block_ids, keep_s, held, ticket)
-            if publishing is None:
-                publishing = self._publishing(block_ids, keep_s, ticket)
-                publishing.order()
-                publishing.claim(self._call)
-            return self._complete_later(publishing, held.pop_all())
+        link = self._stage_link
+        publishing = self._begin_in_stage(link, block_ids, keep_s, ticket)
+        if publishing is None:
+            publishing = self._publishing(block_ids, keep_s, ticket)
+            publishing.order()
+            publishing.claim(self._call)
+        return self._complete_later(publishing, link)
 
     def _begin_in_stage(
-        self, block_ids: object, keep_s: float, held: contextlib.ExitStack, named: HandoffTicket | None = None
+        self, link: StageLink | None, block_ids: object, keep_s: float, named: HandoffTicket | None = None
     ) -> Publishing | None:
-        """Queue the copies into the stage, which is kept mapped by `held`; None where the arena has to serve."""
-        link = self._stage_link
-        stage = held.enter_context(link.using()) if link is not None else None
-        if link is None or stage is None or (named is not None and named.slab != stage.slab):
+        """Queue the copies into the stage, which stays mapped for them; None where the arena has to serve."""
+        stage = link.take() if link is not None else None
+        if link is None or stage is None:
             return None
         try:
-            publishing = self._publishing(block_ids, keep_s, named, stage)
-            publishing.begin()
-            return publishing
+            if named is None or named.slab == stage.slab:
+                publishing = self._publishing(block_ids, keep_s, named, stage)
+                publishing.begin()
+                return publishing
         except PoolExhausted:
             logger.debug("hand-off: the stage is full, the arena is taken")
         except (PeerLost, StoreUnavailable):
             # Its mover died: the arena serves, or says what else is wrong.
             link.lose(stage)
+        except BaseException:
+            link.leave(stage)
+            raise
+        link.leave(stage)
         return None
 
-    def _complete_later(self, publishing: Publishing, mapped: contextlib.ExitStack) -> Publication:
-        """Have a thread wait for the copies and tell the store; `mapped` is given back behind that."""
+    def _complete_later(self, publishing: Publishing, link: StageLink | None) -> Publication:
+        """Have a thread wait for the copies and tell the store; the link's stage is left behind that."""
+        stage = publishing.stage
+
+        def leave() -> None:
+            if link is not None and stage is not None:
+                link.leave(stage)
 
         def give_back() -> None:
-            with contextlib.suppress(CopyStuck), mapped:
-                if isinstance(error := work.future.exception(), CopyStuck):
-                    raise error  # The stage stays mapped.
+            if not isinstance(work.future.exception(), CopyStuck):  # Else the stage stays mapped.
+                leave()
 
         work = Work(lambda: self._complete(publishing), math.inf, give_back)
         work.begin()  # Cancelled it would leave slots that nobody gives back.
         try:
             job = self._submit(work, str(publishing), publishing.guard, publishing.pages.order)
         except BaseException:
-            with mapped, self._noting_stuck():
+            with self._noting_stuck():
                 publishing.drop()
+            leave()
             raise
         return Publication(publishing.ticket, job)
 
@@ -285,14 +293,13 @@ class HandoffVerbs(ABC):
         check_ticket(ticket, self.space, self.part.ranks)
         limit_s, link = self.config.transfer_timeout_s if timeout_s is None else timeout_s, self._stage_link
         with contextlib.ExitStack() as held:
-            stage = held.enter_context(link.using()) if link is not None else None
             early, connection = None, None
             if len(self._fetch_connections):
                 connection = held.enter_context(self._fetch_connections.taken())
-                if stage is not None and ticket.slab:
-                    soon = pack_soon(ticket.node_id, ticket.slab, stage.slab, stage.generation)
+                if link is not None and link.slab and ticket.slab:
                     with contextlib.suppress(PeerLost):
-                        connection.send(Op.HANDOFF_SOON, soon)
+                        connection.send(Op.HANDOFF_SOON)
+            stage = held.enter_context(link.using()) if link is not None else None
             pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
             check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)
             num_skipped = min(skip_prefix_tokens // self.space.shape.block_size, ticket.num_blocks)

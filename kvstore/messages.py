@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from kvstore.errors import ProtocolError
 from kvstore.grants import Grant, PackedInts, PinKind, StoreTicket
 from kvstore.transport import IndexArray, ReadRequest
 
+_INT32 = np.dtype("<i4")
 _LEASE = struct.Struct("<d")
 _LOAD = struct.Struct("<dd")
 _PIN = struct.Struct("<Bd")
@@ -38,14 +40,14 @@ def pack_ints(values: Sequence[int] | IndexArray) -> bytes:
     """Return small integers as int32 bytes."""
     if isinstance(values, PackedInts):
         return values.packed
-    return np.asarray(values, dtype="<i4").tobytes()
+    return np.asarray(values, dtype=_INT32).tobytes()
 
 
 def unpack_ints(payload: bytes | memoryview) -> IndexArray:
     """Return what `pack_ints` packed."""
     if len(payload) % 4:
         raise ProtocolError(f"wanted whole int32 values, got {len(payload)} bytes")
-    return np.frombuffer(payload, dtype="<i4").astype(np.int32)
+    return np.frombuffer(payload, dtype=_INT32).astype(np.int32)
 
 
 def _packed(payload: bytes, count: int) -> PackedInts:
@@ -153,8 +155,7 @@ def unpack_write_end(payload: bytes) -> tuple[int, bytes, bytes]:
     return write_id, epoch, bytes(payload[_WRITE_END.size :])
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """One piece of the answer to a load: `slots` of the blocks that became readable from `first` on.
 
     The last piece carries a `kvstore.load_report.LoadReport` as bytes.
@@ -239,8 +240,7 @@ def unpack_peer_grant(payload: bytes) -> PeerGrant:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoverRead:
+class MoverRead(NamedTuple):
     """One READ asked of the mover, to be done and reported in chunks; `chunk_ends` are their ends, ascending."""
 
     read_id: int
@@ -285,8 +285,7 @@ def unpack_mover_read(payload: bytes) -> MoverRead:
     return MoverRead(read_id=read_id, request=request, chunk_ends=ends, timeout_s=timeout_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoverDone:
+class MoverDone(NamedTuple):
     """The mover's word on a READ: its first `num_blocks` blocks are in place.
 
     `last` says that nothing more comes. With an `error`, `terminal` says whether the engine is through

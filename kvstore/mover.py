@@ -73,6 +73,8 @@ class Mover:
     def __init__(self, sock: socket.socket, transport: Transport, slabs: Slabs | None = None) -> None:
         self._sock, self._transport, self._slabs = sock, transport, slabs
         self._decoder = Decoder()
+        # Filled again and again: a new buffer for each message would come from the kernel, page by page.
+        self._received = memoryview(bytearray(_RECEIVE_BYTES))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._jobs: dict[str, deque[_Job]] = {}
@@ -122,7 +124,7 @@ class Mover:
         # Not select(): it cannot take a descriptor above 1023.
         if not self._poll.poll(timeout_s * 1000):
             return
-        data = self._sock.recv(_RECEIVE_BYTES)
+        data = self._received[: self._sock.recv_into(self._received)]
         if not data:
             raise EOFError("closed")
         message = self._decoder.packet(data)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -247,7 +246,9 @@ class MoverLink:
             TransferTimeout: somebody else speaks to the mover, and this is a thread that may not wait for it
                 (`may_wait`); nothing was started.
         """
-        with self._speaking(may_wait=may_wait):
+        if not self._lock.acquire(blocking=may_wait):
+            raise TransferTimeout("wanted to speak to the mover at once, but somebody else does; wait for it")
+        try:
             connection = self._connection
             if connection is None or self._fenced:
                 raise PeerLost("this node's mover is not running; it is being replaced")
@@ -270,16 +271,9 @@ class MoverLink:
             if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, pack_mover_read(read)):
                 self._reads.pop(read_id, None)
                 raise PeerLost("this node's mover does not read its socket; it is being replaced")
-        return read_id
-
-    @contextlib.contextmanager
-    def _speaking(self, *, may_wait: bool) -> Iterator[None]:
-        if not self._lock.acquire(blocking=may_wait):
-            raise TransferTimeout("wanted to speak to the mover at once, but somebody else does; wait for it")
-        try:
-            yield
         finally:
             self._lock.release()
+        return read_id
 
     def abandon(self, read_id: int) -> bool:
         """Stop waiting for a READ that did not report in time; True if it may still write."""

@@ -200,7 +200,7 @@ class ParallelTransport:
         read = self._reads[handle] = _Read(num_parts)
         bounds = [count * i // num_parts for i in range(num_parts + 1)]
         for reader, (a, b) in zip(self._readers, itertools.pairwise(bounds), strict=False):
-            part = replace(request, local_slots=request.local_slots[a:b], remote_slots=request.remote_slots[a:b])
+            part = request._replace(local_slots=request.local_slots[a:b], remote_slots=request.remote_slots[a:b])
             reader.read(part, read)
         return handle
 

@@ -368,6 +368,16 @@ class Pool:
         with self._lock:
             return len(self._leases) > 0 or self._writes.has_deadlines()
 
+    @property
+    def num_slots(self) -> int:
+        """All slots."""
+        return self._table.num_slots
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots that are set aside while a transfer may write to them."""
+        return self._table.num_quarantined
+
     def stats(self) -> PoolStats:
         """Return counts that belong together."""
         table = self._table

@@ -71,7 +71,7 @@ class Publishing:
     ) -> None:
         self.ticket, self._key = ticket, ticket.key
         self._block_ids, self._stored_block_size = block_ids, stored_block_size
-        self._copier, self._stage, self._keep, self._ttl_s = copier, stage, keep, ttl_s
+        self._copier, self.stage, self._keep, self._ttl_s = copier, stage, keep, ttl_s
         self._slots: IndexArray = np.empty(0, np.int32)
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class Publishing:
         Raises:
             KVStoreError: as for `order` and `claim`, or the copies could not be queued; nothing is kept.
         """
-        stage, ahead = self._stage, _Ahead(self._expect)
+        stage, ahead = self.stage, _Ahead(self._expect)
         assert stage is not None, "the arena is copied to by `complete`"
         question = self._question(stage.slab, stage.generation)
         slots = unpack_ints(self._keep(Op.HANDOFF_PREPARE, question, ahead.run))
@@ -124,9 +124,9 @@ class Publishing:
         return pack_prepare_handoff(self._key, self.ticket.namespace, self.ticket.num_blocks, slab, generation)
 
     def _expect(self) -> None:
-        assert self._stage is not None, "only a stage is prepared for"
+        assert self.stage is not None, "only a stage is prepared for"
         self.order()
-        self._stage.copier.expect(self.pages, self.ticket.num_blocks, to_slots=True)
+        self.stage.copier.expect(self.pages, [self.ticket.num_blocks], to_slots=True)
 
     def hold_engine(self) -> None:
         """Have what the engine queues from now on come after the copies; on a CPU they are made."""
@@ -141,8 +141,8 @@ class Publishing:
             KVStoreError: the copies or the store failed; the ticket is void.
         """
         try:
-            if self._stage is not None:
-                self._stage.copier.finish(self.pages)
+            if self.stage is not None:
+                self.stage.copier.finish(self.pages)
             else:
                 with self.guard.copying():
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
@@ -164,8 +164,8 @@ class Publishing:
             CopyStuck: it is not over in time; the slots stay taken until this process ends.
         """
         try:
-            if self._stage is not None:
-                self._stage.copier.finish(self.pages)
+            if self.stage is not None:
+                self.stage.copier.finish(self.pages)
         except CopyStuck:
             raise
         except KernelError as error:

@@ -19,6 +19,7 @@ import numpy as np
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.handoff_claim import SourceClaim
 from kvstore.handoff_messages import END, FetchRequest, PeerClaimed
+from kvstore.latch import Latch
 from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, MoverDone, Progress, pack_progress
 from kvstore.peers import Peer
@@ -59,7 +60,7 @@ class RemoteFetch:
         self._claim = SourceClaim(fetcher, request, block_bytes, self._version, self._deadline_s)
         self._report = LoadReport()
         self._lock = threading.Lock()
-        self._read_ended = threading.Event()
+        self._read_ended = Latch()
         self._is_over = self._is_told = self._client_left = self._is_free = False
         self._write_id = self._read_id = self._given_up = 0
         self._slots: IndexArray = np.empty(0, np.int32)
@@ -188,8 +189,7 @@ class RemoteFetch:
         return reason
 
     def _waits_for_transfers(self, pool: Pool) -> bool:
-        stats = pool.stats()
-        return stats.num_quarantined >= self._fetcher.config.max_quarantined_fraction * stats.num_slots
+        return pool.num_quarantined >= self._fetcher.config.max_quarantined_fraction * pool.num_slots
 
     def _choose(self, peer: Peer) -> Pool:
         """Choose between the client's stage and the arena, and return the pool of the choice."""
@@ -285,7 +285,7 @@ class RemoteFetch:
             peer=name,
             block_bytes=self._block_bytes,
             local_slots=self._slots,
-            remote_slots=claimed.slots,
+            remote_slots=np.asarray(claimed.slots, dtype=np.int32),
             notification=notification,
         )
         ends = np.asarray(self._chunk_ends(), dtype=np.int32)

@@ -42,6 +42,14 @@ class SlotList:
                 return cls(slice(neighbours.start, neighbours.stop), PackedInts.of(neighbours), True)
         return cls(np.array(slots, np.intp), PackedInts.of(slots), len(set(slots)) == count)
 
+    @classmethod
+    def of_ascending(cls, slots: list[int]) -> SlotList:
+        """Return slots of which each is greater than the one before."""
+        if slots and slots[-1] - slots[0] == len(slots) - 1:
+            neighbours = range(slots[0], slots[-1] + 1)
+            return cls(slice(neighbours.start, neighbours.stop), PackedInts.of(neighbours), True)
+        return cls(np.array(slots, np.intp), PackedInts.of(slots), True)
+
     def __len__(self) -> int:
         return len(self.packed)
 

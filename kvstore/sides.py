@@ -91,9 +91,13 @@ class Registered:
 
     def __init__(self, caches: Caches, sides: Sequence[Caches], layout: EngineLayout) -> None:
         self.caches, self.sides, self.layout = caches, sides, layout
+        #: Most engines have a list of tensors: it need not be taken apart again.
+        self._is_list = isinstance(caches, list) and all(isinstance(each, Tensor) for each in caches) and not sides
         self._as_they_were = [tensor.detach() for tensor in self._tensors()]
 
     def _tensors(self) -> list[Tensor]:
+        if self._is_list and isinstance(self.caches, list):
+            return self.caches
         return [tensor for given in (self.caches, *self.sides) for tensor in flatten(given)[1]]
 
     def check(self) -> None:
@@ -103,7 +107,11 @@ class Registered:
             LayoutMismatch: it is not so.
         """
         now, then = self._tensors(), self._as_they_were
-        if len(now) != len(then) or not all(map(Tensor.is_set_to, now, then)):
+        try:
+            is_same = len(now) == len(then) and all(map(Tensor.is_set_to, now, then))
+        except TypeError:  # Something else is in the list by now.
+            is_same = False
+        if not is_same:
             same_layouts(self.caches, self.sides, self.layout)
 
 

@@ -17,7 +17,7 @@ from kvstore.eviction import EvictionOrder
 from kvstore.presence import PresenceCounts
 from kvstore.runs import Run, SlotList, join
 
-_NO_SLOTS = SlotList.of([])
+NO_SLOTS = SlotList.of([])
 _ONE = np.int32(1)
 #: Few, so that in tests many blocks share one.
 _OWN_COUNTERS = 16
@@ -95,7 +95,7 @@ class SlotTable:
             length = run.num_shared(place, data, at)
             pieces.append(run.whole.part(place, place + length))
             at += length
-        return join(pieces) if pieces else _NO_SLOTS
+        return join(pieces) if pieces else NO_SLOTS
 
     def listed(self, slots: list[int]) -> SlotList:
         """Return slots as a list of them all, that of their claim if they are one."""
@@ -169,7 +169,7 @@ class SlotTable:
         """
         num_free = len(self._free)
         taken = self._take(wanted)
-        listed = SlotList.of(taken)
+        listed = SlotList.of_ascending(taken)
         self.num_writing += len(taken)
         self.doomed.update(taken)
         self._generations[listed.index] += 1

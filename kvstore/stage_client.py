@@ -105,9 +105,8 @@ class StageLink:
             self._stage = AttachedStage(int(value["slab"]), int(value["generation"]), copier)
             return self._stage
 
-    @contextlib.contextmanager
-    def using(self) -> Iterator[AttachedStage | None]:
-        """Keep the stage mapped for a job; None when there is none now."""
+    def take(self) -> AttachedStage | None:
+        """Keep the stage mapped for a job, until `leave`; None when there is none now."""
         stage = self._stage
         if stage is None and not self._closed and time.monotonic() > self._retry_s:
             # Its mover died: the next one is up after a second or two.
@@ -116,22 +115,28 @@ class StageLink:
                 stage = self._attach()
             except KVStoreError as error:
                 logger.warning("hand-offs of this client go through host memory for now: %s", error)
-        if stage is None:
-            yield None
-            return
-        with self._lock:
-            stage.num_users += 1
+        if stage is not None:
+            with self._lock:
+                stage.num_users += 1
+        return stage
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[AttachedStage | None]:
+        """Keep the stage mapped for a job; None when there is none now."""
+        stage = self.take()
         try:
             yield stage
         except CopyStuck:
             raise  # Something may still copy to or from it: it stays mapped until this process ends.
         except BaseException:
-            self._leave(stage)
+            if stage is not None:
+                self.leave(stage)
             raise
-        else:
-            self._leave(stage)
+        if stage is not None:
+            self.leave(stage)
 
-    def _leave(self, stage: AttachedStage) -> None:
+    def leave(self, stage: AttachedStage) -> None:
+        """A job is through with the stage. One whose copies are stuck never is, so that it stays mapped."""
         with self._lock:
             stage.num_users -= 1
         self._unmap_if_unused(stage)

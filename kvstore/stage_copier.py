@@ -6,6 +6,7 @@ here when that process dies, so a copy that runs then harms nobody; the store re
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from kvstore.cuda_copier import CudaOrder, await_copies, order_after_current, or
 from kvstore.engine_copy import I64, CopyOrder, EngineCopier, EnginePages, engine_plan, job_spans
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.driver import on_device
-from kvstore.kernels.gpu import GpuCopier, PlacedSpans
+from kvstore.kernels.gpu import GpuCopier, PlacedSpans, PreparedCopy
 from kvstore.kernels.launch import check_window
 from kvstore.kernels.spans import Spans, position_spans
 from kvstore.kernels.streams import own_stream
@@ -29,7 +30,7 @@ from kvstore.sides import Registered
 
 #: Packing takes a fraction of a millisecond, less than a pause and the way back into the interpreter.
 _EAGER_S = 2e-3
-#: Memory for so many lists of spans is kept.
+#: Memory for so many lists of spans is kept, and so many copies of lists.
 _MOST_LISTS = 8
 
 
@@ -46,12 +47,12 @@ class EngineCaches:
 class StageSide(EngineCopier, Protocol):
     """The registered cache of one engine, and the slots of its GPU's stage."""
 
-    def expect(self, pages: EnginePages, num_blocks: int, *, to_slots: bool) -> None:
+    def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
         """Prepare what can be prepared of a job before its slots are known.
 
         Args:
             pages: where the job's tokens lie.
-            num_blocks: all that the job will copy.
+            ends: of the pieces, in blocks, in which all of the job will probably be copied, ascending.
             to_slots: which way.
         """
 
@@ -90,6 +91,8 @@ class StageCopier:
         self._lock = threading.Lock()
         #: Memory that the next jobs may have for their lists: nothing reads it any more.
         self._lists: list[torch.Tensor] = []
+        #: Copies into slots of the first so many blocks.
+        self._packs: dict[int, PreparedCopy] = {}
 
     @property
     def layout(self) -> EngineLayout:
@@ -104,9 +107,10 @@ class StageCopier:
         """Record what copies of a job come after; see `CudaCopier.order`."""
         return order_after_current(self._plan.device)
 
-    def expect(self, pages: EnginePages, num_blocks: int, *, to_slots: bool) -> None:
-        """Prepare the copy of all blocks of a job before their slots, or their bytes, are there; see `StageSide`."""
+    def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
+        """Prepare the copies of all blocks of a job before their slots, or their bytes, are there; see `StageSide`."""
         order, stream, paging = order_of(pages), self._streams[to_slots], self._plan.paging
+        num_blocks, per_block = ends[-1], self._spans_per_block
         with self._lock, kernel_errors("preparing copies of a hand-off"):
             # Positions in place of slots: where those follow each other, as they mostly do, one list is good for any.
             if paging.engine_block_size == paging.stored_block_size:
@@ -117,6 +121,19 @@ class StageCopier:
                 check_window(self._plan, spans, num_blocks, 0, None, 0, None)
             stream.wait_event(order.after)
             order.placed = self._kernels.place(spans, stream, self._lists.pop() if self._lists else None)
+            for first, end in itertools.pairwise((0, *(block * per_block for block in ends))):
+                order.prepared[first, end] = self._prepared(to_slots, order.placed, first, end)
+
+    def _prepared(self, to_slots: bool, placed: PlacedSpans, first: int, end: int) -> PreparedCopy:
+        paging = self._plan.paging
+        if not to_slots or first or paging.engine_block_size != paging.stored_block_size:
+            return self._kernels.prepare(to_slots, placed, self._slots, first, end)
+        # Of whole blocks, packed from the first on, all is alike but where they lie.
+        if end not in self._packs:
+            if len(self._packs) == _MOST_LISTS:
+                self._packs.clear()
+            self._packs[end] = self._kernels.prepare(to_slots, placed, self._slots, first, end)
+        return self._packs[end]
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
         """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
@@ -151,24 +168,32 @@ class StageCopier:
         first, base = int(indexes[0]), int(slots[0]) - int(indexes[0])
         with self._lock, kernel_errors("queueing copies of a hand-off"):
             if order.placed is not None and not skip_tokens and (slots - indexes == base).all():
-                self._copy_expected(to_slots, order.placed, first, first + len(indexes), base)
+                self._copy_expected(to_slots, order, order.placed, first, first + len(indexes), base)
             else:
                 self._copy_listed(to_slots, order, job_spans(
                     self._plan.paging, pages, indexes, slots, len(self._slots), skip_tokens
                 ))  # fmt: skip
             order.last = stream.record_event()
 
-    def _copy_expected(self, to_slots: bool, placed: PlacedSpans, first: int, end: int, base: int) -> None:
+    def _copy_expected(
+        self, to_slots: bool, order: CudaOrder, placed: PlacedSpans, first: int, end: int, base: int
+    ) -> None:
         """Copy blocks [first, end) of an expected job, of which block i lies in slot base + i."""
         if not 0 <= base + first < base + end <= len(self._slots):
             raise ValueError(f"wanted slots below {len(self._slots)}, got {base + first} to {base + end - 1}")
-        paging = self._plan.paging
-        per_block = paging.stored_block_size // min(paging.stored_block_size, paging.engine_block_size)
+        first, end = first * self._spans_per_block, end * self._spans_per_block
+        work = order.prepared.pop((first, end), None)
+        if work is None:
+            work = self._prepared(to_slots, placed, first, end)
         with on_device(self._device_index):
-            self._kernels.launch_checked(
-                to_slots, placed, self._slots, first * per_block, end * per_block, -base,
-                self._streams[to_slots].cuda_stream, None,
-            )  # fmt: skip
+            self._kernels.launch_prepared(
+                work, self._streams[to_slots].cuda_stream, placed.address, base * self._slots.stride(0)
+            )
+
+    @property
+    def _spans_per_block(self) -> int:
+        paging = self._plan.paging
+        return paging.stored_block_size // min(paging.stored_block_size, paging.engine_block_size)
 
     def _copy_listed(self, to_slots: bool, order: CudaOrder, spans: Spans) -> None:
         stream = self._streams[to_slots]

@@ -8,7 +8,6 @@ through host memory. No table of hardware says so reliably, but two short READs 
 from __future__ import annotations
 
 import base64
-import contextlib
 import logging
 import threading
 import time
@@ -34,9 +33,6 @@ _LEAST_GB_PER_S = 3.0
 _RETRY_S = 10.0
 #: For one short READ, of which the first has to connect.
 _READ_WITHIN_S = 10.0
-#: For a READ of one slot over a lane that was measured; the next READ waits behind it, if it comes that soon.
-_WAKE_WITHIN_S = 1.0
-_ONE_BLOCK = np.ones(1, dtype=np.int32)
 
 _Key = tuple[str, bytes, int, int, int]
 
@@ -87,27 +83,6 @@ class StageLanes:
         """Return the lane of the last fetch from a peer's stage, without asking anybody."""
         lane = self._lanes.get(_key(peer, slab, stage))
         return lane if lane is not None and time.monotonic() < lane.until_s else None
-
-    def wake(self, lane: StageLane, stage: Stage) -> None:
-        """Have the mover read a slot that holds nobody's blocks, so that it and the lane are warm for a READ to come.
-
-        What becomes of it is nobody's concern: if the lane fails, the READ to come fails too. Does not wait.
-        """
-        request = ReadRequest(
-            peer=lane.name,
-            block_bytes=min(lane.description.slot_bytes, stage.description.slot_bytes),
-            local_slots=np.asarray(stage.warm_slots[:1], dtype=np.int32),
-            remote_slots=np.asarray([lane.description.num_slots - 1], dtype=np.int32),
-        )
-
-        def on_done(done: MoverDone, error: KVStoreError | None) -> None:
-            if error is None and done.last:
-                self._count(request)
-
-        with contextlib.suppress(KVStoreError):
-            self._mover.read(
-                request, lane.description, on_done, chunk_ends=_ONE_BLOCK, timeout_s=_WAKE_WITHIN_S, may_wait=False
-            )
 
     def find(self, peer: Peer, slab: int, stage: Stage, timeout_s: float) -> StageLane:
         """Return the lane from a peer's stage, warmed up and measured now if it was not.

@@ -46,7 +46,7 @@ class Stage:
     @property
     def num_slots(self) -> int:
         """Slots of the pool; those behind them are for warming up."""
-        return self.pool.stats().num_slots
+        return self.pool.num_slots
 
     @property
     def warm_slots(self) -> range:

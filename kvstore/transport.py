@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +47,7 @@ class PeerDescription:
     into: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRequest:
+class ReadRequest(NamedTuple):
     """Blocks to read: `remote_slots[i]` of the peer into `local_slots[i]`, each `block_bytes` long.
 
     `notification` reaches the peer after the last byte was read; empty sends none.

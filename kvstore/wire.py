@@ -143,7 +143,7 @@ class Decoder:
     @property
     def is_between(self) -> bool:
         """Whether no message has begun and not ended."""
-        return not self._parts
+        return not self._parts and not self._stream
 
     def packet(self, packet: bytes | memoryview) -> Message | None:
         """Take one packet, and copy what is kept of it; return the message that it completes, if it does.
@@ -183,6 +183,8 @@ class Decoder:
         Raises:
             ProtocolError: the bytes are not of this protocol.
         """
+        if self.is_between and (message := decode_short(memoryview(data))) is not None:
+            return [message]  # As most come.
         self._stream += data
         messages = []
         while len(self._stream) >= HEADER.size:

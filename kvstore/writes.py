@@ -7,6 +7,7 @@ block for all; the slot comes back when the last rank that may still write to it
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,12 @@ from kvstore.chain import Chain
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.grants import PackedInts, StoreTicket
 from kvstore.runs import SlotList
-from kvstore.slots import SlotTable
+from kvstore.slots import NO_SLOTS, SlotTable
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(count: int) -> PackedInts:
+    return PackedInts.of(range(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,10 +163,10 @@ class WriteTable:
                 "or add capacity"
             )
         write_id, generations = self._new_id(), table.lives(listed)
-        self._writes[write_id] = _Write(terms, [], slots, generations, SlotList.of([]), 0, unnamed=True)
+        self._writes[write_id] = _Write(terms, [], slots, generations, NO_SLOTS, 0, unnamed=True)
         return StoreTicket(
             write_id=write_id,
-            indexes=PackedInts.of(range(num_blocks)),
+            indexes=_positions(num_blocks),
             slots=listed.packed,
             num_resident=0,
             num_refused=0,

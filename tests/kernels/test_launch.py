@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from kvstore.kernels.launch import _COPY, Tables, divisor_of, launches
+from kvstore.kernels.launch import _COPY, Tables, divisor_of, launches, moved
 from kvstore.kernels.plan import plan_copy
 from kvstore.kernels.spans import block_spans
 from kvstore.kernels.stored import StoredBlock
@@ -67,6 +67,27 @@ def test_planes_come_one_after_another_where_what_is_written_lies_together(to_sl
     slots = torch.empty(len(blocks), stored.block_bytes, dtype=torch.uint8)
     [launch] = launches(plan, [Tables(0, 0)], spans, 0, slots, to_slots=to_slots)
     assert _COPY.unpack(bytes(launch.args[0]))[BY_PLANE] == by_plane
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+def test_a_launch_that_is_moved_is_the_one_for_where_it_was_moved_to(to_slots):
+    stored = StoredBlock(block_dims=(1, 2, 3, 2, 16, 8), dtype="bfloat16")
+    plan = plan_copy([torch.empty(30, 2, 2, 16, 8, dtype=torch.bfloat16) for _ in range(3)], stored)
+    spans, slots = (
+        block_spans(plan.paging, range(4), range(4), 4),
+        torch.empty(20, stored.block_bytes, dtype=torch.uint8),
+    )
+
+    def at(address, first_slot):
+        [launch] = launches(plan, [Tables(0, 0)], spans, address, slots, to_slots=to_slots, first_slot=first_slot)
+        return launch
+
+    here, there = at(4096, 0), at(65536, -7)
+    before = bytes(here.args[0])
+    found = moved(here, 65536 - 4096, 7 * stored.block_bytes)
+    assert (found.name, found.num_ctas, found.num_threads) == (there.name, there.num_ctas, there.num_threads)
+    assert bytes(found.args[0]) == bytes(there.args[0]) != before
+    assert bytes(here.args[0]) == before, "it may be moved again"
 
 
 def test_too_large_a_copy_is_refused(monkeypatch):

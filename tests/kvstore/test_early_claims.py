@@ -10,8 +10,8 @@ from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.handoff_claim import _EarlyClaim
 from kvstore.handoff_messages import PeerClaimed, pack_peer_claimed
 from kvstore.results import MissReason
-from tests.kvstore.test_handoff import fetch, reason, same
-from tests.kvstore.test_stages import HeldBlocks, held_packing, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
+from tests.kvstore.test_handoff import Held, fetch, reason, same
+from tests.kvstore.test_stages import held_packing, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
 
 
 @pytest.fixture
@@ -52,15 +52,14 @@ def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, 
     nothing_held(cluster, wait_until)
 
 
-def test_what_only_warms_a_lane_is_counted_apart(cluster, warm):
+def test_a_lane_that_is_known_is_read_for_blocks_alone(cluster, warm):
     source, target = warm
     before = cluster.nodes["b"].stats()
     ticket = source.client.publish(range(10))
     assert fetch(target, ticket, range(40, 50)).route == "gpu"
     after = cluster.nodes["b"].stats()
-    num_warm_bytes = after["num_lane_warm_up_bytes"] - before["num_lane_warm_up_bytes"]
-    assert num_warm_bytes == ticket.num_bytes // 10
-    assert after["nixl"]["num_bytes"] - before["nixl"]["num_bytes"] == ticket.num_bytes + num_warm_bytes
+    assert after["num_lane_warm_up_bytes"] == before["num_lane_warm_up_bytes"] > 0, "that was when it was measured"
+    assert after["nixl"]["num_bytes"] - before["nixl"]["num_bytes"] == ticket.num_bytes
 
 
 def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_nothing(
@@ -70,7 +69,7 @@ def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_
     wait_until,
 ):
     source, target = warm
-    held = HeldBlocks(stages[1].transport)
+    held = Held(stages[1].transport)
     cluster.movers["b"].mover._slabs._into = dict.fromkeys(cluster.movers["b"].mover._slabs._into, held)
     ticket = source.client.publish(range(8))
     first = target.client.fetch(ticket, list(range(8)))
