@@ -69,9 +69,12 @@ def make_engine(
 
     With `handoff_staging` so many bytes of a GPU pass hand-offs on.
     """
-    from vllm import LLM
+    from vllm import LLM, ModelRegistry
     from vllm.config import KVTransferConfig
+    from vllm.model_executor.models.llama import LlamaForCausalLM
 
+    # Otherwise vLLM asks what this model can do in a process of its own, which imports all of vLLM once more.
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     connector = KVTransferConfig(
         kv_connector="RaykvConnector",
         kv_connector_module_path="kvstore.integrations.vllm",

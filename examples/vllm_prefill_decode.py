@@ -52,14 +52,16 @@ def prompts(block_size: int) -> list[tuple[str, int, int]]:
 class Worker:
     """An actor with an engine in it."""
 
-    def __init__(self, model: str, block_size: int, stored_block_size: int, device: str, handoff: bool) -> None:
+    def __init__(self, model: str, num_stored_in_block: int, device: str, handoff: bool) -> None:
+        self._stored = smallest_block(device)
         self._engine = make_engine(
-            model, block_size, stored_block_size=stored_block_size, device=device, save="none" if handoff else "prompt",
+            model, num_stored_in_block * self._stored, stored_block_size=self._stored, device=device,
+            save="none" if handoff else "prompt",
             handoff_staging=STAGING_BYTES if handoff and device == "cuda" else 0,
         )  # fmt: skip
 
-    def ready(self) -> bool:
-        return True
+    def stored_block_size(self) -> int:
+        return self._stored
 
     def prefill(self, tokens: list[int], handoff: bool) -> dict[str, Any]:
         answer = generate(self._engine, tokens, num_tokens=1, transfer={"do_remote_decode": True} if handoff else None)
@@ -84,17 +86,16 @@ def run(model: str, device: str, handoff: bool) -> list[dict[str, Any]]:
 
     import kvstore
 
-    stored = smallest_block(device)
     with two_nodes() as nodes:
         store = kvstore.start("256MiB")
         try:
             engines = [
                 ray.remote(Worker)
                 .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                .remote(model, block_size, stored, device, handoff)
-                for node, block_size in zip(nodes, (stored, 2 * stored), strict=True)
+                .remote(model, num_stored_in_block, device, handoff)
+                for node, num_stored_in_block in zip(nodes, (1, 2), strict=True)
             ]
-            ray.get([engine.ready.remote() for engine in engines], timeout=START_S)
+            stored, _ = ray.get([engine.stored_block_size.remote() for engine in engines], timeout=START_S)
             prefill, decode = engines
             random = np.random.default_rng(1)
             # The first steps of an engine are slow. This prompt is nobody's prefix.
