@@ -163,6 +163,10 @@ class ControlClient:
             self._end_stream()
         return False
 
+    def fileno(self) -> int:
+        """Return the descriptor, which can be read when something came or the other side ended."""
+        return self._sock.fileno()
+
     def duplicate(self) -> int:
         """Return a descriptor of the connection that is the caller's, to watch for something to read.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import connect_local
@@ -34,6 +35,7 @@ class PresenceView:
             os.close(fd)
         memory.madvise(mmap.MADV_DONTFORK)
         self._memory: mmap.mmap | None = memory
+        self._fd = self._connection.fileno()
         self._mask = size - HEAD_BYTES - 1
         found = memory[:EPOCH_BYTES].hex()
         if found != epoch:
@@ -53,9 +55,15 @@ class PresenceView:
         memory = self._memory
         if memory is None or (remote and not memory[ALONE_AT]):
             return False
-        return not memory[HEAD_BYTES + place_of(first_block, self._mask)] and self._connection.is_quiet()
+        return not memory[HEAD_BYTES + place_of(first_block, self._mask)] and not self._has_ended()
+
+    def _has_ended(self) -> bool:
+        # One of its own each time: no two threads may use the same.
+        look = select.poll()
+        look.register(self._fd, select.POLLIN)
+        return bool(look.poll(0))
 
     def close(self) -> None:
         """End the connection; the memory is unmapped when nobody reads it any more. May be called again."""
-        self._connection.close()
         self._memory = None
+        self._connection.close()

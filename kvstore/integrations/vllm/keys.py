@@ -60,7 +60,8 @@ class PromptHashes:
         """Return the first block alone; the prompt has one at least."""
         if not self._runs:
             self._make(1)
-        return self._runs[0][:1]
+        first = self._runs[0]
+        return first if len(first) == 1 else first[:1]
 
     def advance(self) -> None:
         """Make the next ones, if any are left; takes a fraction of a millisecond."""
