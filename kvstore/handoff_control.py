@@ -125,7 +125,6 @@ class HandoffControl:
                 self._fetch(connection, message, unpack_fetch(payload))
             case Op.HANDOFF_SOON:
                 self._server.stay_awake(_AWAKE_S)
-                self._core.mover.expect_read()
             case Op.HANDOFF_STAGE:
                 value = unpack_json(payload)
                 sizes = int(value["num_bytes"]), int(value["block_bytes"])

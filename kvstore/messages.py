@@ -28,6 +28,7 @@ _PEER_LEASE = struct.Struct("<IIQd")
 _PEER_GRANT = struct.Struct("<Q8sQII")
 _READ = struct.Struct("<QIIIdHH")
 _DONE = struct.Struct("<QIBBdI")
+_WAKE = struct.Struct("<H")
 U64 = struct.Struct("<Q")
 U64_F64 = struct.Struct("<Qd")
 #: Lease id, epoch of the store that granted it, epoch of the store that read: what a finished READ notifies.
@@ -283,6 +284,22 @@ def unpack_mover_read(payload: bytes) -> MoverRead:
     )
     ends = slots[2 * count : 2 * count + num_chunks]
     return MoverRead(read_id=read_id, request=request, chunk_ends=ends, timeout_s=timeout_s)
+
+
+def pack_mover_wake(lane: bytes, request: ReadRequest) -> bytes:
+    """Tell the mover what to read when it is to wake a lane."""
+    read = MoverRead(read_id=0, request=request, chunk_ends=np.empty(0, np.int32), timeout_s=0.0)
+    return _WAKE.pack(len(lane)) + lane + pack_mover_read(read)
+
+
+def unpack_mover_wake(payload: bytes) -> tuple[bytes, ReadRequest]:
+    """Return (lane, READ) that `pack_mover_wake` packed.
+
+    Raises:
+        ProtocolError: it is not whole.
+    """
+    end = _WAKE.size + _WAKE.unpack_from(payload)[0]
+    return payload[_WAKE.size : end], unpack_mover_read(payload[end:]).request
 
 
 class MoverDone(NamedTuple):

@@ -14,7 +14,7 @@ import select
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.errors import ProtocolError, RegistrationFailed, TransferError, TransferTimeout
 from kvstore.messages import (
@@ -24,9 +24,10 @@ from kvstore.messages import (
     MoverRead,
     pack_mover_done,
     unpack_mover_read,
+    unpack_mover_wake,
 )
 from kvstore.slabs import Slabs
-from kvstore.transport import PeerDescription, ReadRequest, ReadState, Transport
+from kvstore.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
 from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,14 @@ class _Job:
     done_blocks: int = 0
     num_descriptors: int = 0
     running: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Waking:
+    """A READ that nobody waits for, and its handle while it goes on."""
+
+    request: ReadRequest
+    handle: int | None = None
 
 
 @dataclass(slots=True)
@@ -83,6 +92,10 @@ class Mover:
         self._last_read_id = 0
         self._moved_s = 0.0
         self._abandoned: dict[int, _Abandoned] = {}
+        #: By the lane that each wakes, and those that go on.
+        self._waking: dict[bytes, _Waking] = {}
+        self._woken: list[_Waking] = []
+        self._woken_totals = ReadTotals()
         self._num_remote_leases = 0
         self._awake_until_s = 0.0
         self._stopping = False
@@ -118,7 +131,7 @@ class Mover:
             self._awake_until_s = 0.0
         if self._num_remote_leases:
             return _NOTIFICATION_POLL_S
-        return _ABANDONED_POLL_S if self._abandoned else 5.0
+        return _ABANDONED_POLL_S if self._abandoned or self._woken else 5.0
 
     def _receive(self, timeout_s: float) -> None:
         # Not select(): it cannot take a descriptor above 1023.
@@ -146,6 +159,10 @@ class Mover:
             self._jobs.setdefault(read.request.peer, deque()).append(_Job(read, ends, now_s, now_s))
         elif message.op is Op.MOVER_SOON:
             self._awake_until_s = time.monotonic() + _AWAKE_S
+            self._wake(message.payload)
+        elif message.op is Op.MOVER_WAKE:
+            lane, request = unpack_mover_wake(message.payload)
+            self._waking[lane] = _Waking(request)
         elif message.op is Op.MOVER_EXPECT:
             self._num_remote_leases = U64.unpack(message.payload)[0]
         elif message.op is Op.ATTACH:
@@ -154,15 +171,43 @@ class Mover:
         elif message.op is Op.MOVER_ADD_PEER:
             self._add_peer(message)
         elif message.op is Op.MOVER_STATS:
-            totals = self._transport.totals
+            totals, woken = self._transport.totals, self._woken_totals
             answer = {
-                "num_reads": totals.num_reads,
-                "num_descriptors": totals.num_descriptors,
-                "num_bytes": totals.num_bytes,
+                "num_reads": totals.num_reads - woken.num_reads,
+                "num_descriptors": totals.num_descriptors - woken.num_descriptors,
+                "num_bytes": totals.num_bytes - woken.num_bytes,
             }
             self._send(Op.MOVER_STATS, pack_json(answer), Flag.REPLY, message.request)
         elif message.op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
             self._answer_of_slabs(message)
+
+    def _wake(self, lane: bytes) -> None:
+        """Read slots that hold nobody's blocks, so that this process and the lane are warm for a READ to come."""
+        waking = self._waking.get(lane)
+        if waking is None or waking.handle is not None or waking.request.peer in self._to_add:
+            return
+        try:
+            waking.handle = self._transport.post(waking.request)
+        except TransferError as error:
+            logger.debug("mover: a lane was not woken: %s", error)  # The READ to come fails too, and says so.
+        else:
+            self._woken.append(waking)
+
+    def _release_woken(self) -> None:
+        for waking in list(self._woken):
+            assert waking.handle is not None, "posted"
+            try:
+                if self._transport.poll(waking.handle) is ReadState.RUNNING:
+                    continue
+            except TransferError as error:
+                logger.debug("mover: a lane was not woken: %s", error)
+            before, woken = replace(self._transport.totals), self._woken_totals
+            self._transport.release(waking.handle)
+            self._woken.remove(waking)
+            waking.handle, after = None, self._transport.totals
+            woken.num_reads += after.num_reads - before.num_reads
+            woken.num_descriptors += after.num_descriptors - before.num_descriptors
+            woken.num_bytes += after.num_bytes - before.num_bytes
 
     def _answer_of_slabs(self, message: Message) -> None:
         try:
@@ -196,6 +241,8 @@ class Mover:
                 self._fail(jobs[0], error)
             if not jobs:
                 del self._jobs[peer]
+        if self._woken:
+            self._release_woken()
         if self._abandoned:
             self._poll_abandoned()
         if self._num_remote_leases:

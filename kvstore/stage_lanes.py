@@ -122,8 +122,18 @@ class StageLanes:
                     )
                     lane = self._measure(name, description, generation, int(value["num_warm"]), stage)
                     self._remember(key, lane)
+                    if not lane.why_not:
+                        self._mover.wake_by(lane.name, self._waking(lane, stage))
             lanes.append(lane)
         return lanes
+
+    def _waking(self, lane: StageLane, stage: Stage) -> ReadRequest:
+        return ReadRequest(
+            peer=lane.name,
+            block_bytes=min(lane.description.slot_bytes, stage.description.slot_bytes),
+            local_slots=np.asarray(stage.warm_slots[:1], dtype=np.int32),
+            remote_slots=np.asarray([lane.description.num_slots - 1], dtype=np.int32),
+        )
 
     def _count(self, request: ReadRequest) -> None:
         with self._lock:

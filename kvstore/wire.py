@@ -53,6 +53,7 @@ class Op(IntEnum):
     MOVER_STAGE = 38
     MOVER_SPILL = 39
     MOVER_SOON = 60
+    MOVER_WAKE = 62
     LOCATE = 40
     PUBLISH = 41
     HANDOFF_PREPARE = 50

@@ -10,8 +10,8 @@ from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.handoff_claim import _EarlyClaim
 from kvstore.handoff_messages import PeerClaimed, pack_peer_claimed
 from kvstore.results import MissReason
-from tests.kvstore.test_handoff import Held, fetch, reason, same
-from tests.kvstore.test_stages import held_packing, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
+from tests.kvstore.test_handoff import fetch, reason, same
+from tests.kvstore.test_stages import HeldBlocks, held_packing, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
 
 
 @pytest.fixture
@@ -52,11 +52,15 @@ def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, 
     nothing_held(cluster, wait_until)
 
 
-def test_a_lane_that_is_known_is_read_for_blocks_alone(cluster, warm):
+def test_a_lane_that_is_known_is_woken_and_counted_for_blocks_alone(cluster, warm, monkeypatch):
     source, target = warm
-    before = cluster.nodes["b"].stats()
+    before, woken = cluster.nodes["b"].stats(), []
+    mover = cluster.movers["b"].mover
+    wake = mover._wake
+    monkeypatch.setattr(mover, "_wake", lambda word: (woken.append(word in mover._waking), wake(word)))
     ticket = source.client.publish(range(10))
     assert fetch(target, ticket, range(40, 50)).route == "gpu"
+    assert woken == [True]
     after = cluster.nodes["b"].stats()
     assert after["num_lane_warm_up_bytes"] == before["num_lane_warm_up_bytes"] > 0, "that was when it was measured"
     assert after["nixl"]["num_bytes"] - before["nixl"]["num_bytes"] == ticket.num_bytes
@@ -69,7 +73,7 @@ def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_
     wait_until,
 ):
     source, target = warm
-    held = Held(stages[1].transport)
+    held = HeldBlocks(stages[1].transport)
     cluster.movers["b"].mover._slabs._into = dict.fromkeys(cluster.movers["b"].mover._slabs._into, held)
     ticket = source.client.publish(range(8))
     first = target.client.fetch(ticket, list(range(8)))

@@ -193,6 +193,58 @@ def test_only_the_last_chunk_notifies(pair):
     assert pair.peer.notifications() == [note]
 
 
+def waking(local, remote, peer="p"):
+    return ReadRequest(
+        peer=peer,
+        block_bytes=SLOT_BYTES,
+        local_slots=np.array([local], np.int32),
+        remote_slots=np.array([remote], np.int32),
+    )
+
+
+def test_a_lane_is_woken_on_its_word_and_nobody_hears_of_it(pair, wait_until):
+    _, _, ended = pair.read([0], [1])
+    assert ended.wait(3)
+    counted = pair.link.stats(3.0)
+    pair.link.wake_by("it comes", waking(31, 7))
+    pair.link.wake_by("another", waking(30, 9, peer="stranger"))
+    for word in ("", "unheard of", "another"):
+        pair.link.expect_read(word)
+    assert pair.link.stats(3.0) == counted
+    assert pair.slots()[30:] == [0, 0]
+    pair.link.expect_read("it comes")
+    wait_until(lambda: pair.slots()[31] == 8)
+    wait_until(lambda: not pair.movers[0][0]._woken)
+    assert pair.link.stats(3.0) == counted, "what is counted are blocks"
+    _, heard, ended = pair.read([1], [2])
+    assert ended.wait(3)
+    assert (heard[-1][1], pair.slots()[1]) == (None, 3)
+
+
+def test_a_lane_that_cannot_be_woken_is_no_error_and_holds_nobody_up(pair, wait_until):
+    _, _, ended = pair.read([0], [1])
+    assert ended.wait(3)
+    pair.link.wake_by("it comes", waking(31, 7))
+    pair.transport.stopped_peers.add("p")
+    for _ in range(3):
+        pair.link.expect_read("it comes")
+    mover = pair.movers[0][0]
+    wait_until(lambda: len(mover._woken) == 1)
+    _, _, ended = pair.read([1], [2], peer="q")
+    assert ended.wait(3)
+    assert [request.peer for request in pair.transport.posted] == ["p", "p", "q"], "it is woken once at a time"
+    pair.transport.fail_poll = TransferError("gone")
+    wait_until(lambda: not mover._woken)
+    pair.transport.fail_poll, pair.transport.fail_post = None, PeerLost("gone")
+    pair.link.expect_read("it comes")
+    pair.transport.stopped_peers.clear()
+    assert pair.link.stats(3.0)["num_reads"] >= 2
+    pair.transport.fail_post = None
+    _, heard, ended = pair.read([2], [3])
+    assert ended.wait(3)
+    assert (heard[-1][1], pair.slots()[2]) == (None, 4)
+
+
 def test_reads_are_served_in_turn(pair):
     ends = [pair.read([i], [i + 10])[2] for i in range(8)]
     assert all(ended.wait(3) for ended in ends)
