@@ -23,7 +23,7 @@ from kvstore.errors import (
 from kvstore.handoff import FetchResult, HandoffTicket
 from kvstore.handoff_messages import END, FetchRequest, pack_fetch
 from kvstore.hashing import Namespace
-from kvstore.jobs import Answer, CopyGuard, failed_load
+from kvstore.jobs import Answer, CopyGuard, failures
 from kvstore.messages import STAGE_BIT
 from kvstore.segments import plan_stage_chunks
 from kvstore.shape import BLOCK_ORDER_VERSION
@@ -149,6 +149,11 @@ def run_fetch(
     """
     num_skipped = min(skip_tokens // pages.stored_block_size, ticket.num_blocks)
     answer, connection = Answer(reason="store_lost: the node store ended the fetch early"), asked.connection
+    told: list[FetchResult] = []
+
+    def queued() -> None:
+        told.append(_result(answer, pages, ticket, num_skipped))  # While the device is still at the last copy.
+
     try:
         with contextlib.closing(asked.pieces):
             if stage is not None and ticket.slab and not skip_tokens:
@@ -156,7 +161,7 @@ def run_fetch(
                 with contextlib.suppress(KVStoreError):  # Then each piece is listed for itself.
                     stage.copier.expect(pages, ends, to_slots=False)
             stage_copier = stage.copier if stage else None
-            answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier)
+            answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier, queued)
         late = time.monotonic() > asked.at_s + config.lease_ttl_s - config.lease_margin_s
         asked.end = END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks)
     except RegistrationFailed as error:
@@ -183,10 +188,15 @@ def run_fetch(
             0,
             "lease_expired: the copy took longer than the claim on the blocks",
         )
+        return _result(answer, pages, ticket, num_skipped)
+    return told[0]
+
+
+def _result(answer: Answer, pages: EnginePages, ticket: HandoffTicket, num_skipped: int) -> FetchResult:
     usable = max(num_skipped, answer.num_ready)
     return FetchResult(
         num_blocks=usable,
-        failed=failed_load(usable, pages, ticket.num_blocks, answer.reason).failed,
+        failed=failures(usable, pages, ticket.num_blocks, answer.reason),
         route="gpu" if answer.number & STAGE_BIT else "host",
         note=str(answer.report.get("note", "")),
         **answer.counts(),
@@ -195,4 +205,4 @@ def run_fetch(
 
 def failed_fetch(pages: EnginePages, ticket: HandoffTicket, usable: int, reason: str) -> FetchResult:
     """Return the result of a fetch that delivered nothing; the engine had its first blocks before."""
-    return FetchResult(num_blocks=usable, failed=failed_load(usable, pages, ticket.num_blocks, reason).failed)
+    return FetchResult(num_blocks=usable, failed=failures(usable, pages, ticket.num_blocks, reason))

@@ -213,7 +213,7 @@ def run_load(
         # The store may have reused slots while they were copied out: nothing of it counts.
         answer.num_ready, answer.report["reason"] = 0, "lease_expired"
     usable = first + answer.num_ready
-    return LoadResult(num_blocks=usable, failed=_failures(usable, pages, len(chain), answer.reason), **answer.counts())
+    return LoadResult(num_blocks=usable, failed=failures(usable, pages, len(chain), answer.reason), **answer.counts())
 
 
 class Answer:
@@ -298,10 +298,11 @@ def finishing(copier: EngineCopier | None, pages: EnginePages | None) -> Iterato
 
 def failed_load(usable: int, pages: EnginePages | None, total: int, reason: str) -> LoadResult:
     """Return the result of a load that ended before it began."""
-    return LoadResult(num_blocks=usable, failed=_failures(usable, pages, total, reason))
+    return LoadResult(num_blocks=usable, failed=failures(usable, pages, total, reason))
 
 
-def _failures(usable: int, pages: EnginePages | None, total: int, reason: str) -> tuple[BlockFailure, ...]:
+def failures(usable: int, pages: EnginePages | None, total: int, reason: str) -> tuple[BlockFailure, ...]:
+    """Return the failures of blocks [usable, total), all for one reason."""
     if usable >= total:
         return ()
     names = {kind.value for kind in MissReason}
