@@ -124,6 +124,7 @@ class HandoffControl:
             case Op.HANDOFF_FETCH:
                 self._fetch(connection, message, unpack_fetch(payload))
             case Op.HANDOFF_SOON:
+                self._core.mover.expect_read(payload)
                 self._server.stay_awake(_AWAKE_S)
             case Op.HANDOFF_STAGE:
                 value = unpack_json(payload)

@@ -17,6 +17,7 @@ from kvstore.transport import IndexArray
 _PREPARE = struct.Struct("<32s32sIIQ")
 _COMPLETE = struct.Struct("<32sd")
 _FETCH = struct.Struct("<32s32s8sIddIIQ")
+_SOON = struct.Struct("<IIQ")
 _CLAIM = struct.Struct("<32s32sIIIQddB")
 _CLAIMED = struct.Struct("<Q8sQQII")
 #: The id of a fetch or a claim, and whether the blocks arrived.
@@ -97,6 +98,14 @@ def unpack_fetch(payload: bytes) -> FetchRequest:
         slab=slab,
         generation=generation,
     )
+
+
+def pack_soon(node_id: str, from_slab: int, slab: int, generation: int) -> bytes:
+    """Say that a fetch comes: from a node's stage into one of this node, of one life of its mover.
+
+    Nobody takes it apart: the store passes it on to its mover, which was told before what to do on just this word.
+    """
+    return _SOON.pack(from_slab, slab, generation) + node_id.encode()
 
 
 class PeerClaim(NamedTuple):

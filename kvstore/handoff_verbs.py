@@ -296,9 +296,9 @@ class HandoffVerbs(ABC):
             early, connection = None, None
             if len(self._fetch_connections):
                 connection = held.enter_context(self._fetch_connections.taken())
-                if link is not None and link.slab and ticket.slab:
+                if link is not None and ticket.slab and (soon := link.soon(ticket.node_id, ticket.slab)):
                     with contextlib.suppress(PeerLost):
-                        connection.send(Op.HANDOFF_SOON)
+                        connection.send(Op.HANDOFF_SOON, soon)
             stage = held.enter_context(link.using()) if link is not None else None
             pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
             check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)

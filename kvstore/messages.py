@@ -286,14 +286,14 @@ def unpack_mover_read(payload: bytes) -> MoverRead:
     return MoverRead(read_id=read_id, request=request, chunk_ends=ends, timeout_s=timeout_s)
 
 
-def pack_mover_wake(lane: bytes, request: ReadRequest) -> bytes:
-    """Tell the mover what to read when it is to wake a lane."""
+def pack_mover_wake(word: bytes, request: ReadRequest) -> bytes:
+    """Tell the mover what to read on a word."""
     read = MoverRead(read_id=0, request=request, chunk_ends=np.empty(0, np.int32), timeout_s=0.0)
-    return _WAKE.pack(len(lane)) + lane + pack_mover_read(read)
+    return _WAKE.pack(len(word)) + word + pack_mover_read(read)
 
 
 def unpack_mover_wake(payload: bytes) -> tuple[bytes, ReadRequest]:
-    """Return (lane, READ) that `pack_mover_wake` packed.
+    """Return (word, READ) that `pack_mover_wake` packed.
 
     Raises:
         ProtocolError: it is not whole.

@@ -92,7 +92,7 @@ class Mover:
         self._last_read_id = 0
         self._moved_s = 0.0
         self._abandoned: dict[int, _Abandoned] = {}
-        #: By the lane that each wakes, and those that go on.
+        #: By the word on which each is posted, and those that go on.
         self._waking: dict[bytes, _Waking] = {}
         self._woken: list[_Waking] = []
         self._woken_totals = ReadTotals()
@@ -161,8 +161,8 @@ class Mover:
             self._awake_until_s = time.monotonic() + _AWAKE_S
             self._wake(message.payload)
         elif message.op is Op.MOVER_WAKE:
-            lane, request = unpack_mover_wake(message.payload)
-            self._waking[lane] = _Waking(request)
+            word, request = unpack_mover_wake(message.payload)
+            self._waking[word] = _Waking(request)
         elif message.op is Op.MOVER_EXPECT:
             self._num_remote_leases = U64.unpack(message.payload)[0]
         elif message.op is Op.ATTACH:
@@ -181,9 +181,9 @@ class Mover:
         elif message.op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
             self._answer_of_slabs(message)
 
-    def _wake(self, lane: bytes) -> None:
+    def _wake(self, word: bytes) -> None:
         """Read slots that hold nobody's blocks, so that this process and the lane are warm for a READ to come."""
-        waking = self._waking.get(lane)
+        waking = self._waking.get(word)
         if waking is None or waking.handle is not None or waking.request.peer in self._to_add:
             return
         try:

@@ -289,24 +289,24 @@ class MoverLink:
         if connection is not None:
             connection.send(Op.MOVER_EXPECT, Flag.ONE_WAY, 0, U64.pack(num_leases))
 
-    def expect_read(self, lane: str) -> None:
+    def expect_read(self, word: bytes) -> None:
         """Have the mover stay awake for a moment, because a READ comes soon that is over in about as long.
 
         Args:
-            lane: which it wakes meanwhile, if `wake_by` has told it how.
+            word: of who wants the READ; the mover wakes the lane that it stands for, if `wake_by` has told it how.
         """
         connection = self._connection
         if connection is not None:
-            connection.send(Op.MOVER_SOON, Flag.ONE_WAY, 0, lane.encode())
+            connection.send(Op.MOVER_SOON, Flag.ONE_WAY, 0, word)
 
-    def wake_by(self, lane: str, request: ReadRequest) -> None:
-        """Tell the mover what to read when it is to wake a lane: slots that hold nobody's blocks, of a known peer.
+    def wake_by(self, word: bytes, request: ReadRequest) -> None:
+        """Tell the mover what to read on a word of `expect_read`: slots that hold nobody's blocks, of a known peer.
 
         The first READ after a pause is slow to post. Nobody hears what became of this one, and it is not counted.
         """
         connection = self._connection
         if connection is not None:
-            connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, pack_mover_wake(lane.encode(), request))
+            connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, pack_mover_wake(word, request))
 
     def ask(
         self, op: Op, value: dict[str, Any], timeout_s: float, on_terminal: Callable[[], None] = lambda: None

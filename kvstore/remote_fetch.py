@@ -91,7 +91,6 @@ class RemoteFetch:
         if self._claim.begin(peer, self._claimed_early):
             self._begun, self._lane, self._pool = peer, lane, stage.pool
             fetcher.server.stay_awake(_CLAIM_AWAKE_S)
-            fetcher.mover.expect_read(lane.name)
             self._reserve(stage.pool)
             self._claim.look()  # Slots take as long to choose as the source to answer.
 

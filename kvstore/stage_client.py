@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import ConfigError, CopyStuck, KernelError, KVStoreError, RegistrationFailed
 from kvstore.handoff import HandoffRoute
+from kvstore.handoff_messages import pack_soon
 from kvstore.stage_copier import EngineCaches, StageSide, make_stage_copier, stage_uuid
 from kvstore.wire import Op, pack_json, unpack_json
 
@@ -88,6 +89,11 @@ class StageLink:
         """The stage that there is now, 0 for none."""
         stage = self._stage
         return stage.slab if stage is not None else 0
+
+    def soon(self, node_id: str, slab: int) -> bytes:
+        """Return what announces a fetch from a stage of a node into the one there is now; nothing without one."""
+        stage = self._stage
+        return pack_soon(node_id, slab, stage.slab, stage.generation) if stage is not None else b""
 
     def _host_route(self, why_not: str, rates: dict[str, float] | None = None) -> HandoffRoute:
         logger.warning("hand-offs of this client go through host memory: %s", why_not)

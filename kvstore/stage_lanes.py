@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, TransferError, TransferTimeout
+from kvstore.handoff_messages import pack_soon
 from kvstore.messages import MoverDone
 from kvstore.mover_link import MoverLink
 from kvstore.peers import Peer
@@ -123,7 +124,8 @@ class StageLanes:
                     lane = self._measure(name, description, generation, int(value["num_warm"]), stage)
                     self._remember(key, lane)
                     if not lane.why_not:
-                        self._mover.wake_by(lane.name, self._waking(lane, stage))
+                        word = pack_soon(peer.node_id, slab, stage.slab, stage.generation)
+                        self._mover.wake_by(word, self._waking(lane, stage))
             lanes.append(lane)
         return lanes
 

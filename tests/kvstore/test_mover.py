@@ -206,13 +206,13 @@ def test_a_lane_is_woken_on_its_word_and_nobody_hears_of_it(pair, wait_until):
     _, _, ended = pair.read([0], [1])
     assert ended.wait(3)
     counted = pair.link.stats(3.0)
-    pair.link.wake_by("it comes", waking(31, 7))
-    pair.link.wake_by("another", waking(30, 9, peer="stranger"))
-    for word in ("", "unheard of", "another"):
+    pair.link.wake_by(b"it comes", waking(31, 7))
+    pair.link.wake_by(b"another", waking(30, 9, peer="stranger"))
+    for word in (b"", b"unheard of", b"another"):
         pair.link.expect_read(word)
     assert pair.link.stats(3.0) == counted
     assert pair.slots()[30:] == [0, 0]
-    pair.link.expect_read("it comes")
+    pair.link.expect_read(b"it comes")
     wait_until(lambda: pair.slots()[31] == 8)
     wait_until(lambda: not pair.movers[0][0]._woken)
     assert pair.link.stats(3.0) == counted, "what is counted are blocks"
@@ -224,10 +224,10 @@ def test_a_lane_is_woken_on_its_word_and_nobody_hears_of_it(pair, wait_until):
 def test_a_lane_that_cannot_be_woken_is_no_error_and_holds_nobody_up(pair, wait_until):
     _, _, ended = pair.read([0], [1])
     assert ended.wait(3)
-    pair.link.wake_by("it comes", waking(31, 7))
+    pair.link.wake_by(b"it comes", waking(31, 7))
     pair.transport.stopped_peers.add("p")
     for _ in range(3):
-        pair.link.expect_read("it comes")
+        pair.link.expect_read(b"it comes")
     mover = pair.movers[0][0]
     wait_until(lambda: len(mover._woken) == 1)
     _, _, ended = pair.read([1], [2], peer="q")
@@ -236,7 +236,7 @@ def test_a_lane_that_cannot_be_woken_is_no_error_and_holds_nobody_up(pair, wait_
     pair.transport.fail_poll = TransferError("gone")
     wait_until(lambda: not mover._woken)
     pair.transport.fail_poll, pair.transport.fail_post = None, PeerLost("gone")
-    pair.link.expect_read("it comes")
+    pair.link.expect_read(b"it comes")
     pair.transport.stopped_peers.clear()
     assert pair.link.stats(3.0)["num_reads"] >= 2
     pair.transport.fail_post = None
