@@ -6,7 +6,7 @@ saves them; the decode engine on the other finds them, fetches what it lacks ove
 compared with one that the decode engine computed from nothing. Exits with 1 when one differs, or came from nowhere.
 
 With --handoff nothing is saved: the prefill engine's answer has a ticket, and with that the decode engine fetches them,
-on a GPU through its memory.
+on a GPU through its memory. With --both that is done first, and then everything once more through the store.
 """
 
 from __future__ import annotations
@@ -78,56 +78,62 @@ class Worker:
         return generate(self._engine, tokens, cold=True)
 
 
-def run(model: str, device: str, handoff: bool) -> list[dict[str, Any]]:
-    """Send every prompt through both engines; one row for each."""
-    import numpy as np
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+def run(model: str, device: str, ways: tuple[bool, ...]) -> dict[bool, list[dict[str, Any]]]:
+    """Send every prompt through two engines, anew for each way: by hand-offs or not; one row for each prompt."""
     import kvstore
 
     with two_nodes() as nodes:
         store = kvstore.start("256MiB")
         try:
-            engines = [
-                ray.remote(Worker)
-                .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                .remote(model, num_stored_in_block, device, handoff)
-                for node, num_stored_in_block in zip(nodes, (1, 2), strict=True)
-            ]
-            stored, _ = ray.get([engine.stored_block_size.remote() for engine in engines], timeout=START_S)
-            prefill, decode = engines
-            random = np.random.default_rng(1)
-            # The first steps of an engine are slow. This prompt is nobody's prefix.
-            ray.get(
-                [engine.alone.remote(random.integers(0, VOCABULARY, 300).tolist()) for engine in engines],
-                timeout=CALL_S,
-            )
-            system = random.integers(0, VOCABULARY, SYSTEM).tolist()
-            rows = []
-            for name, num_shared, num_own in prompts(stored):
-                tokens = system[:num_shared] + random.integers(0, VOCABULARY, num_own).tolist()
-                first = ray.get(prefill.prefill.remote(tokens, handoff), timeout=CALL_S)
-                answer = ray.get(decode.decode.remote(tokens, first["transfer"]), timeout=CALL_S)
-                alone = ray.get(decode.alone.remote(tokens), timeout=CALL_S)
-                wanted = len(tokens) // stored * stored
-                identical = same(answer, alone) and first["tokens"] == answer["tokens"][:1]
-                rows.append(
-                    {
-                        "prompt": name,
-                        "num_tokens": len(tokens),
-                        "num_tokens_found": answer["num_cached"],
-                        "first_token_s": answer["first_token_s"],
-                        "alone_first_token_s": alone["first_token_s"],
-                        "identical": identical,
-                        "ok": identical and answer["num_cached"] == wanted,
-                    }
-                )
-            for engine in engines:
-                ray.kill(engine)
-            return rows
+            return {handoff: serve(model, device, handoff, nodes) for handoff in ways}
         finally:
             store.stop()
+
+
+def serve(model: str, device: str, handoff: bool, nodes: list[str]) -> list[dict[str, Any]]:
+    """Start an engine on each node, and send every prompt through both; one row for each."""
+    import numpy as np
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    engines = [
+        ray.remote(Worker)
+        .options(num_cpus=0.5, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(model, num_stored_in_block, device, handoff)
+        for node, num_stored_in_block in zip(nodes, (1, 2), strict=True)
+    ]
+    stored, _ = ray.get([engine.stored_block_size.remote() for engine in engines], timeout=START_S)
+    prefill, decode = engines
+    random = np.random.default_rng(1)
+    # The first steps of an engine are slow. This prompt is nobody's prefix.
+    ray.get(
+        [engine.alone.remote(random.integers(0, VOCABULARY, 300).tolist()) for engine in engines],
+        timeout=CALL_S,
+    )
+    system = random.integers(0, VOCABULARY, SYSTEM).tolist()
+    rows = []
+    for name, num_shared, num_own in prompts(stored):
+        tokens = system[:num_shared] + random.integers(0, VOCABULARY, num_own).tolist()
+        first = ray.get(prefill.prefill.remote(tokens, handoff), timeout=CALL_S)
+        answer = ray.get(decode.decode.remote(tokens, first["transfer"]), timeout=CALL_S)
+        alone = ray.get(decode.alone.remote(tokens), timeout=CALL_S)
+        wanted = len(tokens) // stored * stored
+        identical = same(answer, alone) and first["tokens"] == answer["tokens"][:1]
+        rows.append(
+            {
+                "prompt": name,
+                "handoff": handoff,
+                "num_tokens": len(tokens),
+                "num_tokens_found": answer["num_cached"],
+                "first_token_s": answer["first_token_s"],
+                "alone_first_token_s": alone["first_token_s"],
+                "identical": identical,
+                "ok": identical and answer["num_cached"] == wanted,
+            }
+        )
+    for engine in engines:
+        ray.kill(engine)
+    return rows
 
 
 def show(rows: list[dict[str, Any]], way: str) -> None:
@@ -144,17 +150,20 @@ def show(rows: list[dict[str, Any]], way: str) -> None:
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="A GPU is shared.")
 @click.option("--handoff", is_flag=True, help="Pass blocks on with tickets, not through the store.")
+@click.option("--both", is_flag=True, help="First with tickets, then through the store, with engines anew.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as one JSON list.")
-def main(device: str, handoff: bool, as_json: bool) -> None:
+def main(device: str, handoff: bool, both: bool, as_json: bool) -> None:
     """Prefill with one vLLM engine, decode with another."""
     need_vllm("demo-vllm")
     with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
         private_environment(folder)
-        rows = run(save_model(f"{folder}/model"), device, handoff)
+        rows_of = run(save_model(f"{folder}/model"), device, (True, False) if both else (handoff,))
+    rows = [row for of_way in rows_of.values() for row in of_way]
     if as_json:
         print(json.dumps(rows))
     else:
-        show(rows, "by hand-off" if handoff else "through the store")
+        for by_handoff, of_way in rows_of.items():
+            show(of_way, "by hand-off" if by_handoff else "through the store")
     if not all(row["ok"] for row in rows):
         sys.exit("an answer changed, or blocks were not found")
 

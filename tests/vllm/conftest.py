@@ -99,8 +99,10 @@ def model(tmp_path_factory):
 def cluster():
     """Two nodes of a Ray cluster on this machine."""
     import ray
+    from engines import begin_importing
     from ray.cluster_utils import Cluster
 
+    begin_importing()  # which takes longer than all that comes before the first engine
     cluster = Cluster()
     try:
         for is_head in (True, False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 from pathlib import Path
 
@@ -12,6 +13,11 @@ ANSWER_S = 100.0
 #: Importing vLLM takes longer than making an engine, so it is done once, in a process that then forks.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["engine_process"])
+
+
+def begin_importing():
+    """Begin to import vLLM where engines come from; what is in the environment by then counts."""
+    multiprocessing.forkserver.ensure_running()
 
 
 def _serve(*args):
