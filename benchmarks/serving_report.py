@@ -49,12 +49,14 @@ def ratios(rows: Rows) -> Rows:
     for num_tokens in sorted({row["num_tokens"] for row in rows if row["what"] == "first token"}):
         at = {"what": "first token", "num_tokens": num_tokens}
         warm, cold = ms(**at, way="raykv", state="warm"), ms(**at, way="raykv", state="cold")
-        none = ms(**at, way="none", state="cold")
+        # Engines with a connector have a prefix cache too.
+        none, own = ms(**at, way="none", state="cold"), ms(**at, way="own", state="cold")
         times = round(float(np.median(none) / np.median(warm)), 3)  # Of medians: there are more warm ones.
         found += [
             {"ratio": "warm / bound", "num_tokens": num_tokens, **paired(warm, ms(**at, way="dict", state="warm"))},
             {"ratio": "recompute / warm", "num_tokens": num_tokens, "is": times},
-            {"ratio": "cold / no connector", "num_tokens": num_tokens, **paired(cold, none)},
+            {"ratio": "cold / no connector", "num_tokens": num_tokens, **paired(cold, own)},
+            {"ratio": "cold / no connector, no prefix cache", "num_tokens": num_tokens, **paired(cold, none)},
         ]
     talks = {row["way"]: row for row in rows if row["what"] == "conversations"}
     for way in sorted(talks.keys() - {"raykv"}):

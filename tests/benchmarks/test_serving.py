@@ -13,9 +13,10 @@ def row(what, *times_ms, **more):
     return {"what": what, "times_ms": list(times_ms), **more}
 
 
-def first_tokens(num_tokens, none, dict_warm, cold, warm):
+def first_tokens(num_tokens, none, own, dict_warm, cold, warm):
     return [
         row("first token", none, way="none", state="cold", num_tokens=num_tokens),
+        row("first token", own, way="own", state="cold", num_tokens=num_tokens),
         row("first token", dict_warm, way="dict", state="warm", num_tokens=num_tokens),
         row("first token", cold, way="raykv", state="cold", num_tokens=num_tokens),
         row("first token", warm, way="raykv", state="warm", num_tokens=num_tokens),
@@ -23,14 +24,16 @@ def first_tokens(num_tokens, none, dict_warm, cold, warm):
 
 
 def test_ratios_compare_what_was_measured_at_the_same_length():
-    rows = first_tokens(512, 200.0, 30.0, 210.0, 40.0) + first_tokens(1500, 700.0, 39.0, 707.0, 35.0)
+    rows = first_tokens(512, 200.0, 210.0, 30.0, 210.0, 40.0) + first_tokens(1500, 700.0, 1414.0, 39.0, 707.0, 35.0)
     assert [{key: found[key] for key in ("ratio", "num_tokens", "is")} for found in ratios(rows)] == [
         {"ratio": "warm / bound", "num_tokens": 512, "is": 1.333},
         {"ratio": "recompute / warm", "num_tokens": 512, "is": 5.0},
-        {"ratio": "cold / no connector", "num_tokens": 512, "is": 1.05},
+        {"ratio": "cold / no connector", "num_tokens": 512, "is": 1.0},
+        {"ratio": "cold / no connector, no prefix cache", "num_tokens": 512, "is": 1.05},
         {"ratio": "warm / bound", "num_tokens": 1500, "is": 0.897},
         {"ratio": "recompute / warm", "num_tokens": 1500, "is": 20.0},
-        {"ratio": "cold / no connector", "num_tokens": 1500, "is": 1.01},
+        {"ratio": "cold / no connector", "num_tokens": 1500, "is": 0.5},
+        {"ratio": "cold / no connector, no prefix cache", "num_tokens": 1500, "is": 1.01},
     ]
 
 
