@@ -77,7 +77,7 @@ class StageLanes:
         self._lanes: dict[_Key, StageLane] = {}
         # One for each lane: what a peer that does not answer holds up is not the others.
         self._measuring: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
-        #: Of READs that only warmed or measured a lane. The engine counts them as it does all others.
+        #: Of READs that measured a lane, and so warmed it up. The engine counts them as it does all others.
         self.num_warm_bytes = 0
 
     def known(self, peer: Peer, slab: int, stage: Stage) -> StageLane | None:
