@@ -168,27 +168,8 @@ class GpuCopier:
         check_window(self.plan, placed.spans, slots.shape[0], begin, end, first_slot, max_ctas)
         chosen = torch.cuda.current_stream(self.plan.device) if stream is None else stream
         with on_device(self._index):
-            self.launch_checked(to_slots, placed, slots, begin, end, first_slot, chosen.cuda_stream, max_ctas)
-
-    def launch_checked(
-        self,
-        to_slots: bool,
-        placed: PlacedSpans,
-        slots: Tensor,
-        begin: int,
-        end: int | None,
-        first_slot: int,
-        stream: int,
-        max_ctas: int | None,
-    ) -> None:
-        """Do what `pack` and `unpack` do for a caller that has checked all of it and is on the device.
-
-        Raises:
-            RuntimeError: the driver refused a launch.
-        """
-        # All of them first: a refusal leaves nothing half done.
-        work = self.prepare(to_slots, placed, slots, begin, end, first_slot, max_ctas)
-        self.launch_prepared(work, stream)
+            work = self.prepare(to_slots, placed, slots, begin, end, first_slot, max_ctas)
+            self.launch_prepared(work, chosen.cuda_stream)
 
     def prepare(
         self,
@@ -200,12 +181,16 @@ class GpuCopier:
         first_slot: int = 0,
         max_ctas: int | None = None,
     ) -> PreparedCopy:
-        """Work out what `launch_checked` launches, for a caller that has checked all of it."""
+        """Work out all that `pack` and `unpack` launch, for a caller that has checked what they check.
+
+        Raises:
+            ValueError: the copy is too large for one launch; nothing was launched.
+        """
         work = launches(
             self.plan, self._tables, placed.spans, placed.address, slots, to_slots=to_slots,
             begin=begin, end=end, first_slot=first_slot, max_ctas=max_ctas,
         )  # fmt: skip
-        return PreparedCopy(list(work), placed.address)
+        return PreparedCopy(list(work), placed.address)  # All of them: a refusal leaves nothing half done.
 
     def launch_prepared(self, copy: PreparedCopy, stream: int, address: int | None = None, slots_by: int = 0) -> None:
         """Launch what `prepare` returned, on the device.

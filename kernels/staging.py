@@ -156,9 +156,8 @@ class StagingRing:
         return _recorded(self._kernels)
 
     def _launch(self, to_slots: bool, placed: PlacedSpans, slots: Tensor, chunk: Chunk) -> None:
-        self._copier.launch_checked(
-            to_slots, placed, slots, chunk.begin, chunk.end, chunk.first, self._kernels.cuda_stream, self._max_ctas
-        )
+        work = self._copier.prepare(to_slots, placed, slots, chunk.begin, chunk.end, chunk.first, self._max_ctas)
+        self._copier.launch_prepared(work, self._kernels.cuda_stream)
 
     def _check(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> tuple[Spans, I64]:
         """Check everything that a copy is given; return the spans by slot, and the slot of each position."""
