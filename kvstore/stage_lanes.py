@@ -63,6 +63,17 @@ def _key(peer: Peer, slab: int, stage: Stage) -> _Key:
     return peer.node_id, peer.epoch, slab, stage.slab, stage.generation
 
 
+def _read_of_nothing(name: str, description: PeerDescription, stage: Stage, count: int) -> ReadRequest:
+    """Return a READ of slots that hold nobody's blocks: of the peer's stage these are the last ones."""
+    end = description.num_slots
+    return ReadRequest(
+        peer=name,
+        block_bytes=min(description.slot_bytes, stage.description.slot_bytes),
+        local_slots=np.asarray(stage.warm_slots[:count], dtype=np.int32),
+        remote_slots=np.arange(end - count, end, dtype=np.int32),
+    )
+
+
 class StageLanes:
     """The lanes into the stages of one node.
 
@@ -125,17 +136,9 @@ class StageLanes:
                     self._remember(key, lane)
                     if not lane.why_not:
                         word = pack_soon(peer.node_id, slab, stage.slab, stage.generation)
-                        self._mover.wake_by(word, self._waking(lane, stage))
+                        self._mover.wake_by(word, _read_of_nothing(lane.name, lane.description, stage, 1))
             lanes.append(lane)
         return lanes
-
-    def _waking(self, lane: StageLane, stage: Stage) -> ReadRequest:
-        return ReadRequest(
-            peer=lane.name,
-            block_bytes=min(lane.description.slot_bytes, stage.description.slot_bytes),
-            local_slots=np.asarray(stage.warm_slots[:1], dtype=np.int32),
-            remote_slots=np.asarray([lane.description.num_slots - 1], dtype=np.int32),
-        )
 
     def _count(self, request: ReadRequest) -> None:
         with self._lock:
@@ -153,13 +156,7 @@ class StageLanes:
     ) -> StageLane:
         size = min(description.slot_bytes, stage.description.slot_bytes)
         count = min(num_warm, len(stage.warm_slots), max(1, WARM_BYTES // size))
-        first = description.num_slots - num_warm
-        request = ReadRequest(
-            peer=name,
-            block_bytes=size,
-            local_slots=np.asarray(stage.warm_slots[:count], dtype=np.int32),
-            remote_slots=np.arange(first, first + count, dtype=np.int32),
-        )
+        request = _read_of_nothing(name, description, stage, count)
         try:
             seconds = [self._read(request, description) for _ in range(3)]
         except KVStoreError as error:
