@@ -156,18 +156,13 @@ class Lookups:
     def _next(self) -> Question | None:
         """Wait for a question; hashes that only saves need come when there is none for a while."""
         while True:
-            if not self._late:
-                question = self._questions.get()
-            else:
-                due_s, late = self._late[0]
-                left_s = due_s - time.monotonic()
-                try:
-                    if left_s <= -_OVERDUE_S:
-                        raise queue.Empty
-                    question = self._questions.get(timeout=max(0.0, left_s))
-                except queue.Empty:
-                    self._late.popleft()
-                    return late
+            left_s = self._late[0][0] - time.monotonic() if self._late else None
+            if left_s is not None and left_s <= -_OVERDUE_S:
+                return self._late.popleft()[1]
+            try:
+                question = self._questions.get(timeout=None if left_s is None else max(0.0, left_s))
+            except queue.Empty:
+                return self._late.popleft()[1]
             if question is None or not question.done:
                 return question
             self._late.append((time.monotonic(), question))
