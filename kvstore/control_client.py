@@ -280,7 +280,7 @@ class Question:
 
     def fileno(self) -> int:
         """Return the descriptor that can be read when something came; it is open until this is closed."""
-        return self._client._sock.fileno()
+        return self._client.fileno()
 
     def take(self) -> bytes | None:
         """Return the answer's payload; None while it is not all there.

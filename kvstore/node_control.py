@@ -158,17 +158,12 @@ class NodeControl:
         role = value.get("role")
         if role == "mover" and connection.local and connection.pidfd < 0:
             raise ConfigError("this kernel cannot name the mover's process (Linux 5.3 can), so it could not be fenced")
-        if connection.local and role in ("client", "mover"):
+        if connection.local and role in ("client", "mover", "presence"):
             connection.role = role
             connection.verbs = self._pool.verbs if role == "client" else {}
             self._server.end_replaced(str(value.get("replaces", "")), connection)
-            answer, fds = self._greeting(connection), (self._core.arena.fd,)
-            connection.send(Op.HELLO, Flag.REPLY, message.request, answer, fds)
-            return None
-        if connection.local and role == "presence":
-            connection.role = role
-            answer, fds = self._greeting(connection), (self._core.presence.fd,)
-            connection.send(Op.HELLO, Flag.REPLY, message.request, answer, fds)
+            memory = self._core.presence if role == "presence" else self._core.arena
+            connection.send(Op.HELLO, Flag.REPLY, message.request, self._greeting(connection), (memory.fd,))
             return None
         if not connection.local and role == "peer":
             if not secrets.compare_digest(str(value.get("token")), self._core.token):
