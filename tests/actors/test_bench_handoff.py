@@ -15,7 +15,8 @@ def test_rows_of_hand_offs_through_host_memory():
     for row in rows:
         assert (row["shape"], row["block_size"], row["direction"]) == ("70B/TP8", 16, "cpu_to_cpu")
         num_bytes = row["num_blocks"] * 80 * 2 * 16 * 128 * 2
-        assert row["gb_per_s"] == pytest.approx(num_bytes / row["ms"] / 1e6, rel=0.02, abs=1e-3)  # As rounded.
+        most, least = (num_bytes / (row["ms"] + rounded) / 1e6 for rounded in (-5e-4, 5e-4))
+        assert least - 1e-3 < row["gb_per_s"] < most + 1e-3
     assert all(row["route"] == "host" for row in rows[2:])
     assert any("ours" in text for text in said)
 
