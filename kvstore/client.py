@@ -540,6 +540,10 @@ class Client(HandoffVerbs):
             self._control = self._reconnect()
         return self._control.call(op, payload, timeout_s=self._call_timeout_s, meanwhile=meanwhile)
 
+    def _say(self, op: Op, payload: bytes) -> None:
+        self._check_open()
+        self._control.send(op, payload)
+
     def _chain(self, hashes: BlockHashes) -> Chain:
         if not isinstance(hashes, BlockHashes):
             raise InvalidRequest(

@@ -15,6 +15,7 @@ from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTime
 from kvstore.wire import (
     ERROR,
     FRAGMENT_BYTES,
+    PROGRESS,
     REQUEST,
     Decoder,
     Flag,
@@ -91,6 +92,8 @@ class ControlClient:
                 if (answer := self._short(data, request)) is not None:
                     return answer
                 message = self._receive(request, asked_s + timeout_s - time.monotonic(), data)
+                while message.flag is PROGRESS:  # Word that the answer will be there soon: it is waited for already.
+                    message = self._receive(request, asked_s + timeout_s - time.monotonic())
         finally:
             if self.closed:
                 self._let_go()
@@ -119,10 +122,15 @@ class ControlClient:
             self._end_stream()
             raise
 
-    def ask(self, op: Op, payload: bytes) -> Question:
+    def ask(self, op: Op, payload: bytes, progress: Callable[[], None] = lambda: None) -> Question:
         """Ask, and leave it to the caller when to look for the answer.
 
         The connection is taken until what is returned is closed.
+
+        Args:
+            op: what is asked.
+            payload: of the question.
+            progress: called by who looks for the answer when there is word that it will be there soon.
 
         Raises:
             PeerLost: the connection broke; it is closed.
@@ -130,7 +138,7 @@ class ControlClient:
         self._lock.acquire()
         try:
             self.num_calls += 1
-            return Question(self, self._send(op, REQUEST, payload))
+            return Question(self, self._send(op, REQUEST, payload), progress)
         except BaseException:
             self._end_stream()
             raise
@@ -275,8 +283,8 @@ class Question:
     One that is closed before its answer closes the connection, on which that would stay unread.
     """
 
-    def __init__(self, client: ControlClient, request: int) -> None:
-        self._client, self._request, self._is_answered = client, request, False
+    def __init__(self, client: ControlClient, request: int, progress: Callable[[], None]) -> None:
+        self._client, self._request, self._progress, self._is_answered = client, request, progress, False
 
     def fileno(self) -> int:
         """Return the descriptor that can be read when something came; it is open until this is closed."""
@@ -295,7 +303,11 @@ class Question:
         if (answer := client._short(data, self._request)) is not None:
             self._is_answered = True
             return answer
-        if (message := client._take(self._request, data)) is None:
+        message = client._take(self._request, data)
+        while message is not None and message.flag is PROGRESS:
+            self._progress()
+            message = client._take(self._request, None)
+        if message is None:
             return None
         self._is_answered = True
         if message.flag is ERROR:

@@ -64,6 +64,8 @@ FIRST_BYTES = 4 * CHUNK_BYTES
 _PIN_TIMEOUT_S = 60.0
 _DEVICE_TIMEOUT_S = 120.0
 _LEAST_POLL_S, _MOST_POLL_S = 20e-6, 500e-6
+#: For the begin of copies that take as little as a quarter of a millisecond.
+_BEGIN_POLL_S = 200e-6
 #: Where a stream waits for the copies no thread need hear of their end at once, and one that launches is disturbed.
 _CALM_POLL_S = 2e-3
 
@@ -287,6 +289,15 @@ def order_after_current(device: torch.device) -> CudaOrder:
         return CudaOrder(stream, stream.record_event())
 
 
+def await_before(pages: EnginePages) -> bool:
+    """Return when the device is through with what copies of a job come after; see `StageSide.await_begun`."""
+    order = order_of(pages)
+    with kernel_errors("waiting for what copies of a CUDA cache come after"):
+        if order.after.query():  # type: ignore[no-untyped-call]
+            return False
+        return _reached(order.after, _DEVICE_TIMEOUT_S, most_poll_s=_BEGIN_POLL_S)
+
+
 def await_copies(pages: EnginePages, eager_s: float = 0.0) -> None:
     """Return when the copies that were queued last for a job are in place.
 
@@ -316,7 +327,13 @@ def order_of(pages: EnginePages) -> CudaOrder:
     return pages.order
 
 
-def _reached(event: torch.cuda.Event, timeout_s: float, eager_s: float = 0.0, order: CudaOrder | None = None) -> bool:
+def _reached(
+    event: torch.cuda.Event,
+    timeout_s: float,
+    eager_s: float = 0.0,
+    order: CudaOrder | None = None,
+    most_poll_s: float = _MOST_POLL_S,
+) -> bool:
     """Poll an event, ever more seldom; False when it is not reached in time."""
     began_s = time.monotonic()
     while not event.query():  # type: ignore[no-untyped-call]
@@ -326,5 +343,5 @@ def _reached(event: torch.cuda.Event, timeout_s: float, eager_s: float = 0.0, or
         if order is not None and order.is_calm:
             time.sleep(_CALM_POLL_S)
         else:
-            time.sleep(0.0 if waited_s < eager_s else min(_MOST_POLL_S, max(_LEAST_POLL_S, waited_s / 200)))
+            time.sleep(0.0 if waited_s < eager_s else min(most_poll_s, max(_LEAST_POLL_S, waited_s / 200)))
     return True

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 from kvstore.control_client import ControlClient, Question
 from kvstore.errors import KVStoreError, TransferTimeout
-from kvstore.handoff_messages import FetchRequest, PeerClaim, PeerClaimed, pack_peer_claim, unpack_peer_claimed
+from kvstore.handoff_messages import (
+    FetchRequest,
+    PeerClaim,
+    PeerClaimed,
+    pack_peer_claim,
+    pack_soon,
+    unpack_peer_claimed,
+)
 from kvstore.handoff_table import NOT_READY
 from kvstore.latch import Latch
 from kvstore.peers import Peer
@@ -22,6 +29,8 @@ if TYPE_CHECKING:
 _LEAST_CALL_S = 1.0
 #: The most that a source may keep a question while it has not all blocks, so long as that is little of a claim.
 _MOST_WAIT_S, _WAIT_SHARE = 1.0, 0.25
+#: For what follows on word that the blocks are being packed: the answer, and the READ.
+_AWAKE_S = 3e-3
 #: Before a source is asked once more that could not keep the question.
 _PAUSE_S = 1e-3
 
@@ -63,13 +72,19 @@ class SourceClaim:
             connection = peer.spare.pop()
         except IndexError:
             return False
-        self._early = _EarlyClaim(self._fetcher, peer, connection, then)
+        self._early = _EarlyClaim(self._fetcher, peer, connection, then, self._wake)
         try:
             wait_s = self._begin_call()
             self._early.ask(self._question(wait_s, to_host=False))
         except KVStoreError:
             self._early = None
         return self._early is not None
+
+    def _wake(self) -> None:
+        """Keep awake whoever comes after the answer: this thread, and the mover with the lane."""
+        fetcher, request = self._fetcher, self._request
+        fetcher.mover.expect_read(pack_soon(request.node_id, request.from_slab, request.slab, request.generation))
+        fetcher.server.stay_awake(_AWAKE_S)
 
     def look(self) -> None:
         """Hear the answer to what `begin` asked, on the control thread, if it is there."""
@@ -145,6 +160,7 @@ class _EarlyClaim:
         peer: the source.
         connection: to it, of nobody else; its peer's again when it was answered.
         then: hears the answer on the control thread, unless `wait` has given it up.
+        soon: hears on the control thread that the answer will be there soon, where the source waits for blocks.
     """
 
     def __init__(
@@ -153,8 +169,9 @@ class _EarlyClaim:
         peer: Peer,
         connection: ControlClient,
         then: Callable[[PeerClaimed], None],
+        soon: Callable[[], None],
     ) -> None:
-        self._fetcher, self._peer, self._connection, self._then = fetcher, peer, connection, then
+        self._fetcher, self._peer, self._connection, self._then, self._soon = fetcher, peer, connection, then, soon
         self._lock = threading.Lock()
         self._ended = Latch()
         self._answer: PeerClaimed | KVStoreError | None = None
@@ -166,7 +183,7 @@ class _EarlyClaim:
         Raises:
             PeerLost: the connection broke; it is closed.
         """
-        self._asked = self._connection.ask(Op.PEER_CLAIM, question)
+        self._asked = self._connection.ask(Op.PEER_CLAIM, question, self._soon)
         self._fetcher.server.watch(self._asked.fileno(), self.look)
 
     def wait(self, until_s: float) -> PeerClaimed:

@@ -54,7 +54,7 @@ class HandoffControl:
     OPS = frozenset(
         {
             Op.HANDOFF_PREPARE, Op.HANDOFF_COMPLETE, Op.HANDOFF_WITHDRAW, Op.HANDOFF_FETCH, Op.HANDOFF_END,
-            Op.HANDOFF_STAGE, Op.HANDOFF_WARM, Op.HANDOFF_SOON,
+            Op.HANDOFF_STAGE, Op.HANDOFF_WARM, Op.HANDOFF_SOON, Op.HANDOFF_PACKING,
         }
     )  # fmt: skip
     PEER_OPS = frozenset({Op.PEER_CLAIM, Op.PEER_CLAIM_END, Op.PEER_STAGES})
@@ -112,6 +112,9 @@ class HandoffControl:
                     self.table.withdraw(key)
                     self._waiting.look_again(key)
                 return None
+            case Op.HANDOFF_PACKING:
+                self._waiting.are_soon(payload)
+                self._server.stay_awake(_AWAKE_S)
             case Op.HANDOFF_COMPLETE:
                 key, ttl_s = unpack_complete_handoff(payload)
                 completed = self.table.complete(key, owner, deadline_after(ttl_s))
@@ -198,7 +201,8 @@ class HandoffControl:
             return pack_json({"stages": [stage.to_json() for stage in self.stages.all()]})
         wanted = unpack_peer_claim(message.payload)
         serve = functools.partial(self._claim_there, connection, message, wanted)
-        self._waiting.serve(wanted.key, connection, wanted.wait_s, serve)
+        soon = functools.partial(connection.send, message.op, Flag.PROGRESS, message.request, b"")
+        self._waiting.serve(wanted.key, connection, wanted.wait_s, serve, soon)
         return None
 
     def _claim_there(self, connection: Connection, message: Message, wanted: PeerClaim, is_last: bool) -> bool:

@@ -243,7 +243,7 @@ class HandoffVerbs(ABC):
             slab=stage.slab if stage else 0,
         )
         chosen = copier if stage is None else stage.copier
-        return Publishing(ticket, block_ids, shape.block_size, chosen, stage, self._call, keep_s)
+        return Publishing(ticket, block_ids, shape.block_size, chosen, stage, self._call, self._say, keep_s)
 
     def _complete(self, publishing: Publishing) -> HandoffTicket:
         with self._noting_stuck():
@@ -369,6 +369,10 @@ class HandoffVerbs(ABC):
     @abstractmethod
     def _call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None) -> bytes:
         """Ask the store over the connection that lives as long as the client."""
+
+    @abstractmethod
+    def _say(self, op: Op, payload: bytes) -> None:
+        """Tell the store over that connection what has no answer."""
 
     @abstractmethod
     def _ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:

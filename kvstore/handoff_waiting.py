@@ -14,6 +14,7 @@ class _Claim:
     connection: Connection
     until_s: float
     serve: Callable[[bool], bool]
+    soon: Callable[[], object]
 
 
 class WaitingClaims:
@@ -25,7 +26,14 @@ class WaitingClaims:
     def __len__(self) -> int:
         return len(self._claims)
 
-    def serve(self, key: bytes, connection: Connection, wait_s: float, serve: Callable[[bool], bool]) -> None:
+    def serve(
+        self,
+        key: bytes,
+        connection: Connection,
+        wait_s: float,
+        serve: Callable[[bool], bool],
+        soon: Callable[[], object] = lambda: None,
+    ) -> None:
         """Answer a claim now, or later.
 
         Args:
@@ -33,10 +41,16 @@ class WaitingClaims:
             connection: over which it is answered; nothing is claimed for one that was closed.
             wait_s: the most that the answer may take.
             serve: answers, and returns whether it did, which it has to when it is told that it is the last time.
+            soon: says that the answer is not far, so that nobody has to be woken who needs it.
         """
         if not serve(wait_s <= 0):
-            claim = _Claim(connection, time.monotonic() + wait_s, serve)
+            claim = _Claim(connection, time.monotonic() + wait_s, serve, soon)
             self._claims.setdefault(key, []).append(claim)
+
+    def are_soon(self, key: bytes) -> None:
+        """A ticket's blocks will be there in less than a millisecond or two."""
+        for claim in self._claims.get(key, ()):
+            claim.soon()
 
     def look_again(self, key: bytes) -> None:
         """Something became of a ticket's blocks."""

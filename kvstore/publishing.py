@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Asks the store: (what, payload, what to do meanwhile).
 Ask = Callable[[Op, bytes, Callable[[], None] | None], bytes]
+#: Tells the store what has no answer.
+Say = Callable[[Op, bytes], None]
 
 
 def num_published(block_ids: object, engine_block_size: int, stored_block_size: int) -> int:
@@ -53,6 +55,7 @@ class Publishing:
         copier: between the engine's cache and the memory that the slots are in.
         stage: that memory; None for the arena.
         keep: asks the store over the connection that keeps the blocks.
+        say: tells the store.
         ttl_s: how long they are kept once they are there.
     """
 
@@ -67,11 +70,12 @@ class Publishing:
         copier: EngineCopier,
         stage: AttachedStage | None,
         keep: Ask,
+        say: Say,
         ttl_s: float,
     ) -> None:
         self.ticket, self._key = ticket, ticket.key
         self._block_ids, self._stored_block_size = block_ids, stored_block_size
-        self._copier, self.stage, self._keep, self._ttl_s = copier, stage, keep, ttl_s
+        self._copier, self.stage, self._keep, self._say, self._ttl_s = copier, stage, keep, say, ttl_s
         self._slots: IndexArray = np.empty(0, np.int32)
 
     def __str__(self) -> str:
@@ -142,7 +146,7 @@ class Publishing:
         """
         try:
             if self.stage is not None:
-                self.stage.copier.finish(self.pages)
+                self._finish_in(self.stage)
             else:
                 with self.guard.copying():
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
@@ -156,6 +160,13 @@ class Publishing:
         if not kept:
             raise StoreUnavailable("the node store gave up these blocks while they were copied; publish them again")
         return self.ticket
+
+    def _finish_in(self, stage: AttachedStage) -> None:
+        if stage.copier.await_begun(self.pages):
+            # They were still being computed. A reader that waits for them is woken while they are packed.
+            with contextlib.suppress(KVStoreError):
+                self._say(Op.HANDOFF_PACKING, self._key)
+        stage.copier.finish(self.pages)
 
     def drop(self) -> None:
         """Take everything back in place of `complete`, once what was queued is over.

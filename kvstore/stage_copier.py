@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvstore.cuda_copier import CudaOrder, await_copies, order_after_current, order_of
+from kvstore.cuda_copier import CudaOrder, await_before, await_copies, order_after_current, order_of
 from kvstore.engine_copy import I64, CopyOrder, EngineCopier, EnginePages, engine_plan, job_spans
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.driver import on_device
@@ -60,6 +60,16 @@ class StageSide(EngineCopier, Protocol):
         """Queue copies out of the engine into slots, as `into_slots` makes them; `finish` waits for their end.
 
         On the CPU they are made when this returns.
+        """
+
+    def await_begun(self, pages: EnginePages) -> bool:
+        """Return when the device has come to the copies of a job, with all that was queued before them done.
+
+        Returns:
+            Whether that was waited for: False when it was so before, and when it takes too long, which `finish` tells.
+
+        Raises:
+            KernelError: the device failed.
         """
 
 
@@ -147,6 +157,10 @@ class StageCopier:
     def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
         """Queue copies out of slots into the engine; see `EngineCopier`."""
         self._queue(False, pages, indexes, slots, skip_tokens)
+
+    def await_begun(self, pages: EnginePages) -> bool:
+        """Return when the device has come to the copies of a job; see `StageSide`."""
+        return await_before(pages)
 
     def finish(self, pages: EnginePages) -> None:
         """Return when all that was queued for a job is in place; see `EngineCopier`."""

@@ -67,6 +67,7 @@ class Op(IntEnum):
     HANDOFF_STAGE = 58
     HANDOFF_WARM = 59
     HANDOFF_SOON = 61
+    HANDOFF_PACKING = 63
 
 
 class Flag(IntEnum):
@@ -80,7 +81,7 @@ class Flag(IntEnum):
 
 
 #: Calling the enums, or naming a member, costs more than all else that is done to a header.
-REQUEST, REPLY, ERROR = Flag.REQUEST, Flag.REPLY, Flag.ERROR
+REQUEST, REPLY, PROGRESS, ERROR = Flag.REQUEST, Flag.REPLY, Flag.PROGRESS, Flag.ERROR
 _OPS, _FLAGS = {int(op): op for op in Op}, {int(flag): flag for flag in Flag}
 
 

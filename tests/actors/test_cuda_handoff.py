@@ -114,6 +114,24 @@ def overwritten_at_once(source, target):
     return same
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_store_hears_when_the_device_comes_to_blocks_that_were_published_ahead(make_engine, nodes, ahead):
+    source, target = make_engine(0, 0), make_engine(0, 0)
+    ids, there = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS, 2 * NUM_BLOCKS))
+    want = source.tokens(ids).cpu()
+    target.poison()
+    torch.cuda.synchronize()
+    before = source.client.stats()["calls"].get("HANDOFF_PACKING", 0)
+    if ahead:
+        torch.cuda._sleep(LONG_CYCLES)
+    publication = source.client.begin_publish(ids)
+    result = target.client.fetch(publication.ticket, there).result(60)
+    publication.job.result(60)
+    assert (result.num_blocks, result.route) == (NUM_BLOCKS, "gpu")
+    assert torch.equal(target.tokens(there).cpu(), want)
+    assert source.client.stats()["calls"].get("HANDOFF_PACKING", 0) - before == int(ahead)
+
+
 def test_blocks_are_the_engines_again_in_the_order_of_its_stream(make_engine):
     assert overwritten_at_once(make_engine(0, 0), make_engine(0, 0))
 

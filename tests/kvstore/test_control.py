@@ -173,6 +173,16 @@ def test_a_stream_that_is_left_closes_the_connection(client):
     assert client.closed
 
 
+def test_word_of_an_answer_to_come_is_no_answer(client):
+    assert client.call(Op.LOAD, b"", timeout_s=2.0) == b"last"
+    heard, deadline_s = [], time.monotonic() + 2.0
+    with contextlib.closing(client.ask(Op.LOAD, b"", lambda: heard.append("soon"))) as question:
+        while (answer := question.take()) is None:
+            assert time.monotonic() < deadline_s
+    assert (answer, heard) == (b"last", ["soon"] * 3)
+    assert client.call(Op.LOOKUP, b"next", timeout_s=2.0) == b"next"
+
+
 def test_a_server_that_stays_awake_serves_as_ever_and_sleeps_again(echo, client):
     echo.server.stay_awake(0.2)
     for _ in range(20):

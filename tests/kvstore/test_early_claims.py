@@ -1,5 +1,6 @@
 """Fetches over a lane that is known: asked for and begun on the control thread, and safe when anything is late."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -50,6 +51,33 @@ def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, 
     (run,) = threads
     run()
     nothing_held(cluster, wait_until)
+
+
+def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(cluster, warm, monkeypatch, wait_until):
+    source, target = warm
+    computed, heard = threading.Event(), []
+    monkeypatch.setattr(source.client._stage_link._stage.copier, "computed", computed)
+    packing, link = held_packing(source.client), cluster.nodes["b"].mover
+    expect_read = link.expect_read
+    publication = source.client.begin_publish(range(10))
+    job = target.client.fetch(publication.ticket, list(range(40, 50)))
+    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    monkeypatch.setattr(link, "expect_read", lambda word: (heard.append(word), expect_read(word)))
+    computed.set()
+    wait_until(lambda: heard)
+    assert heard[0] in cluster.movers["b"].mover._waking, "the mover knows which lane that is"
+    assert not job.done(), "they are not packed yet"
+    packing.set()
+    assert job.result(10).num_blocks == 10
+    assert all(same(source, range(10), target, range(40, 50)))
+    assert publication.job.result(10) == publication.ticket
+    nothing_held(cluster, wait_until)
+
+
+def test_of_blocks_that_the_device_has_come_to_already_nobody_is_told(cluster, warm):
+    source, target = warm
+    assert fetch(target, source.client.publish(range(10)), range(40, 50)).num_blocks == 10
+    assert "HANDOFF_PACKING" not in cluster.nodes["a"]._control.num_calls
 
 
 def test_a_lane_that_is_known_is_woken_and_counted_for_blocks_alone(cluster, warm, monkeypatch):
@@ -172,7 +200,7 @@ class Connection:
     def __init__(self):
         self.closed, self.answer = False, None
 
-    def ask(self, op, question):
+    def ask(self, op, question, progress):
         return self
 
     def fileno(self):
@@ -193,7 +221,7 @@ def early():
     told, watched, connection = [], {}, Connection()
     server = SimpleNamespace(watch=watched.__setitem__, unwatch=watched.pop)
     fetcher = SimpleNamespace(server=server, peers=SimpleNamespace(keep_spare=lambda *args: None))
-    claim = _EarlyClaim(fetcher, SimpleNamespace(node_id="a"), connection, told.append)
+    claim = _EarlyClaim(fetcher, SimpleNamespace(node_id="a"), connection, told.append, lambda: None)
     claim.ask(b"")
     return SimpleNamespace(claim=claim, connection=connection, told=told, watched=watched)
 

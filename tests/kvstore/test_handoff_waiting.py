@@ -73,3 +73,17 @@ def test_several_wait_for_one_ticket(reader):
     one.there = True
     waiting.look_again(b"key")
     assert (one.asked, other.asked, len(waiting)) == ([False, False], [False, False], 1)
+
+
+def test_who_waits_for_a_ticket_hears_that_its_blocks_are_near_and_nobody_else(reader, blocks):
+    waiting, heard = WaitingClaims(), []
+    for key, name in ((b"key", "one"), (b"key", "two"), (b"another", "three")):
+        waiting.serve(key, reader, 60.0, blocks.serve, lambda name=name: heard.append(name))
+    waiting.are_soon(b"key")
+    waiting.are_soon(b"unknown")
+    assert heard == ["one", "two"]
+    assert len(waiting) == 2, "an answer is what they wait for"
+    blocks.there = True
+    waiting.look_again(b"key")
+    waiting.are_soon(b"key")
+    assert heard == ["one", "two"]

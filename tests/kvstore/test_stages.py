@@ -64,12 +64,17 @@ class HostSide(HostCopier):
     """A `StageSide` in this process's memory."""
 
     num_expected = 0
+    #: Set when the blocks are computed, of a test that publishes them before.
+    computed = None
 
     def expect(self, pages, ends, *, to_slots):
         self.num_expected += ends[-1]
 
     def begin_into_slots(self, pages, indexes, slots):
         self.into_slots(pages, indexes, slots)
+
+    def await_begun(self, pages):
+        return self.computed is not None and self.computed.wait(10)
 
 
 class Order:
