@@ -1,13 +1,25 @@
-"""Cores for the processes of a benchmark: on a machine that others share, some are at half their speed for seconds."""
+"""Cores for the processes of a benchmark: some sleep, and on a machine that others share some are slow for seconds."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _NUM_TURNS, _NUM_TRIES = 2_000, 3
+_END_S = 10.0
+#: Ends with the process that started it.
+_SPIN = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+while os.getppid() == int(sys.argv[2]):
+    for _ in range(100_000):
+        pass
+"""
 
 
 def faster_half(least: int = 8) -> set[int]:
@@ -35,6 +47,25 @@ def keep_on(cores: set[int], pids: Iterable[int]) -> None:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(int(thread), cores)
+
+
+@contextlib.contextmanager
+def kept_awake() -> Iterator[None]:
+    """Let no core that this thread may use sleep: each has something to do that gives way to everything else at once.
+
+    A thread that waits is woken faster on a core that does not sleep, as on a host that lets none (`idle=poll`).
+    """
+    spinners = [
+        subprocess.Popen([sys.executable, "-I", "-c", _SPIN, str(core), str(os.getpid())])
+        for core in sorted(os.sched_getaffinity(0))
+    ]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+        for spinner in spinners:
+            spinner.wait(_END_S)
 
 
 def _loop_s() -> float:

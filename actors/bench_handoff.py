@@ -7,7 +7,8 @@ Destinations are poisoned before each round and compared after the last. Rows "o
 "ours_begun" send the ticket of `begin_publish` while the blocks are packed. Rows "ours_ahead" do so while the blocks
 are still being computed, as an engine does that queues its work on the device, and count from the end of that on.
 All processes run on those cores that were the faster half a moment ago: a hand-off is some milliseconds of single
-threads, and cores of a machine that others share differ by half.
+threads, and cores of a machine that others share differ by half. Rows "..._cores_awake" are the same on cores that
+never sleep: what a host takes to wake them is what they have less.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kvstore.actors.bench_cores import faster_half, keep_on
+from kvstore.actors.bench_cores import faster_half, keep_on, kept_awake
 from kvstore.actors.bench_handoff_engine import Engine, Fetched, Published
 from kvstore.actors.bench_nixl_gpu import raw_nixl
 from kvstore.actors.bench_process import InProcess
@@ -37,6 +38,7 @@ _WARM_ROUNDS = 3  # They build kernels, map memory and meet peers.
 #: Rounds after which the cores are looked at again.
 _ROUNDS_ON_CORES = 8
 _GPUS, _HOST = ("cuda:0", "cuda:1"), ("cpu", "cpu")
+_WAYS = ("ours", "ours_begun", "ours_ahead")
 
 
 def run_handoff(
@@ -110,8 +112,11 @@ def _measure(
                 return
             yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", "host")
             pair.attach(most_bytes, say)
-            for way in ("ours", "ours_begun", "ours_ahead"):
+            for way in _WAYS:
                 yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", way)
+            with kept_awake():
+                for way in _WAYS:
+                    yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", way, "_cores_awake")
         with ExitStack() as closing:
             pair = _Pair([nodes[0], nodes[0]], space, places, max(counts), closing)
             pair.attach(most_bytes, say)
@@ -194,10 +199,10 @@ class _Pair:
 
 
 def _hand_offs(
-    pair: _Pair, shape: KVShape, counts: Sequence[int], rounds: int, direction: str, way: str
+    pair: _Pair, shape: KVShape, counts: Sequence[int], rounds: int, direction: str, way: str, how: str = ""
 ) -> Iterator[dict[str, Any]]:
     for count in counts:
-        yield _row(direction, way, count, shape, pair.hand_off(count, rounds, way))
+        yield _row(direction, way + how, count, shape, pair.hand_off(count, rounds, way))
 
 
 def _copy_seconds(num_bytes: int, places: tuple[str, str], rounds: int) -> list[float]:

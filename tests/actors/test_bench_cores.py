@@ -3,7 +3,9 @@
 import os
 import threading
 
-from kvstore.actors.bench_cores import faster_half, keep_on
+from waiting import eventually
+
+from kvstore.actors.bench_cores import faster_half, keep_on, kept_awake
 
 
 def test_half_of_the_cores_are_chosen_where_there_are_enough_and_this_thread_keeps_all():
@@ -29,3 +31,22 @@ def test_every_thread_of_a_process_is_kept_there_and_one_that_ended_is_no_error(
         assert os.sched_getaffinity(0) == one
     finally:
         keep_on(mine, [os.getpid()])
+
+
+def children():
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as listed:
+        return {int(pid) for pid in listed.read().split()}
+
+
+def test_no_core_sleeps_meanwhile_and_what_keeps_it_awake_gives_way_and_ends():
+    before, mine = children(), os.sched_getaffinity(0)
+
+    def spinning():
+        started = children() - before
+        policies = {os.sched_getscheduler(pid) for pid in started}
+        return policies == {os.SCHED_IDLE} and started
+
+    with kept_awake():
+        spinners = eventually(spinning)
+        assert sorted(core for pid in spinners for core in os.sched_getaffinity(pid)) == sorted(mine)
+    assert not spinners & children()
