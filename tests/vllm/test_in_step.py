@@ -44,6 +44,14 @@ def count_failed(engine):
     return engine.stats()["worker"].get("num_failed_loads", 0)
 
 
+def shares(first, engines, prompt_of):
+    """Whether engines load what another one has just saved: a node that failed is left alone for some seconds."""
+    tokens = prompt_of(300, next(_seeds))
+    first.run([("save", tokens, {})], max_tokens=1)
+    loads = [engine.run([("load", tokens, {})])[0] for engine in engines]
+    return all(load["num_cached"] > 0 for load in loads)
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_load_gives_the_same_answers_alone_and_beside_others(policy, engines, plain, prompt_of, same):
     engine, prompts = engines[policy], [prompt_of(700, next(_seeds)) for _ in range(3)]
@@ -63,8 +71,9 @@ def test_a_load_gives_the_same_answers_alone_and_beside_others(policy, engines, 
 def test_a_load_that_hangs_keeps_nobody_and_ends_in_time(
     policy, engines, first, plain, store, node_ids, pool_of, prompt_of, same, check, eventually
 ):
-    engine, failed = engines[policy], count_failed(engines[policy])
-    tokens, others = prompt_of(1500, next(_seeds)), prompt_of(100, next(_seeds))
+    engine, tokens, others = engines[policy], prompt_of(1500, next(_seeds)), prompt_of(100, next(_seeds))
+    eventually(lambda: shares(first, [engine], prompt_of), 60, 0.5)
+    failed = count_failed(engine)
     wanted = plain.run([("wanted", tokens, {})], cold=True)
     wanted_of_others = plain.run([("others", others, {})], cold=True)
     first.run([("save", tokens, {})], max_tokens=1)
@@ -108,10 +117,4 @@ def test_blocks_that_go_between_the_answer_and_the_load(
     assert count_failed(engine) == failed + 1
     check(engine, policy, engine.answer("goes"), wanted)
 
-    def is_shared():
-        again = prompt_of(300, next(_seeds))
-        first.run([("save", again, {})], max_tokens=1)
-        loads = [each.run([("load", again, {})])[0] for each in (*engines.values(), second)]
-        return all(load["num_cached"] > 0 for load in loads)
-
-    eventually(is_shared, 60, 0.5)
+    eventually(lambda: shares(first, [*engines.values(), second], prompt_of), 60, 0.5)
