@@ -31,7 +31,7 @@ class Style(NamedTuple):
 
 
 #: From so many words of a plane of a span on they are long, and very long.
-_LONG, _VERY_LONG = 256, 2048
+_LONG, _VERY_LONG = 256, 4096
 #: Engine blocks lie together when at least one of so many, from the first to the last, is copied.
 _TOGETHER = 4
 

@@ -54,7 +54,8 @@ BY_PLANE = 13
         (False, [4, 9, 5, 15], 128, False),  # written in the order of the slots, whatever lies together
         (False, [15, 9, 5, 4], 128, False),
         (False, [4], 128, True),
-        (False, [4, 5, 9, 15], 1024, False),  # a plane of a block is long enough by itself
+        (False, [4, 5, 9, 15], 1024, True),
+        (False, [4, 5, 9, 15], 2048, False),  # a plane of a block is long enough by itself
         (False, [4, 9, 5, 15], 64, True),
         (True, [4, 5, 9, 15], 128, False),
     ],
