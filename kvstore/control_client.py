@@ -62,6 +62,7 @@ class ControlClient:
         *,
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> bytes:
         """Ask and return the payload of the answer.
 
@@ -71,6 +72,7 @@ class ControlClient:
             timeout_s: for the answer.
             meanwhile: called while the answer is on its way, with the connection taken. What it raises closes the
                 connection, for the answer stays unread.
+            progress: called when there is word that the answer will be there soon; must not raise.
 
         Raises:
             KVStoreError: what the other side raised, of the same class.
@@ -92,7 +94,8 @@ class ControlClient:
                 if (answer := self._short(data, request)) is not None:
                     return answer
                 message = self._receive(request, asked_s + timeout_s - time.monotonic(), data)
-                while message.flag is PROGRESS:  # Word that the answer will be there soon: it is waited for already.
+                while message.flag is PROGRESS:
+                    progress()
                     message = self._receive(request, asked_s + timeout_s - time.monotonic())
         finally:
             if self.closed:

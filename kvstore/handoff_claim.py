@@ -81,10 +81,15 @@ class SourceClaim:
         return self._early is not None
 
     def _wake(self) -> None:
-        """Keep awake whoever comes after the answer: this thread, and the mover with the lane."""
-        fetcher, request = self._fetcher, self._request
-        fetcher.mover.expect_read(pack_soon(request.node_id, request.from_slab, request.slab, request.generation))
-        fetcher.server.stay_awake(_AWAKE_S)
+        """Keep awake whoever comes after an answer on the control thread: that itself, and the mover with the lane."""
+        self._wake_lane()
+        self._fetcher.server.stay_awake(_AWAKE_S)
+
+    def _wake_lane(self) -> None:
+        """Keep the mover and the lane awake; of another thread the control thread would only keep the interpreter."""
+        request = self._request
+        word = pack_soon(request.node_id, request.from_slab, request.slab, request.generation)
+        self._fetcher.mover.expect_read(word)
 
     def look(self) -> None:
         """Hear the answer to what `begin` asked, on the control thread, if it is there."""
@@ -122,7 +127,9 @@ class SourceClaim:
         wait_s = self._begin_call()
         try:
             question = self._question(wait_s, to_host=to_host)
-            answer = connection.call(Op.PEER_CLAIM, question, timeout_s=self.call_s(), meanwhile=meanwhile)
+            answer = connection.call(
+                Op.PEER_CLAIM, question, timeout_s=self.call_s(), meanwhile=meanwhile, progress=self._wake_lane
+            )
             return unpack_peer_claimed(answer)
         finally:
             peers.keep_spare(peer, connection)

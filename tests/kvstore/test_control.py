@@ -174,8 +174,11 @@ def test_a_stream_that_is_left_closes_the_connection(client):
 
 
 def test_word_of_an_answer_to_come_is_no_answer(client):
-    assert client.call(Op.LOAD, b"", timeout_s=2.0) == b"last"
     heard, deadline_s = [], time.monotonic() + 2.0
+    assert client.call(Op.LOAD, b"", timeout_s=2.0) == b"last"
+    assert client.call(Op.LOAD, b"", timeout_s=2.0, progress=lambda: heard.append("soon")) == b"last"
+    assert heard == ["soon"] * 3
+    heard.clear()
     with contextlib.closing(client.ask(Op.LOAD, b"", lambda: heard.append("soon"))) as question:
         while (answer := question.take()) is None:
             assert time.monotonic() < deadline_s

@@ -33,6 +33,10 @@ def threads(cluster, warm):
     return given
 
 
+def num_claims(cluster):
+    return cluster.nodes["a"]._control.num_calls["PEER_CLAIM"]
+
+
 @pytest.mark.parametrize("begin", [False, True])
 def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, wait_until, begin):
     source, target = warm
@@ -53,14 +57,24 @@ def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, 
     nothing_held(cluster, wait_until)
 
 
-def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(cluster, warm, monkeypatch, wait_until):
+@pytest.mark.parametrize("asked_again", [False, True])
+def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(
+    cluster, warm, monkeypatch, wait_until, asked_again
+):
     source, target = warm
+    if asked_again:  # by a thread, after the time for which a source keeps a question
+        monkeypatch.setattr("kvstore.handoff_claim._MOST_WAIT_S", 0.02)
     computed, heard = threading.Event(), []
     monkeypatch.setattr(source.client._stage_link._stage.copier, "computed", computed)
     packing, link = held_packing(source.client), cluster.nodes["b"].mover
     expect_read = link.expect_read
     publication = source.client.begin_publish(range(10))
     job = target.client.fetch(publication.ticket, list(range(40, 50)))
+    if asked_again:
+        wait_until(lambda: num_claims(cluster) > 3)
+        monkeypatch.setattr("kvstore.handoff_claim._MOST_WAIT_S", 60.0)
+        asked = num_claims(cluster)
+        wait_until(lambda: num_claims(cluster) > asked)
     wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
     monkeypatch.setattr(link, "expect_read", lambda word: (heard.append(word), expect_read(word)))
     computed.set()
