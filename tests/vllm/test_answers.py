@@ -125,7 +125,8 @@ def test_nothing_is_left_in_engine_or_store(engines, node_ids, pool_of):
         }  # fmt: skip
 
 
-def test_how_long_the_scheduler_was_kept_is_counted(engines):
+def test_how_long_the_scheduler_was_kept_is_counted(engines, prompt_of):
+    one_by_one(engines["first"], [(f"counted {at}", prompt_of(40, 1_000 + at), {}) for at in range(51)], max_tokens=1)
     stats = engines["first"].stats()["scheduler"]
     print({key: value for key, value in stats.items() if key.endswith(("_p99_ms", "_max_ms"))})
     for method in ("get_num_new_matched_tokens", "build_connector_meta", "request_finished", "update_connector_output"):
