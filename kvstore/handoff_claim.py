@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LEAST_CALL_S = 1.0
 #: The most that a source may keep a question while it has not all blocks, so long as that is little of a claim.
 _MOST_WAIT_S, _WAIT_SHARE = 1.0, 0.25
-#: For what follows on word that the blocks are being packed: the answer, and the READ.
+#: For the answer to a claim: as long as the mover stays awake for the READ after it.
 _AWAKE_S = 3e-3
 #: Before a source is asked once more that could not keep the question.
 _PAUSE_S = 1e-3
@@ -78,7 +78,9 @@ class SourceClaim:
             self._early.ask(self._question(wait_s, to_host=False))
         except KVStoreError:
             self._early = None
-        return self._early is not None
+            return False
+        self._fetcher.server.stay_awake(_AWAKE_S)
+        return True
 
     def _wake(self) -> None:
         """Keep awake whoever comes after an answer on the control thread: that itself, and the mover with the lane."""

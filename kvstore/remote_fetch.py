@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 #: Between stages the store is not to be woken for each chunk, which takes a tenth of what the chunk does.
 _AWAKE_S = 1e-3
-#: For the answer to a claim: as long as the mover stays awake for the READ after it.
-_CLAIM_AWAKE_S = 3e-3
 _MOVER_GRACE_S = 1.0
 Send = Callable[[bytes, bool], None]
 """Tells the client one piece of the answer, and whether it is the last."""
@@ -90,7 +88,6 @@ class RemoteFetch:
             return
         if self._claim.begin(peer, self._claimed_early):
             self._begun, self._lane, self._pool = peer, lane, stage.pool
-            fetcher.server.stay_awake(_CLAIM_AWAKE_S)
             self._reserve(stage.pool)
             self._claim.look()  # Slots take as long to choose as the source to answer.
 
