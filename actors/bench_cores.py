@@ -55,17 +55,12 @@ def kept_awake() -> Iterator[None]:
 
     A thread that waits is woken faster on a core that does not sleep, as on a host that lets none (`idle=poll`).
     """
-    spinners = [
-        subprocess.Popen([sys.executable, "-I", "-c", _SPIN, str(core), str(os.getpid())])
-        for core in sorted(os.sched_getaffinity(0))
-    ]
-    try:
+    with contextlib.ExitStack() as ending:
+        for core in sorted(os.sched_getaffinity(0)):
+            spinner = subprocess.Popen([sys.executable, "-I", "-c", _SPIN, str(core), str(os.getpid())])
+            ending.callback(spinner.wait, _END_S)
+            ending.callback(spinner.kill)
         yield
-    finally:
-        for spinner in spinners:
-            spinner.kill()
-        for spinner in spinners:
-            spinner.wait(_END_S)
 
 
 def _loop_s() -> float:
