@@ -26,12 +26,17 @@ class Style(NamedTuple):
     """How a copy of spans of some length is dealt out; measured by `kvstore bench gpu`."""
 
     threads: Threads
-    by_plane: bool
-    """Whether all spans of a plane come one after another, else all planes of a span."""
+    strip: int | None
+    """Planes, or as many of them as a thread takes at once, that make up a strip.
+
+    All spans of a strip come before the next strip, and in it one span after another. None: all planes are one strip.
+    """
 
 
 #: From so many words of a plane of a span on they are long, and very long.
-_LONG, _VERY_LONG = 256, 4096
+_LONG, _VERY_LONG = 256, 2048
+#: Planes of very long spans in a strip: one alone is slow where slots lie a power of two apart.
+_PLANES = 4
 #: Engine blocks lie together when at least one of so many, from the first to the last, is copied.
 _TOGETHER = 4
 
@@ -42,8 +47,10 @@ def style_of(to_slots: bool, words: int, together: bool) -> Style:
     Slots lie together from plane to plane, the engine's blocks from span to span of a plane, if at all.
     """
     if words < _LONG:
-        return Style(ACROSS, by_plane=not to_slots)
-    return Style(INSIDE, by_plane=together)
+        return Style(ACROSS, None if to_slots else 1)
+    if not together:
+        return Style(INSIDE, None)
+    return Style(INSIDE, 1 if words < _VERY_LONG else _PLANES)
 
 
 def lie_together(spans: Spans, begin: int, end: int, max_tokens: int) -> bool:
@@ -71,8 +78,8 @@ def divisor_of(value: int) -> Divisor:
     return Divisor(value, (((1 << 32) * ((1 << shift) - value)) // value + 1) & 0xFFFFFFFF, shift)
 
 
-#: `struct Copy` of pack.cu: ten addresses and strides, four counts, five divisors.
-_COPY = struct.Struct("<10q19I4x")
+#: `struct Copy` of pack.cu: ten addresses and strides, three counts, six divisors.
+_COPY = struct.Struct("<10q21I4x")
 #: In it the addresses of the list and of the slots.
 _ADDRESSES, _ADDRESSES_OFFSET = struct.Struct("<2q"), 16
 _CopyBytes = ctypes.c_char * _COPY.size
@@ -196,8 +203,8 @@ def launches(
         word = math.gcd(section.align_bytes, address, stride if num_slots > 1 else 16)
         row_words = section.row_bytes // word
         words = max_tokens * row_words * section.num_heads
-        # A plane of a very long span is enough by itself. Asking takes a few microseconds in which nothing is queued.
-        together = not to_slots and _LONG <= words < _VERY_LONG and lie_together(spans, begin, end, max_tokens)
+        # Asking takes a few microseconds in which nothing is queued.
+        together = not to_slots and words >= _LONG and lie_together(spans, begin, end, max_tokens)
         style = style_of(to_slots, words, together)
         grid = _grid(style, len(section.engine_bases), section.num_heads, end - begin, max_tokens, row_words, max_ctas)
         copy = _COPY.pack(
@@ -242,7 +249,9 @@ def _grid(
     head_words = max_tokens * row_words
     num_tiles, lanes = _tiles(head_words * num_heads, num_words if is_inside else 1, most_threads)
     num_groups = num_planes if is_inside else -(-num_planes // num_words)
-    num_units = num_spans * num_groups * num_tiles
+    strip = min(style.strip or num_groups, num_groups)
+    strip_pairs = num_spans * strip
+    num_units = -(-num_groups // strip) * strip_pairs * num_tiles
     most_words = num_tiles * lanes * num_words
     if max(num_units, most_words) > _MAX_INDEX:
         raise ValueError(
@@ -252,9 +261,8 @@ def _grid(
     at_once = most_threads // lanes
     num_ctas = -(-num_units // at_once)
     num_threads = -(-lanes * at_once // WARP) * WARP
-    inner = num_spans if style.by_plane else num_groups
-    divisors = map(divisor_of, (lanes, num_tiles, inner, head_words, row_words))
-    counts = (num_planes, num_heads, num_units, int(style.by_plane), *itertools.chain.from_iterable(divisors))
+    divisors = map(divisor_of, (lanes, num_tiles, strip, strip_pairs, head_words, row_words))
+    counts = (num_planes, num_heads, num_units, *itertools.chain.from_iterable(divisors))
     return _Grid(num_ctas if max_ctas is None else min(num_ctas, max_ctas), num_threads, counts)
 
 

@@ -15,9 +15,9 @@
 // of a span is long they lie in that plane, `lanes` words apart (kInside); where it is short they
 // are one word each of as many planes, so that where the word lies is worked out once for all of
 // them. `lanes` neighbouring threads copy neighbouring words of the slot; as many of them as a
-// plane of a span needs are its tiles. Tiles are dealt out in the order of the slots or of the
-// planes: memory is fast where what is in flight at one time lies together. The grid may be of any
-// size; a small one leaves multiprocessors to the model.
+// plane of a span needs are its tiles. Tiles are dealt out strip by strip, a strip being one plane,
+// a few or all: memory is fast where what is in flight at one time lies together, on both sides.
+// The grid may be of any size; a small one leaves multiprocessors to the model.
 //
 // Offsets are 64 bits wide wherever they can span more than one block of one plane.
 
@@ -48,12 +48,12 @@ struct Copy {                       // one launch; strides in bytes
     long long slot_token;
     unsigned num_planes;
     unsigned num_heads;
-    unsigned num_units;  // tiles of all spans in all groups of planes; below 2^31
-    unsigned by_plane;   // whether all spans of a group of planes come before the next group
+    unsigned num_units;  // tiles of all spans in all strips; below 2^31
     Divisor lanes;
-    Divisor tiles;       // of one span in one plane
-    Divisor inner;       // spans if by_plane, else groups of planes
-    Divisor head_words;  // of the longest span
+    Divisor tiles;        // of one span in one plane
+    Divisor strip;        // groups of planes in a strip; a group is what a thread has words of
+    Divisor strip_pairs;  // of a span and a group, in a strip
+    Divisor head_words;   // of the longest span
     Divisor row_words;
 };
 
@@ -107,10 +107,15 @@ template <typename Word, bool kToSlots, bool kInside, unsigned kWords>
 __device__ __forceinline__ void copy_unit(const Copy& copy, unsigned unit, unsigned lane) {
     const unsigned pair = quotient(unit, copy.tiles);
     const unsigned tile = unit - pair * copy.tiles.value;
-    const unsigned slow = quotient(pair, copy.inner);
-    const unsigned fast = pair - slow * copy.inner.value;
-    const unsigned first_plane = (copy.by_plane ? slow : fast) * (kInside ? 1 : kWords);
-    const Span& span = copy.spans[copy.by_plane ? fast : slow];
+    const unsigned strip = quotient(pair, copy.strip_pairs);
+    const unsigned in_strip = pair - strip * copy.strip_pairs.value;
+    const unsigned listed = quotient(in_strip, copy.strip);
+    const unsigned group = (strip - listed) * copy.strip.value + in_strip;
+    const unsigned first_plane = group * (kInside ? 1 : kWords);
+    if (first_plane >= copy.num_planes) {
+        return;  // the last strip may have fewer
+    }
+    const Span& span = copy.spans[listed];
     const unsigned num_tokens = static_cast<unsigned>(span.num_tokens);
     const Place begin = place_of_span(copy, span);
 

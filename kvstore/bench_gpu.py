@@ -6,7 +6,8 @@ holds the same whichever way came before. Data is drawn fresh for each shape, de
 compared after. A figure is bytes of KV over the median of event times, with the device kept busy until the host has
 queued its work, as a forward pass does before a save; "from_idle" counts what the host does first, too. Rivals move
 fragments in the engine's own order; ours also bring heads outside, as slots want it. Loads beside matrix products have
-the time of one product, too.
+the time of one product, too. What stays in device memory depends by a few percent on where caches and slots happen to
+lie, one copy of the same bytes too: its rounds are shared out among several places.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from kvstore.bench_gpu_beside import beside_products
-from kvstore.bench_gpu_ways import Setup, Way, directions, in_slots
+from kvstore.bench_gpu_ways import Setup, Way, device_directions, in_slots, link_directions
 from kvstore.errors import ConfigError
 from kvstore.kernels.gpu import GpuCopier
 from kvstore.kernels.plan import plan_copy
@@ -30,8 +31,11 @@ _POISON = 0xA5
 # About one and four milliseconds: the host has queued everything before the device begins.
 _DELAY_CYCLES, _LINK_DELAY_CYCLES = 2_000_000, 8_000_000
 _OTHER_BYTES = 256 << 20  # several times the L2
+Times = dict[str, list[float]]
+"""Seconds by way."""
 BESIDE = "host_to_gpu_beside_products"
 _SPARE = 2  # the engine's cache and the arena are this many times as large as what is moved
+_MOST_PLACES = 7
 #: Name -> (layers, KV heads, head dim, planes), bfloat16.
 SHAPES = {
     "8B": (32, 8, 128, "kv"),
@@ -65,7 +69,7 @@ def run_gpu(
     """
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu: wanted a CUDA device, got none; run it where `nvidia-smi` shows one")
-    rows = []
+    rows: list[dict[str, Any]] = []
     other = torch.zeros(_OTHER_BYTES, dtype=torch.uint8, device="cuda")
     for name in names:
         if name not in SHAPES:
@@ -76,34 +80,34 @@ def run_gpu(
             if not fitting:
                 continue
             say(f"{name}, blocks of {size} tokens")
-            whole = make_setup(shape, max(fitting))
-            for count in fitting:
-                setup = _smaller(whole, count)
-                for direction, ways in directions(setup):
-                    on_device = direction in ("pack", "unpack")
-                    delay = _DELAY_CYCLES if on_device else _LINK_DELAY_CYCLES
-                    medians = _measure(ways, other, rounds, delay)
-                    if direction in ("gpu_to_host", "host_to_gpu"):
-                        cold = {f"{name}_from_idle": ways[name] for name in ("limit", "ours")}
-                        medians |= _measure(cold, other, rounds, 0)
-                    _check(setup, direction, ways["ours"])
-                    num_bytes = setup.num_bytes * (2 if direction == "both" else 1)
-                    rows += [
-                        {
-                            "shape": name,
-                            "block_size": size,
-                            "num_blocks": count,
-                            "direction": direction,
-                            "way": way,
-                            "gb_per_s": round(num_bytes / 1e9 / seconds, 2),
-                        }
-                        for way, seconds in medians.items()
-                    ]
-            if size == block_sizes[0]:
-                place = {"shape": name, "block_size": size, "num_blocks": max(fitting), "direction": BESIDE}
-                rows += [place | row for row in beside_products(whole, rounds)]
-            del whole, setup
+            rows += _shape_rows(name, shape, fitting, rounds, other, beside=size == block_sizes[0])
             torch.cuda.empty_cache()
+    return rows
+
+
+def _shape_rows(
+    name: str, shape: KVShape, counts: Sequence[int], rounds: int, other: torch.Tensor, beside: bool
+) -> list[dict[str, Any]]:
+    host = torch.empty((_SPARE * max(counts), shape.block_bytes), dtype=torch.uint8, pin_memory=True)
+    measured = _on_device(shape, counts, host, rounds, other)
+    whole = make_setup(shape, max(counts), host)
+    for count in counts:
+        measured |= _over_the_link(_smaller(whole, count), rounds, other)
+    place = {"shape": name, "block_size": shape.block_size}
+    rows = [
+        place
+        | {
+            "num_blocks": count,
+            "direction": direction,
+            "way": way,
+            "gb_per_s": round(count * shape.block_bytes * (2 if direction == "both" else 1) / 1e9 / seconds, 2),
+        }
+        for (count, direction), ways in sorted(measured.items(), key=lambda item: item[0][0])
+        for way, seconds in _medians(ways).items()
+    ]
+    if beside:
+        where = place | {"num_blocks": max(counts), "direction": BESIDE}
+        rows += [where | row for row in beside_products(whole, rounds)]
     return rows
 
 
@@ -115,28 +119,77 @@ def make_shape(name: str, block_size: int) -> KVShape:
     )
 
 
-def make_setup(shape: KVShape, num_blocks: int) -> Setup:
-    """Return an engine's cache of random bits, slots in host memory, and so many blocks drawn at random out of each."""
+def _on_device(
+    shape: KVShape, counts: Sequence[int], host: torch.Tensor, rounds: int, other: torch.Tensor
+) -> dict[tuple[int, str], Times]:
+    """Return times by (number of blocks, direction) of what stays in device memory."""
+    found: dict[tuple[int, str], Times] = {}
+    places = min(rounds, _MOST_PLACES)
+    for place in range(places):
+        whole = make_setup(shape, max(counts), host)
+        for count in counts:
+            setup = _smaller(whole, count)
+            for direction, ways in device_directions(setup):
+                so_far = found.setdefault((count, direction), {})
+                times = _measure(ways, other, rounds // places + (place < rounds % places), _DELAY_CYCLES)
+                for way, seconds in times.items():
+                    so_far.setdefault(way, []).extend(seconds)
+                _check(setup, direction, ways["ours"])
+        del whole, setup, ways
+        torch.cuda.empty_cache()
+    return found
+
+
+def _over_the_link(setup: Setup, rounds: int, other: torch.Tensor) -> dict[tuple[int, str], Times]:
+    """Return times by (number of blocks, direction) of what goes to the host, comes from it, or both."""
+    found: dict[tuple[int, str], Times] = {}
+    for direction, ways in link_directions(setup):
+        times = _measure(ways, other, rounds, _LINK_DELAY_CYCLES)
+        if direction != "both":
+            cold = {f"{name}_from_idle": ways[name] for name in ("limit", "ours")}
+            times |= _measure(cold, other, rounds, 0)
+        _check(setup, direction, ways["ours"])
+        found[len(setup.block_ids), direction] = times
+    return found
+
+
+def make_setup(shape: KVShape, num_blocks: int, host: torch.Tensor | None = None) -> Setup:
+    """Return an engine's cache of random bits, slots in host memory, and so many blocks drawn at random out of each.
+
+    Args:
+        shape: of a block.
+        num_blocks: that are moved at once.
+        host: pinned slots that were made before, uint8 `[2 * num_blocks, block_bytes]`; default new ones.
+    """
     total = _SPARE * num_blocks
     rng = np.random.default_rng()
+    spacers = []  # Between caches and slots, so that they lie elsewhere each time.
     dims = (shape.num_planes, total, shape.block_size, shape.num_kv_heads, shape.row_dim)
     caches = []
     for _ in range(shape.num_layers):
         bits = torch.randint(-(2**15), 2**15, dims, dtype=torch.int16, device="cuda")
         caches.append(bits.view(torch_dtype(shape.dtype)))
+        if rng.random() < 0.2:
+            spacers.append(_spacer(rng, 64))
     views = [cache.permute(1, 3, 0, 2, 4) for cache in caches]
     copier = GpuCopier(plan_copy(views, shape.stored_block))
     size = (num_blocks, shape.block_bytes)
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    spacers.append(_spacer(rng, 512))
     return Setup(
         shape=shape,
         caches=caches,
         copier=copier,
         block_ids=rng.permutation(total)[:num_blocks],
         slot_ids=rng.permutation(total)[:num_blocks],
-        host=torch.empty((total, shape.block_bytes), dtype=torch.uint8, pin_memory=True),
-        device=torch.empty(size, dtype=torch.uint8, device="cuda"),
+        host=torch.empty((total, shape.block_bytes), dtype=torch.uint8, pin_memory=True) if host is None else host,
+        device=device,
         flat=torch.randint(0, 256, size, dtype=torch.uint8, device="cuda"),
     )
+
+
+def _spacer(rng: np.random.Generator, most_mib: int) -> torch.Tensor:
+    return torch.empty(int(rng.integers(1, most_mib)) << 20, dtype=torch.uint8, device="cuda")
 
 
 def _smaller(whole: Setup, count: int) -> Setup:
@@ -152,9 +205,9 @@ def _smaller(whole: Setup, count: int) -> Setup:
     )
 
 
-def _measure(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_cycles: int) -> dict[str, float]:
-    """Return the median seconds of each way; the first round warms up and does not count."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+def _measure(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_cycles: int) -> Times:
+    """Return the seconds of each way, a figure for each round; one more before them warms up and does not count."""
+    found: Times = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
             other.add_(1)
@@ -167,7 +220,11 @@ def _measure(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_cycle
             torch.cuda.synchronize()
             if turn:
                 found[name].append(begin.elapsed_time(end) / 1e3)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+    return found
+
+
+def _medians(times: Times) -> dict[str, float]:
+    return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
 def _check(setup: Setup, direction: str, ours: Way) -> None:

@@ -40,10 +40,14 @@ class Setup:
         return len(self.block_ids) * self.shape.block_bytes
 
 
-def directions(setup: Setup) -> Iterator[tuple[str, dict[str, Way]]]:
-    """Yield every direction with its ways, by name."""
+def device_directions(setup: Setup) -> Iterator[tuple[str, dict[str, Way]]]:
+    """Yield every direction in device memory with its ways, by name."""
     yield "pack", _device_ways(setup, to_slots=True)
     yield "unpack", _device_ways(setup, to_slots=False)
+
+
+def link_directions(setup: Setup) -> Iterator[tuple[str, dict[str, Way]]]:
+    """Yield every direction over the link with its ways, by name."""
     yield "gpu_to_host", _host_ways(setup, to_host=True)
     yield "host_to_gpu", _host_ways(setup, to_host=False)
     yield "both", _both_ways(setup)

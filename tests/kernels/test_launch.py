@@ -42,32 +42,35 @@ def test_threads_are_as_many_as_words_and_whole_warps():
             assert launch.num_ctas * launch.num_threads * per_thread * 0.85 <= words
 
 
-BY_PLANE = 13
-"""Of the values of `struct Copy`."""
+STRIP = 19
+"""Of the values of `struct Copy`: how many groups of planes are in a strip."""
 
 
 @pytest.mark.parametrize(
-    ("to_slots", "blocks", "dim", "by_plane"),
+    ("to_slots", "blocks", "dim", "strip"),
     [
-        (False, [4, 5, 9, 15], 128, True),  # one of three
-        (False, [4, 5, 9, 20], 128, False),  # fewer than one of four
-        (False, [4, 9, 5, 15], 128, False),  # written in the order of the slots, whatever lies together
-        (False, [15, 9, 5, 4], 128, False),
-        (False, [4], 128, True),
-        (False, [4, 5, 9, 15], 1024, True),
-        (False, [4, 5, 9, 15], 2048, False),  # a plane of a block is long enough by itself
-        (False, [4, 9, 5, 15], 64, True),
-        (True, [4, 5, 9, 15], 128, False),
+        (False, [4, 5, 9, 15], 128, 1),  # one of three
+        (False, [4, 5, 9, 20], 128, 6),  # fewer than one of four
+        (False, [4, 9, 5, 15], 128, 6),  # written in the order of the slots, whatever lies together
+        (False, [15, 9, 5, 4], 128, 6),
+        (False, [4], 128, 1),
+        (False, [4, 5, 9, 15], 1008, 1),
+        (False, [4, 5, 9, 15], 1024, 4),  # a plane of a block is long
+        (False, [4, 5, 9, 20], 1024, 6),
+        (False, [4, 9, 5, 15], 64, 1),  # a thread has four planes
+        (True, [4, 5, 9, 15], 64, 2),
+        (True, [4, 5, 9, 15], 128, 6),
+        (True, [4, 5, 9, 15], 1024, 6),
     ],
 )
-def test_planes_come_one_after_another_where_what_is_written_lies_together(to_slots, blocks, dim, by_plane):
+def test_strips_are_narrow_where_what_is_written_lies_together(to_slots, blocks, dim, strip):
     stored = StoredBlock(block_dims=(1, 1, 3, 2, 16, dim), dtype="bfloat16")
     views = [torch.empty(30, 1, 2, 16, dim, dtype=torch.bfloat16) for _ in range(3)]
     plan = plan_copy(views, stored)
     spans = block_spans(plan.paging, blocks, range(len(blocks)), len(blocks))
     slots = torch.empty(len(blocks), stored.block_bytes, dtype=torch.uint8)
     [launch] = launches(plan, [Tables(0, 0)], spans, 0, slots, to_slots=to_slots)
-    assert _COPY.unpack(bytes(launch.args[0]))[BY_PLANE] == by_plane
+    assert _COPY.unpack(bytes(launch.args[0]))[STRIP] == strip
 
 
 @pytest.mark.parametrize("to_slots", [True, False])
