@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvstore.cuda_copier import CudaOrder, await_before, await_copies, order_after_current, order_of
+from kvstore.cuda_order import CudaOrder, await_before, await_copies, order_after_current, order_of
 from kvstore.engine_copy import I64, CopyOrder, EngineCopier, EnginePages, engine_plan, job_spans
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.driver import on_device

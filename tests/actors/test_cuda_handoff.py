@@ -13,7 +13,7 @@ from cuda_engine import CudaEngine
 from kvstore.actors.plain_nodes import plain_nodes
 from kvstore.client import Client
 from kvstore.config import StoreConfig
-from kvstore.cuda_copier import CudaOrder
+from kvstore.cuda_order import CudaOrder
 from kvstore.errors import KVStoreError
 from kvstore.hashing import Namespace
 from kvstore.results import MissReason

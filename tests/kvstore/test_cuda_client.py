@@ -21,7 +21,8 @@ import torch
 from cuda_engine import FORMS, POISON, CudaEngine
 from kvstore import cuda_copier, mapping
 from kvstore.client import Client
-from kvstore.cuda_copier import CopyPath, CudaOrder
+from kvstore.cuda_copier import CopyPath
+from kvstore.cuda_order import CudaOrder
 from kvstore.errors import InvalidRequest, JobRunning, KernelError, KVStoreError, RegistrationFailed
 from kvstore.hashing import Namespace
 from kvstore.pinning import ArenaPinning
