@@ -167,3 +167,32 @@ class Case:
         else:
             oracle.unpack_tokens(slots, views, self.stored, pairs, self.layers, self.heads)
         return engines, buffer, pairs
+
+
+@dataclass
+class ElevenPlanes:
+    """Three blocks of eleven planes, which no strip of two to ten divides; blocks ascend, so that they lie together."""
+
+    dim: int
+
+    def __post_init__(self):
+        self.stored = StoredBlock(block_dims=(1, 2, 11, 1, 4, self.dim), dtype="uint8")
+        self.blocks, self.slot_ids = [0, 3, 5], [1, 4, 2]
+        self.engine = torch.randint(1, 99, (11, 6, 2, 1, 4, self.dim), dtype=torch.uint8)  # L B H P T D
+        self.slots = torch.randint(100, 199, (5, self.stored.block_bytes), dtype=torch.uint8)
+
+    def plan(self, engine):
+        return plan_copy(list(engine), self.stored)
+
+    def spans(self, paging):
+        return block_spans(paging, self.blocks, self.slot_ids, len(self.slots))
+
+    def expected(self, to_slots):
+        """Engine and slots after the copy."""
+        engine, slots = self.engine.clone(), self.slots.clone()
+        held = slots.view(5, 2, 11, 1, 4, self.dim).permute(2, 0, 1, 3, 4, 5)
+        if to_slots:
+            held[:, self.slot_ids] = engine[:, self.blocks]
+        else:
+            engine[:, self.blocks] = held[:, self.slot_ids]
+        return engine, slots

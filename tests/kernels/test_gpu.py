@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from copy_case import CROSS, DTYPES, ORDERS, Case
+from copy_case import CROSS, DTYPES, ORDERS, Case, ElevenPlanes
 from kvstore.bench_gpu import BESIDE, run_gpu
 from kvstore.kernels import host_register, index
 from kvstore.kernels import reference_index as index_oracle
 from kvstore.kernels import reference_tokens as oracle
 from kvstore.kernels.direct import DirectCopies
 from kvstore.kernels.gpu import GpuCopier, runner
+from kvstore.kernels.launch import Style
+from kvstore.kernels.module import ACROSS, INSIDE
 from kvstore.kernels.plan import plan_copy
 from kvstore.kernels.spans import block_spans
 from kvstore.kernels.staging import StagingRing
@@ -52,6 +54,24 @@ def run(case, where, to_slots, **options):
 def test_random_copies(where, to_slots):
     for seed in range(150):
         run(Case(seed, big=seed % 3 == 0), where, to_slots, max_ctas=[None, 1, 16][seed % 3])
+
+
+@pytest.mark.parametrize("to_slots", [True, False])
+@pytest.mark.parametrize("dim", [64, 512, 2048, 8192])
+@pytest.mark.parametrize("strip", [None, 1, 3, 4])
+def test_strips_of_planes(monkeypatch, strip, dim, to_slots):
+    """Planes from shorter than a warp to very long, in strips of their own choice (None) and of any width."""
+    if strip is not None:
+        threads = INSIDE if dim > 64 else ACROSS
+        monkeypatch.setattr("kvstore.kernels.launch.style_of", lambda *_: Style(threads, strip))
+    case = ElevenPlanes(dim)
+    engine, slots = case.engine.to(DEVICE), case.slots.to(DEVICE)
+    copier = GpuCopier(case.plan(engine))
+    spans = copier.place(case.spans(copier.plan.paging))
+    (copier.pack if to_slots else copier.unpack)(spans, slots)
+    want_engine, want_slots = case.expected(to_slots)
+    assert torch.equal(engine.cpu(), want_engine)
+    assert torch.equal(slots.cpu(), want_slots)
 
 
 @pytest.mark.parametrize("order", ORDERS + CROSS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from copy_case import CROSS, DTYPES, ORDERS, Case
+from copy_case import CROSS, DTYPES, ORDERS, Case, ElevenPlanes
 from kvstore.kernels.launch import Style, Tables, launches
 from kvstore.kernels.module import ACROSS, INSIDE
 from kvstore.kernels.plan import plan_copy
@@ -68,23 +68,17 @@ def test_every_layout(shim, order, token_mode, to_slots):
 @pytest.mark.parametrize("threads", [ACROSS, INSIDE], ids=["across", "inside"])
 @pytest.mark.parametrize("strip", [1, 2, 3, 4, 7, 11, 1000, None])
 def test_strips_of_any_width_copy_every_plane_once(shim, monkeypatch, strip, threads, to_slots):
-    """Eleven planes are three groups where threads take four: the last group and the last strip have fewer."""
+    """Where threads take four planes, eleven are three groups: the last group and the last strip have fewer."""
     monkeypatch.setattr("kvstore.kernels.launch.style_of", lambda *_: Style(threads, strip))
-    stored = StoredBlock(block_dims=(1, 2, 11, 1, 3, 8), dtype="uint8")
-    engine = torch.randint(1, 99, (11, 6, 2, 1, 3, 8), dtype=torch.uint8)  # [layer, block, head, plane, token, dim]
-    slots = torch.randint(100, 199, (5, stored.block_bytes), dtype=torch.uint8)
-    plan, blocks, slot_ids = plan_copy(list(engine), stored), [5, 0, 3], [1, 4, 2]
-    spans = block_spans(plan.paging, blocks, slot_ids, 5)
+    case = ElevenPlanes(dim=8)
+    engine, slots = case.engine.clone(), case.slots.clone()
+    plan = case.plan(engine)
+    spans = case.spans(plan.paging)
     [table] = [Tables(s.engine_bases.ctypes.data, s.slot_offsets.ctypes.data) for s in plan.sections]
-    want_engine, want_slots = engine.clone(), slots.clone()
-    held = want_slots.view(5, 2, 11, 1, 3, 8).permute(2, 0, 1, 3, 4, 5)
-    if to_slots:
-        held[:, slot_ids] = engine[:, blocks]
-    else:
-        want_engine[:, blocks] = held[:, slot_ids]
-    shim.allow(*((engine,) if to_slots else (slots,)), writable=[slots if to_slots else engine])
+    shim.allow(engine if to_slots else slots, writable=[slots if to_slots else engine])
     [launch] = launches(plan, [table], spans, spans.rows.ctypes.data, slots, to_slots=to_slots)
-    assert shim.run(launch) == 3 * stored.block_bytes // 8, "words, each once"
+    assert shim.run(launch) == 3 * case.stored.block_bytes // 8, "words, each once"
+    want_engine, want_slots = case.expected(to_slots)
     assert torch.equal(engine, want_engine)
     assert torch.equal(slots, want_slots)
 
