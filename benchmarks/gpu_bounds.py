@@ -3,12 +3,12 @@
     python -m benchmarks.gpu_bounds [--rounds N] [--json]
 
 A piece is a block in one plane of one layer, as an engine with a cache for each layer has it. The kernel is as simple
-as can be: it has the address of every piece from a table, and reads, writes or copies 16 bytes a thread. The same work
-with the same table, and nothing differs but the addresses in it: where blocks lie that are drawn at random out of twice
-as many as the most that are moved, or side by side. What is slower then is not a matter of how a kernel goes about it.
-"copy_in" writes the pieces and reads one run, as unpacking does, "copy_out" is the other way round. Orders: all planes
-of a block first, all blocks of a plane first (ascending), or pieces at random. "limit" is one copy of the same bytes.
-Medians of event times.
+as can be: it has the address of every piece from a table, and reads, writes or copies 16 bytes a thread, twice. The
+same work with the same table, and nothing differs but the addresses in it: where blocks lie that are drawn at random
+out of twice as many as the most that are moved, or side by side. What is slower then is not a matter of how a kernel
+goes about it. "copy_in" writes the pieces and reads one run, as unpacking does, "copy_out" is the other way round.
+Orders: all planes of a block first, all blocks of a plane first (ascending), or pieces at random. "limit" is one copy
+of the same bytes. Medians of event times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ctypes
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -27,32 +27,42 @@ from benchmarks.gpu_rows import Rows, print_rows
 from kvstore.bench_gpu import SHAPES
 from kvstore.kernels.driver import launch, on_device
 
+Way = TypeVar("Way")
 COUNTS = (256, 1024)
 BLOCK_SIZE, ELEMENT_BYTES, WORD_BYTES = 16, 2, 16
-THREADS = 256
+THREADS, WORDS_PER_THREAD = 128, 2
 SPARE = 2  # blocks of the cache for each block of the largest count
 DELAY_CYCLES = 500_000
 ACTIONS = {"read": 0, "write": 1, "copy_in": 2, "copy_out": 3}
 SOURCE = r"""
 template <int kAction>
-__global__ void __launch_bounds__(256) touch(const long long* pieces, uint4* run, unsigned words, unsigned total) {
-    const unsigned at = blockIdx.x * 256 + threadIdx.x;
-    if (at >= total) {
-        return;
-    }
-    const unsigned piece = at / words;
-    uint4* there = reinterpret_cast<uint4*>(pieces[piece]) + (at - piece * words);
-    if (kAction == 0) {
-        const uint4 word = __ldcg(there);
-        if ((word.x ^ word.y ^ word.z ^ word.w) == 0x9e3779b9u && threadIdx.x == 1000) {  // never: keeps the read
-            run[0] = word;
+__global__ void __launch_bounds__(128, 16)
+touch(const long long* pieces, uint4* run, unsigned words, unsigned total) {
+    uint4 held[2];
+    uint4* places[2];
+#pragma unroll
+    for (unsigned step = 0; step < 2; ++step) {
+        const unsigned at = (blockIdx.x * 2 + step) * 128 + threadIdx.x;
+        if (at < total) {
+            const unsigned piece = at / words;
+            places[step] = reinterpret_cast<uint4*>(pieces[piece]) + (at - piece * words);
+            held[step] = kAction == 1 ? make_uint4(at, at, at, at) : __ldcg(kAction == 2 ? run + at : places[step]);
         }
-    } else if (kAction == 1) {
-        __stcg(there, make_uint4(at, at, at, at));
-    } else if (kAction == 2) {
-        __stcg(there, __ldcg(run + at));
-    } else {
-        __stcg(run + at, __ldcg(there));
+    }
+#pragma unroll
+    for (unsigned step = 0; step < 2; ++step) {
+        const unsigned at = (blockIdx.x * 2 + step) * 128 + threadIdx.x;
+        const uint4 word = held[step];
+        if (at >= total) {
+            return;
+        }
+        if (kAction == 0) {
+            if ((word.x ^ word.y ^ word.z ^ word.w) == 0x9e3779b9u && threadIdx.x == 1000) {  // never: keeps the read
+                run[0] = word;
+            }
+        } else {
+            __stcg(kAction == 3 ? run + at : places[step], word);
+        }
     }
 }
 """
@@ -96,12 +106,13 @@ def touch(kernel: Any, table: torch.Tensor, run: torch.Tensor, piece_bytes: int)
         ctypes.c_uint32(num_words),
     )
     with on_device(torch.cuda.current_device()):
-        launch(kernel.ptr, -(-num_words // THREADS), THREADS, args, torch.cuda.current_stream().cuda_stream)
+        num_ctas = -(-num_words // (THREADS * WORDS_PER_THREAD))
+        launch(kernel.ptr, num_ctas, THREADS, args, torch.cuda.current_stream().cuda_stream)
 
 
-def medians(ways: dict[str, Callable[[], Any]], limit: Callable[[], Any], rounds: int) -> dict[str, float]:
+def medians(ways: dict[Way, Callable[[], Any]], limit: Callable[[], Any], rounds: int) -> dict[Way, float]:
     """Return the median seconds of every way, in turn; the first round warms up."""
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[Way, list[float]] = {way: [] for way in ways}
     for turn in range(rounds + 1):
         for way, call in ways.items():
             limit()  # Leaves the same in the L2 before each.
