@@ -1,7 +1,7 @@
 """From benchmarks/results/gpu-h200.json: the tables of docs/performance.md (printed) and docs/gpu-h200.svg.
 
-From gpu-beside-h200.json: the table of loads beside products; from gpu-bounds-h200.json: of what memory itself takes;
-from gpu-client-h200.json: that of docs/gpu.md.
+From gpu-beside-h200.json: the table of loads beside products; from gpu-bounds-h200.json and gpu-scatter-h200.json: of
+what memory itself takes; from gpu-client-h200.json: that of docs/gpu.md.
 
     python benchmarks/plot_gpu.py
 
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/gpu-h200.json"
 BESIDE = ROOT / "benchmarks/results/gpu-beside-h200.json"
 BOUNDS = ROOT / "benchmarks/results/gpu-bounds-h200.json"
+SCATTER = ROOT / "benchmarks/results/gpu-scatter-h200.json"
 CLIENT = ROOT / "benchmarks/results/gpu-client-h200.json"
 PICTURE = ROOT / "docs/gpu-h200.svg"
 SHAPES = ("8B", "70B/TP8", "MLA")
@@ -43,6 +44,12 @@ ORDERS = {
     "by_block": "anywhere, block after block",
     "by_plane": "anywhere, plane after plane",
     "random": "anywhere, in any order",
+}
+ACTIONS = {"copy_in": "into blocks", "copy_out": "out of blocks"}
+SCATTERED = {
+    "within": "4 KiB in any order within windows of",
+    "pieces": "in any order, pieces of",
+    "one_of": "4 KiB in order, of those that lie there one in",
 }
 #: Way -> label of docs/gpu.md.
 CLIENT_WAYS = {
@@ -96,22 +103,34 @@ def beside_table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def bounds_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the table of gpu-bounds-h200.json: copies into blocks, as shares of one copy of the bytes.
-
-    The other rows are not shown: their kernel is slower than memory even where pieces lie side by side.
-    """
-    found: dict[str, dict[tuple[str, int], float]] = {}
-    for row in rows:
-        if row["action"] == "copy_in":
-            found.setdefault(row["way"], {})[row["shape"], row["num_blocks"]] = row["us"]
-    limit = found.pop("limit")
-    yield "| copied into 256, 1,024 blocks, of the limit | " + " | ".join(SHAPES) + " |"
+    """Yield the lines of the table of gpu-bounds-h200.json: copies into and out of blocks, of one copy of the bytes."""
+    yield "| copied, of the limit: 256, 1,024 blocks | " + " | ".join(SHAPES) + " |"
     yield "|---|" + "---|" * len(SHAPES)
-    for way, times in found.items():
-        cells = [
-            ", ".join(f"{limit[shape, count] / times[shape, count]:.3f}" for count in (256, 1024)) for shape in SHAPES
-        ]
-        yield f"| {ORDERS[way]} | " + " | ".join(cells) + " |"
+    for action, place in ACTIONS.items():
+        found: dict[str, dict[tuple[str, int], float]] = {}
+        for row in rows:
+            if row["action"] == action:
+                found.setdefault(row["way"], {})[row["shape"], row["num_blocks"]] = row["us"]
+        limit = found.pop("limit")
+        for way, times in found.items():
+            cells = [
+                ", ".join(f"{limit[shape, count] / times[shape, count]:.3f}" for count in (256, 1024))
+                for shape in SHAPES
+            ]
+            yield f"| {place} {ORDERS[way]} | " + " | ".join(cells) + " |"
+
+
+def scatter_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of gpu-scatter-h200.json: one side scattered, of one copy of the bytes."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        if row["what"] in SCATTERED:
+            found.setdefault((row["what"], row["size"]), {})[row["side"]] = row["of_limit"]
+    yield "| 640 MiB, of the limit | that side written | that side read |"
+    yield "|---|---|---|"
+    for (what, size), sides in found.items():
+        label = str(size) if what == "one_of" else _size(size)
+        yield f"| {SCATTERED[what]} {label} | {sides['written']:.3f} | {sides['read']:.3f} |"
 
 
 def client_table(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -173,6 +192,10 @@ def picture(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
+
+
 def _beside(row: dict[str, Any]) -> str:
     product = f"{row['product_ms']:.3f} ({row['product_of_limit']:.3f})"
     return f"{row['gb_per_s']:.1f} ({row['of_limit']:.3f}), {product}" if row["gb_per_s"] else product
@@ -189,6 +212,7 @@ def main() -> None:
     print("\n".join(tables(rows)), "", sep="\n")
     print("\n".join(beside_table(json.loads(BESIDE.read_text())["rows"])), "", sep="\n")
     print("\n".join(bounds_table(json.loads(BOUNDS.read_text())["rows"])), "", sep="\n")
+    print("\n".join(scatter_table(json.loads(SCATTER.read_text())["rows"])), "", sep="\n")
     print("\n".join(client_table(json.loads(CLIENT.read_text())["rows"])))
 
 
