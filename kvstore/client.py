@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from kvstore.arena import attach_arena
 from kvstore.chain import HASH_BYTES, Chain
-from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.control_client import ControlClient, connect_local
 from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
 from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pages, ordered
@@ -29,13 +25,11 @@ from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
     NamespaceMismatch,
-    StoreNotRunning,
     StoreUnavailable,
 )
 from kvstore.grants import PinKind
 from kvstore.handoff_verbs import HandoffVerbs
 from kvstore.hashing import BlockHashes, Namespace
-from kvstore.idle_connections import IdleConnections
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout
 from kvstore.lease import Lease
@@ -53,6 +47,7 @@ from kvstore.registration import make_copier
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult, Work
 from kvstore.sides import check_skip, detect_sides
 from kvstore.stage_copier import EngineCaches
+from kvstore.store_connections import StoreConnections
 from kvstore.wire import Op, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
@@ -82,42 +77,25 @@ class Client(HandoffVerbs):
         self.part = as_part(part)
         self.part.check(space.shape)
         self.space = space
-        self._path = control_path
-        self._closed = self._lost = self._unmapped = self._stuck = False
+        self._lost = self._unmapped = self._stuck = False
         self._unmapping: threading.Thread | None = None
-        self._local = threading.local()
-        self._fetch_connections = IdleConnections(self._reconnect, lambda: self._closed)
-        self._connections: list[ControlClient] = []
-        self._connections_lock = threading.Lock()
-        self._call_timeout_s = 5.0
-        self._control, fd = self._connect()
-        hello = self._control.hello
-        self.node_id, self.epoch = str(hello["node"]), str(hello["epoch"])
-        self.config = StoreConfig.from_json(str(hello["config"]))
-        self._call_timeout_s = self.config.call_timeout_s
-        self._arena = attach_arena(fd, int(hello["arena_bytes"]))
+        self._lock = threading.Lock()
+        self._store = StoreConnections(control_path, self._lose)
+        self.node_id, self.epoch, self.config = self._store.node_id, self._store.epoch, self._store.config
+        self._arena = self._store.arena
         self._mapping = ArenaMapping(self._arena)
         try:
             request = {"namespace": space.digest.hex(), "block_bytes": space.shape.block_bytes}
-            answer = unpack_json(self._call(Op.ATTACH, pack_json(request)))
+            answer = unpack_json(self._store.call(Op.ATTACH, pack_json(request)))
         except KVStoreError:
-            self._control.close()
+            self._store.close(jobs_are_over=False)
             self._arena.close()
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
         self._copier: EngineCopier | None = None
-        self._lookups: ControlClient | None = None
         self._presence: PresenceView | None = None
         threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
-
-    def _connect(self, replaces: str = "") -> tuple[ControlClient, int]:
-        hello = {"role": "client", "protocol": PROTOCOL_VERSION, "replaces": replaces}
-        client, fd = connect_local(self._path, hello, timeout_s=self._call_timeout_s)
-        with self._connections_lock:
-            # Those that a timeout or an abandoned load closed are of no use to anybody any more.
-            self._connections = [*(known for known in self._connections if not known.closed), client]
-        return client, fd
 
     def register_kv_caches(
         self,
@@ -150,7 +128,7 @@ class Client(HandoffVerbs):
             KernelError: the kernels could not be built, or the GPU has no memory left for their buffers.
             StoreUnavailable: this client was closed.
         """
-        self._check_open()
+        self._store.check_open()
         shape = self.space.shape
         found = detect_layout(caches, shape, axes, self.part)
         layout, sides = detect_sides(caches, side_caches, shape, found, side_axes)
@@ -188,15 +166,9 @@ class Client(HandoffVerbs):
             TransferTimeout: no answer in time; the next lookup may be made at once.
         """
         chain = self._chain(hashes)
-        limit_s = self._call_timeout_s if timeout_s is None else timeout_s
-        payload = chain.encode()
-        # A connection of its own: one that timed out is closed, and leases must not go with it.
-        connection = self._lookups
-        if connection is None or connection.closed:
-            self._check_open()
-            connection = self._lookups = self._reconnect()
-        answer = connection.call(
-            Op.LOOKUP_ALL if remote else Op.LOOKUP, payload, timeout_s=limit_s, meanwhile=meanwhile
+        limit_s = self._store.call_timeout_s if timeout_s is None else timeout_s
+        answer = self._store.for_lookups().call(
+            Op.LOOKUP_ALL if remote else Op.LOOKUP, chain.encode(), timeout_s=limit_s, meanwhile=meanwhile
         )
         if not remote:
             return Match(num_local=U64.unpack(answer)[0])
@@ -209,9 +181,9 @@ class Client(HandoffVerbs):
         Raises:
             StoreUnavailable: the node store is gone, or was restarted.
         """
-        self._check_open()
+        self._store.check_open()
         if self._presence is None:
-            self._presence = PresenceView(self._path, self.epoch, timeout_s=self._call_timeout_s)
+            self._presence = PresenceView(self._store.path, self.epoch, timeout_s=self._store.call_timeout_s)
 
     def is_surely_absent(self, hashes: BlockHashes, *, remote: bool = True) -> bool:
         """Whether nothing of a chain is stored, where that can be told without a question: this waits for nobody.
@@ -227,7 +199,7 @@ class Client(HandoffVerbs):
             NamespaceMismatch: the hashes are of another namespace.
         """
         chain, presence = self._chain(hashes), self._presence
-        if presence is None or self._closed or self._lost or chain.start or not len(chain):
+        if presence is None or self._store.has_ended or self._lost or chain.start or not len(chain):
             return False
         return presence.is_absent(chain.data[:HASH_BYTES], remote=remote)
 
@@ -245,15 +217,15 @@ class Client(HandoffVerbs):
             raise InvalidRequest(f"ttl_s: wanted more than 0 seconds, got {ttl_s}")
         chain = self._chain(hashes)
         asked_s = time.monotonic()
-        grant = unpack_grant(self._call(Op.LEASE, pack_lease(chain, ttl_s)))
+        grant = unpack_grant(self._store.call(Op.LEASE, pack_lease(chain, ttl_s)))
         return Lease(
             grant.lease_id,
             hashes[: len(grant.slots)],
             grant.slots,
             asked_s + ttl_s - self.config.lease_margin_s,
             self.config.lease_margin_s,
-            lambda lease_id: bool(U64.unpack(self._call(Op.RELEASE, U64.pack(lease_id)))[0]),
-            lambda lease_id, ttl: bool(U64.unpack(self._call(Op.RENEW, U64_F64.pack(lease_id, ttl)))[0]),
+            lambda lease_id: bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(lease_id)))[0]),
+            lambda lease_id, ttl: bool(U64.unpack(self._store.call(Op.RENEW, U64_F64.pack(lease_id, ttl)))[0]),
             self._slot_view,
         )
 
@@ -275,16 +247,16 @@ class Client(HandoffVerbs):
             StoreDraining: the node grants nothing any more.
         """
         chain, kind = self._chain(hashes), PinKind.SOFT if soft else PinKind.HARD
-        grant = unpack_grant(self._call(Op.PIN, pack_pin(chain, kind, math.inf if ttl_s is None else ttl_s)))
+        grant = unpack_grant(self._store.call(Op.PIN, pack_pin(chain, kind, math.inf if ttl_s is None else ttl_s)))
         return Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused)
 
     def unpin(self, pinned: Pinned) -> bool:
         """End a pin; whether it was still held. May be called again, and says False then."""
-        return bool(U64.unpack(self._call(Op.RELEASE, U64.pack(pinned.pin_id)))[0])
+        return bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(pinned.pin_id)))[0])
 
     def stats(self) -> dict[str, Any]:
         """Return the node store's counts."""
-        return unpack_json(self._call(Op.STATS, b""))
+        return unpack_json(self._store.call(Op.STATS, b""))
 
     # Jobs.
 
@@ -308,11 +280,11 @@ class Client(HandoffVerbs):
         chain.check_unique()
         pages = self._pages(copier, block_ids, chain)
         copier.check_unchanged()
-        guard, call_timeout_s, wait_s = CopyGuard(pages.order), self._call_timeout_s, self.config.transfer_timeout_s
+        guard, limit_s, wait_s = CopyGuard(pages.order), self._store.call_timeout_s, self.config.transfer_timeout_s
 
         def run() -> SaveResult:
             with self._ending_job():
-                return run_save(self._job_connection(), copier, chain, pages, self.part, guard, call_timeout_s, wait_s)
+                return run_save(self._store.of_thread(), copier, chain, pages, self.part, guard, limit_s, wait_s)
 
         return self._submit(run, f"save of {len(chain)} blocks", guard, pages.order)
 
@@ -365,33 +337,25 @@ class Client(HandoffVerbs):
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for running jobs, give everything back and unmap the arena; may be called again."""
-        if self._closed:
+        if self._store.has_ended:
             return
-        self._closed = True
+        self._store.end()
         ended = threading.Event()
         threading.Thread(target=self._end_jobs, args=(ended,), daemon=True).start()
         ended.wait(timeout_s)
-        with self._connections_lock:
-            connections, self._connections = self._connections, []
         if self._presence is not None:
             self._presence.close()
         if self._stage_link is not None:
             self._stage_link.close()
-        for connection in connections:
-            # A job that is still copying keeps its slots: nothing is said until this process ends.
-            if ended.is_set() and not self._stuck and not connection.closed:
-                try:
-                    connection.send(Op.GOODBYE)
-                except KVStoreError:
-                    logger.debug("the node store was gone before this client")
-            connection.close()
+        # A job that is still copying keeps its slots: nothing is said until this process ends.
+        self._store.close(jobs_are_over=ended.is_set() and not self._stuck)
         self._unmap(copies_are_over=ended.is_set())
         if not ended.is_set():
             threading.Thread(target=self._unmap_late, args=(ended,), name="raykv-unmap", daemon=True).start()
 
     def _end_jobs(self, ended: threading.Event) -> None:
         self._jobs.shutdown()
-        with self._connections_lock:
+        with self._lock:
             unmapping = self._unmapping
         if unmapping is not None:
             unmapping.join()
@@ -407,14 +371,6 @@ class Client(HandoffVerbs):
 
     # Helpers.
 
-    def _job_connection(self) -> ControlClient:
-        connection: ControlClient | None = getattr(self._local, "connection", None)
-        if connection is None or connection.closed:
-            # One job at a time uses it, and that job is over: what it held can go.
-            replaces = "" if connection is None else str(connection.hello["owner"])
-            connection = self._local.connection = self._reconnect(replaces)
-        return connection
-
     @contextlib.contextmanager
     def _ending_job(self) -> Iterator[None]:
         """After a job whose connection broke: tell the store at once, or its slots wait for this thread's next job."""
@@ -425,25 +381,9 @@ class Client(HandoffVerbs):
             raise
         finally:
             with contextlib.suppress(KVStoreError):
-                connection = self._job_connection()
-                if self._closed:  # Before the job was over: nobody else will close this one.
+                connection = self._store.of_thread()
+                if self._store.has_ended:  # Before the job was over: nobody else will close this one.
                     connection.close()
-
-    def _reconnect(self, replaces: str = "") -> ControlClient:
-        try:
-            connection, fd = self._connect(replaces)
-        except StoreNotRunning as error:
-            if isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
-                self._lose()
-            raise
-        os.close(fd)
-        if connection.hello["epoch"] != self.epoch:
-            connection.close()
-            self._lose()
-            raise StoreUnavailable(
-                "the node store was restarted: its memory is another one; close this client and make a new one"
-            )
-        return connection
 
     def _lose(self) -> None:
         """That life of the store is over: unmap its memory, or the next life may find no room beside it."""
@@ -456,7 +396,7 @@ class Client(HandoffVerbs):
                 self._stage_link.close()
             self._unmap(copies_are_over=True)
 
-        with self._connections_lock:
+        with self._lock:
             if self._lost:
                 return
             self._lost = True
@@ -465,7 +405,7 @@ class Client(HandoffVerbs):
             self._unmapping.start()  # Before anybody can wait for its end.
 
     def _unmap(self, *, copies_are_over: bool) -> None:
-        with self._connections_lock:
+        with self._lock:
             if self._unmapped:
                 return
             self._unmapped = True
@@ -497,7 +437,7 @@ class Client(HandoffVerbs):
             if num_skipped >= len(chain):
                 return LoadResult(num_blocks=len(chain))
             try:
-                connection = self._job_connection()
+                connection = self._store.of_thread()
             except StoreUnavailable as error:
                 return failed_load(num_skipped, pages, len(chain), f"store_lost: {error}")
             with self._ending_job():
@@ -508,7 +448,7 @@ class Client(HandoffVerbs):
     def _submit(
         self, run: Callable[[], Any] | Work[Any], what: str, guard: CopyGuard, order: CopyOrder | None
     ) -> Job[Any]:
-        self._check_open()
+        self._store.check_open()
         work = None
         if isinstance(run, Work):
             work, future = run, run.future
@@ -519,30 +459,6 @@ class Client(HandoffVerbs):
             return Job(future, what, guard.abandon, work=work)
         future.add_done_callback(lambda _: order.end())
         return Job(future, what, guard.abandon, order.wait_on, work)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
-
-    def _ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
-        """Ask over a connection of its own, for what takes longer than a call."""
-        self._check_open()
-        connection = self._reconnect()
-        try:
-            return connection.call(op, payload, timeout_s=timeout_s)
-        finally:
-            connection.close()
-
-    def _call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None) -> bytes:
-        self._check_open()
-        if self._control.closed:
-            # Leases taken over the old one are held on until their deadline: their blocks may be in use.
-            self._control = self._reconnect()
-        return self._control.call(op, payload, timeout_s=self._call_timeout_s, meanwhile=meanwhile)
-
-    def _say(self, op: Op, payload: bytes) -> None:
-        self._check_open()
-        self._control.send(op, payload)
 
     def _chain(self, hashes: BlockHashes) -> Chain:
         if not isinstance(hashes, BlockHashes):
@@ -566,7 +482,7 @@ class Client(HandoffVerbs):
         return ordered(pages, copier, num_threads)
 
     def _slot_view(self, slot: int) -> memoryview:
-        self._check_open()
+        self._store.check_open()
         if self._lost:
             raise StoreUnavailable("the node store of this lease is gone; make a new client and take a new lease")
         start = slot * self.slot_bytes

@@ -30,7 +30,6 @@ from kvstore.handoff_jobs import (
     run_fetch,
 )
 from kvstore.hashing import Namespace
-from kvstore.idle_connections import IdleConnections
 from kvstore.jobs import CopyGuard
 from kvstore.messages import U64
 from kvstore.part import Part
@@ -39,6 +38,7 @@ from kvstore.results import Job, Work
 from kvstore.sides import check_skip
 from kvstore.stage_client import AttachedStage, StageLink
 from kvstore.stage_copier import EngineCaches
+from kvstore.store_connections import StoreConnections
 from kvstore.wire import Op
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,10 @@ class HandoffVerbs(ABC):
     config: StoreConfig
     node_id: str
     epoch: str
-    _call_timeout_s: float
+    _store: StoreConnections
     _stuck: bool
     _caches: EngineCaches | None = None
     _stage_link: StageLink | None = None
-    _fetch_connections: IdleConnections
 
     def attach_handoff(self, staging: str | int = "1GiB", peers: Sequence[str] = ()) -> HandoffRoute:
         """Let hand-offs of this client go from GPU to GPU, past host memory, where that is faster.
@@ -82,7 +81,7 @@ class HandoffVerbs(ABC):
         assert self._caches is not None, "kept with the copier"
         if self._stage_link is not None:
             self._stage_link.close()
-        self._stage_link = StageLink(self._ask, self._caches, parse_bytes(staging), tuple(peers))
+        self._stage_link = StageLink(self._store.ask, self._caches, parse_bytes(staging), tuple(peers))
         return self._stage_link.attach()
 
     @property
@@ -125,7 +124,7 @@ class HandoffVerbs(ABC):
 
         def run() -> HandoffTicket:
             with self._ending_job():
-                connection, limit_s = self._job_connection(), self._call_timeout_s
+                connection, limit_s = self._store.of_thread(), self._store.call_timeout_s
 
                 def ask(op: Op, payload: bytes, meanwhile: Callable[[], None] | None) -> bytes:
                     return connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile)
@@ -169,7 +168,7 @@ class HandoffVerbs(ABC):
         if publishing is None:
             publishing = self._publishing(block_ids, keep_s, ticket)
             publishing.order()
-            publishing.claim(self._call)
+            publishing.claim(self._store.call)
         return self._complete_later(publishing, link)
 
     def _begin_in_stage(
@@ -243,7 +242,7 @@ class HandoffVerbs(ABC):
             slab=stage.slab if stage else 0,
         )
         chosen = copier if stage is None else stage.copier
-        return Publishing(ticket, block_ids, shape.block_size, chosen, stage, self._call, self._say, keep_s)
+        return Publishing(ticket, block_ids, shape.block_size, chosen, stage, self._store.call, self._store.say, keep_s)
 
     def _complete(self, publishing: Publishing) -> HandoffTicket:
         with self._noting_stuck():
@@ -294,8 +293,8 @@ class HandoffVerbs(ABC):
         limit_s, link = self.config.transfer_timeout_s if timeout_s is None else timeout_s, self._stage_link
         with contextlib.ExitStack() as held:
             early, connection = None, None
-            if len(self._fetch_connections):
-                connection = held.enter_context(self._fetch_connections.taken())
+            if len(self._store.for_fetches):
+                connection = held.enter_context(self._store.for_fetches.taken())
                 if link is not None and ticket.slab and (soon := link.soon(ticket.node_id, ticket.slab)):
                     with contextlib.suppress(PeerLost):
                         connection.send(Op.HANDOFF_SOON, soon)
@@ -316,7 +315,7 @@ class HandoffVerbs(ABC):
         def run() -> FetchResult:
             try:
                 if not asked:
-                    connection = mapped.enter_context(self._fetch_connections.taken())
+                    connection = mapped.enter_context(self._store.for_fetches.taken())
                     asked.append(self._ask_fetch(mapped, connection, stage, ticket, limit_s))
             except (StoreUnavailable, PeerLost) as error:
                 return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
@@ -360,27 +359,11 @@ class HandoffVerbs(ABC):
         """
         if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
             return False
-        return bool(U64.unpack(self._call(Op.HANDOFF_WITHDRAW, ticket.key))[0])
+        return bool(U64.unpack(self._store.call(Op.HANDOFF_WITHDRAW, ticket.key))[0])
 
     @abstractmethod
     def _registered(self) -> EngineCopier:
         """Return the copier of the registered cache, or refuse."""
-
-    @abstractmethod
-    def _call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None) -> bytes:
-        """Ask the store over the connection that lives as long as the client."""
-
-    @abstractmethod
-    def _say(self, op: Op, payload: bytes) -> None:
-        """Tell the store over that connection what has no answer."""
-
-    @abstractmethod
-    def _ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
-        """Ask the store over a connection of its own, for what takes longer than a call."""
-
-    @abstractmethod
-    def _job_connection(self) -> ControlClient:
-        """Return the connection of this thread's job."""
 
     @abstractmethod
     def _ending_job(self) -> contextlib.AbstractContextManager[None]:

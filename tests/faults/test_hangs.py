@@ -158,7 +158,7 @@ def start_loader(cluster, hashes, num_threads, timeout_s=10.0, *options):
     client = cluster.engines["reader"].client
     script = str(Path(__file__).with_name("loader.py"))
     arguments = (
-        client._path,
+        client._store.path,
         client._chain(hashes).encode().hex(),
         num_threads,
         timeout_s,

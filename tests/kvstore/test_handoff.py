@@ -492,7 +492,7 @@ def test_a_copy_at_the_reader_that_fails_leaves_nothing_there(cluster, pair, mon
 def test_a_store_that_does_not_answer_fails_the_publication_in_time(cluster, pair, monkeypatch):
     source, _ = pair
     core = cluster.nodes["a"]
-    source.client._call_timeout_s = 0.2
+    source.client._store.call_timeout_s = 0.2
     blocked = threading.Event()
     table = core._control.handoffs.table
     with monkeypatch.context() as patch:
@@ -505,7 +505,7 @@ def test_a_store_that_does_not_answer_fails_the_publication_in_time(cluster, pai
 def test_slots_that_the_publisher_never_heard_of_come_back_while_it_lives(cluster, pair, monkeypatch, wait_until):
     source, target = pair
     core = cluster.nodes["a"]
-    source.client._call_timeout_s = 0.2
+    source.client._store.call_timeout_s = 0.2
     may_go_on, table = threading.Event(), core._control.handoffs.table
     prepare = table.prepare
 
@@ -519,7 +519,7 @@ def test_slots_that_the_publisher_never_heard_of_come_back_while_it_lives(cluste
             source.client.begin_publish(range(4))
         may_go_on.set()
         wait_until(lambda: core.pool.stats().num_writing == 0 and is_empty(core))
-    source.client._call_timeout_s = 5.0
+    source.client._store.call_timeout_s = 5.0
     publication = source.client.begin_publish(range(4))
     publication.job.result(5)
     assert fetch(target, publication.ticket, range(4)).num_blocks == 4
@@ -528,7 +528,7 @@ def test_slots_that_the_publisher_never_heard_of_come_back_while_it_lives(cluste
 def test_a_fetch_that_is_refused_after_the_store_was_asked_leaves_nothing(cluster, pair, monkeypatch, wait_until):
     source, target = pair
     assert fetch(target, source.client.publish(range(4)), range(4)).num_blocks == 4
-    wait_until(lambda: len(target.client._fetch_connections) == 1)
+    wait_until(lambda: len(target.client._store.for_fetches) == 1)
     ticket, before = source.client.publish(range(10)), target.bytes()
 
     def changed():
@@ -550,4 +550,4 @@ def test_fetches_one_after_the_other_share_a_connection(pair, wait_until):
     source, target = pair
     for _ in range(3):
         assert fetch(target, source.client.publish(range(4)), range(4)).num_blocks == 4
-        wait_until(lambda: len(target.client._fetch_connections) == 1)
+        wait_until(lambda: len(target.client._store.for_fetches) == 1)

@@ -218,18 +218,18 @@ def test_a_fetch_of_64_blocks_costs_one_call_of_the_worker_and_two_of_the_stores
     hashes = cluster.hashes(64)
     assert one.save(hashes, range(64)).num_written == 64
     calls = []
-    original = two.client._job_connection
+    original = two.client._store.of_thread
 
     def counted():
         connection = original()
         calls.append((connection, connection.num_calls))
         return connection
 
-    two.client._job_connection = counted
+    two.client._store.of_thread = counted
     result = two.load(hashes, range(64))
     assert (result.num_blocks, result.num_peer) == (64, 64)
     assert sum(connection.num_calls - before for connection, before in calls) == 1
-    assert two.client._control.num_calls == 1, "ATTACH, at the start"
+    assert two.client._store._calls.num_calls == 1, "ATTACH, at the start"
     assert (result.num_locate_calls, result.num_lease_calls) == (1, 1)
     # One chunk holds all 64 small blocks, and they are neighbours on both sides.
     assert result.num_descriptors == 1

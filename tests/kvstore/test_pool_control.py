@@ -186,7 +186,7 @@ def test_ids_of_others_and_ids_that_are_over_change_nothing_over_the_socket(core
 
 
 def worker_ask(worker, op, payload):
-    return worker.client._control.call(op, payload, timeout_s=5.0)
+    return worker.client._store._calls.call(op, payload, timeout_s=5.0)
 
 
 def test_a_save_into_a_fully_pinned_pool_is_refused_and_succeeds_after_one_release(cluster, wait_until):
