@@ -196,7 +196,7 @@ class HandoffControl:
         if message.op is Op.PEER_CLAIM_END:
             claim_id, used = END.unpack(message.payload)
             self._end_remote(claim_id, connection.owner, used=bool(used))
-            return None
+            return b""
         if message.op is Op.PEER_STAGES:
             return pack_json({"stages": [stage.to_json() for stage in self.stages.all()]})
         wanted = unpack_peer_claim(message.payload)

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: Between stages the store is not to be woken for each chunk, which takes a tenth of what the chunk does.
 _AWAKE_S = 1e-3
 _MOVER_GRACE_S = 1.0
+#: A fetch that failed waits so long for the source to hear of it: one that is tried at once is not to meet its claim.
+_TELL_WITHIN_S = 0.5
 Send = Callable[[bytes, bool], None]
 """Tells the client one piece of the answer, and whether it is the last."""
 
@@ -346,13 +348,17 @@ class RemoteFetch:
         def tell() -> None:
             with contextlib.suppress(KVStoreError):
                 now = self._fetcher.peers.get(peer.node_id)
-                if now.epoch == peer.epoch:
+                if now.epoch != peer.epoch:
+                    return
+                if used:
                     now.client.send(Op.PEER_CLAIM_END, END.pack(claim_id, used))
+                else:
+                    now.client.call(Op.PEER_CLAIM_END, END.pack(claim_id, used), timeout_s=self._claim.call_s())
 
-        def tell_on_a_thread() -> None:
-            threading.Thread(target=tell, name="raykv-release", daemon=True).start()
-
+        teller = threading.Thread(target=tell, name="raykv-release", daemon=True)
         if self._given_up:
-            self._fetcher.mover.when_terminal({self._given_up}, tell_on_a_thread)
-        else:
-            tell_on_a_thread()
+            self._fetcher.mover.when_terminal({self._given_up}, teller.start)
+            return
+        teller.start()
+        if not used:
+            teller.join(_TELL_WITHIN_S)

@@ -641,6 +641,25 @@ def test_blocks_of_a_ticket_that_names_a_stage_are_found_in_the_arena(cluster, p
     nothing_held(cluster, wait_until)
 
 
+def test_a_fetch_that_failed_may_be_tried_again_at_once(cluster, pair, wait_until, monkeypatch):
+    """However long the way is on which the source hears that the first one is over."""
+    source, target = pair
+    ticket = source.client.publish(range(4))
+    [stage], peers = cluster.nodes["b"]._control.handoffs.stages.all(), cluster.nodes["b"].peers
+    pool, get = stage.pool, peers.get
+
+    def late(node_id):
+        time.sleep(0.1)
+        return get(node_id)
+
+    monkeypatch.setattr(peers, "get", late)
+    taken = pool.reserve(pool.stats().num_free, "full")
+    assert reason(fetch(target, ticket, range(4))) is MissReason.POOL_FULL
+    pool.abort_store(taken.write_id, "full")
+    assert fetch(target, ticket, range(4)).num_blocks == 4
+    nothing_held(cluster, wait_until)
+
+
 def test_no_room_in_the_arena_either_is_a_reason(cluster, pair, wait_until):
     source, target = pair
     ticket = named(source.client, 10, slab=source.client.handoff_slab)
