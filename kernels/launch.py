@@ -32,10 +32,13 @@ class Style(NamedTuple):
     All spans of a strip come before the next strip, and in it one span after another. None: all planes are one strip.
     """
 
+    apart: bool = False
+    """Whether the planes of a strip lie as far from each other as can be, else next to each other."""
 
-#: From so many words of a plane of a span on they are long, and very long.
-_LONG, _VERY_LONG = 256, 2048
-#: Planes of very long spans in a strip: one alone is slow where slots lie a power of two apart.
+
+#: From so many words of a plane of a span on they are long, very long, and longest.
+_LONG, _VERY_LONG, _LONGEST = 256, 2048, 4096
+#: Planes of very long spans in a strip. One alone is slow to read where slots are a power of two long.
 _PLANES = 4
 #: Engine blocks lie together when at least one of so many, from the first to the last, is copied.
 _TOGETHER = 4
@@ -50,7 +53,10 @@ def style_of(to_slots: bool, words: int, together: bool) -> Style:
         return Style(ACROSS, None if to_slots else 1)
     if not together:
         return Style(INSIDE, None)
-    return Style(INSIDE, 1 if words < _VERY_LONG else _PLANES)
+    if words < _VERY_LONG:
+        return Style(INSIDE, 1)
+    # What a strip reads of a slot at one time is either a piece here and there, or long enough to be read in one go.
+    return Style(INSIDE, _PLANES, apart=words < _LONGEST)
 
 
 def lie_together(spans: Spans, begin: int, end: int, max_tokens: int) -> bool:
@@ -78,8 +84,8 @@ def divisor_of(value: int) -> Divisor:
     return Divisor(value, (((1 << 32) * ((1 << shift) - value)) // value + 1) & 0xFFFFFFFF, shift)
 
 
-#: `struct Copy` of pack.cu: ten addresses and strides, three counts, six divisors.
-_COPY = struct.Struct("<10q21I4x")
+#: `struct Copy` of pack.cu: ten addresses and strides, five counts, six divisors.
+_COPY = struct.Struct("<10q23I4x")
 #: In it the addresses of the list and of the slots.
 _ADDRESSES, _ADDRESSES_OFFSET = struct.Struct("<2q"), 16
 _CopyBytes = ctypes.c_char * _COPY.size
@@ -251,7 +257,9 @@ def _grid(
     num_groups = num_planes if is_inside else -(-num_planes // num_words)
     strip = min(style.strip or num_groups, num_groups)
     strip_pairs = num_spans * strip
-    num_units = -(-num_groups // strip) * strip_pairs * num_tiles
+    num_strips = -(-num_groups // strip)
+    steps = (1, num_strips) if style.apart else (strip, 1)
+    num_units = num_strips * strip_pairs * num_tiles
     most_words = num_tiles * lanes * num_words
     if max(num_units, most_words) > _MAX_INDEX:
         raise ValueError(
@@ -262,7 +270,7 @@ def _grid(
     num_ctas = -(-num_units // at_once)
     num_threads = -(-lanes * at_once // WARP) * WARP
     divisors = map(divisor_of, (lanes, num_tiles, strip, strip_pairs, head_words, row_words))
-    counts = (num_planes, num_heads, num_units, *itertools.chain.from_iterable(divisors))
+    counts = (num_planes, num_heads, num_units, *steps, *itertools.chain.from_iterable(divisors))
     return _Grid(num_ctas if max_ctas is None else min(num_ctas, max_ctas), num_threads, counts)
 
 

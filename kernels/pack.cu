@@ -16,8 +16,9 @@
 // are one word each of as many planes, so that where the word lies is worked out once for all of
 // them. `lanes` neighbouring threads copy neighbouring words of the slot; as many of them as a
 // plane of a span needs are its tiles. Tiles are dealt out strip by strip, a strip being one plane,
-// a few or all: memory is fast where what is in flight at one time lies together, on both sides.
-// The grid may be of any size; a small one leaves multiprocessors to the model.
+// a few (neighbours, or far apart) or all: memory is fast where what is in flight at one time lies
+// together, on both sides. The grid may be of any size; a small one leaves multiprocessors to the
+// model.
 //
 // Offsets are 64 bits wide wherever they can span more than one block of one plane.
 
@@ -48,7 +49,9 @@ struct Copy {                       // one launch; strides in bytes
     long long slot_token;
     unsigned num_planes;
     unsigned num_heads;
-    unsigned num_units;  // tiles of all spans in all strips; below 2^31
+    unsigned num_units;   // tiles of all spans in all strips; below 2^31
+    unsigned next_strip;  // groups of planes from the first one of a strip to that of the next
+    unsigned next_group;  // and from one of a strip to its next
     Divisor lanes;
     Divisor tiles;        // of one span in one plane
     Divisor strip;        // groups of planes in a strip; a group is what a thread has words of
@@ -110,10 +113,11 @@ __device__ __forceinline__ void copy_unit(const Copy& copy, unsigned unit, unsig
     const unsigned strip = quotient(pair, copy.strip_pairs);
     const unsigned in_strip = pair - strip * copy.strip_pairs.value;
     const unsigned listed = quotient(in_strip, copy.strip);
-    const unsigned group = (strip - listed) * copy.strip.value + in_strip;
+    const unsigned turn = in_strip - listed * copy.strip.value;
+    const unsigned group = strip * copy.next_strip + turn * copy.next_group;
     const unsigned first_plane = group * (kInside ? 1 : kWords);
     if (first_plane >= copy.num_planes) {
-        return;  // the last strip may have fewer
+        return;  // some strips may have fewer
     }
     const Span& span = copy.spans[listed];
     const unsigned num_tokens = static_cast<unsigned>(span.num_tokens);

@@ -58,12 +58,13 @@ def test_random_copies(where, to_slots):
 
 @pytest.mark.parametrize("to_slots", [True, False])
 @pytest.mark.parametrize("dim", [64, 512, 2048, 8192])
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("strip", [None, 1, 3, 4])
-def test_strips_of_planes(monkeypatch, strip, dim, to_slots):
+def test_strips_of_planes(monkeypatch, strip, apart, dim, to_slots):
     """Planes from shorter than a warp to very long, in strips of their own choice (None) and of any width."""
     if strip is not None:
         threads = INSIDE if dim > 64 else ACROSS
-        monkeypatch.setattr("kvstore.kernels.launch.style_of", lambda *_: Style(threads, strip))
+        monkeypatch.setattr("kvstore.kernels.launch.style_of", lambda *_: Style(threads, strip, apart))
     case = ElevenPlanes(dim)
     engine, slots = case.engine.to(DEVICE), case.slots.to(DEVICE)
     copier = GpuCopier(case.plan(engine))

@@ -42,35 +42,37 @@ def test_threads_are_as_many_as_words_and_whole_warps():
             assert launch.num_ctas * launch.num_threads * per_thread * 0.85 <= words
 
 
-STRIP = 19
-"""Of the values of `struct Copy`: how many groups of planes are in a strip."""
+NEXT_GROUP, STRIP = 14, 21
+"""Of the values of `struct Copy`: from one group of planes in a strip to its next, and how many are in it."""
 
 
 @pytest.mark.parametrize(
-    ("to_slots", "blocks", "dim", "strip"),
+    ("to_slots", "blocks", "dim", "strip", "next_group"),
     [
-        (False, [4, 5, 9, 15], 128, 1),  # one of three
-        (False, [4, 5, 9, 20], 128, 6),  # fewer than one of four
-        (False, [4, 9, 5, 15], 128, 6),  # written in the order of the slots, whatever lies together
-        (False, [15, 9, 5, 4], 128, 6),
-        (False, [4], 128, 1),
-        (False, [4, 5, 9, 15], 1008, 1),
-        (False, [4, 5, 9, 15], 1024, 4),  # a plane of a block is long
-        (False, [4, 5, 9, 20], 1024, 6),
-        (False, [4, 9, 5, 15], 64, 1),  # a thread has four planes
-        (True, [4, 5, 9, 15], 64, 2),
-        (True, [4, 5, 9, 15], 128, 6),
-        (True, [4, 5, 9, 15], 1024, 6),
+        (False, [4, 5, 9, 15], 128, 1, 1),  # one of three
+        (False, [4, 5, 9, 20], 128, 6, 1),  # fewer than one of four
+        (False, [4, 9, 5, 15], 128, 6, 1),  # written in the order of the slots, whatever lies together
+        (False, [15, 9, 5, 4], 128, 6, 1),
+        (False, [4], 128, 1, 1),
+        (False, [4, 5, 9, 15], 1008, 1, 1),
+        (False, [4, 5, 9, 15], 1024, 4, 2),  # a plane of a block is long: two strips, 0 2 4 and 1 3 5
+        (False, [4, 5, 9, 20], 1024, 6, 1),
+        (False, [4, 5, 9, 15], 2048, 4, 1),  # longer still: 0 1 2 3 and 4 5
+        (False, [4, 9, 5, 15], 64, 1, 1),  # a thread has four planes
+        (True, [4, 5, 9, 15], 64, 2, 1),
+        (True, [4, 5, 9, 15], 128, 6, 1),
+        (True, [4, 5, 9, 15], 1024, 6, 1),
     ],
 )
-def test_strips_are_narrow_where_what_is_written_lies_together(to_slots, blocks, dim, strip):
+def test_strips_are_narrow_where_what_is_written_lies_together(to_slots, blocks, dim, strip, next_group):
     stored = StoredBlock(block_dims=(1, 1, 3, 2, 16, dim), dtype="bfloat16")
     views = [torch.empty(30, 1, 2, 16, dim, dtype=torch.bfloat16) for _ in range(3)]
     plan = plan_copy(views, stored)
     spans = block_spans(plan.paging, blocks, range(len(blocks)), len(blocks))
     slots = torch.empty(len(blocks), stored.block_bytes, dtype=torch.uint8)
     [launch] = launches(plan, [Tables(0, 0)], spans, 0, slots, to_slots=to_slots)
-    assert _COPY.unpack(bytes(launch.args[0]))[STRIP] == strip
+    values = _COPY.unpack(bytes(launch.args[0]))
+    assert (values[STRIP], values[NEXT_GROUP]) == (strip, next_group)
 
 
 @pytest.mark.parametrize("to_slots", [True, False])

@@ -66,10 +66,11 @@ def test_every_layout(shim, order, token_mode, to_slots):
 
 @pytest.mark.parametrize("to_slots", [True, False])
 @pytest.mark.parametrize("threads", [ACROSS, INSIDE], ids=["across", "inside"])
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "neighbours"])
 @pytest.mark.parametrize("strip", [1, 2, 3, 4, 7, 11, 1000, None])
-def test_strips_of_any_width_copy_every_plane_once(shim, monkeypatch, strip, threads, to_slots):
+def test_strips_of_any_width_copy_every_plane_once(shim, monkeypatch, strip, apart, threads, to_slots):
     """Where threads take four planes, eleven are three groups: the last group and the last strip have fewer."""
-    monkeypatch.setattr("kvstore.kernels.launch.style_of", lambda *_: Style(threads, strip))
+    monkeypatch.setattr("kvstore.kernels.launch.style_of", lambda *_: Style(threads, strip, apart))
     case = ElevenPlanes(dim=8)
     engine, slots = case.engine.clone(), case.slots.clone()
     plan = case.plan(engine)
