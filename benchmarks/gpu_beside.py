@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import click
-
-from benchmarks.gpu_rows import Rows, print_rows
+from benchmarks.gpu_rows import Rows, rows_command
 from kvstore.bench_gpu import BESIDE, SHAPES, make_setup, make_shape
 from kvstore.bench_gpu_beside import beside_products
 
@@ -31,11 +29,7 @@ def parts(rounds: int) -> Iterator[tuple[str, Callable[[], Rows]]]:
         yield name, partial(shape_rows, name, rounds)
 
 
-@click.command(help=__doc__)
-@click.option("--rounds", type=click.IntRange(1, 1000), default=30, show_default=True, help="Twice so many count.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def main(rounds: int, as_json: bool) -> None:
-    print_rows(parts(rounds), as_json)
+main = rows_command(__doc__, parts, rounds=30, most_rounds=1000, note="Twice so many count.")
 
 
 if __name__ == "__main__":

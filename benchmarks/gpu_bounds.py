@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-import click
 import numpy as np
 import torch
 
-from benchmarks.gpu_rows import Rows, print_rows
+from benchmarks.gpu_rows import Rows, rows_command
 from kvstore.bench_gpu import SHAPES
 from kvstore.kernels.driver import launch, on_device
 
@@ -52,10 +51,10 @@ touch(const long long* pieces, uint4* run, unsigned words, unsigned total) {
 #pragma unroll
     for (unsigned step = 0; step < 2; ++step) {
         const unsigned at = (blockIdx.x * 2 + step) * 128 + threadIdx.x;
-        const uint4 word = held[step];
         if (at >= total) {
             return;
         }
+        const uint4 word = held[step];
         if (kAction == 0) {
             if ((word.x ^ word.y ^ word.z ^ word.w) == 0x9e3779b9u && threadIdx.x == 1000) {  // never: keeps the read
                 run[0] = word;
@@ -157,11 +156,7 @@ def parts(rounds: int) -> Iterator[tuple[str, Callable[[], Rows]]]:
         yield name, partial(shape_rows, name, rounds, found)
 
 
-@click.command(help=__doc__)
-@click.option("--rounds", type=click.IntRange(1, 100), default=15, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def main(rounds: int, as_json: bool) -> None:
-    print_rows(parts(rounds), as_json)
+main = rows_command(__doc__, parts)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What gpu_bounds.py and gpu_client.py share: rows of several parts, measured on a GPU and printed."""
+"""What the gpu_*.py share: rows of several parts, measured on a GPU and printed, and the command that does so."""
 
 from __future__ import annotations
 
@@ -38,3 +38,30 @@ def print_rows(parts: Iterable[tuple[str, Callable[[], Rows]]], as_json: bool) -
         return
     for row in rows:
         print("  ".join(f"{value}" for value in row.values()))
+
+
+def rows_command(
+    text: str | None,
+    parts: Callable[[int], Iterable[tuple[str, Callable[[], Rows]]]],
+    *,
+    rounds: int = 15,
+    most_rounds: int = 100,
+    note: str = "",
+) -> click.Command:
+    """Return a command that measures every part and prints all rows; see `print_rows`.
+
+    Args:
+        text: of its help.
+        parts: name and measurement of each, for so many rounds.
+        rounds: default of `--rounds`.
+        most_rounds: that it takes.
+        note: what else is to be said of that.
+    """
+
+    @click.command(help=text)
+    @click.option("--rounds", type=click.IntRange(1, most_rounds), default=rounds, show_default=True, help=note)
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+    def main(rounds: int, as_json: bool) -> None:
+        print_rows(parts(rounds), as_json)
+
+    return main

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import click
 import numpy as np
 import torch
 
 from benchmarks.gpu_bounds import kernels, medians, touch
-from benchmarks.gpu_rows import Rows, print_rows
+from benchmarks.gpu_rows import Rows, rows_command
 
 KIB, MIB = 1 << 10, 1 << 20
 PIECE_BYTES, PAGE_BYTES = 4 * KIB, 2 * MIB
@@ -90,11 +89,7 @@ def parts(rounds: int) -> Iterator[tuple[str, Callable[[], Rows]]]:
     yield "640 MiB", partial(rows_of, found, rounds)
 
 
-@click.command(help=__doc__)
-@click.option("--rounds", type=click.IntRange(1, 100), default=15, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def main(rounds: int, as_json: bool) -> None:
-    print_rows(parts(rounds), as_json)
+main = rows_command(__doc__, parts)
 
 
 if __name__ == "__main__":
