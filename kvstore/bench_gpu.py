@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,17 @@ _POISON = 0xA5
 # About one and four milliseconds: the host has queued everything before the device begins.
 _DELAY_CYCLES, _LINK_DELAY_CYCLES = 2_000_000, 8_000_000
 _OTHER_BYTES = 256 << 20  # several times the L2
-Times = dict[str, list[float]]
-"""Seconds by way."""
 BESIDE = "host_to_gpu_beside_products"
 _SPARE = 2  # the engine's cache and the arena are this many times as large as what is moved
-_MOST_PLACES = 7
+_MOST_PLACES = 7  # so often caches and slots are made anew, for rounds in device memory
 #: Name -> (layers, KV heads, head dim, planes), bfloat16.
 SHAPES = {
     "8B": (32, 8, 128, "kv"),
     "70B/TP8": (80, 1, 128, "kv"),
     "MLA": (61, 1, 576, "single"),
 }
+Times = dict[str, list[float]]
+"""Seconds by way."""
 
 
 def run_gpu(
@@ -193,13 +194,10 @@ def _spacer(rng: np.random.Generator, most_mib: int) -> torch.Tensor:
 
 
 def _smaller(whole: Setup, count: int) -> Setup:
-    return Setup(
-        shape=whole.shape,
-        caches=whole.caches,
-        copier=whole.copier,
+    return replace(
+        whole,
         block_ids=whole.block_ids[:count],
         slot_ids=whole.slot_ids[:count],
-        host=whole.host,
         device=whole.device[:count],
         flat=whole.flat[:count],
     )

@@ -7,7 +7,6 @@ through the arena that both map. Jobs run on threads of the client, each with a 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -49,8 +48,6 @@ from kvstore.sides import check_skip, detect_sides
 from kvstore.stage_copier import EngineCaches
 from kvstore.store_connections import StoreConnections
 from kvstore.wire import Op, pack_json, unpack_json
-
-logger = logging.getLogger(__name__)
 
 _NUM_JOB_THREADS = 4
 _LATE_S = 600.0

@@ -58,8 +58,7 @@ def test_random_copies(where, to_slots):
 
 @pytest.mark.parametrize("to_slots", [True, False])
 @pytest.mark.parametrize("dim", [64, 512, 2048, 8192])
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("strip", [None, 1, 3, 4])
+@pytest.mark.parametrize(("strip", "apart"), [(None, False), (1, False), (3, False), (3, True), (4, False), (4, True)])
 def test_strips_of_planes(monkeypatch, strip, apart, dim, to_slots):
     """Planes from shorter than a warp to very long, in strips of their own choice (None) and of any width."""
     if strip is not None:
