@@ -29,12 +29,14 @@ from kvstore.kernels.reference import torch_dtype
 from kvstore.shape import KVShape
 
 _POISON = 0xA5
-# About one and four milliseconds: the host has queued everything before the device begins.
-_DELAY_CYCLES, _LINK_DELAY_CYCLES = 2_000_000, 8_000_000
-_OTHER_BYTES = 256 << 20  # several times the L2
+#: About one and four milliseconds: the host has queued everything before the device begins.
+DEVICE_DELAY_CYCLES, _LINK_DELAY_CYCLES = 2_000_000, 8_000_000
+#: Several times the L2.
+OTHER_BYTES = 256 << 20
 BESIDE = "host_to_gpu_beside_products"
 _SPARE = 2  # the engine's cache and the arena are this many times as large as what is moved
-_MOST_PLACES = 7  # so often caches and slots are made anew, for rounds in device memory
+#: So often caches and slots are made anew, for rounds in device memory.
+NUM_PLACES = 7
 #: Name -> (layers, KV heads, head dim, planes), bfloat16.
 SHAPES = {
     "8B": (32, 8, 128, "kv"),
@@ -71,7 +73,7 @@ def run_gpu(
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu: wanted a CUDA device, got none; run it where `nvidia-smi` shows one")
     rows: list[dict[str, Any]] = []
-    other = torch.zeros(_OTHER_BYTES, dtype=torch.uint8, device="cuda")
+    other = torch.zeros(OTHER_BYTES, dtype=torch.uint8, device="cuda")
     for name in names:
         if name not in SHAPES:
             raise ConfigError(f"bench gpu: wanted a shape out of {', '.join(SHAPES)}, got {name!r}")
@@ -93,7 +95,7 @@ def _shape_rows(
     measured = _on_device(shape, counts, host, rounds, other)
     whole = make_setup(shape, max(counts), host)
     for count in counts:
-        measured |= _over_the_link(_smaller(whole, count), rounds, other)
+        measured |= _over_the_link(smaller_setup(whole, count), rounds, other)
     place = {"shape": name, "block_size": shape.block_size}
     rows = [
         place
@@ -125,17 +127,17 @@ def _on_device(
 ) -> dict[tuple[int, str], Times]:
     """Return times by (number of blocks, direction) of what stays in device memory."""
     found: dict[tuple[int, str], Times] = {}
-    places = min(rounds, _MOST_PLACES)
+    places = min(rounds, NUM_PLACES)
     for place in range(places):
         whole = make_setup(shape, max(counts), host)
         for count in counts:
-            setup = _smaller(whole, count)
+            setup = smaller_setup(whole, count)
             for direction, ways in device_directions(setup):
                 so_far = found.setdefault((count, direction), {})
-                times = _measure(ways, other, rounds // places + (place < rounds % places), _DELAY_CYCLES)
+                times = measure_ways(ways, other, rounds // places + (place < rounds % places), DEVICE_DELAY_CYCLES)
                 for way, seconds in times.items():
                     so_far.setdefault(way, []).extend(seconds)
-                _check(setup, direction, ways["ours"])
+                check_bytes(setup, direction, ways["ours"])
         del whole, setup, ways
         torch.cuda.empty_cache()
     return found
@@ -145,11 +147,11 @@ def _over_the_link(setup: Setup, rounds: int, other: torch.Tensor) -> dict[tuple
     """Return times by (number of blocks, direction) of what goes to the host, comes from it, or both."""
     found: dict[tuple[int, str], Times] = {}
     for direction, ways in link_directions(setup):
-        times = _measure(ways, other, rounds, _LINK_DELAY_CYCLES)
+        times = measure_ways(ways, other, rounds, _LINK_DELAY_CYCLES)
         if direction != "both":
             cold = {f"{name}_from_idle": ways[name] for name in ("limit", "ours")}
-            times |= _measure(cold, other, rounds, 0)
-        _check(setup, direction, ways["ours"])
+            times |= measure_ways(cold, other, rounds, 0)
+        check_bytes(setup, direction, ways["ours"])
         found[len(setup.block_ids), direction] = times
     return found
 
@@ -193,7 +195,8 @@ def _spacer(rng: np.random.Generator, most_mib: int) -> torch.Tensor:
     return torch.empty(int(rng.integers(1, most_mib)) << 20, dtype=torch.uint8, device="cuda")
 
 
-def _smaller(whole: Setup, count: int) -> Setup:
+def smaller_setup(whole: Setup, count: int) -> Setup:
+    """Return the same cache and slots with the first so many of the blocks."""
     return replace(
         whole,
         block_ids=whole.block_ids[:count],
@@ -203,7 +206,7 @@ def _smaller(whole: Setup, count: int) -> Setup:
     )
 
 
-def _measure(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_cycles: int) -> Times:
+def measure_ways(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_cycles: int) -> Times:
     """Return the seconds of each way, a figure for each round; one more before them warms up and does not count."""
     found: Times = {name: [] for name in ways}
     for turn in range(rounds + 1):
@@ -225,7 +228,7 @@ def _medians(times: Times) -> dict[str, float]:
     return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
-def _check(setup: Setup, direction: str, ours: Way) -> None:
+def check_bytes(setup: Setup, direction: str, ours: Way) -> None:
     """Run ours once more over a poisoned destination and compare every byte."""
     shape, ids = setup.shape, torch.from_numpy(setup.block_ids).cuda()
     bits, slots = [cache.view(torch.int16) for cache in setup.caches], torch.from_numpy(setup.slot_ids).cuda()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import gpu_beside, gpu_bounds, gpu_rows, gpu_scatter
+from benchmarks import gpu_beside, gpu_bounds, gpu_rows, gpu_scatter, gpu_strips
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch):
@@ -15,7 +15,8 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "rounds", "most"), [(gpu_beside, 30, 1000), (gpu_bounds, 15, 100), (gpu_scatter, 15, 100)]
+    ("benchmark", "rounds", "most"),
+    [(gpu_beside, 30, 1000), (gpu_bounds, 15, 100), (gpu_scatter, 15, 100), (gpu_strips, 21, 100)],
 )
 def test_their_commands_have_a_help_text_and_their_own_number_of_rounds(monkeypatch, benchmark, rounds, most):
     shown = CliRunner().invoke(benchmark.main, ["--help"])
