@@ -1,7 +1,8 @@
 """From benchmarks/results/gpu-h200.json: the tables of docs/performance.md (printed) and docs/gpu-h200.svg.
 
 From gpu-beside-h200.json: the table of loads beside products; from gpu-bounds-h200.json and gpu-scatter-h200.json: of
-what memory itself takes; from gpu-client-h200.json: that of docs/gpu.md.
+what memory itself takes; from gpu-strips-h200.json: of the strips of unpacking; from gpu-client-h200.json: that of
+docs/gpu.md.
 
     python benchmarks/plot_gpu.py
 
@@ -20,6 +21,7 @@ RESULTS = ROOT / "benchmarks/results/gpu-h200.json"
 BESIDE = ROOT / "benchmarks/results/gpu-beside-h200.json"
 BOUNDS = ROOT / "benchmarks/results/gpu-bounds-h200.json"
 SCATTER = ROOT / "benchmarks/results/gpu-scatter-h200.json"
+STRIPS = ROOT / "benchmarks/results/gpu-strips-h200.json"
 CLIENT = ROOT / "benchmarks/results/gpu-client-h200.json"
 PICTURE = ROOT / "docs/gpu-h200.svg"
 SHAPES = ("8B", "70B/TP8", "MLA")
@@ -133,6 +135,20 @@ def scatter_table(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {SCATTERED[what]} {label} | {sides['written']:.3f} | {sides['read']:.3f} |"
 
 
+def strips_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of gpu-strips-h200.json: every style of unpacking, of one copy; bold is chosen."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        case = f"{row['shape']}, {row['num_blocks']:,} blocks of {row['block_size']}, one in {row['one_in']}"
+        bold = "**" if row["chosen"] else ""
+        found.setdefault(case, {})[row["way"]] = f"{bold}{row['of_limit']:.3f}{bold}"
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    yield "| planes of a strip, of the limit | " + " | ".join(ways) + " |"
+    yield "|---|" + "---|" * len(ways)
+    for case, cells in found.items():
+        yield f"| {case} | " + " | ".join(cells[way] for way in ways) + " |"
+
+
 def client_table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table of gpu-client-h200.json."""
     found: dict[tuple[str, int], dict[str, float]] = {}
@@ -213,6 +229,7 @@ def main() -> None:
     print("\n".join(beside_table(json.loads(BESIDE.read_text())["rows"])), "", sep="\n")
     print("\n".join(bounds_table(json.loads(BOUNDS.read_text())["rows"])), "", sep="\n")
     print("\n".join(scatter_table(json.loads(SCATTER.read_text())["rows"])), "", sep="\n")
+    print("\n".join(strips_table(json.loads(STRIPS.read_text())["rows"])), "", sep="\n")
     print("\n".join(client_table(json.loads(CLIENT.read_text())["rows"])))
 
 

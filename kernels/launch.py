@@ -23,7 +23,7 @@ _MAX_INDEX = 2**31 - 1
 
 
 class Style(NamedTuple):
-    """How a copy of spans of some length is dealt out; measured by `kvstore bench gpu`."""
+    """How a copy of spans of some length is dealt out; `python -m benchmarks.gpu_strips` compares them."""
 
     threads: Threads
     strip: int | None

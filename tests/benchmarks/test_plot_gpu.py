@@ -23,6 +23,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_results(repo_root):
         (plot_gpu.beside_table, plot_gpu.BESIDE, "docs/performance.md"),
         (plot_gpu.bounds_table, plot_gpu.BOUNDS, "docs/performance.md"),
         (plot_gpu.scatter_table, plot_gpu.SCATTER, "docs/performance.md"),
+        (plot_gpu.strips_table, plot_gpu.STRIPS, "docs/performance.md"),
         (plot_gpu.client_table, plot_gpu.CLIENT, "docs/gpu.md"),
     ],
 )
