@@ -17,7 +17,7 @@ import threading
 from kvstore.arena import attach_arena
 from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_client import connect_local
+from kvstore.connecting import connect_local
 from kvstore.messages import U64, pack_load, unpack_progress
 from kvstore.wire import Op
 

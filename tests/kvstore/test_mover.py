@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from kvstore.control_client import connect_local
+from kvstore.connecting import connect_local
 from kvstore.control_server import Connection, ControlServer
 from kvstore.errors import PeerLost, TransferError, TransferTimeout
 from kvstore.messages import NOTIFICATION, U64

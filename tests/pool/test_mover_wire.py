@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_client import connect_local
+from kvstore.connecting import connect_local
 from kvstore.control_server import Connection
 from kvstore.errors import KVStoreError
 from kvstore.messages import U64, MoverDone, pack_mover_done
