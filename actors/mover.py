@@ -9,7 +9,7 @@ import time
 
 from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig, num_copy_threads, set_ucx_lane
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.mover import Mover as MoverLoop
 from kvstore.slabs import Slabs
 from kvstore.stage_memory import make_stage

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.chain import HASH_BYTES, decode_chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_server import Connection, ControlServer
+from kvstore.control_connection import Connection
+from kvstore.control_server import ControlServer
 from kvstore.errors import IncompatibleStore, ProtocolError
 from kvstore.peers import PeerAddress
 from kvstore.versions import NamespaceVersions, pack_versions, unpack_versions

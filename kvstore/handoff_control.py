@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.control_server import Connection, ControlServer
+from kvstore.control_connection import Connection
+from kvstore.control_server import ControlServer
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, LayoutMismatch, PoolExhausted, TransferTimeout
 from kvstore.handoff_fetch import HandoffFetcher
 from kvstore.handoff_messages import (

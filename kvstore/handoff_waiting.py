@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.control_server import Connection
+from kvstore.control_connection import Connection
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,28 +9,22 @@ chains that agree at one index agree at every earlier one. No hash depends on th
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TypeAlias, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ChainBroken, ConfigError, InvalidRequest, NamespaceMismatch
+from kvstore.hash_inputs import ExtraKey, brief, encode_key, encode_keys, keys_by_block, token_bytes
 from kvstore.shape import KVShape
 
 HASH_BYTES = 32
 """Bytes of one block hash and of a namespace digest."""
 
-ExtraKey: TypeAlias = "str | bytes | int | tuple[ExtraKey, ...]"
-"""What a block depends on besides its tokens: a LoRA name, the id of an image."""
-
-_IS_PLAIN_U32 = sys.byteorder == "little" and array("I").itemsize == 4
 _NAMESPACE_TAG = b"raykv/namespace/1"
 _WRAP_TAG = b"raykv/wrap/1"
 
@@ -59,11 +53,11 @@ class BlockHashes:
         for name, value in (("namespace_digest", self.namespace_digest), ("parent", self.parent)):
             if not isinstance(value, bytes) or len(value) != HASH_BYTES:
                 raise InvalidRequest(
-                    f"BlockHashes: wanted {name} as {HASH_BYTES} bytes, got {_brief(value)}; use Namespace.block_hashes"
+                    f"BlockHashes: wanted {name} as {HASH_BYTES} bytes, got {brief(value)}; use Namespace.block_hashes"
                 )
         if not isinstance(self.data, bytes) or len(self.data) % HASH_BYTES:
             raise InvalidRequest(
-                f"BlockHashes: wanted data as bytes in a multiple of {HASH_BYTES}, got {_brief(self.data)}; "
+                f"BlockHashes: wanted data as bytes in a multiple of {HASH_BYTES}, got {brief(self.data)}; "
                 "pass whole hashes, or use Namespace.wrap for hashes of an engine"
             )
         if type(self.start) is not int or self.start < 0:
@@ -187,9 +181,9 @@ class Namespace:
                     f"got {value!r}; pass a str without lone surrogates"
                 )
         if not isinstance(self.salt, bytes):
-            raise ConfigError(f"Namespace: wanted salt as bytes, got {_brief(self.salt)}; encode it first")
+            raise ConfigError(f"Namespace: wanted salt as bytes, got {brief(self.salt)}; encode it first")
         if not isinstance(self.shape, KVShape):
-            raise ConfigError(f"Namespace: wanted shape as a KVShape, got {_brief(self.shape)}; build one first")
+            raise ConfigError(f"Namespace: wanted shape as a KVShape, got {brief(self.shape)}; build one first")
         fields = {
             "lora": self.lora,
             "model": self.model,
@@ -224,7 +218,7 @@ class Namespace:
             InvalidRequest: tokens are not such integers, or extra has another length or other key types.
             NamespaceMismatch: parent is of another namespace.
         """
-        tokens = _token_bytes(token_ids)
+        tokens = token_bytes(token_ids)
         block_bytes = 4 * self.shape.block_size
         end = len(tokens) // block_bytes * block_bytes
         start, root = self._root(parent)
@@ -238,14 +232,14 @@ class Namespace:
                 found.append(last)
         else:
             if isinstance(extra, Mapping):
-                extra = _as_list(extra, end // block_bytes)
+                extra = keys_by_block(extra, end // block_bytes)
             if isinstance(extra, (str, bytes)) or len(extra) != end // block_bytes:
                 raise InvalidRequest(
                     f"block_hashes: wanted extra with one entry per full block, {end // block_bytes}, "
                     f"got {len(extra)}; use None for blocks without keys"
                 )
             for at, keys in zip(range(0, end, block_bytes), extra, strict=True):
-                last = sha256(last + tokens[at : at + block_bytes] + _encode_keys(keys)).digest()
+                last = sha256(last + tokens[at : at + block_bytes] + encode_keys(keys)).digest()
                 found.append(last)
         return BlockHashes(self.digest, start, root, b"".join(found))
 
@@ -266,7 +260,7 @@ class Namespace:
         """
         if isinstance(engine_hashes, (str, bytes, bytearray, memoryview)):
             raise InvalidRequest(
-                f"wrap: wanted a sequence of hashes, got {_brief(engine_hashes)}; pass a list with one item per block"
+                f"wrap: wanted a sequence of hashes, got {brief(engine_hashes)}; pass a list with one item per block"
             )
         start, root = self._root(parent)
         prefix = _WRAP_TAG + self.digest
@@ -274,10 +268,10 @@ class Namespace:
         for engine_hash in engine_hashes:
             if not isinstance(engine_hash, (bytes, int)) or isinstance(engine_hash, bool) or engine_hash == b"":
                 raise InvalidRequest(
-                    f"wrap: wanted each engine hash as non-empty bytes or an int, got {_brief(engine_hash)}; "
+                    f"wrap: wanted each engine hash as non-empty bytes or an int, got {brief(engine_hash)}; "
                     "pass the engine's block hashes unchanged"
                 )
-            found.append(sha256(prefix + _encode_key(engine_hash)).digest())
+            found.append(sha256(prefix + encode_key(engine_hash)).digest())
         return BlockHashes(self.digest, start, root, b"".join(found))
 
     def _root(self, parent: BlockHashes | None) -> tuple[int, bytes]:
@@ -286,68 +280,6 @@ class Namespace:
             return 0, self.digest
         _require_namespace(parent, self.digest, "block_hashes")
         return parent.start + len(parent), parent._before(len(parent))
-
-
-def _token_bytes(token_ids: Sequence[int] | npt.ArrayLike) -> bytes:
-    """Encode tokens as little-endian uint32, refusing everything that would change a value."""
-    if _IS_PLAIN_U32 and isinstance(token_ids, list) and token_ids and type(token_ids[0]) is int:
-        with contextlib.suppress(TypeError, OverflowError):  # Said below, with more words.
-            return array("I", token_ids).tobytes()  # An array of NumPy takes several times as long.
-    try:
-        tokens = np.asarray(token_ids)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as cause:
-        raise InvalidRequest(
-            f"block_hashes: wanted one-dimensional integers, got {_brief(token_ids)} ({cause}); pass a flat list"
-        ) from cause
-    if tokens.ndim == 1 and tokens.size == 0:
-        return b""
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise InvalidRequest(
-            f"block_hashes: wanted one-dimensional integers in [0, 2**32), "
-            f"got {tokens.ndim} dims of {tokens.dtype}; pass token ids as a flat list of ints"
-        )
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= 1 << 32:
-        raise InvalidRequest(
-            f"block_hashes: wanted tokens in [0, 2**32), got {low}..{high}; replace placeholders by real "
-            "token ids and name media in extra"
-        )
-    return tokens.astype("<u4").tobytes()
-
-
-def _as_list(extra: Mapping[int, Sequence[ExtraKey]], num_blocks: int) -> list[Sequence[ExtraKey] | None]:
-    """Spread keys given by block index over all full blocks."""
-    strays = sorted(index for index in extra if not 0 <= index < num_blocks)
-    if strays:
-        raise InvalidRequest(f"block_hashes: wanted extra keys of blocks [0, {num_blocks}), got blocks {strays[:5]}")
-    return [extra.get(index) for index in range(num_blocks)]
-
-
-def _encode_keys(keys: Sequence[ExtraKey] | None) -> bytes:
-    """Encode the extra keys of one block; empty when there are none."""
-    if keys is not None and (isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence)):
-        raise InvalidRequest(f"block_hashes: wanted a sequence of extra keys, got {_brief(keys)}; put it in a list")
-    if not keys:
-        return b""
-    encoded = b"".join(_encode_key(key) for key in keys)
-    return b"x" + sha256(len(keys).to_bytes(8, "little") + encoded).digest()
-
-
-def _encode_key(key: ExtraKey) -> bytes:
-    """Encode one key as type tag, 8-byte length, bytes; no two keys encode alike."""
-    if isinstance(key, tuple):
-        tag, encoded = b"t", b"".join(_encode_key(part) for part in key)
-    elif not isinstance(key, (str, bytes, int)) or isinstance(key, bool):
-        raise InvalidRequest(
-            f"block_hashes: wanted extra keys as str, bytes, int or tuples of them, got {_brief(key)}; convert it"
-        )
-    elif isinstance(key, str):
-        tag, encoded = b"s", key.encode("utf-8", "surrogatepass")
-    elif isinstance(key, bytes):
-        tag, encoded = b"b", key
-    else:
-        tag, encoded = b"i", key.to_bytes(key.bit_length() // 8 + 1, "little", signed=True)
-    return tag + len(encoded).to_bytes(8, "little") + encoded
 
 
 def _require_namespace(hashes: BlockHashes, digest: bytes, verb: str) -> None:
@@ -361,9 +293,3 @@ def _require_namespace(hashes: BlockHashes, digest: bytes, verb: str) -> None:
 def _is_utf8(text: str) -> bool:
     # Two lone surrogates and the character they spell would read alike in ASCII JSON.
     return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _brief(value: object) -> str:
-    """Describe a wrong value without printing all of it."""
-    size = f" of length {len(value)}" if isinstance(value, (bytes, bytearray, str, list, tuple)) else ""
-    return f"{type(value).__name__}{size}"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_remote
 from kvstore.control_client import ControlClient
+from kvstore.control_connect import connect_remote
 from kvstore.directory import pack_publish
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.peers import PeerAddress

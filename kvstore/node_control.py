@@ -16,7 +16,8 @@ import numpy as np
 
 from kvstore.chain import Chain, decode_chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_server import Connection, ControlServer
+from kvstore.control_connection import Connection
+from kvstore.control_server import ControlServer
 from kvstore.errors import (
     ConfigError,
     IncompatibleStore,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.control_server import Connection
+from kvstore.control_connection import Connection
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
 from kvstore.grants import Grant
 from kvstore.messages import NOTIFICATION, U64, PeerGrant, pack_peer_grant, unpack_peer_lease

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_remote
 from kvstore.control_client import ControlClient
+from kvstore.control_connect import connect_remote
 from kvstore.errors import KVStoreError, PeerLost
 from kvstore.messages import U64, PeerGrant, PeerLease, pack_peer_lease, unpack_peer_grant
 from kvstore.transport import PeerDescription

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvstore.chain import decode_hashes
-from kvstore.control_server import Connection, Handler
+from kvstore.control_connection import Connection, Handler
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.messages import (
     U64,

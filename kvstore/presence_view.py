@@ -7,7 +7,7 @@ import os
 import select
 
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.errors import StoreUnavailable
 from kvstore.presence import ALONE_AT, EPOCH_BYTES, HEAD_BYTES, place_of
 

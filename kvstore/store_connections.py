@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.connecting import connect_local
 from kvstore.control_client import ControlClient
+from kvstore.control_connect import connect_local
 from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
 from kvstore.idle_connections import IdleConnections
 from kvstore.wire import Op

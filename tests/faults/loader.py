@@ -17,7 +17,7 @@ import threading
 from kvstore.arena import attach_arena
 from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.messages import U64, pack_load, unpack_progress
 from kvstore.wire import Op
 

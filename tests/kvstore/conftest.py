@@ -14,7 +14,7 @@ from hypothesis import settings
 from kvstore.arena import attach_arena
 from kvstore.client import Client
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
 from kvstore.hashing import Namespace

@@ -16,8 +16,8 @@ import pytest
 
 from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local, connect_remote
 from kvstore.control_client import ControlClient
+from kvstore.control_connect import connect_local, connect_remote
 from kvstore.control_server import ControlServer
 from kvstore.errors import (
     ChainBroken,
@@ -428,7 +428,7 @@ CHILD = """
 import os, sys
 from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.messages import pack_lease, pack_prepare, unpack_grant, unpack_ticket
 from kvstore.wire import Op
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_remote
+from kvstore.control_connect import connect_remote
 from kvstore.directory import DirectoryIndex, DirectoryServer, pack_publish
 from kvstore.errors import IncompatibleStore, KVStoreError, PeerLost, ProtocolError
 from kvstore.hints import Hints

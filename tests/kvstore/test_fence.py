@@ -18,7 +18,7 @@ MOVER = """
 import os, sys, threading
 import numpy as np
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.mover import Mover
 from kvstore.transport import LoopbackNetwork, LoopbackTransport, ReadState
 

@@ -11,8 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from kvstore.connecting import connect_local
-from kvstore.control_server import Connection, ControlServer
+from kvstore.control_connect import connect_local
+from kvstore.control_connection import Connection
+from kvstore.control_server import ControlServer
 from kvstore.errors import PeerLost, TransferError, TransferTimeout
 from kvstore.messages import NOTIFICATION, U64
 from kvstore.mover import Mover

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore import control_server
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.errors import ConfigError
 from kvstore.messages import pack_lease, pack_prepare, unpack_grant
 from kvstore.wire import Op
@@ -23,7 +23,7 @@ WORKER = """
 import mmap, os, sys, time
 from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.messages import pack_lease, pack_prepare, unpack_grant, unpack_ticket
 from kvstore.wire import Op
 

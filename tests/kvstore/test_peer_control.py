@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_remote
+from kvstore.control_connect import connect_remote
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.messages import NOTIFICATION, U64, PeerLease, pack_peer_lease, unpack_peer_grant
 from kvstore.wire import Op

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
+from kvstore.control_connect import connect_local
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
 from kvstore.grants import PinKind
 from kvstore.messages import (

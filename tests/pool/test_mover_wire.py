@@ -9,8 +9,8 @@ import time
 import pytest
 
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
-from kvstore.control_server import Connection
+from kvstore.control_connect import connect_local
+from kvstore.control_connection import Connection
 from kvstore.errors import KVStoreError
 from kvstore.messages import U64, MoverDone, pack_mover_done
 from kvstore.transport import ReadState

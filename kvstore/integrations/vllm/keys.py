@@ -13,7 +13,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvstore.hashing import BlockHashes, ExtraKey, Namespace
+from kvstore.hash_inputs import ExtraKey
+from kvstore.hashing import BlockHashes, Namespace
 
 #: Hashed at a stretch; meanwhile the scheduler's thread may wait for the interpreter.
 _PIECE_TOKENS = 512

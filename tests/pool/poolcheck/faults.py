@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvstore.control_client import ControlClient
-from kvstore.control_server import Connection
+from kvstore.control_connection import Connection
 from kvstore.copier import HostCopier
 from kvstore.errors import TransferError
 from kvstore.transport import ReadState

@@ -18,8 +18,8 @@ import numpy as np
 from kvstore.arena import attach_arena
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.connecting import connect_local
 from kvstore.control_client import ControlClient
+from kvstore.control_connect import connect_local
 from kvstore.errors import ChainBroken
 from kvstore.grants import StoreTicket
 from kvstore.messages import U64, U64_F64, pack_lease, pack_prepare, pack_write_end, unpack_grant, unpack_ticket

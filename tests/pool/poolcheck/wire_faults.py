@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.control_server import Connection
+from kvstore.control_connection import Connection
 from kvstore.mover import Mover
 from kvstore.wire import Flag, Op
 

@@ -1,0 +1,104 @@
+"""What block hashes are made of, as bytes: tokens and extra keys, checked and encoded so that no two read alike."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import InvalidRequest
+
+ExtraKey: TypeAlias = "str | bytes | int | tuple[ExtraKey, ...]"
+"""What a block depends on besides its tokens: a LoRA name, the id of an image."""
+
+_IS_PLAIN_U32 = sys.byteorder == "little" and array("I").itemsize == 4
+
+
+def token_bytes(token_ids: Sequence[int] | npt.ArrayLike) -> bytes:
+    """Encode tokens as little-endian uint32, refusing everything that would change a value.
+
+    Raises:
+        InvalidRequest: not one-dimensional integers in [0, 2**32).
+    """
+    if _IS_PLAIN_U32 and isinstance(token_ids, list) and token_ids and type(token_ids[0]) is int:
+        with contextlib.suppress(TypeError, OverflowError):  # Said below, with more words.
+            return array("I", token_ids).tobytes()  # An array of NumPy takes several times as long.
+    try:
+        tokens = np.asarray(token_ids)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as cause:
+        raise InvalidRequest(
+            f"block_hashes: wanted one-dimensional integers, got {brief(token_ids)} ({cause}); pass a flat list"
+        ) from cause
+    if tokens.ndim == 1 and tokens.size == 0:
+        return b""
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidRequest(
+            f"block_hashes: wanted one-dimensional integers in [0, 2**32), "
+            f"got {tokens.ndim} dims of {tokens.dtype}; pass token ids as a flat list of ints"
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= 1 << 32:
+        raise InvalidRequest(
+            f"block_hashes: wanted tokens in [0, 2**32), got {low}..{high}; replace placeholders by real "
+            "token ids and name media in extra"
+        )
+    return tokens.astype("<u4").tobytes()
+
+
+def keys_by_block(extra: Mapping[int, Sequence[ExtraKey]], num_blocks: int) -> list[Sequence[ExtraKey] | None]:
+    """Spread keys given by block index over all full blocks.
+
+    Raises:
+        InvalidRequest: keys of a block that there is not.
+    """
+    strays = sorted(index for index in extra if not 0 <= index < num_blocks)
+    if strays:
+        raise InvalidRequest(f"block_hashes: wanted extra keys of blocks [0, {num_blocks}), got blocks {strays[:5]}")
+    return [extra.get(index) for index in range(num_blocks)]
+
+
+def encode_keys(keys: Sequence[ExtraKey] | None) -> bytes:
+    """Encode the extra keys of one block; empty when there are none.
+
+    Raises:
+        InvalidRequest: no sequence of keys.
+    """
+    if keys is not None and (isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence)):
+        raise InvalidRequest(f"block_hashes: wanted a sequence of extra keys, got {brief(keys)}; put it in a list")
+    if not keys:
+        return b""
+    encoded = b"".join(encode_key(key) for key in keys)
+    return b"x" + sha256(len(keys).to_bytes(8, "little") + encoded).digest()
+
+
+def encode_key(key: ExtraKey) -> bytes:
+    """Encode one key as type tag, 8-byte length, bytes; no two keys encode alike.
+
+    Raises:
+        InvalidRequest: of another type.
+    """
+    if isinstance(key, tuple):
+        tag, encoded = b"t", b"".join(encode_key(part) for part in key)
+    elif not isinstance(key, (str, bytes, int)) or isinstance(key, bool):
+        raise InvalidRequest(
+            f"block_hashes: wanted extra keys as str, bytes, int or tuples of them, got {brief(key)}; convert it"
+        )
+    elif isinstance(key, str):
+        tag, encoded = b"s", key.encode("utf-8", "surrogatepass")
+    elif isinstance(key, bytes):
+        tag, encoded = b"b", key
+    else:
+        tag, encoded = b"i", key.to_bytes(key.bit_length() // 8 + 1, "little", signed=True)
+    return tag + len(encoded).to_bytes(8, "little") + encoded
+
+
+def brief(value: object) -> str:
+    """Describe a wrong value without printing all of it."""
+    size = f" of length {len(value)}" if isinstance(value, (bytes, bytearray, str, list, tuple)) else ""
+    return f"{type(value).__name__}{size}"
