@@ -112,12 +112,8 @@ def shares(places: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[f
         places: of each the seconds of every way, and of "limit".
     """
     medians = [{way: statistics.median(seconds) for way, seconds in place.items()} for place in places]
-    return {
-        way: (statistics.median(ratios), min(ratios))
-        for way in medians[0]
-        if way != "limit"
-        for ratios in [[place["limit"] / place[way] for place in medians]]
-    }
+    ratios = {way: [place["limit"] / place[way] for place in medians] for way in medians[0] if way != "limit"}
+    return {way: (statistics.median(found), min(found)) for way, found in ratios.items()}
 
 
 def parts(rounds: int) -> Iterator[tuple[str, partial[Rows]]]:

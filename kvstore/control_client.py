@@ -16,6 +16,7 @@ from kvstore.wire import (
     ERROR,
     FRAGMENT_BYTES,
     PROGRESS,
+    RECEIVE_BYTES,
     REQUEST,
     Decoder,
     Flag,
@@ -26,9 +27,6 @@ from kvstore.wire import (
     short_reply,
     unpack_error,
 )
-
-#: The most that is taken from a socket at once; a packet of a local connection is shorter.
-RECEIVE_BYTES = 256 << 10
 
 
 class ControlClient:

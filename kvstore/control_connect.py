@@ -7,11 +7,20 @@ import socket
 import struct
 from typing import Any
 
-from kvstore.control_client import RECEIVE_BYTES, ControlClient
+from kvstore.control_client import ControlClient
 from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning
-from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_json, unpack_error, unpack_json
-
-_SOCKET_BUFFER_BYTES = 1 << 20
+from kvstore.wire import (
+    RECEIVE_BYTES,
+    SOCKET_BUFFER_BYTES,
+    Decoder,
+    Flag,
+    Message,
+    Op,
+    encode,
+    pack_json,
+    unpack_error,
+    unpack_json,
+)
 
 
 def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tuple[ControlClient, int]:
@@ -79,4 +88,4 @@ def _prepare(sock: socket.socket, timeout_s: float) -> None:
     value = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)

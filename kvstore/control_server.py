@@ -23,8 +23,10 @@ from pathlib import Path
 from kvstore.control_connection import Connection, Handler
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
 from kvstore.wire import (
+    RECEIVE_BYTES,
     REPLY,
     REQUEST,
+    SOCKET_BUFFER_BYTES,
     Flag,
     Message,
     Op,
@@ -34,8 +36,6 @@ from kvstore.wire import (
 
 logger = logging.getLogger(__name__)
 
-_RECEIVE_BYTES = 256 << 10
-_SOCKET_BUFFER_BYTES = 1 << 20
 _SO_PEERPIDFD = 77
 _GOODBYE = Op.GOODBYE
 #: How long the thread sleeps when nothing happens and nothing ends with time.
@@ -67,7 +67,7 @@ class ControlServer:
         self._epoll = select.epoll()
         #: What to do when a descriptor has something to read.
         self._when_ready: dict[int, Callable[[], None]] = {}
-        self._received = memoryview(bytearray(_RECEIVE_BYTES))
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.watch(self._wake_read, self._woken)
         self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
@@ -181,7 +181,7 @@ class ControlServer:
         self._num_connections += 1
         connection = Connection(sock, f"{'local' if local else 'peer'}-{self._num_connections}", local)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         if local:
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             connection.pid = struct.unpack("3i", credentials)[0]

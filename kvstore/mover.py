@@ -28,11 +28,10 @@ from kvstore.messages import (
 )
 from kvstore.slabs import Slabs
 from kvstore.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
-from kvstore.wire import Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json
+from kvstore.wire import RECEIVE_BYTES, Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json
 
 logger = logging.getLogger(__name__)
 
-_RECEIVE_BYTES = 256 << 10
 _WINDOW = 3
 #: How often and how long one READ is looked at before anything else gets its turn.
 _POLLS_PER_STEP, _STEP_S = 32, 5e-4
@@ -83,7 +82,7 @@ class Mover:
         self._sock, self._transport, self._slabs = sock, transport, slabs
         self._decoder = Decoder()
         # Filled again and again: a new buffer for each message would come from the kernel, page by page.
-        self._received = memoryview(bytearray(_RECEIVE_BYTES))
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._jobs: dict[str, deque[_Job]] = {}

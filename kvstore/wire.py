@@ -17,6 +17,10 @@ from kvstore.errors import KVStoreError, ProtocolError, all_error_types
 HEADER = struct.Struct("<4sHBBIQ")
 _MAGIC = b"RKV1"
 FRAGMENT_BYTES = 96 << 10
+#: The most that is taken from a socket at once; a packet is shorter.
+RECEIVE_BYTES = 256 << 10
+#: For what is sent and not yet taken.
+SOCKET_BUFFER_BYTES = 1 << 20
 #: No message is longer; a peer that announces more is cut off.
 MAX_MESSAGE_BYTES = 64 << 20
 
