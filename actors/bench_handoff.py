@@ -4,7 +4,8 @@ Beside one copy of the same bytes between the two devices (the limit), and besid
 engine's own fragments and with blocks that are packed already, all warm. Caches have a tensor for each layer. Engines,
 stores and movers are processes of their own, without Ray; tickets go through a pipe, and their way counts, too.
 Destinations are poisoned before each round and compared after the last. Rows "ours" wait for `Client.publish`, rows
-"ours_begun" send the ticket of `begin_publish` while the blocks are packed. Rows "ours_ahead" do so while the blocks
+"ours_begun" send the ticket of `begin_publish` while the blocks are packed, and rows "ours_early" that of
+`prepare_ticket` before they publish. Rows "ours_ahead" begin to publish while the blocks
 are still being computed, as an engine does that queues its work on the device, and count from the end of that on.
 All processes run on those cores that were the faster half a moment ago: a hand-off is some milliseconds of single
 threads, and cores of a machine that others share differ by half. Rows "..._cores_awake" are the same on cores that
@@ -38,7 +39,9 @@ _WARM_ROUNDS = 3  # They build kernels, map memory and meet peers.
 #: Rounds after which the cores are looked at again.
 _ROUNDS_ON_CORES = 8
 _GPUS, _HOST = ("cuda:0", "cuda:1"), ("cpu", "cpu")
-_WAYS = ("ours", "ours_begun", "ours_ahead")
+_WAYS = ("ours", "ours_begun", "ours_early", "ours_ahead")
+#: What the publishing engine is asked to do where that is not `Engine.publish`.
+_PUBLISH = {"ours_begun": "publish_begun", "ours_early": "publish_early", "ours_ahead": "publish_ahead"}
 
 
 def run_handoff(
@@ -172,11 +175,7 @@ class _Pair:
                 self._choose_cores()
             self.target.ask("poison", _TIMEOUT_S, count)
             self.target.begin("fetch", count)
-            published: Published
-            if way == "ours_ahead":
-                published = self.source.ask("publish_ahead", _TIMEOUT_S, count)
-            else:
-                published = self.source.ask("publish", _TIMEOUT_S, count, way == "ours_begun")
+            published: Published = self.source.ask(_PUBLISH.get(way, "publish"), _TIMEOUT_S, count)
             fetched: Fetched = self.target.answer(_TIMEOUT_S)
             result = fetched.result
             if result.num_blocks != count:

@@ -12,7 +12,7 @@ import torch
 
 from kvstore.client import Client
 from kvstore.errors import TransferTimeout
-from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket, Publication
+from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket
 from kvstore.hashing import Namespace
 from kvstore.kernels.reference import torch_dtype
 
@@ -75,7 +75,6 @@ class Engine:
         self._block_ids = np.random.default_rng(seed).permutation(2 * num_blocks)[:num_blocks]
         self._client = Client(control_path, space)
         self._client.register_kv_caches([bits.view(torch_dtype(shape.dtype)) for bits in self._bits], axes="PBTHD")
-        self._publication: Publication | None = None
 
     def attach(self, num_bytes: int, peers: tuple[str, ...]) -> HandoffRoute:
         """Attach to a stage."""
@@ -96,17 +95,28 @@ class Engine:
             digest.update(bits[:, ids].cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def publish(self, count: int, begin: bool) -> Published:
-        """Publish blocks and send their ticket to the other engine, with `begin` while they are packed."""
-        ids = self._block_ids[:count]
-        began_s = time.monotonic()
-        self._publication = self._client.begin_publish(ids) if begin else None
-        ticket = self._client.publish(ids) if self._publication is None else self._publication.ticket
-        self._tickets.send_bytes(ticket.to_bytes())
+    def publish(self, count: int) -> Published:
+        """Publish blocks and send their ticket to the other engine."""
+        ids, began_s = self._block_ids[:count], time.monotonic()
+        self._tickets.send_bytes(self._client.publish(ids).to_bytes())
+        return Published(began_s, time.monotonic())
+
+    def publish_begun(self, count: int) -> Published:
+        """Send the ticket of blocks to the other engine while they are packed."""
+        ids, began_s = self._block_ids[:count], time.monotonic()
+        publication = self._client.begin_publish(ids)
+        self._tickets.send_bytes(publication.ticket.to_bytes())
         returned_s = time.monotonic()
-        if self._publication is not None:
-            self._publication.job.result(self._timeout_s)
+        publication.job.result(self._timeout_s)
         return Published(began_s, returned_s)
+
+    def publish_early(self, count: int) -> Published:
+        """Send a ticket to the other engine, and then publish the blocks under it."""
+        ids, began_s = self._block_ids[:count], time.monotonic()
+        ticket = self._client.prepare_ticket(count)
+        self._tickets.send_bytes(ticket.to_bytes())
+        self._client.publish(ids, ticket=ticket)
+        return Published(began_s, time.monotonic())
 
     def publish_ahead(self, count: int) -> Published:
         """Publish blocks while they are still being computed, and send their ticket to the other engine.

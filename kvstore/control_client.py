@@ -223,11 +223,18 @@ class ControlClient:
             raise PeerLost(f"{self.name}: connection lost while sending {op.name}: {error}") from error
         return self._request
 
-    def _receive(self, request: int, timeout_s: float, data: memoryview | None = None) -> Message:
-        """Return the next message of an answer; `data` came already."""
-        deadline_s = time.monotonic() + timeout_s
+    def _receive(
+        self, request: int, timeout_s: float, data: memoryview | None = None, *, awake_s: float = 0.0
+    ) -> Message:
+        """Return the next message of an answer; `data` came already. For `awake_s` it is asked for without sleeping."""
+        now_s = time.monotonic()
+        deadline_s, awake_until_s = now_s + timeout_s, now_s + min(awake_s, timeout_s)
         while (message := self._take(request, data)) is None:
-            data = self._wait(deadline_s - time.monotonic())
+            data = None
+            while data is None and time.monotonic() < awake_until_s:
+                data = self._read(None)
+            if data is None:
+                data = self._wait(deadline_s - time.monotonic())
         return message
 
     def _short(self, data: memoryview, request: int) -> bytes | None:
@@ -329,6 +336,8 @@ class Answers:
     def __init__(self, client: ControlClient, request: int, timeout_s: float) -> None:
         self._client, self._request, self._timeout_s = client, request, timeout_s
         self._finished = self._closed = False
+        #: For so long each next piece is asked for without sleeping; set by a reader that knows that it comes soon.
+        self.awake_s = 0.0
 
     def __iter__(self) -> Answers:
         return self
@@ -344,7 +353,7 @@ class Answers:
             self.close()
             raise StopIteration
         try:
-            message = self._client._receive(self._request, self._timeout_s)
+            message = self._client._receive(self._request, self._timeout_s, awake_s=self.awake_s)
         except BaseException:
             self.close()
             raise

@@ -7,6 +7,7 @@ for ever, and no device is synchronised for the sake of one job.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from typing import Any
 
@@ -145,6 +146,8 @@ def _reached(
             return False
         if order is not None and order.is_calm:
             time.sleep(_CALM_POLL_S)
+        elif waited_s < eager_s:
+            os.sched_yield()  # Even to sleep for no time takes 50 us: a timer may be late by so much.
         else:
-            time.sleep(0.0 if waited_s < eager_s else min(most_poll_s, max(_LEAST_POLL_S, waited_s / 200)))
+            time.sleep(min(most_poll_s, max(_LEAST_POLL_S, waited_s / 200)))
     return True

@@ -12,11 +12,11 @@ from kvstore.errors import InvalidRequest
 from kvstore.results import Job, LoadResult
 from kvstore.shape import BLOCK_ORDER_VERSION
 
-TICKET_VERSION = 1
+TICKET_VERSION = 2
 NONCE_BYTES = 16
 
 _MAGIC = b"RKVH"
-_HEAD = struct.Struct(f"<4sHH8s{NONCE_BYTES}s32sIIH4HdI")
+_HEAD = struct.Struct(f"<4sHH8s{NONCE_BYTES}s32sIIH4HdIB")
 _WHOLE = (0, 1, 0, 1)
 
 
@@ -39,6 +39,7 @@ class HandoffTicket:
         slab: which memory of the node they are in: 0 is its arena, others are stages on GPUs.
         expires_s: when the store takes the blocks back, in seconds since 1970 by the publisher's clock. For people
             and routers: only the store decides.
+        is_early: it travels before anything is published under it: a fetch waits for that, too.
     """
 
     node_id: str
@@ -51,6 +52,7 @@ class HandoffTicket:
     block_order: int = BLOCK_ORDER_VERSION
     part: tuple[int, int, int, int] = _WHOLE
     slab: int = 0
+    is_early: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +70,7 @@ class HandoffTicket:
         head = _HEAD.pack(
             _MAGIC, TICKET_VERSION, len(node), self.epoch, self.nonce, self.namespace, self.num_blocks,
             self.block_bytes, self.block_order, *self.part, self.expires_s, self.slab,
+            self.is_early,
         )  # fmt: skip
         return head + node
 
@@ -92,6 +95,7 @@ class HandoffTicket:
                 *part,
                 expires_s,
                 slab,
+                is_early,
             ) = _HEAD.unpack_from(data)
             node = data[_HEAD.size :].decode()
         except (struct.error, UnicodeDecodeError) as error:
@@ -112,6 +116,7 @@ class HandoffTicket:
             part=(part[0], part[1], part[2], part[3]),
             expires_s=expires_s,
             slab=slab,
+            is_early=bool(is_early),
         )
 
 

@@ -157,6 +157,7 @@ class SourceClaim:
                 ttl_s=self._fetcher.config.lease_ttl_s,
                 wait_s=wait_s,
                 to_host=to_host,
+                is_early=self._request.is_early,
             )
         )
 

@@ -128,8 +128,9 @@ class HandoffControl:
             case Op.HANDOFF_FETCH:
                 self._fetch(connection, message, unpack_fetch(payload))
             case Op.HANDOFF_SOON:
-                self._core.mover.expect_read(payload)
                 self._server.stay_awake(_AWAKE_S)
+                if payload:
+                    self._core.mover.expect_read(payload)
             case Op.HANDOFF_STAGE:
                 value = unpack_json(payload)
                 sizes = int(value["num_bytes"]), int(value["block_bytes"])
@@ -177,7 +178,9 @@ class HandoffControl:
             report.reason = "stale: the store that had the blocks was restarted, and they are gone"
         else:
             version, deadline_s = self._version(request.namespace), deadline_after(request.ttl_s)
-            claim = self.table.claim(request.key, connection.owner, request.namespace, version, deadline_s)
+            claim = self.table.claim(
+                request.key, connection.owner, request.namespace, version, deadline_s, is_early=request.is_early
+            )
             if claim == NOT_READY and not is_last:
                 return False
             if isinstance(claim, str):
@@ -239,7 +242,7 @@ class HandoffControl:
         if version != wanted.namespace_version:
             return "cleared: the namespace was cleared, as the node that has the blocks knows", None
         deadline_s = deadline_after(wanted.ttl_s)
-        claim = self.table.claim(wanted.key, owner, wanted.namespace, version, deadline_s)
+        claim = self.table.claim(wanted.key, owner, wanted.namespace, version, deadline_s, is_early=wanted.is_early)
         if isinstance(claim, str):
             return claim, None
         if not claim.slab or wanted.to_host:  # Of a READ between stages its reader tells the end.

@@ -120,6 +120,7 @@ def ask_fetch(
         from_slab=ticket.slab,
         slab=stage.slab if stage else 0,
         generation=stage.generation if stage else 0,
+        is_early=ticket.is_early,
     )
     pieces = connection.call_stream(Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s)
     return Asked(connection, pieces, asked_s)

@@ -16,9 +16,9 @@ from kvstore.transport import IndexArray
 
 _PREPARE = struct.Struct("<32s32sIIQ")
 _COMPLETE = struct.Struct("<32sd")
-_FETCH = struct.Struct("<32s32s8sIddIIQ")
+_FETCH = struct.Struct("<32s32s8sIddIIQB")
 _SOON = struct.Struct("<IIQ")
-_CLAIM = struct.Struct("<32s32sIIIQddB")
+_CLAIM = struct.Struct("<32s32sIIIQddBB")
 _CLAIMED = struct.Struct("<Q8sQQII")
 #: The id of a fetch or a claim, and whether the blocks arrived.
 END = struct.Struct("<QB")
@@ -60,6 +60,7 @@ class FetchRequest(NamedTuple):
         from_slab: of the ticket.
         slab: the client's own stage, 0 if it has none.
         generation: the life of the mover that has this stage.
+        is_early: of the ticket.
     """
 
     key: bytes
@@ -72,20 +73,23 @@ class FetchRequest(NamedTuple):
     from_slab: int = 0
     slab: int = 0
     generation: int = 0
+    is_early: bool = False
 
 
 def pack_fetch(fetch: FetchRequest) -> bytes:
     """Pack a fetch."""
     head = _FETCH.pack(
         fetch.key, fetch.namespace, fetch.epoch, fetch.num_blocks, fetch.ttl_s, fetch.timeout_s, fetch.from_slab,
-        fetch.slab, fetch.generation,
+        fetch.slab, fetch.generation, fetch.is_early,
     )  # fmt: skip
     return head + fetch.node_id.encode()
 
 
 def unpack_fetch(payload: bytes) -> FetchRequest:
     """Return what `pack_fetch` packed."""
-    key, namespace, epoch, num_blocks, ttl_s, timeout_s, from_slab, slab, generation = _FETCH.unpack_from(payload)
+    key, namespace, epoch, num_blocks, ttl_s, timeout_s, from_slab, slab, generation, is_early = _FETCH.unpack_from(
+        payload
+    )
     return FetchRequest(
         key=key,
         namespace=namespace,
@@ -97,6 +101,7 @@ def unpack_fetch(payload: bytes) -> FetchRequest:
         from_slab=from_slab,
         slab=slab,
         generation=generation,
+        is_early=bool(is_early),
     )
 
 
@@ -111,8 +116,8 @@ def pack_soon(node_id: str, from_slab: int, slab: int, generation: int) -> bytes
 class PeerClaim(NamedTuple):
     """What a store asks of the one that has the blocks: the right to read them, alone, for `ttl_s` seconds.
 
-    The answer may take up to `wait_s` while the blocks are still being written. With `to_host` they are copied to its
-    arena first, if they are in a stage that this one cannot reach.
+    The answer may take up to `wait_s` while the blocks are still being written, or are `is_early` and not published
+    yet. With `to_host` they are copied to its arena first, if they are in a stage that this one cannot reach.
     """
 
     key: bytes
@@ -124,19 +129,22 @@ class PeerClaim(NamedTuple):
     ttl_s: float
     wait_s: float = 0.0
     to_host: bool = False
+    is_early: bool = False
 
 
 def pack_peer_claim(claim: PeerClaim) -> bytes:
     """Pack a claim."""
     return _CLAIM.pack(
         claim.key, claim.namespace, claim.num_blocks, claim.block_bytes, claim.slot_format, claim.namespace_version,
-        claim.ttl_s, claim.wait_s, claim.to_host,
+        claim.ttl_s, claim.wait_s, claim.to_host, claim.is_early,
     )  # fmt: skip
 
 
 def unpack_peer_claim(payload: bytes) -> PeerClaim:
     """Return what `pack_peer_claim` packed."""
-    key, namespace, num_blocks, block_bytes, slot_format, version, ttl_s, wait_s, to_host = _CLAIM.unpack(payload)
+    key, namespace, num_blocks, block_bytes, slot_format, version, ttl_s, wait_s, to_host, is_early = _CLAIM.unpack(
+        payload
+    )
     return PeerClaim(
         key=key,
         namespace=namespace,
@@ -147,6 +155,7 @@ def unpack_peer_claim(payload: bytes) -> PeerClaim:
         ttl_s=ttl_s,
         wait_s=wait_s,
         to_host=bool(to_host),
+        is_early=bool(is_early),
     )
 
 

@@ -22,8 +22,8 @@ _MAX_REMEMBERED = 4096
 #: Set in the id of every claim, and in no lease's, so that one notification can name either.
 CLAIM_BIT = 1 << 63
 
-#: Of a ticket whose blocks are being written: ask again.
-NOT_READY = "not_ready: the publisher is still copying the blocks of this ticket"
+#: Of a ticket whose blocks are being written, or will be: ask again.
+NOT_READY = "not_ready: the blocks of this ticket are not all there yet"
 _REASONS = {
     "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
     "expired": "expired: nobody fetched the blocks of this ticket in time; publish with a longer ttl_s",
@@ -157,15 +157,25 @@ class HandoffTable:
             return True
 
     def withdraw(self, key: bytes) -> bool:
-        """Take blocks back, once nobody reads them; False when there are none of that key."""
+        """Take blocks back, once nobody reads them.
+
+        Returns:
+            False when there are none of that key; if there never were, nobody publishes under it any more.
+        """
         with self._lock:
             handoff = self._handoffs.get(key)
-            if handoff is None or handoff.over:
+            if handoff is None:
+                if key not in self._over:
+                    self._remember(key, "withdrawn")
+                return False
+            if handoff.over:
                 return False
             self._end(handoff, "withdrawn")
             return True
 
-    def claim(self, key: bytes, owner: str, namespace: bytes, version: int, deadline_s: float) -> Claim | str:
+    def claim(
+        self, key: bytes, owner: str, namespace: bytes, version: int, deadline_s: float, *, is_early: bool = False
+    ) -> Claim | str:
         """Give one reader the right to the blocks of a ticket, or say why not.
 
         Args:
@@ -174,6 +184,7 @@ class HandoffTable:
             namespace: the reader's.
             version: the namespace's last clearing, as this node knows it.
             deadline_s: the slots keep their bytes until then, unless the reader says before that it is through.
+            is_early: the ticket may come before its blocks are published.
         """
         with self._lock:
             handoff = self._handoffs.get(key)
@@ -183,7 +194,8 @@ class HandoffTable:
                 return _REASONS[handoff.over]
             if key in self._over:
                 return _REASONS[self._over[key]]
-            if handoff is not None and not handoff.complete and handoff.namespace == namespace:
+            is_written = handoff is not None and not handoff.complete and handoff.namespace == namespace
+            if is_written or (handoff is None and is_early):
                 return NOT_READY
             if handoff is None or handoff.namespace != namespace:
                 return "not_found: this store has no such ticket; it may be forged, or too long over"
@@ -301,6 +313,9 @@ class HandoffTable:
         del self._handoffs[handoff.key]
         self._num_slots[handoff.place.slab] -= len(handoff.slots)
         handoff.place.pool.abort_store(handoff.write_id, handoff.write_owner)
-        self._over[handoff.key] = over
+        self._remember(handoff.key, over)
+
+    def _remember(self, key: bytes, over: str) -> None:
+        self._over[key] = over
         if len(self._over) > _MAX_REMEMBERED:
             self._over.popitem(last=False)

@@ -89,7 +89,32 @@ class HandoffVerbs(ABC):
         """Where `begin_publish` puts blocks, for a ticket that is made elsewhere: in this stage, or 0, the arena."""
         return self._stage_link.slab if self._stage_link is not None else 0
 
-    def publish(self, block_ids: object, *, ttl_s: float | None = None) -> HandoffTicket:
+    def prepare_ticket(self, num_blocks: int, *, ttl_s: float | None = None) -> HandoffTicket:
+        """Return a ticket for blocks that this client will publish, to be sent ahead of them.
+
+        A fetch waits until they are published under it, and there. So the reader's way to them, and all that comes
+        before the READ, is over when they are.
+
+        Args:
+            num_blocks: stored blocks that will be published.
+            ttl_s: as for `publish`; only the ticket's `expires_s` is made of it.
+
+        Returns:
+            The ticket, for the next `publish` or `begin_publish` of these blocks. Whoever will not publish after all
+            says so with `withdraw`, or a fetch waits for its time.
+
+        Raises:
+            InvalidRequest: an argument is wrong.
+        """
+        if not isinstance(num_blocks, int) or num_blocks < 1:
+            raise InvalidRequest(f"num_blocks: wanted a number of stored blocks from 1 on, got {num_blocks!r}")
+        if self._stage_link is not None:
+            self._wake_store()
+        return self._ticket(num_blocks, self._keep_s(ttl_s), self.handoff_slab, is_early=True)
+
+    def publish(
+        self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
+    ) -> HandoffTicket:
         """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
 
         They are no cache: no lookup finds them. When this returns the engine's blocks are its own again: on the CPU
@@ -100,6 +125,7 @@ class HandoffVerbs(ABC):
             block_ids: the engine's blocks of a request, in order, from its first token on.
             ttl_s: how long they are kept unless fetched before; the configured lease time when None. They are
                 kept no longer than this client is open.
+            ticket: publish under this one; see `begin_publish`.
 
         Returns:
             What the other client needs, to be sent there by any means. If the device fails after all, the ticket is
@@ -107,19 +133,23 @@ class HandoffVerbs(ABC):
 
         Raises:
             InvalidRequest: an argument is wrong; nothing changed.
+            InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
+                before; nothing changed.
             PoolExhausted: the store has no room for all of the blocks; nothing changed.
             LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed; nothing is kept.
             StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
         """
-        keep_s = self._keep_s(ttl_s)
-        link = self._stage_link
-        begun = self._begin_in_stage(link, block_ids, keep_s)
+        keep_s, link = self._keep_s(ttl_s), self._stage_link
+        self._check_named(ticket)
+        begun = self._begin_in_stage(link, block_ids, keep_s, ticket)
         if begun is not None:
-            publication = self._complete_later(begun, link)
-            publication.job.add_done_callback(_log_failure)
-            begun.hold_engine()
+            try:
+                begun.hold_engine()
+            finally:  # Only now: a thread that is woken wants the interpreter, and the ticket is waited for.
+                publication = self._complete_later(begun, link)
+                publication.job.add_done_callback(_log_failure)
             return publication.ticket
-        publishing = self._publishing(block_ids, keep_s)
+        publishing = self._publishing(block_ids, keep_s, ticket)
         publishing.order()
 
         def run() -> HandoffTicket:
@@ -147,10 +177,11 @@ class HandoffVerbs(ABC):
         Args:
             block_ids: as for `publish`.
             ttl_s: as for `publish`, from the end of the job on.
-            ticket: publish under this one, which was made elsewhere and may be on its way to the reader; it names
-                this client's store and part, and how many stored blocks to publish, where the last engine block
-                has room for more. Where its `slab` is this client's stage and that is full, or gone, the arena takes
-                the blocks. A fetch that comes before this call is told that there is no such ticket.
+            ticket: publish under this one, of `prepare_ticket` or made elsewhere, which may be on its way to the
+                reader; it names this client's store and part, and how many stored blocks to publish, where the last
+                engine block has room for more. Where its `slab` is this client's stage and that is full, or gone, the
+                arena takes the blocks. A fetch that comes before this call waits if the ticket `is_early`, and is else
+                told that there is no such ticket.
 
         Returns:
             The ticket, and the job; what goes wrong with that is raised by its result, and voids the ticket.
@@ -160,10 +191,8 @@ class HandoffVerbs(ABC):
             InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
                 before; nothing changed.
         """
-        keep_s = self._keep_s(ttl_s)
-        if ticket is not None:
-            check_named(ticket, self.space, self.part.ranks, self.node_id, self.epoch)
-        link = self._stage_link
+        keep_s, link = self._keep_s(ttl_s), self._stage_link
+        self._check_named(ticket)
         publishing = self._begin_in_stage(link, block_ids, keep_s, ticket)
         if publishing is None:
             publishing = self._publishing(block_ids, keep_s, ticket)
@@ -180,6 +209,7 @@ class HandoffVerbs(ABC):
             return None
         try:
             if named is None or named.slab == stage.slab:
+                self._wake_store()  # The question after it is made meanwhile.
                 publishing = self._publishing(block_ids, keep_s, named, stage)
                 publishing.begin()
                 return publishing
@@ -223,6 +253,27 @@ class HandoffVerbs(ABC):
             raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
         return keep_s
 
+    def _wake_store(self) -> None:
+        with contextlib.suppress(KVStoreError):
+            self._store.say(Op.HANDOFF_SOON, b"")
+
+    def _check_named(self, ticket: HandoffTicket | None) -> None:
+        if ticket is not None:
+            check_named(ticket, self.space, self.part.ranks, self.node_id, self.epoch)
+
+    def _ticket(self, num_blocks: int, keep_s: float, slab: int, *, is_early: bool = False) -> HandoffTicket:
+        return HandoffTicket(
+            node_id=self.node_id,
+            epoch=bytes.fromhex(self.epoch),
+            namespace=self.space.digest,
+            num_blocks=num_blocks,
+            block_bytes=self.space.shape.block_bytes,
+            expires_s=expiry_after(keep_s),
+            part=self.part.ranks,
+            slab=slab,
+            is_early=is_early,
+        )
+
     def _publishing(
         self,
         block_ids: object,
@@ -231,16 +282,10 @@ class HandoffVerbs(ABC):
         stage: AttachedStage | None = None,
     ) -> Publishing:
         copier, shape = self._registered(), self.space.shape
-        ticket = named or HandoffTicket(
-            node_id=self.node_id,
-            epoch=bytes.fromhex(self.epoch),
-            namespace=self.space.digest,
-            num_blocks=num_published(block_ids, copier.layout.block_size, shape.block_size),
-            block_bytes=shape.block_bytes,
-            expires_s=expiry_after(keep_s),
-            part=self.part.ranks,
-            slab=stage.slab if stage else 0,
-        )
+        ticket = named
+        if ticket is None:
+            num_blocks = num_published(block_ids, copier.layout.block_size, shape.block_size)
+            ticket = self._ticket(num_blocks, keep_s, stage.slab if stage else 0)
         chosen = copier if stage is None else stage.copier
         return Publishing(ticket, block_ids, shape.block_size, chosen, stage, self._store.call, self._store.say, keep_s)
 
@@ -288,16 +333,17 @@ class HandoffVerbs(ABC):
             LayoutMismatch, InvalidRequest, KernelError: nothing can be copied to the cache, because it was resized, a
                 graph is being captured, or the device failed; nothing was copied, but the ticket may be used up.
         """
-        copier = self._registered()
-        check_ticket(ticket, self.space, self.part.ranks)
-        limit_s, link = self.config.transfer_timeout_s if timeout_s is None else timeout_s, self._stage_link
+        copier, link = self._registered(), self._stage_link
         with contextlib.ExitStack() as held:
             early, connection = None, None
             if len(self._store.for_fetches):
                 connection = held.enter_context(self._store.for_fetches.taken())
-                if link is not None and ticket.slab and (soon := link.soon(ticket.node_id, ticket.slab)):
+                if link is not None and isinstance(ticket, HandoffTicket) and ticket.slab:
+                    # Before all else: the store wakes meanwhile.
                     with contextlib.suppress(PeerLost):
-                        connection.send(Op.HANDOFF_SOON, soon)
+                        connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
+            check_ticket(ticket, self.space, self.part.ranks)
+            limit_s = self.config.transfer_timeout_s if timeout_s is None else timeout_s
             stage = held.enter_context(link.using()) if link is not None else None
             pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
             check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)
@@ -353,6 +399,8 @@ class HandoffVerbs(ABC):
 
     def withdraw(self, ticket: HandoffTicket) -> bool:
         """Take back what this node's store holds for a ticket, because nobody will fetch it any more.
+
+        Nothing is published under it from now on, either, and a fetch that waits for that ends.
 
         Returns:
             Whether it was still held; False also for a ticket of another node.

@@ -38,6 +38,8 @@ from kvstore.results import BlockFailure, LoadResult, MissReason, SaveResult
 from kvstore.wire import Op
 
 _COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
+#: Between stages the pieces of an answer follow each other faster than that.
+_AWAKE_S = 1e-3
 
 
 class CopyGuard:
@@ -273,6 +275,8 @@ class Answer:
                         indexes = np.arange(at, at + count, dtype=np.int64)
                         with guard.copying():
                             chosen.out_of_slots(pages, indexes, progress.slots.astype(np.int64), skip_tokens)
+                        if chosen is stage_copier:
+                            pieces.awake_s = _AWAKE_S
                     self.num_ready = progress.first + count
                 if progress.report:
                     self.report = unpack_report(progress.report)

@@ -10,6 +10,7 @@ Three things differ from NIXL's own Python wrapper, each measured (docs/adr/0004
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import time
@@ -280,7 +281,7 @@ class NixlTransport:
         while self.poll(handle) is ReadState.RUNNING:
             if time.monotonic() > deadline_s:
                 raise TransferTimeout(f"READ from {request.peer}: not terminal after {timeout_s} s")
-            time.sleep(0)
+            os.sched_yield()
         self.release(handle)
 
     def close(self) -> None:

@@ -168,6 +168,23 @@ def test_a_stream_of_answers(client):
     assert client.call(Op.LOOKUP, b"next", timeout_s=2.0) == b"next"
 
 
+@pytest.mark.parametrize("awake_s", [0.05, 60.0])
+def test_a_reader_that_stays_awake_reads_and_gives_up_as_ever(client, monkeypatch, awake_s):
+    asked, read = [], client._read
+    monkeypatch.setattr(client, "_read", lambda timeout_s: (asked.append(timeout_s), read(timeout_s))[1])
+    pieces = client.call_stream(Op.LOAD, b"", timeout_s=2.0)
+    pieces.awake_s = awake_s
+    assert [payload for _, payload in pieces] == [b"\0", b"\1", b"\2", b"last"]
+    pieces = client.call_stream(Op.STATS, b"", timeout_s=0.2)  # never answered
+    pieces.awake_s = awake_s
+    asked.clear()
+    with pytest.raises(TransferTimeout):
+        next(pieces)
+    assert asked.count(None) > 1, "without sleeping"
+    assert asked[-1] is not None, "and then as ever"
+    assert client.closed
+
+
 def test_a_stream_that_is_left_closes_the_connection(client):
     with contextlib.closing(client.call_stream(Op.LOAD, b"", timeout_s=2.0)) as pieces:
         assert next(pieces) == (False, b"\0")

@@ -57,6 +57,19 @@ def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, 
     nothing_held(cluster, wait_until)
 
 
+def test_a_fetch_that_came_before_its_blocks_were_published_needs_no_thread(cluster, warm, threads, wait_until):
+    source, target = warm
+    ticket = source.client.prepare_ticket(10)
+    job = target.client.fetch(ticket, list(range(40, 50)))
+    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    assert source.client.publish(range(10), ticket=ticket) == ticket
+    assert (job.result(10).num_blocks, job.result(10).route) == (10, "gpu")
+    assert all(same(source, range(10), target, range(40, 50)))
+    (run,) = threads
+    run()
+    nothing_held(cluster, wait_until)
+
+
 @pytest.mark.parametrize("asked_again", [False, True])
 def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(
     cluster, warm, monkeypatch, wait_until, asked_again

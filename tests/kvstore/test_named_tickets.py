@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from kvstore.errors import InvalidRequest, LayoutMismatch, NamespaceMismatch
+from kvstore.errors import InvalidRequest, LayoutMismatch, NamespaceMismatch, PoolExhausted
 from kvstore.handoff import HandoffTicket, expiry_after
 from kvstore.results import MissReason
 from tests.kvstore.conftest import SHAPE, Worker
@@ -126,3 +126,85 @@ def test_a_bad_skip(pair, skip):
     source, target = pair
     with pytest.raises(InvalidRequest, match="skip_prefix_tokens"):
         target.client.fetch(source.client.publish([5]), [1], skip)
+
+
+# Tickets that come before their blocks.
+
+
+def early_fetch(cluster, node, target, ticket, ids, wait_until, **more):
+    """A fetch that waits at the store of a node for blocks which nobody has published."""
+    job, waiting = target.client.fetch(ticket, ids, **more), cluster.nodes[node]._control.handoffs._waiting
+    wait_until(lambda: len(waiting) == 1)
+    assert not job.done()
+    return job
+
+
+@pytest.mark.parametrize("same_node", [False, True])
+@pytest.mark.parametrize("begin", [False, True])
+def test_a_fetch_may_come_before_its_blocks_are_published(cluster, pair, wait_until, same_node, begin):
+    source, target = pair
+    target = cluster.worker("a", seed=3) if same_node else target
+    ticket = HandoffTicket.from_bytes(source.client.prepare_ticket(3).to_bytes())
+    job = early_fetch(cluster, "a", target, ticket, [1, 2, 3], wait_until)
+    if begin:
+        assert source.client.begin_publish([5, 6, 7], ticket=ticket).job.result(20) == ticket
+    else:
+        assert source.client.publish([5, 6, 7], ticket=ticket) == ticket
+    assert job.result(20).num_blocks == 3
+    assert [target.block(i) for i in (1, 2, 3)] == [source.block(i) for i in (5, 6, 7)]
+    wait_until(lambda: cluster.nodes["a"].stats()["num_handoffs"] == 0)
+    assert target.client.fetch(ticket, [1, 2, 3]).result(20).failed[0].reason is MissReason.USED
+
+
+@pytest.mark.parametrize("same_node", [False, True])
+def test_a_fetch_waits_for_a_publication_no_longer_than_it_may(cluster, pair, wait_until, same_node):
+    source, target = pair
+    target = cluster.worker("a", seed=3) if same_node else target
+    ticket = source.client.prepare_ticket(2)
+    had = [target.block(i) for i in (1, 2)]
+    result = early_fetch(cluster, "a", target, ticket, [1, 2], wait_until, timeout_s=1.2).result(20)
+    assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.TIMEOUT)
+    assert "not all there yet" in result.failed[0].detail
+    assert [target.block(i) for i in (1, 2)] == had
+    source.client.publish([5, 6], ttl_s=20.0, ticket=ticket)
+    assert target.client.fetch(ticket, [1, 2]).result(20).num_blocks == 2, "the ticket is as good as before"
+
+
+@pytest.mark.parametrize("same_node", [False, True])
+def test_who_will_not_publish_says_so(cluster, pair, wait_until, same_node):
+    source, target = pair
+    target = cluster.worker("a", seed=3) if same_node else target
+    ticket = source.client.prepare_ticket(2)
+    job = early_fetch(cluster, "a", target, ticket, [1, 2], wait_until)
+    assert not source.client.withdraw(ticket), "nothing was held"
+    assert job.result(20).failed[0].reason is MissReason.WITHDRAWN
+    with pytest.raises(InvalidRequest, match="never used"):
+        source.client.publish([5, 6], ticket=ticket)
+
+
+def test_an_early_ticket_whose_blocks_have_no_room_may_be_published_later(cluster, pair, wait_until):
+    source, target = pair
+    num_most = int(cluster.nodes["a"].pool.num_slots * cluster.nodes["a"].config.max_handoff_fraction)
+    held = source.client.publish(range(num_most))
+    ticket = source.client.prepare_ticket(2)
+    job = early_fetch(cluster, "a", target, ticket, [1, 2], wait_until)
+    with pytest.raises(PoolExhausted):
+        source.client.publish([5, 6], ticket=ticket)
+    assert source.client.withdraw(held)
+    source.client.publish([5, 6], ticket=ticket)
+    assert job.result(20).num_blocks == 2
+
+
+def test_a_ticket_is_not_made_early_by_who_has_it(cluster, pair, wait_until):
+    source, target = pair
+    ticket = source.client.publish([5, 6])
+    forged = dataclasses.replace(ticket, is_early=True)
+    result = early_fetch(cluster, "a", target, forged, [1, 2], wait_until, timeout_s=0.3).result(20)
+    assert result.failed[0].reason is MissReason.TIMEOUT
+    assert target.client.fetch(ticket, [1, 2]).result(20).num_blocks == 2
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 1.0, None, "2"])
+def test_a_ticket_for_no_blocks(pair, num_blocks):
+    with pytest.raises(InvalidRequest, match="num_blocks"):
+        pair[0].client.prepare_ticket(num_blocks)
