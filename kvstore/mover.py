@@ -240,8 +240,8 @@ class Mover:
                 self._fail(jobs[0], error)
             if not jobs:
                 del self._jobs[peer]
-        if self._woken:
-            self._release_woken()
+        if self._woken and not self._jobs and not self._awake_until_s:
+            self._release_woken()  # Not while a READ is to come soon, or goes on, which it would hold up.
         if self._abandoned:
             self._poll_abandoned()
         if self._num_remote_leases:

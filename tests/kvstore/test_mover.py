@@ -222,6 +222,21 @@ def test_a_lane_is_woken_on_its_word_and_nobody_hears_of_it(pair, wait_until):
     assert (heard[-1][1], pair.slots()[1]) == (None, 3)
 
 
+def test_what_woke_a_lane_does_not_hold_up_the_read_that_it_was_for(pair, monkeypatch, wait_until):
+    monkeypatch.setattr("kvstore.mover._AWAKE_S", 60.0)
+    _, _, ended = pair.read([0], [1])
+    assert ended.wait(3)
+    pair.link.wake_by(b"it comes", waking(31, 7))
+    pair.link.expect_read(b"it comes")
+    wait_until(lambda: pair.slots()[31] == 8)
+    _, _, ended = pair.read([1], [2])
+    assert ended.wait(3)
+    mover = pair.movers[0][0]
+    assert len(mover._woken) == 1, "to be released when there is nothing else to do"
+    mover._awake_until_s = time.monotonic()
+    wait_until(lambda: not mover._woken)
+
+
 def test_a_lane_that_cannot_be_woken_is_no_error_and_holds_nobody_up(pair, wait_until):
     _, _, ended = pair.read([0], [1])
     assert ended.wait(3)

@@ -1,0 +1,247 @@
+"""What a client does to hand blocks off: the publishing half."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+
+from kvstore.errors import CopyStuck, InvalidRequest, KVStoreError, PeerLost, PoolExhausted, StoreUnavailable
+from kvstore.handoff import HandoffTicket, Publication, expiry_after
+from kvstore.handoff_jobs import check_named
+from kvstore.messages import U64
+from kvstore.publishing import Publishing, num_published
+from kvstore.results import Job, Work
+from kvstore.stage_client import AttachedStage, StageLink
+from kvstore.stage_verbs import StageVerbs
+from kvstore.wire import Op
+
+logger = logging.getLogger(__name__)
+
+
+class PublishVerbs(StageVerbs):
+    """Publishing, and taking back."""
+
+    def prepare_ticket(self, num_blocks: int, *, ttl_s: float | None = None) -> HandoffTicket:
+        """Return a ticket for blocks that this client will publish, to be sent ahead of them.
+
+        A fetch waits until they are published under it, and there. So the reader's way to them, and all that comes
+        before the READ, is over when they are.
+
+        Args:
+            num_blocks: stored blocks that will be published.
+            ttl_s: as for `publish`; only the ticket's `expires_s` is made of it.
+
+        Returns:
+            The ticket, for the next `publish` or `begin_publish` of these blocks. Whoever will not publish after all
+            says so with `withdraw`, or a fetch waits for its time.
+
+        Raises:
+            InvalidRequest: an argument is wrong.
+        """
+        if not isinstance(num_blocks, int) or num_blocks < 1:
+            raise InvalidRequest(f"num_blocks: wanted a number of stored blocks from 1 on, got {num_blocks!r}")
+        if self._stage_link is not None:
+            self._wake_store()
+        return self._ticket(num_blocks, self._keep_s(ttl_s), self.handoff_slab, is_early=True)
+
+    def publish(
+        self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
+    ) -> HandoffTicket:
+        """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
+
+        They are no cache: no lookup finds them. When this returns the engine's blocks are its own again: on the CPU
+        because they are copied, on a GPU for all that is queued on the calling thread's current stream from now on. A
+        fetch waits for copies that are still queued then.
+
+        Args:
+            block_ids: the engine's blocks of a request, in order, from its first token on.
+            ttl_s: how long they are kept unless fetched before; the configured lease time when None. They are
+                kept no longer than this client is open.
+            ticket: publish under this one; see `begin_publish`.
+
+        Returns:
+            What the other client needs, to be sent there by any means. If the device fails after all, the ticket is
+            void: the log says so, and the fetch.
+
+        Raises:
+            InvalidRequest: an argument is wrong; nothing changed.
+            InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
+                before; nothing changed.
+            PoolExhausted: the store has no room for all of the blocks; nothing changed.
+            LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed; nothing is kept.
+            StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
+        """
+        keep_s, link = self._keep_s(ttl_s), self._stage_link
+        self._check_named(ticket)
+        begun = self._begin_in_stage(link, block_ids, keep_s, ticket)
+        if begun is not None:
+            try:
+                begun.hold_engine()
+            finally:  # Only now: a thread that is woken wants the interpreter, and the ticket is waited for.
+                publication = self._complete_later(begun, link)
+                publication.job.add_done_callback(_log_failure)
+            return publication.ticket
+        publishing = self._publishing(block_ids, keep_s, ticket)
+        publishing.order()
+
+        def run() -> HandoffTicket:
+            with self._ending_job():
+                connection, limit_s = self._store.of_thread(), self._store.call_timeout_s
+
+                def ask(op: Op, payload: bytes, meanwhile: Callable[[], None] | None) -> bytes:
+                    return connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile)
+
+                publishing.claim(ask)
+                return self._complete(publishing)
+
+        # The calls in it have their own timeouts.
+        job = self._submit(run, str(publishing), publishing.guard, publishing.pages.order)
+        published: HandoffTicket = job.result(None)
+        return published
+
+    def begin_publish(
+        self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
+    ) -> Publication:
+        """Publish blocks, but return before they are copied: their ticket can be on its way to the reader meanwhile.
+
+        A fetch waits until the blocks are there. They have to stay as they are until the publication's job is done.
+
+        Args:
+            block_ids: as for `publish`.
+            ttl_s: as for `publish`, from the end of the job on.
+            ticket: publish under this one, of `prepare_ticket` or made elsewhere, which may be on its way to the
+                reader; it names this client's store and part, and how many stored blocks to publish, where the last
+                engine block has room for more. Where its `slab` is this client's stage and that is full, or gone, the
+                arena takes the blocks. A fetch that comes before this call waits if the ticket `is_early`, and is else
+                told that there is no such ticket.
+
+        Returns:
+            The ticket, and the job; what goes wrong with that is raised by its result, and voids the ticket.
+
+        Raises:
+            InvalidRequest, PoolExhausted, StoreUnavailable, PeerLost, TransferTimeout: as for `publish`.
+            InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
+                before; nothing changed.
+        """
+        keep_s, link = self._keep_s(ttl_s), self._stage_link
+        self._check_named(ticket)
+        publishing = self._begin_in_stage(link, block_ids, keep_s, ticket)
+        if publishing is None:
+            publishing = self._publishing(block_ids, keep_s, ticket)
+            publishing.order()
+            publishing.claim(self._store.call)
+        return self._complete_later(publishing, link)
+
+    def _begin_in_stage(
+        self, link: StageLink | None, block_ids: object, keep_s: float, named: HandoffTicket | None = None
+    ) -> Publishing | None:
+        """Queue the copies into the stage, which stays mapped for them; None where the arena has to serve."""
+        stage = link.take() if link is not None else None
+        if link is None or stage is None:
+            return None
+        try:
+            if named is None or named.slab == stage.slab:
+                self._wake_store()  # The question after it is made meanwhile.
+                publishing = self._publishing(block_ids, keep_s, named, stage)
+                publishing.begin()
+                return publishing
+        except PoolExhausted:
+            logger.debug("hand-off: the stage is full, the arena is taken")
+        except (PeerLost, StoreUnavailable):
+            # Its mover died: the arena serves, or says what else is wrong.
+            link.lose(stage)
+        except BaseException:
+            link.leave(stage)
+            raise
+        link.leave(stage)
+        return None
+
+    def _complete_later(self, publishing: Publishing, link: StageLink | None) -> Publication:
+        """Have a thread wait for the copies and tell the store; the link's stage is left behind that."""
+        stage = publishing.stage
+
+        def leave() -> None:
+            if link is not None and stage is not None:
+                link.leave(stage)
+
+        def give_back() -> None:
+            if not isinstance(work.future.exception(), CopyStuck):  # Else the stage stays mapped.
+                leave()
+
+        work = Work(lambda: self._complete(publishing), math.inf, give_back)
+        work.begin()  # Cancelled it would leave slots that nobody gives back.
+        try:
+            job = self._submit(work, str(publishing), publishing.guard, publishing.pages.order)
+        except BaseException:
+            with self._noting_stuck():
+                publishing.drop()
+            leave()
+            raise
+        return Publication(publishing.ticket, job)
+
+    def _keep_s(self, ttl_s: float | None) -> float:
+        keep_s = self.config.lease_ttl_s if ttl_s is None else ttl_s
+        if not 0 < keep_s < math.inf:
+            raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
+        return keep_s
+
+    def _wake_store(self) -> None:
+        with contextlib.suppress(KVStoreError):
+            self._store.say(Op.HANDOFF_SOON, b"")
+
+    def _check_named(self, ticket: HandoffTicket | None) -> None:
+        if ticket is not None:
+            check_named(ticket, self.space, self.part.ranks, self.node_id, self.epoch)
+
+    def _ticket(self, num_blocks: int, keep_s: float, slab: int, *, is_early: bool = False) -> HandoffTicket:
+        return HandoffTicket(
+            node_id=self.node_id,
+            epoch=bytes.fromhex(self.epoch),
+            namespace=self.space.digest,
+            num_blocks=num_blocks,
+            block_bytes=self.space.shape.block_bytes,
+            expires_s=expiry_after(keep_s),
+            part=self.part.ranks,
+            slab=slab,
+            is_early=is_early,
+        )
+
+    def _publishing(
+        self,
+        block_ids: object,
+        keep_s: float,
+        named: HandoffTicket | None = None,
+        stage: AttachedStage | None = None,
+    ) -> Publishing:
+        copier, shape = self._registered(), self.space.shape
+        ticket = named
+        if ticket is None:
+            num_blocks = num_published(block_ids, copier.layout.block_size, shape.block_size)
+            ticket = self._ticket(num_blocks, keep_s, stage.slab if stage else 0)
+        chosen = copier if stage is None else stage.copier
+        return Publishing(ticket, block_ids, shape.block_size, chosen, stage, self._store.call, self._store.say, keep_s)
+
+    def _complete(self, publishing: Publishing) -> HandoffTicket:
+        with self._noting_stuck():
+            return publishing.complete()
+
+    def withdraw(self, ticket: HandoffTicket) -> bool:
+        """Take back what this node's store holds for a ticket, because nobody will fetch it any more.
+
+        Nothing is published under it from now on, either, and a fetch that waits for that ends.
+
+        Returns:
+            Whether it was still held; False also for a ticket of another node.
+        """
+        if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
+            return False
+        return bool(U64.unpack(self._store.call(Op.HANDOFF_WITHDRAW, ticket.key))[0])
+
+
+def _log_failure(job: Job[HandoffTicket]) -> None:
+    try:
+        job.result(0.0)
+    except Exception:
+        logger.exception("%r failed after its ticket was given out; a fetch of it is told so", job)
