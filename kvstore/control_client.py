@@ -58,6 +58,7 @@ class ControlClient:
         *,
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
+        awake_s: float = 0.0,
         progress: Callable[[], None] = lambda: None,
     ) -> bytes:
         """Ask and return the payload of the answer.
@@ -68,6 +69,7 @@ class ControlClient:
             timeout_s: for the answer.
             meanwhile: called while the answer is on its way, with the connection taken. What it raises closes the
                 connection, for the answer stays unread.
+            awake_s: for so long the answer is then waited for without sleeping, by who knows that it comes soon.
             progress: called when there is word that the answer will be there soon; must not raise.
 
         Raises:
@@ -86,7 +88,7 @@ class ControlClient:
                         self.close()
                         raise
                 asked_s = time.monotonic()
-                data = self._wait(timeout_s)
+                data = self._wait(timeout_s, awake_s)
                 if (answer := self._short(data, request)) is not None:
                     return answer
                 message = self._receive(request, asked_s + timeout_s - time.monotonic(), data)
@@ -226,15 +228,10 @@ class ControlClient:
     def _receive(
         self, request: int, timeout_s: float, data: memoryview | None = None, *, awake_s: float = 0.0
     ) -> Message:
-        """Return the next message of an answer; `data` came already. For `awake_s` it is asked for without sleeping."""
-        now_s = time.monotonic()
-        deadline_s, awake_until_s = now_s + timeout_s, now_s + min(awake_s, timeout_s)
+        """Return the next message of an answer; `data` came already."""
+        deadline_s = time.monotonic() + timeout_s
         while (message := self._take(request, data)) is None:
-            data = None
-            while data is None and time.monotonic() < awake_until_s:
-                data = self._read(None)
-            if data is None:
-                data = self._wait(deadline_s - time.monotonic())
+            data = self._wait(deadline_s - time.monotonic(), awake_s)
         return message
 
     def _short(self, data: memoryview, request: int) -> bytes | None:
@@ -250,9 +247,14 @@ class ControlClient:
                 return self._backlog.pop(i)
         return None
 
-    def _wait(self, timeout_s: float) -> memoryview:
-        """Return what comes next, until the next wait."""
-        data = self._read(timeout_s)
+    def _wait(self, timeout_s: float, awake_s: float = 0.0) -> memoryview:
+        """Return what comes next, until the next wait; for `awake_s` it is asked for without sleeping."""
+        awake_s = min(awake_s, timeout_s)
+        until_s = time.monotonic() + awake_s if awake_s > 0 else 0.0
+        while until_s and time.monotonic() < until_s:
+            if (data := self._read(None)) is not None:
+                return data
+        data = self._read(timeout_s - awake_s)
         if data is None:
             self.close()
             raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed")

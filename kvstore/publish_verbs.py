@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
-from collections.abc import Callable
 
 from kvstore.errors import CopyStuck, InvalidRequest, KVStoreError, PeerLost, PoolExhausted, StoreUnavailable
 from kvstore.handoff import HandoffTicket, Publication, expiry_after
@@ -89,11 +89,7 @@ class PublishVerbs(StageVerbs):
         def run() -> HandoffTicket:
             with self._ending_job():
                 connection, limit_s = self._store.of_thread(), self._store.call_timeout_s
-
-                def ask(op: Op, payload: bytes, meanwhile: Callable[[], None] | None) -> bytes:
-                    return connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile)
-
-                publishing.claim(ask)
+                publishing.claim(functools.partial(connection.call, timeout_s=limit_s))
                 return self._complete(publishing)
 
         # The calls in it have their own timeouts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sized
+from typing import Protocol
 
 import numpy as np
 
@@ -20,10 +21,20 @@ from kvstore.wire import Op
 
 logger = logging.getLogger(__name__)
 
-#: Asks the store: (what, payload, what to do meanwhile).
-Ask = Callable[[Op, bytes, Callable[[], None] | None], bytes]
+#: For slots of a stage, by a store that was woken before it was asked.
+_AWAKE_S = 5e-4
+
 #: Tells the store what has no answer.
 Say = Callable[[Op, bytes], None]
+
+
+class Ask(Protocol):
+    """Asks the store."""
+
+    def __call__(
+        self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0
+    ) -> bytes:
+        """See `StoreConnections.call`."""
 
 
 def num_published(block_ids: object, engine_block_size: int, stored_block_size: int) -> int:
@@ -94,7 +105,7 @@ class Publishing:
         self.guard = CopyGuard(self.pages.order)
         copier.check_unchanged()
 
-    def claim(self, ask: Ask) -> None:
+    def claim(self, ask: Callable[[Op, bytes], bytes]) -> None:
         """Claim slots of the arena; after `order`.
 
         Args:
@@ -104,7 +115,7 @@ class Publishing:
             PoolExhausted: the store has no room for all of them; nothing is kept.
             KVStoreError: the store failed; nothing is kept.
         """
-        self._slots = unpack_ints(ask(Op.HANDOFF_PREPARE, self._question(0, 0), None))
+        self._slots = unpack_ints(ask(Op.HANDOFF_PREPARE, self._question(0, 0)))
 
     def begin(self) -> None:
         """Claim slots of the stage, do what `order` does meanwhile, and queue the copies into them.
@@ -115,7 +126,7 @@ class Publishing:
         stage, ahead = self.stage, _Ahead(self._expect)
         assert stage is not None, "the arena is copied to by `complete`"
         question = self._question(stage.slab, stage.generation)
-        slots = unpack_ints(self._keep(Op.HANDOFF_PREPARE, question, ahead.run))
+        slots = unpack_ints(self._keep(Op.HANDOFF_PREPARE, question, ahead.run, _AWAKE_S))
         try:
             ahead.check()
             with self.guard.copying():
@@ -151,7 +162,7 @@ class Publishing:
                 with self.guard.copying():
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
             payload = pack_complete_handoff(self._key, self._ttl_s)
-            kept = U64.unpack(self._keep(Op.HANDOFF_COMPLETE, payload, None))[0]
+            kept = U64.unpack(self._keep(Op.HANDOFF_COMPLETE, payload))[0]
         except CopyStuck:
             raise
         except BaseException:
@@ -185,7 +196,7 @@ class Publishing:
 
     def _void(self) -> None:
         with contextlib.suppress(KVStoreError):
-            self._keep(Op.HANDOFF_WITHDRAW, self._key, None)
+            self._keep(Op.HANDOFF_WITHDRAW, self._key)
 
 
 class _Ahead:

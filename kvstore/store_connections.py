@@ -115,13 +115,13 @@ class StoreConnections:
             connection = self._lookups = self.connect()
         return connection
 
-    def call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None) -> bytes:
+    def call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0) -> bytes:
         """Ask over the connection that lives as long as the client; see `ControlClient.call` for what is raised."""
         self.check_open()
         if self._calls.closed:
             # Leases taken over the old one are held on until their deadline: their blocks may be in use.
             self._calls = self.connect()
-        return self._calls.call(op, payload, timeout_s=self.call_timeout_s, meanwhile=meanwhile)
+        return self._calls.call(op, payload, timeout_s=self.call_timeout_s, meanwhile=meanwhile, awake_s=awake_s)
 
     def say(self, op: Op, payload: bytes) -> None:
         """Tell the store over that connection what has no answer."""

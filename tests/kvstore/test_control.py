@@ -185,6 +185,13 @@ def test_a_reader_that_stays_awake_reads_and_gives_up_as_ever(client, monkeypatc
     assert client.closed
 
 
+def test_who_stays_awake_for_an_answer_gets_it_or_gives_up_as_ever(client):
+    assert client.call(Op.LOOKUP, b"x", timeout_s=2.0, awake_s=60.0) == b"x"
+    with pytest.raises(TransferTimeout):
+        client.call(Op.STATS, timeout_s=0.2, awake_s=60.0)  # never answered
+    assert client.closed
+
+
 def test_a_stream_that_is_left_closes_the_connection(client):
     with contextlib.closing(client.call_stream(Op.LOAD, b"", timeout_s=2.0)) as pieces:
         assert next(pieces) == (False, b"\0")
