@@ -114,7 +114,7 @@ def _measure(
                 yield from _hand_offs(pair, shape, counts, rounds, "cpu_to_cpu", "ours")
                 return
             yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", "host")
-            pair.attach(most_bytes, say)
+            pair.attach(2 * most_bytes, say)
             for way in _WAYS:
                 yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", way)
             with kept_awake():
@@ -122,7 +122,7 @@ def _measure(
                     yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", way, "_cores_awake")
         with ExitStack() as closing:
             pair = _Pair([nodes[0], nodes[0]], space, places, max(counts), closing)
-            pair.attach(most_bytes, say)
+            pair.attach(2 * most_bytes, say)
             yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu_one_node", "ours")
     say("NIXL alone")
     for count, way, seconds in raw_nixl(shape, counts, rounds, config.stage_chunk_bytes, _TIMEOUT_S):
@@ -159,7 +159,10 @@ class _Pair:
         receives.close()
 
     def attach(self, num_bytes: int, say: Callable[[str], None]) -> None:
-        """Attach both to stages that hold so much; the second warms up the way from the first one's."""
+        """Attach both to stages that hold so much; the second warms up the way from the first one's.
+
+        A hand-off's slots are given back after its result, so the next one may meet it in a stage with room for one.
+        """
         for end, peers in ((self.source, ()), (self.target, (self._nodes[0].node_id,))):
             say(f"attached: {end.ask('attach', _TIMEOUT_S, num_bytes + self._block_bytes, peers)}")
 

@@ -7,7 +7,6 @@ for ever, and no device is synchronised for the sake of one job.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvstore.errors import CopyStuck, InvalidRequest
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.gpu import PlacedSpans, PreparedCopy
 from kvstore.latch import Latch
+from kvstore.pauses import give_way
 
 _DEVICE_TIMEOUT_S = 120.0
 _LEAST_POLL_S, _MOST_POLL_S = 20e-6, 500e-6
@@ -147,7 +147,7 @@ def _reached(
         if order is not None and order.is_calm:
             time.sleep(_CALM_POLL_S)
         elif waited_s < eager_s:
-            os.sched_yield()  # Even to sleep for no time takes 50 us: a timer may be late by so much.
+            give_way()
         else:
             time.sleep(min(most_poll_s, max(_LEAST_POLL_S, waited_s / 200)))
     return True

@@ -10,7 +10,6 @@ Three things differ from NIXL's own Python wrapper, each measured (docs/adr/0004
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import time
@@ -22,6 +21,7 @@ import numpy as np
 
 from kvstore.config import set_ucx_defaults
 from kvstore.errors import PeerLost, RegistrationFailed, TransferError, TransferTimeout
+from kvstore.pauses import give_way
 from kvstore.transport import PeerDescription, ReadRequest, ReadState, ReadTotals
 
 #: The progress thread wakes on events and at least this often.
@@ -281,7 +281,7 @@ class NixlTransport:
         while self.poll(handle) is ReadState.RUNNING:
             if time.monotonic() > deadline_s:
                 raise TransferTimeout(f"READ from {request.peer}: not terminal after {timeout_s} s")
-            os.sched_yield()
+            give_way()
         self.release(handle)
 
     def close(self) -> None:
