@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -14,7 +15,7 @@ from benchmarks.soak.mailbox import Letter, Mailbox
 from benchmarks.soak.plan import SHAPE, Choice, Verb, space
 from benchmarks.soak.voice import Voice
 from benchmarks.soak.weights import Weights
-from kvstore.errors import all_error_types
+from kvstore.errors import KVStoreError, all_error_types
 from kvstore.handoff import FetchResult, HandoffTicket, expiry_after
 from kvstore.hashing import BlockHashes
 from kvstore.results import BlockFailure, Job, MissReason
@@ -140,8 +141,14 @@ class Handoffs:
     def _begin(self, engine: Engine, choice: Choice, ids: list[int], letter: Letter) -> None:
         letter = replace(letter, may_be_withdrawn=True)  # If the copy fails.
         if choice.is_named:
-            self._mailbox.send(replace(letter, may_be_missing=True), choice.num_copies)
-            publication = engine.client.begin_publish(ids, ttl_s=choice.ttl_s, ticket=letter.ticket)
+            # Of one that is early nobody hears that it is missing.
+            self._mailbox.send(replace(letter, may_be_missing=not choice.is_early), choice.num_copies)
+            try:
+                publication = engine.client.begin_publish(ids, ttl_s=choice.ttl_s, ticket=letter.ticket)
+            except KVStoreError:
+                with contextlib.suppress(KVStoreError):
+                    engine.client.withdraw(letter.ticket)
+                raise
         else:
             publication = engine.client.begin_publish(ids, ttl_s=choice.ttl_s)
             self._mailbox.send(replace(letter, ticket=publication.ticket), choice.num_copies)
@@ -153,6 +160,7 @@ class Handoffs:
         ticket = HandoffTicket(
             node_id=client.node_id, epoch=bytes.fromhex(client.epoch), namespace=client.space.digest,
             num_blocks=choice.num_blocks, block_bytes=SHAPE.block_bytes, expires_s=expiry_after(choice.ttl_s),
+            is_early=choice.is_early,
         )  # fmt: skip
         return Letter(
             ticket=ticket, node=self._node, chain=choice.chain, first=choice.first, owner=self._owner,
@@ -179,7 +187,7 @@ class Handoffs:
         num_blocks = letter.ticket.num_blocks
         skip = min(choice.skip_tokens, num_blocks * SHAPE.block_size)
         if choice.verb is Verb.FETCH_FORGED:
-            forged = replace(letter.ticket, nonce=bytes(len(letter.ticket.nonce)))
+            forged = replace(letter.ticket, nonce=bytes(len(letter.ticket.nonce)), is_early=False)
             letter = replace(letter, ticket=forged, may_be_missing=True)
         num_jobs = 2 if choice.verb is Verb.FETCH_TWICE else 1
         ids = self._rng.sample(self._own, num_jobs * num_blocks)

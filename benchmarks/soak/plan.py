@@ -92,6 +92,7 @@ class Choice:
         num_copies: how many get the ticket; it is good for one of them.
         is_withdrawn: whether the publisher takes its blocks back.
         is_named: whether a ticket is made, and sent, before the store hears of it.
+        is_early: whether such a ticket says so, so that a fetch waits.
     """
 
     verb: Verb
@@ -104,6 +105,7 @@ class Choice:
     num_copies: int
     is_withdrawn: bool
     is_named: bool
+    is_early: bool
 
 
 class Fault(Enum):
@@ -198,6 +200,7 @@ def choices(seed: int, client: int, life: int) -> Iterator[Choice]:
             verb=verb, chain=chain, first=first, num_blocks=num_blocks, skip_tokens=skip_tokens,
             wait_s=rng.random() ** 3 * 0.2, ttl_s=rng.choice(_TTLS_S), num_copies=rng.choice((1, 1, 1, 2)),
             is_withdrawn=rng.random() < 0.15, is_named=rng.random() < 0.5,
+            is_early=rng.random() < 0.5,
         )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def test_a_ticket_that_is_good_twice_is_found(desk, only_handoffs, monkeypatch):
 
 @pytest.mark.parametrize("reason", ["owner_gone", "cleared", "stale"])
 def test_a_reason_that_nothing_explains_is_found(reason, desk, only_handoffs, monkeypatch):
-    monkeypatch.setattr(HandoffTable, "claim", lambda *args: f"{reason}: so it says")
+    monkeypatch.setattr(HandoffTable, "claim", lambda *args, **how: f"{reason}: so it says")
     desk.work(40)
     assert desk.findings == []  # It may turn out to be true.
     desk.end()
