@@ -316,8 +316,9 @@ def handoff(
     """GB/s of hand-offs, from publish to the last byte fetched, between caches of separate layers on two nodes.
 
     Ours beside one copy of the same bytes between the devices (the limit), and beside READs by NIXL alone: of the
-    engine's fragments, and of blocks that are packed already. Ours once more on cores that are kept from sleeping. With
-    fewer than two GPUs through host memory.
+    engine's fragments, and of blocks that are packed already. Ours: published and then fetched; begun, with the ticket
+    sent while blocks are packed; early, with the ticket sent first; ahead, published while blocks are computed; and all
+    of that on cores that are kept from sleeping. With fewer than two GPUs through host memory.
     """
     from kvstore.actors.bench_handoff import run_handoff
 
