@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +28,7 @@ from kvstore.errors import (
 from kvstore.grants import PinKind
 from kvstore.handoff_verbs import HandoffVerbs
 from kvstore.hashing import BlockHashes, Namespace
+from kvstore.job_threads import JobThreads
 from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout
 from kvstore.lease import Lease
@@ -49,7 +49,6 @@ from kvstore.stage_copier import EngineCaches
 from kvstore.store_connections import StoreConnections
 from kvstore.wire import Op, pack_json, unpack_json
 
-_NUM_JOB_THREADS = 4
 _LATE_S = 600.0
 
 
@@ -92,7 +91,7 @@ class Client(HandoffVerbs):
         self._copier: EngineCopier | None = None
         self._presence: PresenceView | None = None
         threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
-        self._jobs = ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
+        self._jobs = JobThreads()
 
     def register_kv_caches(
         self,
@@ -385,7 +384,7 @@ class Client(HandoffVerbs):
     def _lose(self) -> None:
         """That life of the store is over: unmap its memory, or the next life may find no room beside it."""
 
-        def unmap(jobs: ThreadPoolExecutor) -> None:
+        def unmap(jobs: JobThreads) -> None:
             if self._presence is not None:
                 self._presence.close()
             jobs.shutdown()  # Those that run fail by themselves; the ones after them never reach the memory.
@@ -397,7 +396,7 @@ class Client(HandoffVerbs):
             if self._lost:
                 return
             self._lost = True
-            jobs, self._jobs = self._jobs, ThreadPoolExecutor(_NUM_JOB_THREADS, thread_name_prefix="raykv-client")
+            jobs, self._jobs = self._jobs, JobThreads()
             self._unmapping = threading.Thread(target=unmap, args=(jobs,), name="raykv-unmap", daemon=True)
             self._unmapping.start()  # Before anybody can wait for its end.
 
@@ -449,7 +448,7 @@ class Client(HandoffVerbs):
         work = None
         if isinstance(run, Work):
             work, future = run, run.future
-            self._jobs.submit(run.see_done)
+            self._jobs.see_done(run)
         else:
             future = self._jobs.submit(run)
         if order is None:

@@ -18,7 +18,7 @@ from kvstore.remote_fetch import RemoteFetch, Send
 from kvstore.stage_lanes import StageLanes
 from kvstore.stages import Stage, StageBook
 
-_NUM_THREADS = 8
+_NUM_THREADS = 32
 
 
 class HandoffFetcher:

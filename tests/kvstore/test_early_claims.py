@@ -210,11 +210,11 @@ def test_a_source_that_was_restarted_has_nothing_and_nothing_is_read(cluster, wa
 def test_a_fetch_that_is_given_up_before_it_began_leaves_nothing(cluster, warm, wait_until):
     source, target = warm
     given = []
-    jobs, target.client._jobs = target.client._jobs, SimpleNamespace(submit=given.append)
+    jobs, target.client._jobs = target.client._jobs, SimpleNamespace(see_done=given.append)
     ticket, before = source.client.publish(range(6)), target.bytes()
     assert target.client.fetch(ticket, list(range(6))).abandon()
     target.client._jobs = jobs
-    given[0]()
+    given[0].see_done()
     assert target.bytes() == before
     source.client.withdraw(ticket)
     nothing_held(cluster, wait_until)

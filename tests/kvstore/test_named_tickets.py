@@ -195,6 +195,22 @@ def test_an_early_ticket_whose_blocks_have_no_room_may_be_published_later(cluste
     assert job.result(20).num_blocks == 2
 
 
+def test_fetches_that_wait_hold_up_nothing_else(cluster, pair, wait_until):
+    source, target = pair
+    tickets = [source.client.prepare_ticket(1) for _ in range(12)]
+    jobs = [target.client.fetch(ticket, [i]) for i, ticket in enumerate(tickets)]
+    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 12)
+    hashes = cluster.hashes(2)
+    assert target.save(hashes, [18, 19]).num_blocks == 2
+    assert target.client.load(hashes, [16, 17]).result(20).num_blocks == 2
+    assert target.client.fetch(source.client.publish([5]), [15]).result(20).num_blocks == 1
+    assert not any(job.done() for job in jobs)
+    for i, ticket in enumerate(tickets):
+        source.client.publish([i], ticket=ticket)
+    assert [job.result(20).num_blocks for job in jobs] == [1] * 12
+    assert [target.block(i) for i in range(12)] == [source.block(i) for i in range(12)]
+
+
 def test_a_ticket_is_not_made_early_by_who_has_it(cluster, pair, wait_until):
     source, target = pair
     ticket = source.client.publish([5, 6])

@@ -537,12 +537,12 @@ def test_copies_that_are_queued_are_over_before_the_job_counts_as_abandoned(clus
     source, target = pair
     order, given, jobs = Order(), [], source.client._jobs
     source.client._stage_link._stage.copier.order = lambda: order
-    source.client._jobs = SimpleNamespace(submit=given.append)
+    source.client._jobs = SimpleNamespace(see_done=given.append)
     publication = source.client.begin_publish(range(10))
     assert publication.job.abandon()
     assert order.asked == ["settle"]
     source.client._jobs = jobs
-    given[0]()
+    given[0].see_done()
     assert publication.job.result(0) == publication.ticket
     assert fetch(target, publication.ticket, range(10)).num_blocks == 10
     nothing_held(cluster, wait_until)
