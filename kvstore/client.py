@@ -19,7 +19,6 @@ from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
 from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.errors import (
-    CopyStuck,
     InvalidRequest,
     KVStoreError,
     NamespaceMismatch,
@@ -371,10 +370,8 @@ class Client(HandoffVerbs):
     def _ending_job(self) -> Iterator[None]:
         """After a job whose connection broke: tell the store at once, or its slots wait for this thread's next job."""
         try:
-            yield
-        except CopyStuck:
-            self._stuck = True
-            raise
+            with self._noting_stuck():
+                yield
         finally:
             with contextlib.suppress(KVStoreError):
                 connection = self._store.of_thread()

@@ -69,8 +69,7 @@ class HandoffTicket:
         node = self.node_id.encode()
         head = _HEAD.pack(
             _MAGIC, TICKET_VERSION, len(node), self.epoch, self.nonce, self.namespace, self.num_blocks,
-            self.block_bytes, self.block_order, *self.part, self.expires_s, self.slab,
-            self.is_early,
+            self.block_bytes, self.block_order, *self.part, self.expires_s, self.slab, self.is_early,
         )  # fmt: skip
         return head + node
 

@@ -129,7 +129,7 @@ class HandoffControl:
                 self._fetch(connection, message, unpack_fetch(payload))
             case Op.HANDOFF_SOON:
                 self._server.stay_awake(_AWAKE_S)
-                if payload:
+                if payload:  # Of a fetch: for a publication there is nothing for the mover to do.
                     self._core.mover.expect_read(payload)
             case Op.HANDOFF_STAGE:
                 value = unpack_json(payload)

@@ -29,7 +29,7 @@ class JobThreads:
         return self._copying.submit(run)
 
     def see_done(self, work: Work[T]) -> None:
-        """Have a hand-off's work done, by whom it may concern, and what comes after it."""
+        """Have a thread see a hand-off's work done, and do what comes after it; see `Work.see_done`."""
         self._waiting.submit(work.see_done)
 
     def shutdown(self) -> None:

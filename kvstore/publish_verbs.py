@@ -40,8 +40,8 @@ class PublishVerbs(StageVerbs):
         Raises:
             InvalidRequest: an argument is wrong.
         """
-        if not isinstance(num_blocks, int) or num_blocks < 1:
-            raise InvalidRequest(f"num_blocks: wanted a number of stored blocks from 1 on, got {num_blocks!r}")
+        if not isinstance(num_blocks, int) or not 1 <= num_blocks < 1 << 32:
+            raise InvalidRequest(f"num_blocks: wanted a number of stored blocks in [1, 2**32), got {num_blocks!r}")
         if self._stage_link is not None:
             self._wake_store()
         return self._ticket(num_blocks, self._keep_s(ttl_s), self.handoff_slab, is_early=True)

@@ -199,8 +199,7 @@ def choices(seed: int, client: int, life: int) -> Iterator[Choice]:
         yield Choice(
             verb=verb, chain=chain, first=first, num_blocks=num_blocks, skip_tokens=skip_tokens,
             wait_s=rng.random() ** 3 * 0.2, ttl_s=rng.choice(_TTLS_S), num_copies=rng.choice((1, 1, 1, 2)),
-            is_withdrawn=rng.random() < 0.15, is_named=rng.random() < 0.5,
-            is_early=rng.random() < 0.5,
+            is_withdrawn=rng.random() < 0.15, is_named=rng.random() < 0.5, is_early=rng.random() < 0.5,
         )  # fmt: skip
 
 

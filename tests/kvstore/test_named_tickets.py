@@ -220,7 +220,7 @@ def test_a_ticket_is_not_made_early_by_who_has_it(cluster, pair, wait_until):
     assert target.client.fetch(ticket, [1, 2]).result(20).num_blocks == 2
 
 
-@pytest.mark.parametrize("num_blocks", [0, -1, 1.0, None, "2"])
-def test_a_ticket_for_no_blocks(pair, num_blocks):
+@pytest.mark.parametrize("num_blocks", [0, -1, 1 << 32, 1.0, None, "2"])
+def test_a_ticket_for_no_number_of_blocks(pair, num_blocks):
     with pytest.raises(InvalidRequest, match="num_blocks"):
         pair[0].client.prepare_ticket(num_blocks)
