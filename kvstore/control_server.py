@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import struct
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from kvstore.control_connection import Connection, Handler
+from kvstore.control_loop import ControlLoop
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
 from kvstore.wire import (
     RECEIVE_BYTES,
@@ -38,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 _SO_PEERPIDFD = 77
 _GOODBYE = Op.GOODBYE
-#: How long the thread sleeps when nothing happens and nothing ends with time.
-_IDLE_S = 5.0
 
 
 class ControlServer:
@@ -63,16 +59,11 @@ class ControlServer:
         holds: Callable[[Connection], bool] = lambda connection: True,
     ) -> None:
         self._handler, self._on_gone, self._holds = handler, on_gone, holds
-        self._on_tick, self._wants_ticks, self._tick_s = on_tick, wants_ticks, tick_s
-        self._epoll = select.epoll()
-        #: What to do when a descriptor has something to read.
-        self._when_ready: dict[int, Callable[[], None]] = {}
+        self._on_tick = on_tick
+        self._loop = ControlLoop(self._tick, wants_ticks, tick_s, self._shut_down)
+        self.watch, self.unwatch = self._loop.watch, self._loop.unwatch
+        self.wake, self.stay_awake, self.is_serving = self._loop.wake, self._loop.stay_awake, self._loop.is_serving
         self._received = memoryview(bytearray(RECEIVE_BYTES))
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.watch(self._wake_read, self._woken)
-        self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
-        self._stopping = False
-        self._awake_until_s = 0.0
         self._num_connections = 0
         self._path = ""
         self._listeners: list[socket.socket] = []
@@ -105,75 +96,22 @@ class ControlServer:
 
     def start(self) -> None:
         """Begin to serve."""
-        self._thread.start()
+        self._loop.start()
 
-    def wake(self) -> None:
-        """Make the thread look at its timers; it does so by itself after each message that it serves."""
-        if threading.get_ident() == self._thread.ident:
-            return
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"x")
-
-    def stay_awake(self, seconds: float) -> None:
-        """Have the thread ask for messages without sleeping for so long, because one comes soon; 0 ends that."""
-        self._awake_until_s = time.monotonic() + seconds if seconds else 0.0
-        if seconds:
-            self.wake()
+    @property
+    def num_failures(self) -> int:
+        """How often something that nobody expected was raised on the thread."""
+        return self._loop.num_failures
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """Close all connections and end the thread; may be called again."""
-        self._stopping = True
-        self.wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        self._loop.stop(timeout_s)
 
-    def watch(self, fd: int, then: Callable[[], None]) -> None:
-        """Call `then`, which must not block, whenever a descriptor can be read; on the server's thread, as `then` is.
-
-        It has to be unwatched before it is closed, and `then` may be called once more in that very moment.
-        """
-        self._when_ready[fd] = then
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def unwatch(self, fd: int) -> None:
-        """Watch a descriptor no more; on the server's thread."""
-        if self._when_ready.pop(fd, None) is not None:
-            with contextlib.suppress(OSError):
-                self._epoll.unregister(fd)
-
-    def _run(self) -> None:
-        wait_s = next_tick_s = 0.0
-        while not self._stopping:
-            # Looked up before any is served: what one of them closes must not lend its number to another.
-            ready = [self._when_ready[fd] for fd, _ in self._poll(wait_s)]
-            for then in ready:
-                try:
-                    then()
-                except Exception:
-                    logger.exception("control: unexpected error")
-            now_s = time.monotonic()
-            wait_s = next_tick_s - now_s
-            if wait_s <= 0:
-                # Asked once a tick and not after each message, so once more after the last one.
-                wanted = self._wants_ticks()
-                wait_s = self._tick_s if wanted or ready else _IDLE_S
-                next_tick_s = now_s + self._tick_s
-                if wanted:
-                    self._on_tick()
-                    self._let_go_of_closed()
-        self._shut_down()
-
-    def _poll(self, wait_s: float) -> list[tuple[int, int]]:
-        while self._awake_until_s:
-            if found := self._epoll.poll(0):
-                return found
-            if time.monotonic() > self._awake_until_s:
-                self._awake_until_s = 0.0
-        return self._epoll.poll(wait_s)
-
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
+    def _tick(self) -> None:
+        try:
+            self._on_tick()
+        finally:
+            self._let_go_of_closed()
 
     def _accept(self, listener: socket.socket) -> None:
         sock, _ = listener.accept()
@@ -298,9 +236,6 @@ class ControlServer:
             if connection.pidfd >= 0:
                 os.close(connection.pidfd)
         self._connections.clear()
-        self._epoll.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
         if self._path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)

@@ -133,6 +133,10 @@ class DirectoryServer:
         """Return where stores reach this directory."""
         return PeerAddress(self._host, self._server.port, self._token)
 
+    def is_serving(self, within_s: float) -> bool:
+        """Whether the thread that serves the stores answers within so many seconds."""
+        return self._server.is_serving(within_s)
+
     def stop(self) -> None:
         """Stop serving."""
         self._server.stop()

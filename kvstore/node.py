@@ -262,6 +262,10 @@ class NodeCore(PoolVerbs):
                 logger.debug("no mover statistics: %s", error)
         return result
 
+    def is_serving(self, within_s: float) -> bool:
+        """Whether the thread that serves workers and peers answers within so many seconds."""
+        return self._control.is_serving(within_s)
+
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena."""
         return self.mover.wait_ready(timeout_s)

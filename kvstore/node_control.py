@@ -5,6 +5,7 @@ Runs on the one thread of kvstore.control_server, so nothing here may block.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -80,6 +81,10 @@ class NodeControl:
         self._server.listen_local(path)
         self._server.listen_remote(host)
         self._server.start()
+
+    def is_serving(self, within_s: float) -> bool:
+        """Whether the control thread goes through a whole round within so many seconds."""
+        return self._server.is_serving(within_s)
 
     def wake(self) -> None:
         """Have the thread look at its timers: a lease was made by another thread."""
@@ -262,10 +267,12 @@ class NodeControl:
 
     def _tick(self) -> None:
         now_s = time.monotonic()
-        self._pool.tick(now_s)
-        self.handoffs.tick(now_s)
-        self._fence.check()
-        self._core.hints.answer_overdue()
-        if self._core.fetcher is not None:
-            self._core.fetcher.flights.give_up_overdue()
-        self._peers.tick(now_s)
+        with contextlib.ExitStack() as parts:
+            # From the last to the first; each is done whatever the others raise.
+            parts.callback(self._peers.tick, now_s)
+            if self._core.fetcher is not None:
+                parts.callback(self._core.fetcher.flights.give_up_overdue)
+            parts.callback(self._core.hints.answer_overdue)
+            parts.callback(self._fence.check)
+            parts.callback(self.handoffs.tick, now_s)
+            parts.callback(self._pool.tick, now_s)

@@ -82,7 +82,7 @@ def echo(tmp_path_factory):
         server.start()
         yield made
         server.stop()
-        assert not server._thread.is_alive()
+        assert not server.is_serving(0.0)
 
 
 @pytest.fixture(params=["local", "remote"])
