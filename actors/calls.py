@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -11,6 +13,11 @@ from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTime
 
 #: All actors of raykv live in this Ray namespace.
 RAY_NAMESPACE = "raykv"
+
+#: What Ray raises besides its own tree. ValueError: no such actor, or a reference of an earlier cluster. OSError,
+#: with ConnectionError in it: statuses of its core that are I/O errors. RuntimeError, SystemError, AttributeError
+#: and AssertionError: a process whose Ray has been shut down, or is being.
+_OTHER_RAY_FAILURES = (ValueError, OSError, RuntimeError, SystemError, AttributeError, AssertionError)
 
 
 def actor_name(store: str, kind: str, node_id: str = "") -> str:
@@ -23,18 +30,51 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
+@contextlib.contextmanager
+def ray_failures(what: str) -> Iterator[None]:
+    """Raise one of our errors for whatever way a Ray call inside fails; the one place that knows these ways.
+
+    Every use of Ray by a thread that must live is inside one. Errors of ours pass unchanged.
+
+    Raises:
+        StoreNotRunning: this process has no Ray (any more). Asked first, because most calls would start one.
+        TransferTimeout: no answer in time; also of a GCS that hangs.
+        PeerLost: the actor, its process, its node or the GCS is gone, or cannot be reached.
+        KVStoreError: what the actor raised: that itself if it is ours.
+    """
+    if not ray.is_initialized():
+        raise StoreNotRunning(f"{what}: Ray is not initialised in this process; call kvstore.connect() first")
+    try:
+        yield
+    # First: what an actor raised comes as an error that is of Ray's class and of its own.
+    except ray_errors.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, KVStoreError):
+            raise cause from error
+        raise KVStoreError(f"{what}: {error}") from error
+    except KVStoreError:
+        raise
+    except (ray_errors.GetTimeoutError, TimeoutError) as error:
+        raise TransferTimeout(f"{what}: no answer in time: {type(error).__name__}: {error}") from error
+    except (ray_errors.RayError, *_OTHER_RAY_FAILURES) as error:
+        raise PeerLost(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def find_actor(name: str) -> Any:
     """Return the handle of a named actor.
 
     Raises:
-        StoreNotRunning: there is none, or no Ray.
+        StoreNotRunning: there is none, or no Ray in this process.
+        TransferTimeout: the cluster's GCS does not answer.
+        PeerLost: it cannot be reached.
     """
-    try:
-        return ray.get_actor(name, namespace=RAY_NAMESPACE)
-    except ValueError as error:
-        raise StoreNotRunning(f"no actor {name!r} in this Ray cluster; start the store with kvstore.start()") from error
-    except ray_errors.RaySystemError as error:
-        raise StoreNotRunning(f"Ray is not running: {error}") from error
+    with ray_failures(f"actor {name!r}"):
+        try:
+            return ray.get_actor(name, namespace=RAY_NAMESPACE)
+        except ValueError as error:
+            raise StoreNotRunning(
+                f"no actor {name!r} in this Ray cluster; start the store with kvstore.start()"
+            ) from error
 
 
 def call(what: str, ref: Any, timeout_s: float) -> Any:
@@ -42,19 +82,8 @@ def call(what: str, ref: Any, timeout_s: float) -> Any:
 
     Raises:
         KVStoreError: what the actor raised, if it is ours.
-        TransferTimeout: no answer in time.
+        TransferTimeout: no answer within `timeout_s`.
         PeerLost: the actor, its process or its node is gone.
     """
-    try:
+    with ray_failures(f"{what} (within {timeout_s} s)"):
         return ray.get(ref, timeout=timeout_s)
-    except ray_errors.GetTimeoutError as error:
-        raise TransferTimeout(f"{what}: no answer within {timeout_s} s") from error
-    except ray_errors.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, KVStoreError):
-            raise cause from error
-        raise KVStoreError(f"{what}: {error}") from error
-    except ray_errors.RayError as error:
-        raise PeerLost(f"{what}: {type(error).__name__}: {error}") from error
-    except ValueError as error:
-        raise PeerLost(f"{what}: {error}") from error

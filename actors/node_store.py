@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address
+from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.mover import Mover
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
@@ -61,29 +61,27 @@ class NodeStore:
     # Finding each other.
 
     def _resolve_peer(self, node_id: str) -> PeerAddress:
-        handle = find_actor(actor_name(self._config.name, "node", node_id))
-        address: PeerAddress = call(
-            f"store of node {node_id}", handle.peer_address.remote(), self._config.call_timeout_s
-        )
+        what, name = f"store of node {node_id}", actor_name(self._config.name, "node", node_id)
+        with ray_failures(what):
+            address: PeerAddress = call(what, find_actor(name).peer_address.remote(), self._config.call_timeout_s)
         return address
 
     def _resolve_directory(self) -> PeerAddress:
-        handle = find_actor(actor_name(self._config.name, "directory"))
-        address: PeerAddress = call("directory", handle.address.remote(), self._config.call_timeout_s)
+        name = actor_name(self._config.name, "directory")
+        with ray_failures("directory"):
+            address: PeerAddress = call("directory", find_actor(name).address.remote(), self._config.call_timeout_s)
         return address
 
     def _start_mover(self) -> StartedMover:
         name = f"raykv-{self._node_id[:12]}-{self._core.epoch.hex()}-{next(self._mover_numbers)}-{secrets.token_hex(3)}"
-        return _MoverActor(
-            ray.remote(Mover)
-            .options(
-                num_cpus=0,
-                max_restarts=0,
-                namespace=RAY_NAMESPACE,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
-            )
-            .remote(self._core.control_path, name, self._config_json)
+        options = ray.remote(Mover).options(
+            num_cpus=0,
+            max_restarts=0,
+            namespace=RAY_NAMESPACE,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
         )
+        with ray_failures("mover"):
+            return _MoverActor(options.remote(self._core.control_path, name, self._config_json))
 
     # For the supervisor and the public Store object.
 
@@ -203,11 +201,13 @@ class _MoverActor:
 
     def wait_started(self, timeout_s: float) -> None:
         """Wait until its constructor is through."""
-        call("mover", self._handle.pid.remote(), timeout_s)
+        with ray_failures("mover"):
+            call("mover", self._handle.pid.remote(), timeout_s)
 
     def kill(self) -> None:
         """End its process."""
-        ray.kill(self._handle)
+        with ray_failures("mover"):
+            ray.kill(self._handle)
 
 
 def _chain(hashes: BlockHashes) -> Chain:

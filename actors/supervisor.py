@@ -14,14 +14,14 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
-from ray import exceptions as ray_errors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
+from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.actors.directory import Directory
 from kvstore.actors.node_store import NodeStore
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, TransferTimeout
+from kvstore.guard import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,13 @@ _ROUND_S = 15.0
 
 
 def alive_nodes() -> dict[str, dict[str, float]]:
-    """Return the resources of each living node by its Ray id."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    """Return the resources of each living node by its Ray id.
+
+    Raises:
+        StoreUnavailable, TransferError: the cluster cannot be asked.
+    """
+    with ray_failures("nodes"):
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: dict(node["Resources"]) for node in nodes if node["Alive"]}
 
 
@@ -75,6 +80,9 @@ class Supervisor:
         """Make what is missing; returns the ids of the nodes that have a living store.
 
         Every node is seen to on a thread of its own, and the round ends within `_ROUND_S` whatever one of them does.
+
+        Raises:
+            KVStoreError: the cluster cannot be asked, or the directory cannot be made; the nodes were seen to.
         """
         if self._stopping.is_set():
             return []
@@ -82,8 +90,6 @@ class Supervisor:
         # First, because a store that comes up before it would publish a second later.
         directory = self._begin("directory", self._ensure_directory)
         wait([directory], _ROUND_S)
-        if directory.done():
-            directory.result()
         ensured = {
             node_id: self._begin(node_id, self._ensure_node_store, node_id, resources)
             for node_id, resources in nodes.items()
@@ -102,6 +108,8 @@ class Supervisor:
             if self._problems.get(node_id) != str(error):
                 logger.warning("node %s has no store: %s", node_id, error)
             self._problems[node_id] = str(error)
+        if directory.done():
+            directory.result()
         return served
 
     def _begin(self, key: str, ensure: Callable[..., None], *arguments: Any) -> Future[None]:
@@ -127,16 +135,18 @@ class Supervisor:
         return future
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_PERIOD_S):
+        guard, pause_s = Guard(logger, "supervisor: a round"), 0.0
+        while not self._stopping.wait(_PERIOD_S + pause_s):
             try:
                 self.reconcile()
+                guard.passed()
+                pause_s = 0.0
             except KVStoreError as error:
                 # An actor that Ray is just restarting, say: what the supervisor is there for, and no fault of its own.
                 if not self._stopping.is_set():
                     logger.warning("supervisor: could not reconcile (%s); will try again", error)
-            except Exception:
-                if not self._stopping.is_set():
-                    logger.exception("supervisor: could not reconcile; will try again")
+            except Exception as error:  # noqa: BLE001 - logged by the guard; nobody else makes stores.
+                pause_s = guard.failed(error)
 
     def _ensure_directory(self) -> None:
         name = actor_name(self._config.name, "directory")
@@ -146,8 +156,8 @@ class Supervisor:
     def _ensure_node_store(self, node_id: str, resources: dict[str, float]) -> None:
         name = actor_name(self._config.name, "node", node_id)
         try:
-            handle = find_actor(name)
-            call(f"store of node {node_id}", handle.ping.remote(), _CALL_S)
+            with ray_failures(f"store of node {node_id}"):
+                call(f"store of node {node_id}", find_actor(name).ping.remote(), _CALL_S)
             return
         except TransferTimeout:
             # It lives but hangs: another one cannot have its name, and its workers still hold its arena.
@@ -176,27 +186,25 @@ def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) ->
     last: KVStoreError = StoreNotRunning(f"{name} could not be made")
     for _ in range(4):
         try:
-            handle: Any = (
-                ray.remote(cls)
-                .options(
-                    name=name,
-                    namespace=RAY_NAMESPACE,
-                    lifetime="detached",
-                    get_if_exists=True,
-                    num_cpus=0,
-                    **options,
+            with ray_failures(name):
+                handle: Any = (
+                    ray.remote(cls)
+                    .options(
+                        name=name,
+                        namespace=RAY_NAMESPACE,
+                        lifetime="detached",
+                        get_if_exists=True,
+                        num_cpus=0,
+                        **options,
+                    )
+                    .remote(*args)
                 )
-                .remote(*args)
-            )
-            probe = handle.ping.remote() if hasattr(cls, "ping") else handle.address.remote()
-            call(name, probe, 30.0)
+                probe = handle.ping.remote() if hasattr(cls, "ping") else handle.address.remote()
+                call(name, probe, 30.0)
             return handle
         except KVStoreError as error:
             last = error
             if "creation task" in str(error):
                 break  # Ray's words for a constructor that raised: it would again.
-            time.sleep(0.2)
-        except (ray_errors.RayError, ValueError) as error:
-            last = StoreNotRunning(f"{name}: {error}")
             time.sleep(0.2)
     raise last

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvstore.errors import KVStoreError
+from kvstore.guard import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,11 @@ class StartedMover(Protocol):
         """
 
     def kill(self) -> None:
-        """End it, if it runs; may be called again."""
+        """End it, if it runs; may be called again.
+
+        Raises:
+            KVStoreError: it could not be told; nobody knows whether it runs.
+        """
 
 
 class MoverKeeper:
@@ -73,18 +78,29 @@ class MoverKeeper:
         """Start no more, and end the one there is."""
         self._stopping.set()
         if self._mover is not None:
-            self._mover.kill()
+            self._end(self._mover)
 
     def _bring_up(self, pause_s: float) -> None:
+        guard = Guard(logger, f"node {self._name}: starting a mover")
         with self._lock:
             while not self._wait_ready(0.0) and not self._stopping.wait(pause_s):
-                self._mover = mover = self._start_one()
+                mover = None
                 try:
+                    self._mover = mover = self._start_one()
                     mover.wait_started(_STARTED_WITHIN_S)
                     if self._wait_ready(self._ready_within_s):
                         return
                 except KVStoreError as error:
                     logger.warning("node %s: the mover did not start: %s", self._name, error)
+                except Exception as error:  # noqa: BLE001 - logged by the guard; nothing else starts another one.
+                    guard.failed(error)
                 # One that died before it was ready ends here too; a slow one must not stay beside the next.
-                mover.kill()
+                if mover is not None:
+                    self._end(mover)
                 pause_s = min(2 * max(pause_s, self._pause_s), _MAX_PAUSE_S)
+
+    def _end(self, mover: StartedMover) -> None:
+        try:
+            mover.kill()
+        except Exception as error:  # noqa: BLE001 - the store's fence ends a mover that it can see.
+            logger.warning("node %s: the mover could not be ended: %s", self._name, error)

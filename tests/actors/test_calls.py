@@ -1,0 +1,146 @@
+"""Every way that a Ray call fails is one of our errors, and one place knows them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import ray
+from ray import exceptions as ray_errors
+
+from kvstore.actors.calls import call, find_actor, ray_failures
+from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreNotRunning, TransferTimeout
+
+
+def classes_below(cls):
+    return {cls}.union(*(classes_below(child) for child in cls.__subclasses__()))
+
+
+#: Ray makes more of them: for each error of an actor one that is of its class, too.
+RAY_ERRORS = [cls for cls in classes_below(ray_errors.RayError) if cls.__module__ == ray_errors.__name__]
+TIMEOUTS = {ray_errors.GetTimeoutError, ray_errors.RayChannelTimeoutError}
+
+
+@pytest.fixture
+def initialised(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
+
+def test_the_tree_is_a_tree():
+    assert len(RAY_ERRORS) > 30
+
+
+@pytest.mark.parametrize("cls", sorted(RAY_ERRORS, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
+def test_each_error_of_ray_is_one_of_ours(initialised, cls, monkeypatch):
+    # Their constructors want what only Ray has.
+    error = cls.__new__(cls)
+    error.cause = None
+    monkeypatch.setattr(cls, "__str__", lambda self: "text")
+    with pytest.raises(KVStoreError, match="asking: ") as caught, ray_failures("asking"):
+        raise error
+    if cls is not ray_errors.RayTaskError:
+        assert type(caught.value) is (TransferTimeout if cls in TIMEOUTS else PeerLost)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no"),
+        ConnectionError("no"),
+        OSError("no"),
+        RuntimeError("no"),
+        SystemError("no"),
+        AttributeError("no"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_ray_raises_besides_its_own_errors_is_one_of_ours(initialised, error):
+    with pytest.raises(PeerLost, match=f"asking: {type(error).__name__}: no"), ray_failures("asking"):
+        raise error
+
+
+def test_our_errors_pass_as_they_are_and_so_do_faults_of_the_caller(initialised):
+    with pytest.raises(PoolExhausted, match=r"^full$"), ray_failures("asking"):
+        raise PoolExhausted("full")
+    with pytest.raises(TypeError), ray_failures("asking"):
+        raise TypeError("an argument of the caller")
+
+
+@pytest.mark.parametrize("cause", [PoolExhausted("full"), KeyError("x")], ids=repr)
+def test_what_an_actor_raised_is_that_or_says_so(initialised, cause):
+    raised = ray_errors.RayTaskError("f", "traceback", cause).as_instanceof_cause()
+    with pytest.raises(KVStoreError) as caught, ray_failures("asking"):
+        raise raised
+    assert type(caught.value) is (PoolExhausted if isinstance(cause, KVStoreError) else KVStoreError)
+
+
+def test_without_ray_nothing_is_asked_and_no_ray_is_started():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent("""
+            import ray
+            from kvstore.actors.calls import call, find_actor
+            from kvstore.errors import StoreNotRunning
+            for ask in (lambda: find_actor("raykv/x/directory"), lambda: call("it", None, 1.0)):
+                try:
+                    ask()
+                except StoreNotRunning:
+                    print("refused", ray.is_initialized())
+        """)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["refused", "False"] * 2
+
+
+_STOPPED_GCS = """
+import os, signal
+from pathlib import Path
+import ray
+from kvstore.actors.calls import call, find_actor, ray_failures
+from kvstore.errors import KVStoreError
+
+ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+session = ray._private.worker.global_worker.node.get_session_dir_path()
+gcs = next(
+    int(p.name) for p in Path("/proc").iterdir()
+    if p.name.isdigit() and "gcs_server" in (text := (p / "cmdline").read_bytes().decode(errors="replace"))
+    and session in text
+)
+os.kill(gcs, signal.SIGSTOP)
+try:
+    try:
+        find_actor("raykv/x/directory")
+    except KVStoreError as error:
+        print(type(error).__name__, flush=True)
+finally:
+    os.kill(gcs, signal.SIGCONT)
+try:
+    find_actor("raykv/x/directory")
+except KVStoreError as error:
+    print(type(error).__name__, flush=True)
+ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_a_cluster_whose_gcs_hangs_times_out(monkeypatch):
+    monkeypatch.setenv("RAY_gcs_server_request_timeout_seconds", "2")
+    done = subprocess.run(
+        [sys.executable, "-c", _STOPPED_GCS], capture_output=True, text=True, timeout=100, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["TransferTimeout", "StoreNotRunning"]
+
+
+def test_an_unknown_name_and_a_lost_reference(initialised, monkeypatch):
+    def unknown(*args, **options):
+        raise ValueError("Failed to look up actor")
+
+    monkeypatch.setattr(ray, "get_actor", unknown)
+    with pytest.raises(StoreNotRunning, match=r"raykv/x/directory.*kvstore\.start"):
+        find_actor("raykv/x/directory")
+    monkeypatch.setattr(ray, "get", unknown)
+    with pytest.raises(PeerLost, match="directory"):
+        call("directory", None, 1.0)
