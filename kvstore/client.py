@@ -41,6 +41,7 @@ from kvstore.messages import (
 )
 from kvstore.part import Part, as_part
 from kvstore.presence_view import PresenceView
+from kvstore.registered import Registered
 from kvstore.registration import make_copier
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult, Work
 from kvstore.sides import check_skip, detect_sides
@@ -114,7 +115,8 @@ class Client(HandoffVerbs):
                 better for this layout (docs/gpu.md). A cache on the CPU has one path.
 
         Returns:
-            The layout that was found. The client keeps references to the tensors until `close`.
+            The layout that was found. The client keeps references to the tensors until `close`. It copies to and from
+            these alone: where one is replaced, or its `data` is, everything is refused until they are registered again.
 
         Raises:
             LayoutMismatch: the tensors do not fit the namespace's shape, or a side tensor is missing or not of it;
@@ -130,7 +132,9 @@ class Client(HandoffVerbs):
         self._copier = make_copier(
             caches, layout, shape, self._mapping, self.slot_bytes, self.num_slots, copy_path, sides
         )
-        self._caches = EngineCaches(caches, sides, layout, shape)
+        self._caches = EngineCaches(caches, sides, layout, shape, Registered(caches, sides, layout))
+        if self._stage_link is not None:
+            self._stage_link.use_caches(self._caches)
         return layout
 
     # Questions.
@@ -270,6 +274,8 @@ class Client(HandoffVerbs):
         Raises:
             NamespaceMismatch, ChainBroken, InvalidRequest: an argument is wrong; nothing changed. ChainBroken
                 comes from the job when the parent turns out not to be stored.
+            LayoutMismatch: the tensors are not those that were registered; nothing is stored. From the job when they
+                were replaced meanwhile.
         """
         copier, chain = self._registered(), self._chain(hashes)
         chain.check_unique()
@@ -314,6 +320,8 @@ class Client(HandoffVerbs):
 
         Raises:
             NamespaceMismatch, InvalidRequest: an argument is wrong; nothing changed.
+            LayoutMismatch: the tensors are not those that were registered. From the job when they were replaced
+                meanwhile: nothing counts as loaded.
         """
         copier, chain = self._registered(), self._chain(hashes)
         pages = self._pages(copier, block_ids, chain, num_copy_threads)

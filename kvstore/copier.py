@@ -12,8 +12,8 @@ from kvstore.arena import Arena
 from kvstore.config import num_copy_threads
 from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, job_spans
 from kvstore.layout import EngineLayout
+from kvstore.registered import Registered
 from kvstore.shape import KVShape
-from kvstore.sides import Registered
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class HostCopier:
         return self._layout
 
     def check_unchanged(self) -> None:
-        """Refuse tensors that were resized or restrided; see `EngineCopier`."""
+        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
         self._registered.check()
 
     def order(self) -> CopyOrder | None:

@@ -33,8 +33,8 @@ from kvstore.kernels.staging import StagingRing
 from kvstore.kernels.streams import own_stream
 from kvstore.layout import EngineLayout
 from kvstore.pinning import ArenaPinning
+from kvstore.registered import Registered
 from kvstore.shape import KVShape
-from kvstore.sides import Registered
 
 
 class CopyPath(Enum):
@@ -131,7 +131,7 @@ class CudaCopier:
         return self._layout
 
     def check_unchanged(self) -> None:
-        """Refuse tensors that were resized or restrided; see `EngineCopier`."""
+        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
         self._registered.check()
 
     def order(self) -> CopyOrder:

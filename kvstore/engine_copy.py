@@ -97,10 +97,14 @@ class EngineCopier(Protocol):
         """How the cache is arranged."""
 
     def check_unchanged(self) -> None:
-        """Refuse tensors that were resized or restrided since they were registered.
+        """Refuse tensors that are not those that were registered; on any thread.
+
+        Copies go to and from the registered memory whatever became of the tensors. So this is asked when a job begins,
+        and again when its copies are made, before anything is said of them: between the two the engine may have got
+        other memory, which a load did not fill and a save did not read.
 
         Raises:
-            LayoutMismatch: they were; register them again.
+            LayoutMismatch: they were replaced, resized, restrided or moved; register them again.
         """
 
     def order(self) -> CopyOrder | None:

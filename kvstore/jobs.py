@@ -109,6 +109,7 @@ def run_save(
         ChainBroken: the chain's parent is not stored; nothing changed.
         JobAbandoned: given up; what had been copied completely may be findable.
         KernelError: the copies failed; nothing of them is stored.
+        LayoutMismatch: the engine's tensors were replaced meanwhile; likewise.
         KVStoreError: the store failed.
     """
     deadline_s, num_written, num_clears = time.monotonic() + wait_s, 0, -1
@@ -125,6 +126,7 @@ def run_save(
                     with guard.copying():
                         indexes = np.asarray(ticket.indexes, dtype=np.int64)
                         copier.into_slots(pages, indexes, np.asarray(ticket.slots, dtype=np.int64))
+                        copier.check_unchanged()
                     answer = connection.call(Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
                     num_published = U64.unpack(answer)[0]
                 else:
@@ -263,6 +265,9 @@ class Answer:
             skip_tokens: tokens at the front of the job that must not be written.
             stage_copier: the engine's cache and the stage of its GPU, for slots that are there.
             queued: called at the end of the answer, when all copies are queued and before they are waited for.
+
+        Raises:
+            LayoutMismatch: the engine's tensors were replaced meanwhile.
         """
         with contextlib.closing(pieces), finishing(copier, pages), finishing(stage_copier, pages):
             for _, payload in pieces:
@@ -282,7 +287,11 @@ class Answer:
                     self.report = unpack_report(progress.report)
             if pages is not None and pages.order is not None:
                 pages.order.end()
+            if copier is not None:
+                copier.check_unchanged()
             queued()
+        if copier is not None:
+            copier.check_unchanged()
 
     def counts(self) -> dict[str, Any]:
         """Return the fields of a result that tell what it cost."""

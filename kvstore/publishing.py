@@ -161,6 +161,7 @@ class Publishing:
             else:
                 with self.guard.copying():
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
+            self._copier.check_unchanged()
             payload = pack_complete_handoff(self._key, self._ttl_s)
             kept = U64.unpack(self._keep(Op.HANDOFF_COMPLETE, payload))[0]
         except CopyStuck:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvstore.detect import detect_side
 from kvstore.errors import InvalidRequest, LayoutMismatch
-from kvstore.layout import Caches, EngineLayout, canonical_views, flatten, same_layout
+from kvstore.layout import Caches, EngineLayout, canonical_views, flatten
 from kvstore.shape import KVShape
 
 
@@ -78,51 +78,6 @@ def _check_layers(caches: Caches, side: Caches) -> None:
             raise LayoutMismatch(
                 f"wanted layers in the order of the caches, {names}, got {others}; sort both dicts alike"
             )
-
-
-class Registered:
-    """The tensors that an engine registered, and whether they are still arranged as they were.
-
-    Args:
-        caches: of the engine.
-        sides: the side tensors beside the caches, in the order of the shape's.
-        layout: of both.
-    """
-
-    def __init__(self, caches: Caches, sides: Sequence[Caches], layout: EngineLayout) -> None:
-        self.caches, self.sides, self.layout = caches, sides, layout
-        #: Most engines have a list of tensors: it need not be taken apart again.
-        self._is_list = isinstance(caches, list) and all(isinstance(each, Tensor) for each in caches) and not sides
-        self._as_they_were = [tensor.detach() for tensor in self._tensors()]
-
-    def _tensors(self) -> list[Tensor]:
-        if self._is_list and isinstance(self.caches, list):
-            return self.caches
-        return [tensor for given in (self.caches, *self.sides) for tensor in flatten(given)[1]]
-
-    def check(self) -> None:
-        """Check it; in every call of an engine, so the details are only looked at where something changed.
-
-        Raises:
-            LayoutMismatch: it is not so.
-        """
-        now, then = self._tensors(), self._as_they_were
-        try:
-            is_same = len(now) == len(then) and all(map(Tensor.is_set_to, now, then))
-        except TypeError:  # Something else is in the list by now.
-            is_same = False
-        if not is_same:
-            same_layouts(self.caches, self.sides, self.layout)
-
-
-def same_layouts(caches: Caches, sides: Sequence[Caches], layout: EngineLayout) -> None:
-    """Check that caches and side tensors are arranged as those that were registered.
-
-    Raises:
-        LayoutMismatch: something changed.
-    """
-    for given, found in zip((caches, *sides), (layout, *layout.sides), strict=True):
-        same_layout(given, found)
 
 
 def side_views(sides: Sequence[Caches], layout: EngineLayout, shape: KVShape) -> list[list[Tensor]]:

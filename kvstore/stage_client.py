@@ -84,6 +84,13 @@ class StageLink:
             return self._host_route(why_not, rates)
         return HandoffRoute(route="gpu", gb_per_s=rates)
 
+    def use_caches(self, caches: EngineCaches) -> None:
+        """Copy to and from other tensors from now on; jobs under way end as they began."""
+        with self._lock:
+            self._caches = caches
+        if (stage := self._stage) is not None:
+            self.lose(stage)
+
     @property
     def slab(self) -> int:
         """The stage that there is now, 0 for none."""
@@ -100,8 +107,8 @@ class StageLink:
         return HandoffRoute(route="host", why_not=why_not, gb_per_s=rates or {})
 
     def _attach(self) -> AttachedStage | None:
-        shape = self._caches.shape
         with self._lock:
+            shape = self._caches.shape
             uuid = stage_uuid(self._caches.layout)
             if self._stage is not None or not uuid or self._closed:
                 return self._stage

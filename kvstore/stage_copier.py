@@ -25,8 +25,8 @@ from kvstore.kernels.spans import Spans, position_spans
 from kvstore.kernels.streams import own_stream
 from kvstore.kernels.vram import MappedSlab, gpu_uuids
 from kvstore.layout import EngineLayout
+from kvstore.registered import Registered
 from kvstore.shape import KVShape
-from kvstore.sides import Registered
 
 #: Packing takes a fraction of a millisecond, less than a pause and the way back into the interpreter.
 _EAGER_S = 2e-3
@@ -36,12 +36,13 @@ _MOST_LISTS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineCaches:
-    """What an engine registered: its tensors, the side tensors beside them, and how both are arranged."""
+    """What an engine registered: its tensors, the side tensors beside them, how both are arranged, and a check."""
 
     caches: Any
     sides: Sequence[Any]
     layout: EngineLayout
     shape: KVShape
+    registered: Registered
 
 
 class StageSide(EngineCopier, Protocol):
@@ -81,12 +82,13 @@ class StageCopier:
         stage: what the store says of the stage.
 
     Raises:
+        LayoutMismatch: the tensors are not those that were registered.
         KernelError: the stage could not be mapped, or the kernels not be built.
     """
 
     def __init__(self, engine: EngineCaches, stage: dict[str, Any]) -> None:
-        self._layout = engine.layout
-        self._registered = Registered(engine.caches, engine.sides, engine.layout)
+        self._layout, self._registered = engine.layout, engine.registered
+        self._registered.check()  # A stage is attached long after, and once more when its mover died.
         self._plan = engine_plan(engine.caches, engine.layout, engine.shape, engine.sides)
         device = self._plan.device
         assert device.index is not None, "a tensor's device has an index"
@@ -110,7 +112,7 @@ class StageCopier:
         return self._layout
 
     def check_unchanged(self) -> None:
-        """Refuse tensors that were resized or restrided; see `EngineCopier`."""
+        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
         self._registered.check()
 
     def order(self) -> CopyOrder:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvstore.errors import ConfigError
+from kvstore.registered import Registered
 
 #: Kernels whose order is keys [head_dim, tokens], then values [tokens, head_dim].
 _KEYS_TURNED = ("vec", "vec16")
@@ -65,19 +66,30 @@ class TokenRows:
                 f"known ({', '.join(_KEYS_TURNED)}), got {order!r}; leave portable out, and give all engines "
                 "that share one block size"
             )
+        self._registered = Registered(list(tensors))
         self._pairs = [_keys_and_values(tensor, head_dim) for tensor in tensors]
         #: One a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim]; memory comes as blocks are used.
         self.tensors = [torch.empty((v.shape[0], 2, *v.shape[1:]), dtype=v.dtype) for _, v in self._pairs]
 
     def take(self, block_ids: Sequence[int]) -> None:
-        """Bring blocks of the engine here."""
+        """Bring blocks of the engine here.
+
+        Raises:
+            LayoutMismatch: its tensors are not those that were registered.
+        """
+        self._registered.check()
         ids = torch.as_tensor(block_ids, dtype=torch.int64)
         for (keys, values), rows in zip(self._pairs, self.tensors, strict=True):
             rows[ids, 0] = keys[ids].transpose(-1, -2)
             rows[ids, 1] = values[ids]
 
     def give(self, block_ids: Sequence[int]) -> None:
-        """Bring blocks from here to the engine; nothing else of its cache is written."""
+        """Bring blocks from here to the engine; nothing else of its cache is written.
+
+        Raises:
+            LayoutMismatch: its tensors are not those that were registered.
+        """
+        self._registered.check()
         ids = torch.as_tensor(block_ids, dtype=torch.int64)
         for (keys, values), rows in zip(self._pairs, self.tensors, strict=True):
             keys[ids] = rows[ids, 0].transpose(-1, -2)

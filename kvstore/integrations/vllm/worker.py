@@ -234,17 +234,18 @@ class WorkerSide:
         size = self._stored_block_size()
         try:
             result: LoadResult = load.job.result(0)
+            if self._rows is not None:
+                own, size_engine = plan.num_engine_tokens, int(self._spec.block_size)
+                self._rows.give(plan.block_ids[own // size_engine : -(-result.num_blocks * size // size_engine)])
         except CopyStuck:
             raise  # The device may still write: no block may be used again by anybody.
         except KVStoreError as error:
             logger.warning("a load failed: %s", error)
-            self._lost(load.client)
+            if not isinstance(error, LayoutMismatch):
+                self._lost(load.client)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
         count_load(self._stats, load, result, "fetch" if plan.tickets else "load")
-        if self._rows is not None:
-            own, size_engine = plan.num_engine_tokens, int(self._spec.block_size)
-            self._rows.give(plan.block_ids[own // size_engine : -(-result.num_blocks * size // size_engine)])
         if result.num_blocks == len(plan.hashes):
             self._received.add(plan.req_id)
             return
@@ -269,11 +270,11 @@ class WorkerSide:
         if client is None:
             self._report.saves_ended[plan.req_id] += 1
             return
-        if self._rows is not None:
-            self._rows.take(plan.block_ids)
         pages = self._pages(plan.block_ids)
         job: Job[Any]
         try:
+            if self._rows is not None:
+                self._rows.take(plan.block_ids)
             if isinstance(plan, PublishPlan):
                 job = self.publishing.publish(client, plan, pages)
             else:

@@ -1,9 +1,10 @@
-"""The bugs that block pools have had, one small change each, and the tests that have to see it."""
+"""The bugs that block pools, and what is let into them, have had: one small change each, and the tests for it."""
 
 from __future__ import annotations
 
 from poolcheck.mutant import Mutant
 from poolcheck.mutations_blocks import BLOCKS
+from poolcheck.mutations_entry import ENTRY
 from poolcheck.mutations_holders import HOLDERS
 
-MUTANTS: tuple[Mutant, ...] = (*BLOCKS, *HOLDERS)
+MUTANTS: tuple[Mutant, ...] = (*BLOCKS, *HOLDERS, *ENTRY)
