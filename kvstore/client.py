@@ -19,6 +19,7 @@ from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
 from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.errors import (
+    CopyStuck,
     InvalidRequest,
     KVStoreError,
     NamespaceMismatch,
@@ -380,6 +381,9 @@ class Client(HandoffVerbs):
         try:
             with self._noting_stuck():
                 yield
+        except CopyStuck:
+            self._store.leave_of_thread()  # Broken and replaced, it would give back slots that may still be written.
+            raise
         finally:
             with contextlib.suppress(KVStoreError):
                 connection = self._store.of_thread()

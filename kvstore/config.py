@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 _MAX_COPY_THREADS = 4
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}

@@ -11,7 +11,6 @@ later work. Why this way: docs/adr/0007-copies-of-cuda-caches.md.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from kvstore.arena import Arena
-from kvstore.cuda_order import CudaOrder, await_copies, order_after_current, order_of
+from kvstore.cuda_order import await_copies, order_after_current, order_of
 from kvstore.engine_copy import I64, CopyOrder, EnginePages, engine_plan, position_job_spans
 from kvstore.errors import CopyStuck, KernelError
 from kvstore.kernel_errors import kernel_errors
@@ -180,19 +179,12 @@ class CudaCopier:
                         order.last = lane.copies.save(spans, self._slots, slots)
                     else:
                         order.last = lane.copies.load(self._slots, slots, spans)
-                except (RuntimeError, ValueError):
-                    self._leave(lane, order)
+                except BaseException:
+                    order.mark_end((lane.begin, *lane.copies.streams))
                     raise
-        except KernelError:
-            self._await(pages)  # Whoever hears of the failure may use blocks and slots again.
+        except BaseException:
+            self._await(pages)  # Who hears of the failure may use blocks and slots again.
             raise
-
-    def _leave(self, lane: _Lane, order: CudaOrder) -> None:
-        """After a refusal part of a copy may be queued: let `last` be what comes after all of it."""
-        with contextlib.suppress(RuntimeError):
-            for stream in lane.copies.streams:
-                lane.begin.wait_stream(stream)
-            order.last = lane.begin.record_event()
 
     def _await(self, pages: EnginePages) -> None:
         try:

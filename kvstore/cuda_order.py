@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class CudaOrder:
     def __init__(self, stream: torch.cuda.Stream, after: torch.cuda.Event) -> None:
         self._stream, self.after = stream, after
         self.last: torch.cuda.Event | None = None
+        #: Streams that may have copies of the job behind which no event could be recorded.
+        self.unmarked: tuple[torch.cuda.Stream, ...] = ()
         #: Of a copier that was told ahead what will be copied: the list of it, on the device.
         self.placed: PlacedSpans | None = None
         #: Its copies, ready to be launched: by their first and last span.
@@ -69,9 +72,23 @@ class CudaOrder:
     def settle(self, timeout_s: float) -> bool:
         """See `CopyOrder`."""
         try:
-            return self.last is None or _reached(self.last, timeout_s)
+            return all(_reached(mark, timeout_s) for mark in self.end_marks())
         except RuntimeError:
             return True  # After an error of the device nothing runs on it any more.
+
+    def mark_end(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        """Let `last` come after all that is queued on some streams: of copies that were refused a part may be."""
+        first, *others = streams
+        try:
+            for stream in others:
+                first.wait_stream(stream)
+            self.last = first.record_event()
+        except RuntimeError:
+            self.unmarked = (*self.unmarked, *streams)
+
+    def end_marks(self) -> tuple[torch.cuda.Event | torch.cuda.Stream, ...]:
+        """Return what the device has passed once no copy of the job runs any more."""
+        return self.unmarked if self.last is None else (*self.unmarked, self.last)
 
 
 def order_after_current(device: torch.device) -> CudaOrder:
@@ -114,10 +131,8 @@ def await_copies(pages: EnginePages, eager_s: float = 0.0) -> None:
         CopyStuck: they did not end in time.
     """
     order = order_of(pages)
-    if order.last is None:
-        return
     with kernel_errors("copying a CUDA cache"):
-        is_reached = _reached(order.last, _DEVICE_TIMEOUT_S, eager_s, order)
+        is_reached = all(_reached(mark, _DEVICE_TIMEOUT_S, eager_s, order) for mark in order.end_marks())
     if not is_reached:
         raise CopyStuck(
             f"wanted copies of a CUDA cache done within {_DEVICE_TIMEOUT_S} s, got a device that has not come to "
@@ -132,15 +147,15 @@ def order_of(pages: EnginePages) -> CudaOrder:
 
 
 def _reached(
-    event: torch.cuda.Event,
+    mark: torch.cuda.Event | torch.cuda.Stream,
     timeout_s: float,
     eager_s: float = 0.0,
     order: CudaOrder | None = None,
     most_poll_s: float = _MOST_POLL_S,
 ) -> bool:
-    """Poll an event, ever more seldom; False when it is not reached in time."""
+    """Poll an event, or the end of a stream, ever more seldom; False when it is not reached in time."""
     began_s = time.monotonic()
-    while not event.query():  # type: ignore[no-untyped-call]
+    while not mark.query():
         waited_s = time.monotonic() - began_s
         if waited_s > timeout_s:
             return False

@@ -19,6 +19,7 @@ from kvstore.handoff_messages import (
     PeerClaim,
     PeerClaimed,
     pack_peer_claimed,
+    unpack_abort_handoff,
     unpack_complete_handoff,
     unpack_fetch,
     unpack_peer_claim,
@@ -56,6 +57,7 @@ class HandoffControl:
         {
             Op.HANDOFF_PREPARE, Op.HANDOFF_COMPLETE, Op.HANDOFF_WITHDRAW, Op.HANDOFF_FETCH, Op.HANDOFF_END,
             Op.HANDOFF_STAGE, Op.HANDOFF_WARM, Op.HANDOFF_SOON, Op.HANDOFF_PACKING,
+            Op.HANDOFF_ABORT,
         }
     )  # fmt: skip
     PEER_OPS = frozenset({Op.PEER_CLAIM, Op.PEER_CLAIM_END, Op.PEER_STAGES})
@@ -102,25 +104,33 @@ class HandoffControl:
                         "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
                     )
                 core.check_serving()
-                key, namespace, num_blocks, slab, generation = unpack_prepare_handoff(payload)
-                self._block_bytes(namespace)
-                place, version = self._place(slab, generation), self._version(namespace)
-                slots = self.table.prepare(key, owner, namespace, version, num_blocks, place)
-                if slab:
+                wanted = unpack_prepare_handoff(payload)
+                self._block_bytes(wanted.namespace)
+                place, version = self._place(wanted.slab, wanted.generation), self._version(wanted.namespace)
+                slots = self.table.prepare(
+                    wanted.key, wanted.writer, owner, wanted.namespace, version, wanted.num_blocks, place
+                )
+                if wanted.slab:
                     self._server.stay_awake(_AWAKE_S)
                 if not connection.send(message.op, Flag.REPLY, message.request, pack_ints(slots)):
-                    # It gave up waiting. Who never heard of these slots does not write them, and may live for long.
-                    self.table.withdraw(key)
-                    self._waiting.look_again(key)
+                    # It gave up waiting. Not all packets of the answer went out, and of a part no slot is taken out:
+                    # so nothing writes to these, and the publisher may live for long.
+                    self.table.abort(wanted.key, wanted.writer)
+                    self._waiting.look_again(wanted.key)
                 return None
             case Op.HANDOFF_PACKING:
                 self._waiting.are_soon(payload)
                 self._server.stay_awake(_AWAKE_S)
             case Op.HANDOFF_COMPLETE:
-                key, ttl_s = unpack_complete_handoff(payload)
-                completed = self.table.complete(key, owner, deadline_after(ttl_s))
+                key, writer, ttl_s = unpack_complete_handoff(payload)
+                completed = self.table.complete(key, writer, owner, deadline_after(ttl_s))
                 self._waiting.look_again(key)  # First: nobody is in a hurry for this answer.
                 return U64.pack(completed)
+            case Op.HANDOFF_ABORT:
+                key, writer = unpack_abort_handoff(payload)
+                aborted = self.table.abort(key, writer)
+                self._waiting.look_again(key)
+                return U64.pack(aborted)
             case Op.HANDOFF_WITHDRAW:
                 withdrawn = self.table.withdraw(payload)
                 self._waiting.look_again(payload)

@@ -14,8 +14,9 @@ import numpy as np
 from kvstore.messages import pack_ints, unpack_ints
 from kvstore.transport import IndexArray
 
-_PREPARE = struct.Struct("<32s32sIIQ")
-_COMPLETE = struct.Struct("<32sd")
+_PREPARE = struct.Struct("<32sQ32sIIQ")
+_COMPLETE = struct.Struct("<32sQd")
+_ABORT = struct.Struct("<32sQ")
 _FETCH = struct.Struct("<32s32s8sIddIIQB")
 _SOON = struct.Struct("<IIQ")
 _CLAIM = struct.Struct("<32s32sIIIQddBB")
@@ -24,26 +25,50 @@ _CLAIMED = struct.Struct("<Q8sQQII")
 END = struct.Struct("<QB")
 
 
-def pack_prepare_handoff(key: bytes, namespace: bytes, num_blocks: int, slab: int, generation: int) -> bytes:
-    """Ask for slots to publish blocks in: of the arena (slab 0), or of a stage of one life of the mover."""
-    return _PREPARE.pack(key, namespace, num_blocks, slab, generation)
+class PrepareHandoff(NamedTuple):
+    """What a publisher asks for: slots of the arena (slab 0), or of a stage of one life of the mover.
+
+    `writer` is a number of its own that it tells nobody but its store: with it, it says that its copies have ended.
+    """
+
+    key: bytes
+    writer: int
+    namespace: bytes
+    num_blocks: int
+    slab: int = 0
+    generation: int = 0
 
 
-def unpack_prepare_handoff(payload: bytes) -> tuple[bytes, bytes, int, int, int]:
-    """Return (key, namespace, number of blocks, slab, generation) that `pack_prepare_handoff` packed."""
-    key, namespace, num_blocks, slab, generation = _PREPARE.unpack(payload)
-    return key, namespace, num_blocks, slab, generation
+def pack_prepare_handoff(wanted: PrepareHandoff) -> bytes:
+    """Pack a question for slots."""
+    return _PREPARE.pack(*wanted)
 
 
-def pack_complete_handoff(key: bytes, ttl_s: float) -> bytes:
+def unpack_prepare_handoff(payload: bytes) -> PrepareHandoff:
+    """Return what `pack_prepare_handoff` packed."""
+    return PrepareHandoff(*_PREPARE.unpack(payload))
+
+
+def pack_complete_handoff(key: bytes, writer: int, ttl_s: float) -> bytes:
     """Say that the bytes are in place, and how long they are to be kept."""
-    return _COMPLETE.pack(key, ttl_s)
+    return _COMPLETE.pack(key, writer, ttl_s)
 
 
-def unpack_complete_handoff(payload: bytes) -> tuple[bytes, float]:
-    """Return (key, seconds) that `pack_complete_handoff` packed."""
-    key, ttl_s = _COMPLETE.unpack(payload)
-    return key, ttl_s
+def unpack_complete_handoff(payload: bytes) -> tuple[bytes, int, float]:
+    """Return (key, writer, seconds) that `pack_complete_handoff` packed."""
+    key, writer, ttl_s = _COMPLETE.unpack(payload)
+    return key, writer, ttl_s
+
+
+def pack_abort_handoff(key: bytes, writer: int) -> bytes:
+    """Say that the blocks will not come, and that nothing of their publisher writes to their slots any more."""
+    return _ABORT.pack(key, writer)
+
+
+def unpack_abort_handoff(payload: bytes) -> tuple[bytes, int]:
+    """Return (key, writer) that `pack_abort_handoff` packed."""
+    key, writer = _ABORT.unpack(payload)
+    return key, writer
 
 
 class FetchRequest(NamedTuple):

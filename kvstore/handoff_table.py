@@ -3,6 +3,10 @@
 To the pool a published block is being written and never will be done: no lookup finds it, no directory hears of it,
 nothing evicts it, and giving the write up frees its slot at once. This table knows why each is kept, for whom, and
 until when.
+
+Slots belong to their publisher until it says that it is through with them, or is dead. What is withdrawn or cleared
+before that is only marked: no reader gets it, and its slots go when the publisher's copies have ended. The same holds
+for slots that a mover fills (`move`).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import itertools
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
@@ -75,6 +79,7 @@ class _Move:
 @dataclass(slots=True)
 class _Handoff:
     key: bytes
+    writer: int
     place: Place
     namespace: bytes
     version: int
@@ -82,19 +87,25 @@ class _Handoff:
     write_owner: str
     write_id: int
     slots: Sequence[int]
-    complete: bool = False
+    #: Its publisher may still write to the slots.
+    is_written: bool = True
     deadline_s: float = float("inf")
     claim_id: int = 0
     claim_owner: str = ""
     claim_deadline_s: float = float("inf")
-    #: Why it goes as soon as nobody reads it any more.
+    #: Why it goes as soon as nobody writes or reads it any more.
     over: str = ""
 
 
 class HandoffTable:
-    """The published blocks of one node. Any thread may call any verb."""
+    """The published blocks of one node. Any thread may call any verb.
 
-    def __init__(self) -> None:
+    Args:
+        yield_point: called with a step's name before each critical section; as of a `Pool`.
+    """
+
+    def __init__(self, yield_point: Callable[[str], None] = lambda step: None) -> None:
+        self._yield = yield_point
         self._lock = threading.Lock()
         self._handoffs: dict[bytes, _Handoff] = {}
         self._claims: dict[int, _Handoff] = {}
@@ -112,11 +123,20 @@ class HandoffTable:
         return self._num_slots.total()
 
     def prepare(
-        self, key: bytes, owner: str, namespace: bytes, version: int, num_blocks: int, place: Place
+        self, key: bytes, writer: int, owner: str, namespace: bytes, version: int, num_blocks: int, place: Place
     ) -> Sequence[int]:
         """Claim slots for blocks that `owner` is going to write.
 
-        They come back when it withdraws or is gone, before `complete` never by themselves.
+        They come back by `abort`, or when the owner is gone; before `complete` never in another way.
+
+        Args:
+            key: of the ticket.
+            writer: a number that only the publisher knows, other than the key: who names it speaks for the copies.
+            owner: the publisher.
+            namespace: of the blocks.
+            version: the namespace's last clearing, as this node knows it.
+            num_blocks: all of them or none.
+            place: where the slots are.
 
         Raises:
             PoolExhausted: there is no room for all of them; nothing changed.
@@ -125,6 +145,7 @@ class HandoffTable:
         if num_blocks < 1:
             raise InvalidRequest(f"wanted at least 1 block to publish, got {num_blocks}")
         write_owner = f"handoff-{next(self._numbers)}"
+        self._yield("prepare")
         with self._lock:
             if key in self._handoffs or key in self._over:
                 raise InvalidRequest("wanted a ticket that was never used, got a known one; publish anew")
@@ -136,42 +157,75 @@ class HandoffTable:
                 )
             ticket = place.pool.reserve(num_blocks, write_owner)
             self._handoffs[key] = _Handoff(
-                key, place, namespace, version, owner, write_owner, ticket.write_id, ticket.slots
+                key, writer, place, namespace, version, owner, write_owner, ticket.write_id, ticket.slots
             )  # fmt: skip
             self._num_slots[place.slab] += num_blocks
             return ticket.slots
 
-    def complete(self, key: bytes, owner: str, deadline_s: float) -> bool:
+    def complete(self, key: bytes, writer: int, owner: str, deadline_s: float) -> bool:
         """Say that all bytes are in place; from now on `owner` keeps them, until `deadline_s` at most.
 
-        Who knows the key may do so: a client prepares on one connection and keeps on another.
+        The owner may be another than before: a client prepares on one connection and keeps on another.
 
         Returns:
-            False when the hand-off is not being written (any more).
+            False when `writer` writes no such hand-off, or it was withdrawn or cleared meanwhile: its slots are free.
         """
+        self._yield("complete")
+        with self._lock:
+            handoff = self._written_by(key, writer)
+            if handoff is None:
+                return False
+            handoff.is_written = False
+            if handoff.over:
+                self._end(handoff, handoff.over)
+                return False
+            handoff.owner, handoff.deadline_s = owner, deadline_s
+            return True
+
+    def abort(self, key: bytes, writer: int) -> bool:
+        """Say that the publisher failed and nothing of it writes any more: its slots are free, the ticket is void.
+
+        That `complete` came first, or that the slots were never asked for, makes no difference to the ticket.
+
+        Returns:
+            Whether `writer` had such a hand-off.
+        """
+        self._yield("abort")
         with self._lock:
             handoff = self._handoffs.get(key)
-            if handoff is None or handoff.complete:
+            if handoff is None:
+                self._void_unused(key)
                 return False
-            handoff.complete, handoff.owner, handoff.deadline_s = True, owner, deadline_s
+            if handoff.writer != writer:
+                return False
+            handoff.is_written = False
+            self._end(handoff, "withdrawn")
             return True
 
     def withdraw(self, key: bytes) -> bool:
-        """Take blocks back, once nobody reads them.
+        """Take blocks back: no reader gets them from now on, and their slots go once nobody writes or reads them.
 
         Returns:
             False when there are none of that key; if there never were, nobody publishes under it any more.
         """
+        self._yield("withdraw")
         with self._lock:
             handoff = self._handoffs.get(key)
             if handoff is None:
-                if key not in self._over:
-                    self._remember(key, "withdrawn")
+                self._void_unused(key)
                 return False
             if handoff.over:
                 return False
             self._end(handoff, "withdrawn")
             return True
+
+    def _written_by(self, key: bytes, writer: int) -> _Handoff | None:
+        handoff = self._handoffs.get(key)
+        return handoff if handoff is not None and handoff.is_written and handoff.writer == writer else None
+
+    def _void_unused(self, key: bytes) -> None:
+        if key not in self._over:
+            self._remember(key, "withdrawn")
 
     def claim(
         self, key: bytes, owner: str, namespace: bytes, version: int, deadline_s: float, *, is_early: bool = False
@@ -186,6 +240,7 @@ class HandoffTable:
             deadline_s: the slots keep their bytes until then, unless the reader says before that it is through.
             is_early: the ticket may come before its blocks are published.
         """
+        self._yield("claim")
         with self._lock:
             handoff = self._handoffs.get(key)
             if handoff is not None and handoff.version != version and not handoff.claim_id:
@@ -194,7 +249,7 @@ class HandoffTable:
                 return _REASONS[handoff.over]
             if key in self._over:
                 return _REASONS[self._over[key]]
-            is_written = handoff is not None and not handoff.complete and handoff.namespace == namespace
+            is_written = handoff is not None and handoff.is_written and handoff.namespace == namespace
             if is_written or (handoff is None and is_early):
                 return NOT_READY
             if handoff is None or handoff.namespace != namespace:
@@ -215,6 +270,7 @@ class HandoffTable:
         Returns:
             False when `owner` has no such claim (any more); nothing changed.
         """
+        self._yield("end_claim")
         with self._lock:
             handoff = self._claims.get(claim_id)
             if handoff is None or handoff.claim_owner != owner:
@@ -223,25 +279,31 @@ class HandoffTable:
             return True
 
     def release_owner(self, owner: str) -> int:
-        """Take back what a client published or was reading that is gone; returns how many hand-offs."""
+        """Take back what a client published, was writing or was reading that is gone; returns how many hand-offs."""
+        self._yield("release_owner")
         with self._lock:
             read = [handoff for handoff in self._claims.values() if handoff.claim_owner == owner]
             for handoff in read:
                 self._end_claim(handoff, "")
-            owned = [handoff for handoff in self._handoffs.values() if handoff.owner == owner and not handoff.over]
+            owned = [h for h in self._handoffs.values() if h.owner == owner and (h.is_written or not h.over)]
             for handoff in owned:
+                handoff.is_written = False
                 self._end(handoff, "owner_gone")
             return len(read) + len(owned)
 
     def lose_stages(self) -> int:
-        """The mover is gone, and with it every block in a stage, whoever reads it; returns how many hand-offs."""
+        """The mover is gone, and with it every block in a stage, whoever reads it; returns how many hand-offs.
+
+        Publishers may go on to write in what they have mapped of a stage, but no slot of its pool is given out again.
+        """
+        self._yield("lose_stages")
         with self._lock:
             for claim_id, move in list(self._moves.items()):
                 move.busy = False
                 self._end_move(claim_id, move)
             lost = [handoff for handoff in self._handoffs.values() if handoff.place.slab]
             for handoff in lost:
-                handoff.over = handoff.over or "peer_lost"
+                handoff.is_written, handoff.over = False, handoff.over or "peer_lost"
                 if handoff.claim_id:
                     self._end_claim(handoff, "")
                 else:
@@ -255,6 +317,7 @@ class HandoffTable:
             PoolExhausted: there is no room; nothing changed.
             BlockNotFound: there is no such claim any more; nothing changed.
         """
+        self._yield("move")
         with self._lock:
             handoff = self._claims.get(claim_id)
             if handoff is None:
@@ -269,6 +332,7 @@ class HandoffTable:
 
     def moved(self, claim_id: int) -> None:
         """No mover writes any more to what `move` claimed."""
+        self._yield("moved")
         with self._lock:
             if (move := self._moves.get(claim_id)) is not None:
                 move.busy = False
@@ -287,6 +351,7 @@ class HandoffTable:
 
     def expire(self, now_s: float) -> list[int]:
         """End every claim and every hand-off whose time is over; returns the ids of those claims."""
+        self._yield("expire")
         with self._lock:
             late = [handoff for handoff in self._claims.values() if handoff.claim_deadline_s < now_s]
             claim_ids = [handoff.claim_id for handoff in late]
@@ -307,13 +372,13 @@ class HandoffTable:
             self._end(handoff, handoff.over)
 
     def _end(self, handoff: _Handoff, over: str) -> None:
-        handoff.over = over
-        if handoff.claim_id:
+        handoff.over = handoff.over or over
+        if handoff.is_written or handoff.claim_id:
             return
         del self._handoffs[handoff.key]
         self._num_slots[handoff.place.slab] -= len(handoff.slots)
         handoff.place.pool.abort_store(handoff.write_id, handoff.write_owner)
-        self._remember(handoff.key, over)
+        self._remember(handoff.key, handoff.over)
 
     def _remember(self, key: bytes, over: str) -> None:
         self._over[key] = over

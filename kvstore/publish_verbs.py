@@ -141,8 +141,11 @@ class PublishVerbs(StageVerbs):
             if named is None or named.slab == stage.slab:
                 self._wake_store()  # The question after it is made meanwhile.
                 publishing = self._publishing(block_ids, keep_s, named, stage)
-                publishing.begin()
+                with self._noting_stuck():
+                    publishing.begin()
                 return publishing
+        except CopyStuck:
+            raise  # Something may still copy to it: the stage stays mapped until this process ends.
         except PoolExhausted:
             logger.debug("hand-off: the stage is full, the arena is taken")
         except (PeerLost, StoreUnavailable):
@@ -226,7 +229,8 @@ class PublishVerbs(StageVerbs):
     def withdraw(self, ticket: HandoffTicket) -> bool:
         """Take back what this node's store holds for a ticket, because nobody will fetch it any more.
 
-        Nothing is published under it from now on, either, and a fetch that waits for that ends.
+        Nothing is published under it from now on, either, and a fetch that waits for that ends. While blocks are still
+        being copied for it no reader gets them, and their room comes back when the copies have ended.
 
         Returns:
             Whether it was still held; False also for a ticket of another node.

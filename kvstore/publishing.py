@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable, Sized
 from typing import Protocol
 
 import numpy as np
 
 from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages, ordered
-from kvstore.errors import CopyStuck, InvalidRequest, KernelError, KVStoreError, StoreUnavailable
+from kvstore.errors import CopyStuck, InvalidRequest, KernelError, KVStoreError, StoreUnavailable, TransferTimeout
 from kvstore.handoff import HandoffTicket
-from kvstore.handoff_messages import pack_complete_handoff, pack_prepare_handoff
+from kvstore.handoff_messages import PrepareHandoff, pack_abort_handoff, pack_complete_handoff, pack_prepare_handoff
 from kvstore.jobs import CopyGuard
 from kvstore.messages import U64, unpack_ints
 from kvstore.stage_client import AttachedStage
@@ -57,7 +58,8 @@ class Publishing:
     """Blocks on their way into slots.
 
     Once slots are claimed for them a fetch of the ticket waits, until `complete` has told the store that the bytes are
-    there, or that they will not be.
+    there, or that they will not be. The slots are this object's until then, whatever becomes of the ticket: the store
+    is told that it has failed only when no copy of it runs any more.
 
     Args:
         ticket: what they are published as.
@@ -84,7 +86,7 @@ class Publishing:
         say: Say,
         ttl_s: float,
     ) -> None:
-        self.ticket, self._key = ticket, ticket.key
+        self.ticket, self._key, self._writer = ticket, ticket.key, secrets.randbits(64)
         self._block_ids, self._stored_block_size = block_ids, stored_block_size
         self._copier, self.stage, self._keep, self._say, self._ttl_s = copier, stage, keep, say, ttl_s
         self._slots: IndexArray = np.empty(0, np.int32)
@@ -115,28 +117,43 @@ class Publishing:
             PoolExhausted: the store has no room for all of them; nothing is kept.
             KVStoreError: the store failed; nothing is kept.
         """
-        self._slots = unpack_ints(ask(Op.HANDOFF_PREPARE, self._question(0, 0)))
+        self._slots = self._ask_slots(ask, self._question(0, 0))
 
     def begin(self) -> None:
         """Claim slots of the stage, do what `order` does meanwhile, and queue the copies into them.
 
         Raises:
             KVStoreError: as for `order` and `claim`, or the copies could not be queued; nothing is kept.
+            CopyStuck: of copies that could not all be queued some did not end; see `drop`.
         """
         stage, ahead = self.stage, _Ahead(self._expect)
         assert stage is not None, "the arena is copied to by `complete`"
         question = self._question(stage.slab, stage.generation)
-        slots = unpack_ints(self._keep(Op.HANDOFF_PREPARE, question, ahead.run, _AWAKE_S))
+        slots = self._ask_slots(lambda op, payload: self._keep(op, payload, ahead.run, _AWAKE_S), question)
         try:
             ahead.check()
-            with self.guard.copying():
-                stage.copier.begin_into_slots(self.pages, np.arange(len(slots)), slots.astype(np.int64))
         except BaseException:
             self._void()
             raise
+        try:
+            with self.guard.copying():
+                stage.copier.begin_into_slots(self.pages, np.arange(len(slots)), slots.astype(np.int64))
+        except BaseException:
+            self.drop()
+            raise
+
+    def _ask_slots(self, ask: Callable[[Op, bytes], bytes], question: bytes) -> IndexArray:
+        try:
+            return unpack_ints(ask(Op.HANDOFF_PREPARE, question))
+        except TransferTimeout:
+            self._void()  # They may be granted all the same, and only this publisher knows that it does not write.
+            raise
 
     def _question(self, slab: int, generation: int) -> bytes:
-        return pack_prepare_handoff(self._key, self.ticket.namespace, self.ticket.num_blocks, slab, generation)
+        ticket = self.ticket
+        return pack_prepare_handoff(
+            PrepareHandoff(self._key, self._writer, ticket.namespace, ticket.num_blocks, slab, generation)
+        )
 
     def _expect(self) -> None:
         assert self.stage is not None, "only a stage is prepared for"
@@ -162,15 +179,15 @@ class Publishing:
                 with self.guard.copying():
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
             self._copier.check_unchanged()
-            payload = pack_complete_handoff(self._key, self._ttl_s)
+            payload = pack_complete_handoff(self._key, self._writer, self._ttl_s)
             kept = U64.unpack(self._keep(Op.HANDOFF_COMPLETE, payload))[0]
         except CopyStuck:
             raise
         except BaseException:
-            self._void()
+            self.drop()
             raise
         if not kept:
-            raise StoreUnavailable("the node store gave up these blocks while they were copied; publish them again")
+            raise StoreUnavailable("these blocks were withdrawn or cleared while they were copied; publish them again")
         return self.ticket
 
     def _finish_in(self, stage: AttachedStage) -> None:
@@ -181,14 +198,13 @@ class Publishing:
         stage.copier.finish(self.pages)
 
     def drop(self) -> None:
-        """Take everything back in place of `complete`, once what was queued is over.
+        """Take everything back in place of `complete`, once all that was queued has ended.
 
         Raises:
-            CopyStuck: it is not over in time; the slots stay taken until this process ends.
+            CopyStuck: it has not ended in time; the slots stay taken until this process ends.
         """
         try:
-            if self.stage is not None:
-                self.stage.copier.finish(self.pages)
+            self._copier.finish(self.pages)
         except CopyStuck:
             raise
         except KernelError as error:
@@ -196,8 +212,9 @@ class Publishing:
         self._void()
 
     def _void(self) -> None:
+        """Tell the store that nothing of this writes any more."""
         with contextlib.suppress(KVStoreError):
-            self._keep(Op.HANDOFF_WITHDRAW, self._key)
+            self._keep(Op.HANDOFF_ABORT, pack_abort_handoff(self._key, self._writer))
 
 
 class _Ahead:

@@ -61,6 +61,10 @@ class StageSide(EngineCopier, Protocol):
         """Queue copies out of the engine into slots, as `into_slots` makes them; `finish` waits for their end.
 
         On the CPU they are made when this returns.
+
+        Raises:
+            KernelError: they could not all be queued, and of those that were none runs any more.
+            CopyStuck: the same, but some may still run.
         """
 
     def await_begun(self, pages: EnginePages) -> bool:
@@ -182,14 +186,22 @@ class StageCopier:
     def _queue(self, to_slots: bool, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
         order, stream = order_of(pages), self._streams[to_slots]
         first, base = int(indexes[0]), int(slots[0]) - int(indexes[0])
-        with self._lock, kernel_errors("queueing copies of a hand-off"):
-            if order.placed is not None and not skip_tokens and (slots - indexes == base).all():
-                self._copy_expected(to_slots, order, order.placed, first, first + len(indexes), base)
-            else:
-                self._copy_listed(to_slots, order, job_spans(
-                    self._plan.paging, pages, indexes, slots, len(self._slots), skip_tokens
-                ))  # fmt: skip
-            order.last = stream.record_event()
+        try:
+            with self._lock, kernel_errors("queueing copies of a hand-off"):
+                try:
+                    if order.placed is not None and not skip_tokens and (slots - indexes == base).all():
+                        self._copy_expected(to_slots, order, order.placed, first, first + len(indexes), base)
+                    else:
+                        self._copy_listed(to_slots, order, job_spans(
+                            self._plan.paging, pages, indexes, slots, len(self._slots), skip_tokens
+                        ))  # fmt: skip
+                    order.last = stream.record_event()
+                except BaseException:
+                    order.mark_end((stream,))
+                    raise
+        except BaseException:
+            await_copies(pages)  # Who hears of the failure may use blocks and slots again.
+            raise
 
     def _copy_expected(
         self, to_slots: bool, order: CudaOrder, placed: PlacedSpans, first: int, end: int, base: int

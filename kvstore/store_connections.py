@@ -103,6 +103,10 @@ class StoreConnections:
             connection = self._local.connection = self.connect(replaces)
         return connection
 
+    def leave_of_thread(self) -> None:
+        """Let the calling thread's connection keep what it holds while this process lives; its next job has another."""
+        self._local.connection = None
+
     def for_lookups(self) -> ControlClient:
         """Return the connection of lookups: one of them that times out closes it, and leases must not go with it.
 

@@ -72,6 +72,7 @@ class Op(IntEnum):
     HANDOFF_WARM = 59
     HANDOFF_SOON = 61
     HANDOFF_PACKING = 63
+    HANDOFF_ABORT = 64
 
 
 class Flag(IntEnum):
