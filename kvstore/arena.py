@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ConfigError
+from kvstore.forks import withhold
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Arena:
     """A mapping of the slab in this process.
 
     `memory` is a writable view of the slab, owned by this object with the `reserved` addresses that it lies in:
-    whoever takes views of it must drop them before `close`.
+    whoever takes views of it must drop them before `close`. `fd` is -1 where the slab is another process's.
     """
 
     fd: int
@@ -112,7 +113,8 @@ class Arena:
 
     def advise(self, advice: int) -> bool:
         """Apply an madvise to the whole mapping, in pieces; False when the kernel declines one of them."""
-        address = self.address
+        view = self.bytes_view()  # Closed meanwhile, the addresses could be those of something else.
+        address = int(view.ctypes.data)
         for start in range(0, self.num_bytes, _ADVISE_BYTES):
             if _madvise(address + start, min(_ADVISE_BYTES, self.num_bytes - start), advice) != 0:
                 logger.info("madvise %d declined at byte %d (errno %d)", advice, start, ctypes.get_errno())
@@ -125,7 +127,8 @@ class Arena:
         with contextlib.suppress(BufferError):
             self.memory.release()
             self.reserved.close()
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
@@ -150,7 +153,7 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
         os.ftruncate(fd, num_bytes)
         os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        arena = _map(fd, num_bytes)
+        arena = Arena(fd, num_bytes, *_map(fd, num_bytes))
         if huge_pages:
             arena.advise(_MADV_COLLAPSE)
         return arena
@@ -160,19 +163,23 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
 
 
 def attach_arena(fd: int, num_bytes: int) -> Arena:
-    """Map a slab whose descriptor came from its node store; takes ownership of `fd`.
+    """Map a slab whose descriptor came from its node store; `fd` is closed, however this ends.
+
+    So no forked child of this process keeps the slab's pages: it has neither the mapping nor a descriptor.
 
     Raises:
-        ConfigError: the file has another size than the store says; `fd` is closed.
+        ConfigError: the file has another size than the store says.
     """
-    got = os.fstat(fd).st_size
-    if got != num_bytes:
+    try:
+        got = os.fstat(fd).st_size
+        if got != num_bytes:
+            raise ConfigError(f"arena: wanted {num_bytes} bytes, got a file of {got}; reconnect to the store")
+        return Arena(-1, num_bytes, *_map(fd, num_bytes))
+    finally:
         os.close(fd)
-        raise ConfigError(f"arena: wanted {num_bytes} bytes, got a file of {got}; reconnect to the store")
-    return _map(fd, num_bytes)
 
 
-def _map(fd: int, num_bytes: int) -> Arena:
+def _map(fd: int, num_bytes: int) -> tuple[memoryview, mmap.mmap]:
     # A file's huge pages enter a page table as such only where address and offset agree modulo their size, and
     # the kernel does not see to that for such files: addresses are reserved, and the file mapped at an even one.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -184,8 +191,9 @@ def _map(fd: int, num_bytes: int) -> Arena:
         error = ctypes.get_errno()
         reserved.close()
         raise OSError(error, os.strerror(error))
-    if _madvise(start, num_bytes + _HUGE_PAGE_BYTES, mmap.MADV_DONTFORK) != 0:
-        error = ctypes.get_errno()
+    try:
+        withhold(reserved, start, num_bytes + _HUGE_PAGE_BYTES)
+    except OSError:
         reserved.close()
-        raise OSError(error, os.strerror(error))
-    return Arena(fd, num_bytes, memoryview(reserved)[offset : offset + num_bytes], reserved)
+        raise
+    return memoryview(reserved)[offset : offset + num_bytes], reserved

@@ -10,6 +10,7 @@ import contextlib
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -77,7 +78,8 @@ class Client(HandoffVerbs):
         self._lost = self._unmapped = self._stuck = False
         self._unmapping: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._store = StoreConnections(control_path, self._lose)
+        lose = weakref.WeakMethod(self._lose)
+        self._store = StoreConnections(control_path, lambda: (call := lose()) and call())
         self.node_id, self.epoch, self.config = self._store.node_id, self._store.epoch, self._store.config
         self._arena = self._store.arena
         self._mapping = ArenaMapping(self._arena)
@@ -93,6 +95,8 @@ class Client(HandoffVerbs):
         self._presence: PresenceView | None = None
         threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = JobThreads()
+        # Not at the end of the process, which says all, and by which jobs may not be over.
+        weakref.finalize(self, _end_collected, self._store, self._mapping).atexit = False
 
     def register_kv_caches(
         self,
@@ -230,7 +234,7 @@ class Client(HandoffVerbs):
         )
 
     def pin(self, hashes: BlockHashes, *, soft: bool = False, ttl_s: float | None = None) -> Pinned:
-        """Keep the prefix of a chain that is in this node's memory there, until `unpin` or this process ends.
+        """Keep the prefix of a chain that is in this node's memory there, until `unpin` or this client's end.
 
         Args:
             hashes: the blocks wanted.
@@ -340,10 +344,18 @@ class Client(HandoffVerbs):
         return self._load(None, chain, None, 0, timeout, f"prefetch of {len(chain)} blocks")
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Wait for running jobs, give everything back and unmap the arena; may be called again."""
-        if self._store.has_ended:
+        """Wait for running jobs, give everything back and unmap the arena; may be called again.
+
+        In a forked child it only lets go of the child's copies of descriptors. What jobs hold that outlast the time is
+        given back when they are over.
+        """
+        if self._store.is_inherited():
+            self._store.close(jobs_are_over=False)
+            if self._presence is not None:
+                self._presence.close()
             return
-        self._store.end()
+        if not self._store.end():
+            return
         ended = threading.Event()
         threading.Thread(target=self._end_jobs, args=(ended,), daemon=True).start()
         ended.wait(timeout_s)
@@ -351,7 +363,6 @@ class Client(HandoffVerbs):
             self._presence.close()
         if self._stage_link is not None:
             self._stage_link.close()
-        # A job that is still copying keeps its slots: nothing is said until this process ends.
         self._store.close(jobs_are_over=ended.is_set() and not self._stuck)
         self._unmap(copies_are_over=ended.is_set())
         if not ended.is_set():
@@ -421,9 +432,10 @@ class Client(HandoffVerbs):
         self._mapping.close(copies_are_over=copies_are_over)
 
     def _unmap_late(self, ended: threading.Event) -> None:
-        """Unmap what a GPU still copied from or to when this client was closed before its jobs were over."""
+        """Unmap and give back what jobs still copied from or to when this client was closed before they were over."""
         if ended.wait(_LATE_S) and not self._stuck:
             self._mapping.close(copies_are_over=True)
+            self._store.say_goodbye()
 
     def _load(
         self,
@@ -466,6 +478,7 @@ class Client(HandoffVerbs):
         return Job(future, what, guard.abandon, order.wait_on, work)
 
     def _chain(self, hashes: BlockHashes) -> Chain:
+        self._store.check_process()
         if not isinstance(hashes, BlockHashes):
             raise InvalidRequest(
                 f"hashes: wanted BlockHashes of space.block_hashes() or space.wrap(), got {type(hashes).__name__}"
@@ -478,6 +491,7 @@ class Client(HandoffVerbs):
         return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
 
     def _registered(self) -> EngineCopier:
+        self._store.check_process()
         if self._copier is None:
             raise InvalidRequest("no cache is registered; call register_kv_caches(...) first")
         return self._copier
@@ -492,3 +506,12 @@ class Client(HandoffVerbs):
             raise StoreUnavailable("the node store of this lease is gone; make a new client and take a new lease")
         start = slot * self.slot_bytes
         return self._arena.memory[start : start + self.space.shape.block_bytes].toreadonly()
+
+
+def _end_collected(store: StoreConnections, mapping: ArenaMapping) -> None:
+    """Give back what a client held that nobody has any more: no job of it runs, or its thread would have it."""
+    if not store.end():
+        return
+    store.close(jobs_are_over=True)
+    if not store.is_inherited():
+        mapping.close(copies_are_over=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.errors import PeerLost, TransferTimeout
+from kvstore.forks import check_process
 from kvstore.wire import (
     ERROR,
     FRAGMENT_BYTES,
@@ -48,6 +49,9 @@ class ControlClient:
         self._backlog: list[Message] = []
         self._request = 0
         self._timeout_s = 0.0
+        self._pid = os.getpid()
+        #: The first question of which the whole answer was not taken; 0 while there is none.
+        self.unheard = 0
         self._stream = sock.family != socket.AF_UNIX
         self.closed = False
 
@@ -76,31 +80,51 @@ class ControlClient:
             KVStoreError: what the other side raised, of the same class.
             PeerLost: the connection broke; it is closed.
             TransferTimeout: no answer in time; the connection is closed.
+            ForkedClient: this is a child of the process that made it.
         """
+        check_process(self._pid)
         try:
             with self._lock:
                 self.num_calls += 1
-                request = self._send(op, REQUEST, payload)
-                if meanwhile is not None:
-                    try:
-                        meanwhile()
-                    except BaseException:
-                        self.close()
-                        raise
-                asked_s = time.monotonic()
-                data = self._wait(timeout_s, awake_s)
-                if (answer := self._short(data, request)) is not None:
-                    return answer
-                message = self._receive(request, asked_s + timeout_s - time.monotonic(), data)
-                while message.flag is PROGRESS:
-                    progress()
-                    message = self._receive(request, asked_s + timeout_s - time.monotonic())
+                try:
+                    message = self._ask_and_wait(op, payload, timeout_s, meanwhile, awake_s, progress)
+                except BaseException:
+                    # Whatever that is, a signal's too: the next question would meet this one's answer.
+                    self.close()
+                    raise
         finally:
             if self.closed:
                 self._let_go()
+        if isinstance(message, bytes):
+            return message
         if message.flag is ERROR:
             raise unpack_error(message.payload)
         return message.payload
+
+    def _ask_and_wait(
+        self,
+        op: Op,
+        payload: bytes,
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None,
+        awake_s: float,
+        progress: Callable[[], None],
+    ) -> Message | bytes:
+        """Return the answer, or the payload of a short one."""
+        request = self._send(op, REQUEST, payload)
+        if meanwhile is not None:
+            meanwhile()
+        asked_s = time.monotonic()
+        data = self._wait(timeout_s, awake_s)
+        if (answer := self._short(data, request)) is not None:
+            self.unheard = 0
+            return answer
+        message = self._receive(request, asked_s + timeout_s - time.monotonic(), data)
+        while message.flag is PROGRESS:
+            progress()
+            message = self._receive(request, asked_s + timeout_s - time.monotonic())
+        self.unheard = 0
+        return message
 
     def call_stream(self, op: Op, payload: bytes, *, timeout_s: float) -> Answers:
         """Ask once and return what yields (is last, payload) for each piece of the answer, in order.
@@ -115,6 +139,7 @@ class ControlClient:
         Raises:
             PeerLost: the connection broke; it is closed.
         """
+        check_process(self._pid)
         self._lock.acquire()
         try:
             self.num_calls += 1
@@ -136,6 +161,7 @@ class ControlClient:
         Raises:
             PeerLost: the connection broke; it is closed.
         """
+        check_process(self._pid)
         self._lock.acquire()
         try:
             self.num_calls += 1
@@ -151,6 +177,7 @@ class ControlClient:
 
     def send(self, op: Op, payload: bytes = b"") -> None:
         """Say something that has no answer."""
+        check_process(self._pid)
         try:
             with self._lock:
                 self._send(op, Flag.ONE_WAY, payload)
@@ -171,6 +198,11 @@ class ControlClient:
         finally:
             self._end_stream()
         return False
+
+    @property
+    def next_question(self) -> int:
+        """The number of the question that is asked next."""
+        return self._request + 1
 
     def fileno(self) -> int:
         """Return the descriptor, which can be read when something came or the other side ended."""
@@ -199,6 +231,9 @@ class ControlClient:
     def close(self) -> None:
         """Close the connection from any thread: a call under way ends with PeerLost; may be called again."""
         self.closed = True
+        if os.getpid() != self._pid:
+            self._sock.close()  # A copy of the descriptor: the connection goes on for the process that made it.
+            return
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._let_go()
@@ -214,6 +249,8 @@ class ControlClient:
 
     def _send(self, op: Op, flag: Flag, payload: bytes) -> int:
         self._request += 1
+        if flag is REQUEST:
+            self.unheard = self.unheard or self._request
         try:
             if len(payload) <= FRAGMENT_BYTES:
                 self._sock.sendall(encode_short(op, flag, self._request, payload))
@@ -309,7 +346,7 @@ class Question:
         if (data := client._read(None)) is None:
             return None
         if (answer := client._short(data, self._request)) is not None:
-            self._is_answered = True
+            self._is_answered, client.unheard = True, 0
             return answer
         message = client._take(self._request, data)
         while message is not None and message.flag is PROGRESS:
@@ -317,7 +354,7 @@ class Question:
             message = client._take(self._request, None)
         if message is None:
             return None
-        self._is_answered = True
+        self._is_answered, client.unheard = True, 0
         if message.flag is ERROR:
             raise unpack_error(message.payload)
         return message.payload
@@ -360,6 +397,8 @@ class Answers:
             self.close()
             raise
         self._finished = message.flag in (Flag.REPLY, Flag.ERROR)
+        if self._finished:
+            self._client.unheard = 0
         if message.flag is Flag.ERROR:
             self.close()
             raise unpack_error(message.payload)

@@ -45,7 +45,7 @@ def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tupl
     try:
         for packet in encode(Message(Op.HELLO, Flag.REQUEST, 0, pack_json(hello))):
             sock.sendall(packet)
-        data, fds, _, _ = socket.recv_fds(sock, RECEIVE_BYTES, 1)
+        data, fds, _, _ = socket.recv_fds(sock, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         client.close()
         raise StoreNotRunning(f"the node store at {path} does not answer ({error})") from error

@@ -18,11 +18,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One client of the server. `role` is set by its HELLO, and of a peer also `owner`; else that is its own.
+    """One client of the server. `role` is set by its HELLO, and `owner` where several share one; else it is its own.
 
     `verbs` serve what a client asks most; the server's handler serves all else.
     `pidfd` watches the process that connected, whoever else holds the socket by now; -1 when there is none
     (a remote one) or the kernel cannot name it. `ended` says that the process is gone, or said goodbye.
+    `gave` is the last question that was answered with something to hold, and what takes that back: the client asks
+    one thing at a time, so of no other question can the answer be lost with this connection.
     """
 
     sock: socket.socket
@@ -36,6 +38,12 @@ class Connection:
     decoder: Decoder = field(default_factory=Decoder)
     verbs: dict[Op, Handler] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    gave: tuple[int, Callable[[], object]] | None = None
+    #: Stays its own when the owner becomes that of others.
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.owner
 
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
         """Send a message from any thread; False when the client is gone or does not read.

@@ -1,8 +1,8 @@
 """The serving side of control connections: one thread, one epoll, for workers, movers and peers alike.
 
-A local connection is its owner's identity: the kernel names the process behind it (peer credentials and
-peer pidfd), so that what a dead worker held comes back, and what a live one holds never does. A closed
-connection only stops grants; the owner counts as gone when its process is gone, or when it said goodbye.
+The kernel names the process behind a local connection (peer credentials and peer pidfd), so that what a dead
+worker held comes back, and what a live one holds never does. An owner may have several connections, of one process.
+A closed connection only stops grants; the owner counts as gone when its process is gone, or when it said goodbye.
 """
 
 from __future__ import annotations
@@ -195,34 +195,71 @@ class ControlServer:
         connection.shut_down()
         with connection.lock:
             connection.sock.close()
-        if connection.ended or connection.pidfd < 0 or not self._holds(connection):
-            # An owner that holds nothing is not watched: a live process may come and go any number of times.
+        if connection.ended or not self._is_needed(connection):
             self._forget(connection)
 
-    def end_replaced(self, owner: str, successor: Connection) -> bool:
-        """Count an owner as gone because a new connection of its own process says so; on the server's thread."""
+    def _is_needed(self, closed: Connection) -> bool:
+        """Whether a closed connection has to be kept, to see its owner's end or for what its last answer gave."""
+        # An owner that holds nothing is not watched: a live process may come and go any number of times.
+        if not self._holds(closed):
+            return False
+        if any(c.owner == closed.owner and c is not closed and c.pidfd >= 0 for c in self._connections):
+            self._watch_no_more(closed)
+        return closed.pidfd >= 0 or closed.gave is not None
+
+    def join(self, connection: Connection, owner: str) -> None:
+        """Count a local connection as one more of an owner; on the server's thread.
+
+        Raises:
+            InvalidRequest: the owner is another process.
+        """
+        if any(c.owner == owner and c.pid != connection.pid for c in self._connections):
+            raise InvalidRequest(
+                f"this owner is another process than {connection.pid}; make a new client in each process"
+            )
+        connection.owner = owner
+
+    def end_replaced(self, name: str, since: int, successor: Connection) -> None:
+        """Serve a connection of the same owner no more, and take back what it gave; on the server's thread.
+
+        Args:
+            name: of the connection that the client has given up.
+            since: the first of its questions whose answer counts for nothing.
+            successor: that says so.
+        """
         for connection in self._connections:
-            if connection.owner == owner and connection is not successor and connection.pid == successor.pid:
-                self._owner_died(connection)
-                return True
-        return False
+            if connection.name == name and connection is not successor and connection.owner == successor.owner:
+                gave, connection.gave = connection.gave, None
+                if gave is not None and gave[0] >= since:
+                    gave[1]()
+                if connection.closed:
+                    self._forget(connection)
+                else:
+                    self._close(connection)
+                return
 
     def _let_go_of_closed(self) -> None:
         for connection in [c for c in self._connections if c.closed and not self._holds(c)]:
             self._forget(connection)
 
     def _owner_died(self, connection: Connection) -> None:
-        connection.ended = True
-        if connection.closed:
-            self._forget(connection)
-        else:
-            self._close(connection)
+        # All its connections at once: what it asked over another before is not granted to nobody.
+        theirs = [c for c in self._connections if connection.local and c.owner == connection.owner]
+        for each in theirs or [connection]:
+            each.ended = True
+            if each.closed:
+                self._forget(each)
+            else:
+                self._close(each)
 
-    def _forget(self, connection: Connection) -> None:
+    def _watch_no_more(self, connection: Connection) -> None:
         pidfd, connection.pidfd = connection.pidfd, -1
         if pidfd >= 0:
             self.unwatch(pidfd)
             os.close(pidfd)
+
+    def _forget(self, connection: Connection) -> None:
+        self._watch_no_more(connection)
         if connection in self._connections:
             self._connections.remove(connection)
             self._on_gone(connection)

@@ -7,7 +7,8 @@ KVStoreError
 ├── InvalidRequest           an argument of one call is wrong; nothing was changed
 │   ├── NamespaceMismatch    hashes of one namespace used with a client of another
 │   ├── ChainBroken          hashes are not one contiguous run of a chain
-│   └── StaleTicket          slots of an earlier life of the store or of the slots
+│   ├── StaleTicket          slots of an earlier life of the store or of the slots
+│   └── ForkedClient         a client, lease or job used in a child of the process that made it
 ├── LayoutMismatch           tensors or peers hold KV in another layout than agreed
 ├── PoolExhausted            no slot can be had now
 ├── BlockNotFound            a block that was named is not resident
@@ -64,6 +65,10 @@ class ChainBroken(InvalidRequest):
 
 class StaleTicket(InvalidRequest):
     """A generation or epoch is not the present one; nothing was changed. Prepare the store again."""
+
+
+class ForkedClient(InvalidRequest):
+    """A client, or a lease or job of it, was used in a forked child; nothing changed. Make a new client there."""
 
 
 class LayoutMismatch(KVStoreError):

@@ -115,8 +115,8 @@ class HandoffControl:
                 if not connection.send(message.op, Flag.REPLY, message.request, pack_ints(slots)):
                     # It gave up waiting. Not all packets of the answer went out, and of a part no slot is taken out:
                     # so nothing writes to these, and the publisher may live for long.
-                    self.table.abort(wanted.key, wanted.writer)
-                    self._waiting.look_again(wanted.key)
+                    self._never_written(wanted.key, wanted.writer)
+                connection.gave = message.request, functools.partial(self._never_written, wanted.key, wanted.writer)
                 return None
             case Op.HANDOFF_PACKING:
                 self._waiting.are_soon(payload)
@@ -157,6 +157,10 @@ class HandoffControl:
                     self.fetcher.end(number & ~STAGE_BIT, owner)
         return None
 
+    def _never_written(self, key: bytes, writer: int) -> None:
+        self.table.abort(key, writer)
+        self._waiting.look_again(key)
+
     def _block_bytes(self, namespace: bytes) -> int:
         known = self._core.block_bytes.get(namespace)
         if known is None:
@@ -173,14 +177,20 @@ class HandoffControl:
 
         here = request.node_id == core.node_id
         if not here or request.from_slab not in (0, request.slab):
-            self.fetcher.begin(request, connection.owner, block_bytes, send)
+            fetch_id = self.fetcher.begin(request, connection.owner, block_bytes, send)
+            connection.gave = message.request, functools.partial(self.fetcher.end, fetch_id, connection.owner)
             return
         # Straight out of the slots in which they were published.
-        serve = functools.partial(self._claim_here, connection, request, send)
+        serve = functools.partial(self._claim_here, connection, message.request, request, send)
         self._waiting.serve(request.key, connection, request.timeout_s, serve)
 
     def _claim_here(
-        self, connection: Connection, request: FetchRequest, send: Callable[[bytes, bool], None], is_last: bool
+        self,
+        connection: Connection,
+        question: int,
+        request: FetchRequest,
+        send: Callable[[bytes, bool], None],
+        is_last: bool,
     ) -> bool:
         """Answer with the slots of a ticket of this node, or why not; False when they are still being written."""
         core, report, slots, number = self._core, LoadReport(), np.empty(0, np.int32), 0
@@ -198,6 +208,8 @@ class HandoffControl:
             else:
                 report.num_local, slots = len(claim.slots), np.asarray(claim.slots, dtype=np.int32)
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
+                undo = functools.partial(self.table.end_claim, claim.claim_id, connection.owner, used=False)
+                connection.gave = question, undo
         send(pack_progress(Progress(number, 0, slots, report.to_bytes())), True)
         return True
 

@@ -66,8 +66,12 @@ class HandoffFetcher:
         lanes = self.lanes.find_all(self.peers.get(node_id), stage, self.config.call_timeout_s)
         return {"lanes": [{"gb_per_s": lane.gb_per_s, "why_not": lane.why_not} for lane in lanes]}
 
-    def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> None:
-        """Fetch, what waits for others on a thread; the client gets a last message in any case."""
+    def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> int:
+        """Fetch, what waits for others on a thread; the client gets a last message in any case.
+
+        Returns:
+            What `end` takes.
+        """
         fetch_id = next(self._ids)
         fetch = RemoteFetch(self, fetch_id, request, owner, block_bytes, send)
         with self._lock:
@@ -75,6 +79,7 @@ class HandoffFetcher:
         if request.from_slab and request.slab:
             fetch.begin()
         self._threads.submit(fetch.run)
+        return fetch_id
 
     def end(self, fetch_id: int, owner: str) -> None:
         """The client copies nothing more; the slots are free once nothing writes to them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -36,6 +37,7 @@ class Lease:
         self._deadline_s, self._margin_s = deadline_s, margin_s
         self._release, self._renew, self._read = release, renew, read
         self._released = lease_id == 0
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -86,4 +88,6 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.release()
+        # A forked child that leaves the block as well has nothing to give back.
+        if os.getpid() == self._pid:
+            self.release()

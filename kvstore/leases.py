@@ -100,6 +100,11 @@ class LeaseTable:
         """Drop all leases of an owner; returns how many."""
         return self._drop_all([i for i, lease in self._leases.items() if lease.owner == owner])
 
+    def release_pins(self, owner: str) -> int:
+        """Drop the hard and soft pins of an owner; returns how many."""
+        pins = (PinKind.HARD, PinKind.SOFT)
+        return self._drop_all([i for i, lease in self._leases.items() if lease.owner == owner and lease.kind in pins])
+
     def holds(self, owner: str) -> bool:
         """Whether an owner has a lease."""
         return any(lease.owner == owner for lease in self._leases.values())

@@ -6,12 +6,14 @@ Runs on the one thread of kvstore.control_server, so nothing here may block.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,7 +39,7 @@ from kvstore.peer_control import PeerControl
 from kvstore.pool import Pool
 from kvstore.pool_control import PoolControl
 from kvstore.pool_verbs import deadline_after
-from kvstore.wire import Flag, Message, Op, pack_json, unpack_json
+from kvstore.wire import OWNER_KEY_DIGITS, Flag, Message, Op, pack_json, unpack_json
 
 if TYPE_CHECKING:
     from kvstore.node import NodeCore
@@ -165,9 +167,9 @@ class NodeControl:
         if role == "mover" and connection.local and connection.pidfd < 0:
             raise ConfigError("this kernel cannot name the mover's process (Linux 5.3 can), so it could not be fenced")
         if connection.local and role in ("client", "mover", "presence"):
+            if role == "client":
+                self._join(connection, value)
             connection.role = role
-            connection.verbs = self._pool.verbs if role == "client" else {}
-            self._server.end_replaced(str(value.get("replaces", "")), connection)
             memory = self._core.presence if role == "presence" else self._core.arena
             connection.send(Op.HELLO, Flag.REPLY, message.request, self._greeting(connection), (memory.fd,))
             return None
@@ -179,13 +181,22 @@ class NodeControl:
             return self._greeting(connection)
         raise ProtocolError(f"wanted role client, mover or presence locally, or peer remotely, got {role!r}")
 
+    def _join(self, connection: Connection, hello: dict[str, Any]) -> None:
+        """Know whose connection it is, and which one it replaces."""
+        key, replaced, since = hello.get("owner"), hello.get("replaces"), hello.get("since")
+        if key is not None:
+            self._server.join(connection, owner_of_key(key))
+        if isinstance(replaced, str) and isinstance(since, int):
+            self._server.end_replaced(replaced, since, connection)
+        connection.verbs = self._pool.verbs
+
     def _greeting(self, connection: Connection) -> bytes:
         return pack_json(
             {
                 "protocol": PROTOCOL_VERSION,
                 "epoch": self._core.epoch.hex(),
                 "node": self._core.node_id,
-                "owner": connection.owner,
+                "connection": connection.name,
                 "config": self._core.config.to_json(),
                 "arena_bytes": self._core.arena.num_bytes,
             }
@@ -201,6 +212,7 @@ class NodeControl:
         held = chain if self._core.pool.lookup(chain.head(1)) else chain.head(0)
         grant = self._core.pool.pin_prefix(held, connection.owner, deadline_after(ttl_s))
         self._server.wake()
+        connection.gave = message.request, partial(self._core.release, grant.lease_id, connection.owner)
         load = Load(
             chain=chain,
             block_bytes=self._core.block_bytes[chain.namespace],
@@ -276,3 +288,15 @@ class NodeControl:
             parts.callback(self._fence.check)
             parts.callback(self.handoffs.tick, now_s)
             parts.callback(self._pool.tick, now_s)
+
+
+def owner_of_key(key: object) -> str:
+    """Return the owner that a client is, by the key that it chose and tells nobody else.
+
+    Raises:
+        ProtocolError: that is no key.
+    """
+    if not (isinstance(key, str) and len(key) == OWNER_KEY_DIGITS):
+        raise ProtocolError(f"owner: wanted {OWNER_KEY_DIGITS} digits, got {key!r:.40}; run one version of raykv")
+    # Owners are named in messages and logs.
+    return f"client-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

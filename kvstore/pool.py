@@ -315,6 +315,12 @@ class Pool:
             calls = self._watches.take_calls()
         return _after(calls, num_dropped)
 
+    def release_pins(self, owner: str) -> int:
+        """Drop all pins of an owner that have no reader behind them, hard and soft ones; returns how many."""
+        self._yield("release_pins")
+        with self._lock:
+            return self._leases.release_pins(owner)
+
     def holds(self, owner: str) -> bool:
         """Return whether an owner has a lease or an unfinished write."""
         with self._lock:

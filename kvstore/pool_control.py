@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.chain import decode_hashes
 from kvstore.control_connection import Connection, Handler
 from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.grants import Grant
 from kvstore.messages import (
     U64,
     U64_F64,
@@ -46,6 +48,7 @@ class PoolControl:
             Op.COMPLETE_STORE: self._complete_store,
             Op.ABORT_STORE: self._abort_store,
             Op.AWAIT_STORE: self._await_store,
+            Op.UNPIN_ALL: self._unpin_all,
         }
         # Deadline of each save that waits for others to have written the same blocks.
         self._waiting: dict[int, float] = {}
@@ -56,11 +59,19 @@ class PoolControl:
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         chain, ttl_s = unpack_lease(message.payload)
-        return pack_grant(self._core.lease(chain, connection.owner, ttl_s))
+        return self._granted(connection, message, self._core.lease(chain, connection.owner, ttl_s))
 
     def _pin(self, connection: Connection, message: Message) -> bytes:
         chain, kind, ttl_s = unpack_pin(message.payload)
-        return pack_grant(self._core.pin(chain, connection.owner, kind, ttl_s))
+        return self._granted(connection, message, self._core.pin(chain, connection.owner, kind, ttl_s))
+
+    def _granted(self, connection: Connection, message: Message, grant: Grant) -> bytes:
+        connection.gave = message.request, partial(self._core.release, grant.lease_id, connection.owner)
+        return pack_grant(grant)
+
+    def _unpin_all(self, connection: Connection, message: Message) -> None:
+        if (pool := self._core.attached_pool) is not None:
+            pool.release_pins(connection.owner)
 
     def _release(self, connection: Connection, message: Message) -> bytes:
         return U64.pack(self._core.release(U64.unpack(message.payload)[0], connection.owner))
@@ -76,7 +87,9 @@ class PoolControl:
                 "this kernel does not tell the store when this process ends, so it may read but not write; "
                 "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
             )
-        return pack_ticket(self._core.prepare_store(chain, connection.owner, num_parts, part))
+        ticket = self._core.prepare_store(chain, connection.owner, num_parts, part)
+        connection.gave = message.request, partial(self._core.abort_store, ticket.write_id, connection.owner)
+        return pack_ticket(ticket)
 
     def _complete_store(self, connection: Connection, message: Message) -> None:
         write_id, epoch, generations = unpack_write_end(message.payload)

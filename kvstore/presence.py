@@ -13,7 +13,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+
 from kvstore.errors import ConfigError
+from kvstore.forks import withhold
 
 EPOCH_BYTES = 8
 #: Whether this node is the only one that has blocks.
@@ -83,7 +86,7 @@ class PresenceTable:
         try:
             os.posix_fallocate(self.fd, 0, num_bytes)
             memory = mmap.mmap(self.fd, num_bytes)
-            memory.madvise(mmap.MADV_DONTFORK)
+            withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), num_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
         except OSError as error:

@@ -6,9 +6,12 @@ import mmap
 import os
 import select
 
+import numpy as np
+
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
 from kvstore.errors import StoreUnavailable
+from kvstore.forks import withhold
 from kvstore.presence import ALONE_AT, EPOCH_BYTES, HEAD_BYTES, place_of
 
 
@@ -33,7 +36,7 @@ class PresenceView:
             memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
-        memory.madvise(mmap.MADV_DONTFORK)
+        withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), size)
         self._memory: mmap.mmap | None = memory
         self._fd = self._connection.fileno()
         self._mask = size - HEAD_BYTES - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
@@ -11,6 +12,7 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from kvstore.errors import JobRunning
+from kvstore.forks import check_process
 
 T = TypeVar("T")
 
@@ -189,6 +191,7 @@ class Job(Generic[T]):
     ) -> None:
         self._future, self._what, self._abandon, self._wait_on = future, what, abandon, wait_on
         self._work = work
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         return f"Job({self._what}, {'done' if self.done() else 'running'})"
@@ -207,8 +210,10 @@ class Job(Generic[T]):
 
         Raises:
             JobRunning: it goes on, and goes on using the engine's blocks; wait again or `abandon` it.
+            ForkedClient: this is a child of the process that began it.
             KVStoreError: it failed.
         """
+        check_process(self._pid)
         if self._work is not None and (timeout is None or timeout >= self._work.limit_s):
             self._work.do()
         try:
@@ -235,7 +240,9 @@ class Job(Generic[T]):
         Raises:
             JobRunning: the copies are not all queued yet, and the stream waits for nothing.
             KernelError: the device failed.
+            ForkedClient: this is a child of the process that began it.
         """
+        check_process(self._pid)
         if self._wait_on is not None:
             is_done = self._wait_on(stream, timeout)
         else:
@@ -252,7 +259,11 @@ class Job(Generic[T]):
             True: from now on the job neither reads nor writes the engine's blocks, and a save of it publishes
             nothing more, except what it had copied completely. False:
             a copy was still running after `timeout` seconds; the blocks must not be reused yet.
+
+        Raises:
+            ForkedClient: this is a child of the process that began it.
         """
+        check_process(self._pid)
         return self._future.cancel() or self._abandon(timeout)
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
@@ -260,4 +271,5 @@ class Job(Generic[T]):
         self._future.add_done_callback(lambda _: callback(self))
 
     def __await__(self) -> Generator[Any, None, T]:
+        check_process(self._pid)
         return asyncio.wrap_future(self._future).__await__()

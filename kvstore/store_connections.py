@@ -1,13 +1,15 @@
 """A client's connections to the store of its node.
 
-The store gives back what it granted over a connection when that ends, so who must not lose anything by the timeout of
-another has one of its own: leases and pins the first, each thread that runs jobs one, lookups one, each fetch one.
+To the store they are all one owner, which the client is by a key of its own: what was granted over one is released,
+renewed and completed over any. A call that times out closes its connection. The next one names it, and from which
+question on nothing was heard over it: what the store gave for those, or would have given yet, it takes back.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -16,8 +18,9 @@ from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_local
 from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.forks import check_process
 from kvstore.idle_connections import IdleConnections
-from kvstore.wire import Op
+from kvstore.wire import OWNER_KEY_DIGITS, Op
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,9 @@ class StoreConnections:
 
     def __init__(self, path: str, on_lost: Callable[[], None]) -> None:
         self.path, self._on_lost = path, on_lost
-        self.has_ended = False
-        self._lock = threading.Lock()
+        self.has_ended = self._is_lost = False
+        self._pid, self._key = os.getpid(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
+        self._lock, self._renewing = threading.Lock(), threading.Lock()
         self._open: list[ControlClient] = []
         self._local = threading.local()
         self._lookups: ControlClient | None = None
@@ -58,49 +62,59 @@ class StoreConnections:
         self.call_timeout_s = self.config.call_timeout_s
         self.arena = attach_arena(fd, int(hello["arena_bytes"]))
 
-    def _connect(self, replaces: str = "") -> tuple[ControlClient, int]:
-        hello = {"role": "client", "protocol": PROTOCOL_VERSION, "replaces": replaces}
+    def _connect(self, replaces: ControlClient | None = None, since: int = 0) -> tuple[ControlClient, int]:
+        hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": self._key}
+        if replaces is not None:
+            hello |= {"replaces": replaces.hello["connection"], "since": since}
         connection, fd = connect_local(self.path, hello, timeout_s=self.call_timeout_s)
         with self._lock:
             # Those that a timeout or an abandoned load closed are of no use to anybody any more.
             self._open = [*(known for known in self._open if not known.closed), connection]
         return connection, fd
 
-    def connect(self, replaces: str = "") -> ControlClient:
+    def connect(self, replaces: ControlClient | None = None, since: int = 0) -> ControlClient:
         """Open one more connection.
 
         Args:
-            replaces: the owner of a broken one that is at its end: what that held is given back.
+            replaces: a broken one.
+            since: the number of a question on that; what the store gave for this one and later ones is given back.
 
         Raises:
             StoreUnavailable: the store is gone, or was restarted; `on_lost` was called.
+            ForkedClient: this is a child of the process that made it.
         """
+        check_process(self._pid)
         try:
-            connection, fd = self._connect(replaces)
+            connection, fd = self._connect(replaces, since)
         except StoreNotRunning as error:
             if isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
-                self._on_lost()
+                self._lose()
             raise
         os.close(fd)
         if connection.hello["epoch"] != self.epoch:
             connection.close()
-            self._on_lost()
+            self._lose()
             raise StoreUnavailable(
                 "the node store was restarted: its memory is another one; close this client and make a new one"
             )
         return connection
 
+    def _lose(self) -> None:
+        self._is_lost = True
+        self._on_lost()
+
     def of_thread(self) -> ControlClient:
-        """Return the connection of the calling thread's jobs, of which one runs at a time.
+        """Return the connection of the calling thread's jobs, of which one runs at a time: for one that begins.
 
         Raises:
             StoreUnavailable: there is none yet, or it broke, and none can be opened.
+            ForkedClient: this is a child of the process that made it.
         """
         connection: ControlClient | None = getattr(self._local, "connection", None)
         if connection is None or connection.closed:
-            # One job at a time uses it, and that job is over: what it held can go.
-            replaces = "" if connection is None else str(connection.hello["owner"])
-            connection = self._local.connection = self.connect(replaces)
+            # The job that used it is over: what that held can go.
+            connection = self._local.connection = self.connect(connection, getattr(self._local, "since", 0))
+        self._local.since = connection.next_question
         return connection
 
     def leave_of_thread(self) -> None:
@@ -120,17 +134,23 @@ class StoreConnections:
         return connection
 
     def call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0) -> bytes:
-        """Ask over the connection that lives as long as the client; see `ControlClient.call` for what is raised."""
+        """Ask over the connection of calls; see `ControlClient.call` for what is raised."""
         self.check_open()
-        if self._calls.closed:
-            # Leases taken over the old one are held on until their deadline: their blocks may be in use.
-            self._calls = self.connect()
-        return self._calls.call(op, payload, timeout_s=self.call_timeout_s, meanwhile=meanwhile, awake_s=awake_s)
+        return self._for_calls().call(op, payload, timeout_s=self.call_timeout_s, meanwhile=meanwhile, awake_s=awake_s)
 
     def say(self, op: Op, payload: bytes) -> None:
         """Tell the store over that connection what has no answer."""
         self.check_open()
-        self._calls.send(op, payload)
+        self._for_calls().send(op, payload)
+
+    def _for_calls(self) -> ControlClient:
+        if self._calls.closed:
+            check_process(self._pid)
+            with self._renewing:
+                broken = self._calls
+                if broken.closed:
+                    self._calls = self.connect(broken, broken.unheard or broken.next_question)
+        return self._calls
 
     def ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
         """Ask over a connection of its own, for what takes longer than a call."""
@@ -146,22 +166,58 @@ class StoreConnections:
 
         Raises:
             StoreUnavailable: the client was closed.
+            ForkedClient: this is a child of the process that made it.
         """
+        check_process(self._pid)
         if self.has_ended:
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
 
-    def end(self) -> None:
-        """Refuse everything new; jobs that run keep their connections."""
-        self.has_ended = True
+    def check_process(self) -> None:
+        """Refuse a forked child.
+
+        Raises:
+            ForkedClient: this is a child of the process that made the client.
+        """
+        check_process(self._pid)
+
+    def is_inherited(self) -> bool:
+        """Whether this is a child of the process that made the client, and the connections are not its own."""
+        return os.getpid() != self._pid
+
+    def end(self) -> bool:
+        """Refuse everything new; jobs that run keep their connections. Whether that was not so before."""
+        with self._lock:
+            had_ended, self.has_ended = self.has_ended, True
+        return not had_ended
 
     def close(self, *, jobs_are_over: bool) -> None:
-        """Close every connection; without `jobs_are_over` the store keeps what they hold until this process ends."""
-        with self._lock:
+        """Close every connection, and have the store take everything back.
+
+        Without `jobs_are_over` that is only the pins. What jobs hold they may still copy: the store keeps it until
+        `say_goodbye`, or until this process ends.
+        """
+        if self.is_inherited():
             connections, self._open = self._open, []
+        else:
+            self._say_last(Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL)
+            with self._lock:
+                connections, self._open = self._open, []
         for connection in connections:
-            if jobs_are_over and not connection.closed:
-                try:
-                    connection.send(Op.GOODBYE)
-                except KVStoreError:
-                    logger.debug("the node store was gone before this client")
             connection.close()
+
+    def say_goodbye(self) -> None:
+        """Have the store take everything back, after `close`: no job copies any more."""
+        self._say_last(Op.GOODBYE)
+        self._calls.close()
+
+    def _say_last(self, op: Op) -> None:
+        if self._is_lost:
+            return
+        try:
+            with self._renewing:
+                if (last := self._calls).closed:
+                    self._calls, fd = self._connect(last, last.unheard or last.next_question)
+                    os.close(fd)
+            self._calls.send(op)
+        except KVStoreError:
+            logger.debug("the node store was gone before this client")

@@ -23,6 +23,8 @@ RECEIVE_BYTES = 256 << 10
 SOCKET_BUFFER_BYTES = 1 << 20
 #: No message is longer; a peer that announces more is cut off.
 MAX_MESSAGE_BYTES = 64 << 20
+#: Of the key by which a store knows the connections of one client as one owner.
+OWNER_KEY_DIGITS = 32
 
 
 class Op(IntEnum):
@@ -43,6 +45,7 @@ class Op(IntEnum):
     STATS = 13
     PIN = 14
     AWAIT_STORE = 15
+    UNPIN_ALL = 16
     PEER_LEASE = 20
     PEER_RELEASE = 21
     PEER_TRANSPORT = 22

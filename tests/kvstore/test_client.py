@@ -508,6 +508,7 @@ def test_a_client_that_is_closed_in_the_middle_of_a_copy_keeps_its_slots(cluster
     gate.open.set()
     with pytest.raises(PeerLost):
         job.result(5)
+    wait_until(lambda: core.pool.stats().num_writing == 0)
 
 
 def test_an_abandoned_save_publishes_nothing(cluster, wait_until):

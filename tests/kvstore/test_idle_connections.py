@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.errors import StoreUnavailable
+from kvstore.errors import CopyStuck, StoreUnavailable
 from kvstore.idle_connections import IdleConnections
 
 
@@ -16,8 +16,8 @@ def made():
 def idle(made):
     numbers = itertools.count(1)
 
-    def connect(replaces):
-        connection = SimpleNamespace(hello={"owner": f"local-{next(numbers)}"}, closed=False, replaces=replaces)
+    def connect(replaces, since):
+        connection = SimpleNamespace(name=next(numbers), closed=False, next_question=5, replaces=(replaces, since))
         connection.close = lambda: setattr(connection, "closed", True)
         made.append(connection)
         return connection
@@ -41,16 +41,28 @@ def test_jobs_at_once_have_one_each(idle, made):
     assert len(idle) == len(made) == 2
 
 
-def test_a_broken_one_is_replaced_and_its_owner_named(idle, made):
+def test_a_broken_one_is_replaced_and_named_with_the_first_question_of_its_job(idle, made):
     with idle.taken() as connection:
+        connection.next_question = 7
         connection.close()
-    assert [each.replaces for each in made] == ["", "local-1"]
+    assert [each.replaces for each in made] == [(None, 0), (connection, 5)]
     with idle.taken() as connection:
         assert connection is made[1]
 
 
+def test_of_a_job_whose_copies_are_stuck_nothing_is_given_back(idle, made):
+    def fetch():
+        with idle.taken() as connection:
+            connection.close()
+            raise CopyStuck("for ever")
+
+    with pytest.raises(CopyStuck):
+        fetch()
+    assert [each.replaces for each in made] == [(None, 0), (None, 0)]
+
+
 def test_a_store_that_is_gone_leaves_none(idle, made, monkeypatch):
-    def refuse(replaces):
+    def refuse(replaces, since):
         raise StoreUnavailable("gone")
 
     with idle.taken() as connection:
@@ -59,6 +71,9 @@ def test_a_store_that_is_gone_leaves_none(idle, made, monkeypatch):
     assert len(idle) == 0
     with pytest.raises(StoreUnavailable), idle.taken():
         pass
+    monkeypatch.undo()
+    with idle.taken():
+        assert made[-1].replaces == (connection, 5), "the store was only late, and hears now what is given back"
 
 
 def test_one_that_comes_back_to_a_closed_client_is_closed(idle, made):

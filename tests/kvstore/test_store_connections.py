@@ -57,7 +57,7 @@ def test_a_broken_one_of_a_thread_is_replaced_by_name(store):
     found = store.of_thread()
     assert found is not broken
     assert not found.closed
-    assert found.hello["owner"] != broken.hello["owner"]
+    assert found.hello["connection"] != broken.hello["connection"]
 
 
 def test_a_lookup_that_times_out_does_not_take_what_holds_leases(store):
@@ -119,6 +119,6 @@ def test_close_closes_all_and_says_so_only_when_nothing_is_copied_any_more(store
         send = connection.send
         connection.send = lambda op, *more, send=send: (said.append(op), send(op, *more))
     store.close(jobs_are_over=jobs_are_over)
-    assert said == ([Op.GOODBYE] * 3 if jobs_are_over else [])
+    assert said == [Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL]
     assert store._open == []
     assert store._calls.closed
