@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
 import logging
 import os
 import signal
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.wire import FRAGMENT_BYTES, Decoder, Flag, Message, Op, encode, encode_short
+from kvstore.wire import FRAGMENT_BYTES, STRANGER_BYTES, Decoder, Flag, Message, Op, encode, encode_short
 
 logger = logging.getLogger(__name__)
+
+#: What may wait here for a client that does not read, besides what its socket holds; then it is cut. A message goes
+#: out whole when nothing waits before it.
+MAX_UNSENT_BYTES = 8 << 20
+#: What one packet costs here besides its bytes.
+_PACKET_BYTES = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -25,19 +34,26 @@ class Connection:
     (a remote one) or the kernel cannot name it. `ended` says that the process is gone, or said goodbye.
     `gave` is the last question that was answered with something to hold, and what takes that back: the client asks
     one thing at a time, so of no other question can the answer be lost with this connection.
+    `want_writable` has the server call `flush` when the socket takes more, or no more; any thread may call it.
     """
 
     sock: socket.socket
     owner: str
     local: bool
+    host: str = ""
+    want_writable: Callable[[bool], None] = lambda wanted: None
     pid: int = 0
     pidfd: int = -1
     role: str = ""
     closed: bool = False
     ended: bool = False
-    decoder: Decoder = field(default_factory=Decoder)
+    decoder: Decoder = field(default_factory=lambda: Decoder(STRANGER_BYTES))
+    #: Messages that came and were not served yet.
+    pending: deque[Message] = field(default_factory=deque)
     verbs: dict[Op, Handler] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    _unsent: deque[memoryview] = field(default_factory=deque)
+    _num_unsent_bytes: int = 0
     gave: tuple[int, Callable[[], object]] | None = None
     #: Stays its own when the owner becomes that of others.
     name: str = ""
@@ -46,33 +62,86 @@ class Connection:
         self.name = self.name or self.owner
 
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
-        """Send a message from any thread; False when the client is gone or does not read.
+        """Send a message from any thread, without waiting; False when the client is gone or does not read.
 
-        Part of the message may be out then, so the connection is shut down: the other side sees its end.
+        What the socket does not take waits here, and goes out when it does. Descriptors do not wait: a client gets
+        them in the first answer. Part of the message may be out when this fails, so the connection is shut down: the
+        other side sees its end.
         """
         try:
             if not fds and len(payload) <= FRAGMENT_BYTES:
                 packet = encode_short(op, flag, request, payload)
                 with self.lock:
-                    self.sock.sendall(packet)
+                    try:
+                        sent = 0 if self._unsent else self.sock.send(packet)
+                    except BlockingIOError:
+                        sent = 0
+                    if sent != len(packet):
+                        self._keep([packet], sent)
                 return True
+            packets = encode(Message(op, flag, request, payload))
             with self.lock:
-                for packet in encode(Message(op, flag, request, payload)):
-                    if fds:
-                        socket.send_fds(self.sock, [packet], list(fds))
-                        fds = ()
-                    else:
-                        self.sock.sendall(packet)
+                if fds:
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+                    sent = self.sock.sendmsg(packets[:1], [rights])
+                    if sent != len(packets.pop(0)):
+                        raise BlockingIOError(errno.EAGAIN, "the socket took part of a packet with descriptors")
+                self._keep(packets, 0)
+                self._flush()
         except OSError as error:
             logger.debug("%s: could not send %s: %s", self.owner, op.name, error)
             self.shut_down()
             return False
         return True
 
+    def _keep(self, packets: list[bytes], sent: int) -> None:
+        """Keep packets, the first without the bytes of it that were sent; with the lock held."""
+        num_bytes = sum(len(packet) + _PACKET_BYTES for packet in packets) - sent
+        if self._unsent and self._num_unsent_bytes + num_bytes > MAX_UNSENT_BYTES:
+            raise OSError(errno.ENOBUFS, f"{self._num_unsent_bytes} bytes wait for it already")
+        if not self._unsent and packets:
+            self.want_writable(True)
+        for packet in packets:
+            self._unsent.append(memoryview(packet)[sent:])
+            sent = 0
+        self._num_unsent_bytes += num_bytes
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it; on the server's thread.
+
+        Raises:
+            OSError: the client is gone.
+        """
+        with self.lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                packet = self._unsent[0]
+                sent = self.sock.send(packet)
+                if sent != len(packet):
+                    self._unsent[0] = packet[sent:]
+                    self._num_unsent_bytes -= sent
+                    continue
+                self._unsent.popleft()
+                self._num_unsent_bytes -= sent + _PACKET_BYTES
+            self.want_writable(False)
+
     def shut_down(self) -> None:
         """End the connection but keep its descriptor, so that no other connection can have the same number."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket; on the server's thread, which watches it no more."""
+        # Shut down first, so that the other side sees its end whatever else holds the socket; closed under the lock,
+        # or the next packet of a thread that is sending could go to another client with the same descriptor.
+        self.shut_down()
+        with self.lock:
+            self._unsent.clear()
+            self.sock.close()
+        self.pending.clear()
 
     def kill(self) -> bool:
         """Kill the process behind a local connection, by its pidfd and never by a number.

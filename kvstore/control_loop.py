@@ -41,6 +41,9 @@ class ControlLoop:
         self._epoll = select.epoll()
         #: What to do when a descriptor has something to read.
         self._when_ready: dict[int, Callable[[], None]] = {}
+        self._when_writable: dict[int, Callable[[], None]] = {}
+        #: Descriptors that count as readable in the next round, whatever the kernel says.
+        self._again: set[int] = set()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.watch(self._wake_read, self._woken)
         self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
@@ -59,6 +62,11 @@ class ControlLoop:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    @staticmethod
+    def now_s() -> float:
+        """Return the time that ticks go by."""
+        return time.monotonic()
 
     def is_own_thread(self) -> bool:
         """Whether the caller is this thread."""
@@ -102,17 +110,31 @@ class ControlLoop:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    def watch(self, fd: int, then: Callable[[], None]) -> None:
+    def watch(self, fd: int, then: Callable[[], None], when_writable: Callable[[], None] | None = None) -> None:
         """Call `then`, which must not block, whenever a descriptor can be read; on the thread, as `then` is.
 
         It has to be unwatched before it is closed, and `then` may be called once more in that very moment. One that
-        raises is watched no more: it would raise again at once, and for ever.
+        raises is watched no more: it would raise again at once, and for ever. `when_writable` is called when the
+        descriptor can be written to, while `want_writable` says so.
         """
         self._when_ready[fd] = then
+        if when_writable is not None:
+            self._when_writable[fd] = when_writable
         self._epoll.register(fd, select.EPOLLIN)
+
+    def want_writable(self, fd: int, wanted: bool) -> None:
+        """Say whether a watched descriptor is to be written to; from any thread."""
+        with contextlib.suppress(OSError, ValueError):  # It is watched no more.
+            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT if wanted else select.EPOLLIN)
+
+    def call_again(self, fd: int) -> None:
+        """Count a watched descriptor as readable in the next round: part of what came was left for then."""
+        self._again.add(fd)
 
     def unwatch(self, fd: int) -> None:
         """Watch a descriptor no more; on the thread."""
+        self._when_writable.pop(fd, None)
+        self._again.discard(fd)
         if self._when_ready.pop(fd, None) is not None:
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)
@@ -133,7 +155,7 @@ class ControlLoop:
         while not self._stopping:
             try:
                 # Looked up before any is served: what one of them closes must not lend its number to another.
-                ready = [(fd, self._when_ready[fd]) for fd, _ in self._poll(wait_s)]
+                ready = self._ready(self._poll(0.0 if self._again else wait_s))
             except Exception as error:  # noqa: BLE001
                 pause_s = self._polls.failed(error)
                 if self._polls.num_in_row >= _MAX_FAILURES_IN_ROW:
@@ -147,7 +169,7 @@ class ControlLoop:
                     then()
                 except Exception as error:  # noqa: BLE001
                     self._calls.failed(error)
-                    if self._when_ready.get(fd) is then:
+                    if then in (self._when_ready.get(fd), self._when_writable.get(fd)):
                         self.unwatch(fd)
             now_s = time.monotonic()
             wait_s = next_tick_s - now_s
@@ -158,6 +180,19 @@ class ControlLoop:
                 asked, self._asked = self._asked, []
                 for answered in asked:
                     answered.set()
+
+    def _ready(self, found: list[tuple[int, int]]) -> list[tuple[int, Callable[[], None]]]:
+        ready = []
+        for fd, events in found:
+            if events & select.EPOLLOUT:
+                ready.append((fd, self._when_writable[fd]))
+            if events & ~select.EPOLLOUT:
+                ready.append((fd, self._when_ready[fd]))
+        if self._again:
+            found_fds = {fd for fd, events in found if events & ~select.EPOLLOUT}
+            ready += [(fd, self._when_ready[fd]) for fd in self._again - found_fds]
+            self._again.clear()
+        return ready
 
     def _tick(self, was_busy: bool) -> tuple[float, float]:
         """Tick if that is wanted; returns how long to sleep and when to ask again, in seconds from now."""

@@ -13,14 +13,20 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
+from kvstore.acceptor import Acceptor, peer_pidfd
 from kvstore.control_connection import Connection, Handler
 from kvstore.control_loop import ControlLoop
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
+from kvstore.guard import LogLimit
+from kvstore.strangers import Strangers
 from kvstore.wire import (
+    MALFORMED,
+    MAX_MESSAGE_BYTES,
     RECEIVE_BYTES,
     REPLY,
     REQUEST,
@@ -28,25 +34,29 @@ from kvstore.wire import (
     Flag,
     Message,
     Op,
+    clip,
     decode_short,
     pack_error,
 )
 
 logger = logging.getLogger(__name__)
 
-_SO_PEERPIDFD = 77
-_GOODBYE = Op.GOODBYE
+_GOODBYE, _HELLO = Op.GOODBYE, Op.HELLO
+#: Of one connection, before others have their turn.
+_MESSAGES_A_ROUND = 32
 
 
 class ControlServer:
     """Listens and dispatches.
 
     Args:
-        handler: called on the server's thread for each message; must not block.
+        handler: called on the server's thread for each message; must not block. It sets the role of a connection
+            whose HELLO it accepts; all others are cut.
         on_gone: called once with a connection of which nothing more will be heard: its owner is gone for good
             (`ended`), or nobody will say when it is, because it is remote or cannot be watched.
         on_tick: called about every `tick_s` seconds while `wants_ticks()` is true.
         holds: whether anything has to be kept for the owner of a closed connection until its process is gone.
+        max_bytes: of the longest message that is taken, by role; of other roles kvstore.wire.MAX_MESSAGE_BYTES.
     """
 
     def __init__(
@@ -57,16 +67,22 @@ class ControlServer:
         wants_ticks: Callable[[], bool] = lambda: False,
         tick_s: float = 0.25,
         holds: Callable[[Connection], bool] = lambda connection: True,
+        max_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        self._max_bytes = max_bytes
         self._handler, self._on_gone, self._holds = handler, on_gone, holds
-        self._on_tick = on_tick
-        self._loop = ControlLoop(self._tick, wants_ticks, tick_s, self._shut_down)
+        self._on_tick, self._is_tick_wanted = on_tick, wants_ticks
+        self._loop = ControlLoop(self._tick, self._wants_ticks, tick_s, self._shut_down)
         self.watch, self.unwatch = self._loop.watch, self._loop.unwatch
         self.wake, self.stay_awake, self.is_serving = self._loop.wake, self._loop.stay_awake, self._loop.is_serving
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._num_connections = 0
         self._path = ""
-        self._listeners: list[socket.socket] = []
+        self._strangers = Strangers(self._close)
+        self._acceptor = Acceptor(self._loop, self._take, self._strangers.cut_oldest)
+        self._log = LogLimit()
+        #: Messages that were none of ours.
+        self.num_malformed = 0
         self._connections: set[Connection] = set()
         self.port = 0
         self.num_served: Counter[Op] = Counter()
@@ -79,7 +95,7 @@ class ControlServer:
         sock.bind(path)
         os.chmod(path, 0o600)
         self._path = path
-        self._listen(sock)
+        self._acceptor.listen(sock)
 
     def listen_remote(self, host: str, port: int = 0) -> None:
         """Listen on TCP; port 0 lets the system choose, see `port`."""
@@ -87,12 +103,7 @@ class ControlServer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         self.port = sock.getsockname()[1]
-        self._listen(sock)
-
-    def _listen(self, sock: socket.socket) -> None:
-        sock.listen(128)
-        self._listeners.append(sock)
-        self.watch(sock.fileno(), partial(self._accept, sock))
+        self._acceptor.listen(sock)
 
     def start(self) -> None:
         """Begin to serve."""
@@ -107,43 +118,69 @@ class ControlServer:
         """Close all connections and end the thread; may be called again."""
         self._loop.stop(timeout_s)
 
-    def _tick(self) -> None:
-        try:
-            self._on_tick()
-        finally:
-            self._let_go_of_closed()
+    @property
+    def num_strangers_cut(self) -> int:
+        """How many connections were cut before they had said who they are."""
+        return self._strangers.num_cut
 
-    def _accept(self, listener: socket.socket) -> None:
-        sock, _ = listener.accept()
-        local = listener.family == socket.AF_UNIX
+    def _wants_ticks(self) -> bool:
+        return self._is_tick_wanted() or len(self._strangers) > 0 or self._acceptor.is_paused
+
+    def _tick(self) -> None:
+        with contextlib.ExitStack() as parts:
+            # From the last to the first; each is done whatever the others raise.
+            parts.callback(self._let_go_of_closed)
+            if self._is_tick_wanted():
+                parts.callback(self._on_tick)
+            parts.callback(self._strangers.tick, self._loop.now_s())
+            parts.callback(self._acceptor.tick, self._loop.now_s())
+
+    def _take(self, sock: socket.socket, host: str) -> None:
+        """Take a connection that was accepted, of another host if that is named."""
         self._num_connections += 1
-        connection = Connection(sock, f"{'local' if local else 'peer'}-{self._num_connections}", local)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+        fd, local = sock.fileno(), not host
+        connection = Connection(
+            sock, f"{'local' if local else 'peer'}-{self._num_connections}", local, host or "this host",
+            partial(self._loop.want_writable, fd),
+        )  # fmt: skip
+        sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         if local:
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             connection.pid = struct.unpack("3i", credentials)[0]
-            connection.pidfd = _peer_pidfd(sock, connection.pid)
+            connection.pidfd = peer_pidfd(sock, connection.pid)
             if connection.pidfd >= 0:
                 self.watch(connection.pidfd, partial(self._owner_died, connection))
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connections.add(connection)
-        self.watch(sock.fileno(), partial(self._read, connection))
+        self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
+        self._strangers.came(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.flush()
+        except OSError as error:
+            logger.debug("%s: %s", connection.owner, error)
+            connection.shut_down()  # Whether its owner said goodbye before is still to be read.
 
     def _read(self, connection: Connection) -> None:
         if connection.closed:
             return
         try:
-            data = self._received[: connection.sock.recv_into(self._received, 0, socket.MSG_DONTWAIT)]
+            if connection.pending:
+                self._serve_pending(connection)
+                return
+            data = self._received[: connection.sock.recv_into(self._received)]
             if not data:
                 self._close(connection)
                 return
             if not connection.local:
-                for each in connection.decoder.stream(data):
-                    self._serve(connection, each)
+                connection.pending.extend(connection.decoder.stream(data))
+                self._serve_pending(connection)
                 return
-            message = decode_short(data) if connection.decoder.is_between else None
+            known = connection.role and connection.decoder.is_between
+            message = decode_short(data) if known else None
             if message is None:
                 message = connection.decoder.packet(data)
             if message is not None:
@@ -157,26 +194,46 @@ class ControlServer:
                 logger.debug("%s: %s", connection.owner, error)
                 self._close(connection)
             return
-        except (OSError, ProtocolError) as error:
+        except ProtocolError as error:
+            self._turn_away(connection, error)
+        except OSError as error:
             logger.debug("%s: %s", connection.owner, error)
             self._close(connection)
         except Exception:
-            logger.exception("control: unexpected error; the connection is closed")
             self._close(connection)
+            raise
+
+    def _serve_pending(self, connection: Connection) -> None:
+        """Serve what came, but not so much of it that others have to wait for long."""
+        for _ in range(min(len(connection.pending), _MESSAGES_A_ROUND)):
+            self._serve(connection, connection.pending.popleft())
+            if connection.closed:
+                return
+        if connection.pending:
+            self._loop.call_again(connection.sock.fileno())
 
     def _serve(self, connection: Connection, message: Message) -> None:
         op = message.op
-        if op is _GOODBYE:
-            self._owner_died(connection)
-            return
+        serve = connection.verbs.get(op)
+        if serve is None:
+            if op is _GOODBYE:
+                self._owner_died(connection)
+                return
+            if op is _HELLO or not connection.role:
+                self._hear_hello(connection, message)
+                return
+            serve = self._handler
         self.num_served[op] += 1
+        malformed: Exception | None = None
         try:
-            answer = connection.verbs.get(op, self._handler)(connection, message)
+            answer = serve(connection, message)
+        except ProtocolError as error:
+            malformed, answer, flag = error, pack_error(error), Flag.ERROR
         except KVStoreError as error:
             answer, flag = pack_error(error), Flag.ERROR
-        except struct.error as error:
-            text = f"{op.name}: {len(message.payload)} bytes are not a request of this version: {error}"
-            answer, flag = pack_error(InvalidRequest(text)), Flag.ERROR
+        except MALFORMED as error:
+            text = f"{op.name}: {len(message.payload)} bytes are not a request of this version: {clip(error)}"
+            malformed, answer, flag = error, pack_error(ProtocolError(text)), Flag.ERROR
         except Exception as error:
             logger.exception("control: %s failed", op.name)
             answer, flag = pack_error(error), Flag.ERROR
@@ -184,17 +241,52 @@ class ControlServer:
             flag = REPLY
         if answer is not None and message.flag is REQUEST and not connection.send(op, flag, message.request, answer):
             self._close(connection)
+        if malformed is not None:
+            self._turn_away(connection, malformed)
+
+    def _hear_hello(self, connection: Connection, message: Message) -> None:
+        """Hear who a stranger is: it has one message to say so."""
+        known = connection.role
+        self.num_served[message.op] += 1
+        try:
+            if message.op is not _HELLO:
+                raise ProtocolError(f"wanted HELLO first, got {message.op.name}")
+            if known:
+                raise ProtocolError(f"wanted one HELLO on a connection, got another one of a {known}")
+            answer = self._handler(connection, message)
+            if not connection.role:
+                raise ProtocolError("wanted a HELLO that names a role")
+        except (KVStoreError, *MALFORMED) as error:
+            refused = error if isinstance(error, KVStoreError) else ProtocolError(f"HELLO: {clip(error)}")
+            if message.flag is REQUEST:
+                connection.send(message.op, Flag.ERROR, message.request, pack_error(refused))
+            self._turn_away(connection, refused)
+            return
+        self._strangers.left(connection)
+        connection.decoder.max_bytes = self._max_bytes.get(connection.role, MAX_MESSAGE_BYTES)
+        if answer is not None and not connection.send(_HELLO, REPLY, message.request, answer):
+            self._close(connection)
+
+    def _turn_away(self, connection: Connection, error: Exception) -> None:
+        """Cut a connection on which something came that is none of ours."""
+        self.num_malformed += 1
+        if not connection.role:
+            self._strangers.refused(connection, error)
+        elif self._log.passes():
+            more, text = (
+                self._log.take_held_back(),
+                "control: the connection of %s, a %s, is cut: %s (%d more not logged)",
+            )
+            logger.warning(text, connection.owner, connection.role, clip(error, 300), more, exc_info=error)
+        self._close(connection)
 
     def _close(self, connection: Connection) -> None:
         if connection.closed:
             return
         connection.closed = True
+        self._strangers.left(connection)
         self.unwatch(connection.sock.fileno())
-        # Shut down first, so that a thread that is sending ends; closed only then, or its next packet could go
-        # to another client whose connection got the same descriptor.
-        connection.shut_down()
-        with connection.lock:
-            connection.sock.close()
+        connection.close()
         if connection.ended or not self._is_needed(connection):
             self._forget(connection)
 
@@ -265,8 +357,7 @@ class ControlServer:
             self._on_gone(connection)
 
     def _shut_down(self) -> None:
-        for listener in self._listeners:
-            listener.close()
+        self._acceptor.close()
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.sock.close()
@@ -291,23 +382,3 @@ def remove_stale_sockets(folder: Path) -> int:
             except OSError:
                 continue
     return removed
-
-
-def _peer_pidfd(sock: socket.socket, pid: int) -> int:
-    try:
-        return int(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-    except OSError:
-        pass
-    # Kernels before 6.5: open by pid. A process of a namespace that cannot be seen from here has none.
-    if pid <= 0:
-        return -1
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return -1
-    # The pid could be somebody else's by now, but only if its process has ended, and its socket with it.
-    with contextlib.suppress(BlockingIOError):
-        if not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-            os.close(pidfd)
-            return -1
-    return pidfd

@@ -18,7 +18,7 @@ from kvstore.control_server import ControlServer
 from kvstore.errors import IncompatibleStore, ProtocolError
 from kvstore.peers import PeerAddress
 from kvstore.versions import NamespaceVersions, pack_versions, unpack_versions
-from kvstore.wire import Message, Op, pack_json, unpack_json
+from kvstore.wire import Message, Op, clip, is_secret, pack_json, unpack_json
 
 _PUBLISH = struct.Struct("<BQIII")
 
@@ -161,9 +161,9 @@ class DirectoryServer:
         value = unpack_json(message.payload)
         if value.get("protocol") != PROTOCOL_VERSION:
             raise IncompatibleStore(
-                f"wanted protocol {PROTOCOL_VERSION}, got {value.get('protocol')}; run one version everywhere"
+                f"wanted protocol {PROTOCOL_VERSION}, got {clip(value.get('protocol'))}; run one version everywhere"
             )
-        if not secrets.compare_digest(str(value.get("token")), self._token):
+        if not is_secret(value.get("token"), self._token):
             raise IncompatibleStore("wrong token; connect through the cluster that runs this directory")
         connection.role = "store"
         return pack_json({"protocol": PROTOCOL_VERSION})

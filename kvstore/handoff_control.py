@@ -18,6 +18,7 @@ from kvstore.handoff_messages import (
     FetchRequest,
     PeerClaim,
     PeerClaimed,
+    check_key,
     pack_peer_claimed,
     unpack_abort_handoff,
     unpack_complete_handoff,
@@ -119,6 +120,7 @@ class HandoffControl:
                 connection.gave = message.request, functools.partial(self._never_written, wanted.key, wanted.writer)
                 return None
             case Op.HANDOFF_PACKING:
+                check_key(payload)
                 self._waiting.are_soon(payload)
                 self._server.stay_awake(_AWAKE_S)
             case Op.HANDOFF_COMPLETE:
@@ -132,6 +134,7 @@ class HandoffControl:
                 self._waiting.look_again(key)
                 return U64.pack(aborted)
             case Op.HANDOFF_WITHDRAW:
+                check_key(payload)
                 withdrawn = self.table.withdraw(payload)
                 self._waiting.look_again(payload)
                 return U64.pack(withdrawn)
@@ -143,12 +146,17 @@ class HandoffControl:
                     self._core.mover.expect_read(payload)
             case Op.HANDOFF_STAGE:
                 value = unpack_json(payload)
-                sizes = int(value["num_bytes"]), int(value["block_bytes"])
-                _answer_later(connection, message, lambda: self.stages.make(str(value["uuid"]), *sizes).to_json())
+                uuid, num_bytes, block_bytes = str(value["uuid"]), int(value["num_bytes"]), int(value["block_bytes"])
+                if not 0 < block_bytes <= num_bytes:
+                    raise InvalidRequest(
+                        f"wanted a stage of at least one block, got {num_bytes} bytes of {block_bytes}"
+                    )
+                _answer_later(connection, message, lambda: self.stages.make(uuid, num_bytes, block_bytes).to_json())
             case Op.HANDOFF_WARM:
                 value = unpack_json(payload)
                 stage = self.stages.get(int(value["slab"]), int(value["generation"]))
-                _answer_later(connection, message, lambda: self.fetcher.warm_up(str(value["node"]), stage))
+                node_id = str(value["node"])
+                _answer_later(connection, message, lambda: self.fetcher.warm_up(node_id, stage))
             case _:
                 number, used = END.unpack(payload)
                 if number & CLAIM_BIT:

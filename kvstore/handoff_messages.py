@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.errors import ProtocolError
 from kvstore.messages import pack_ints, unpack_ints
 from kvstore.transport import IndexArray
 
@@ -23,6 +24,17 @@ _CLAIM = struct.Struct("<32s32sIIIQddBB")
 _CLAIMED = struct.Struct("<Q8sQQII")
 #: The id of a fetch or a claim, and whether the blocks arrived.
 END = struct.Struct("<QB")
+_KEY_BYTES = 32
+
+
+def check_key(key: bytes) -> None:
+    """Make sure that bytes can be the key of a ticket.
+
+    Raises:
+        ProtocolError: they are not.
+    """
+    if len(key) != _KEY_BYTES:
+        raise ProtocolError(f"wanted a key of {_KEY_BYTES} bytes, got {len(key)} bytes")
 
 
 class PrepareHandoff(NamedTuple):

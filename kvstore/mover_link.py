@@ -24,9 +24,9 @@ from kvstore.messages import (
     pack_mover_wake,
     unpack_mover_done,
 )
-from kvstore.mover_words import OwnTransport, own_transport, unpacked
+from kvstore.mover_words import OwnTransport, own_transport
 from kvstore.transport import PeerDescription, ReadRequest
-from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_error, unpack_json
+from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_error, unpack_json, unpacked
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -39,12 +38,25 @@ from kvstore.peer_control import PeerControl
 from kvstore.pool import Pool
 from kvstore.pool_control import PoolControl
 from kvstore.pool_verbs import deadline_after
-from kvstore.wire import OWNER_KEY_DIGITS, Flag, Message, Op, pack_json, unpack_json
+from kvstore.wire import (
+    OWNER_KEY_DIGITS,
+    STRANGER_BYTES,
+    Flag,
+    Message,
+    Op,
+    clip,
+    is_secret,
+    pack_json,
+    unpack_json,
+)
 
 if TYPE_CHECKING:
     from kvstore.node import NodeCore
 
 logger = logging.getLogger(__name__)
+
+#: Of one message, by the role of who sends it: a run of 262,144 blocks.
+_MAX_BYTES = {"client": 8 << 20, "peer": 8 << 20, "presence": STRANGER_BYTES}
 
 
 class NodeControl:
@@ -60,7 +72,9 @@ class NodeControl:
         self._fence = MoverFence(core.config, core.mover, self._pools_read_into)
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
-        self._server = ControlServer(self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds)
+        self._server = ControlServer(
+            self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds, max_bytes=_MAX_BYTES
+        )
         self.handoffs = HandoffControl(core, self._peers.began, self._peers.ended, self._server)
 
     @property
@@ -160,7 +174,7 @@ class NodeControl:
         value = unpack_json(message.payload)
         if value.get("protocol") != PROTOCOL_VERSION:
             raise IncompatibleStore(
-                f"this node store speaks protocol {PROTOCOL_VERSION}, got {value.get('protocol')}; "
+                f"this node store speaks protocol {PROTOCOL_VERSION}, got {clip(value.get('protocol'))}; "
                 "run one version of raykv everywhere"
             )
         role = value.get("role")
@@ -174,12 +188,12 @@ class NodeControl:
             connection.send(Op.HELLO, Flag.REPLY, message.request, self._greeting(connection), (memory.fd,))
             return None
         if not connection.local and role == "peer":
-            if not secrets.compare_digest(str(value.get("token")), self._core.token):
+            if not is_secret(value.get("token"), self._core.token):
                 raise IncompatibleStore("wrong token: this address now belongs to another life of the store")
             connection.owner = self._peers.owner_in(value)
             connection.role = "peer"
             return self._greeting(connection)
-        raise ProtocolError(f"wanted role client, mover or presence locally, or peer remotely, got {role!r}")
+        raise ProtocolError(f"wanted role client, mover or presence locally, or peer remotely, got {clip(role)}")
 
     def _join(self, connection: Connection, hello: dict[str, Any]) -> None:
         """Know whose connection it is, and which one it replaces."""

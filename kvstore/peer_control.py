@@ -18,7 +18,7 @@ from kvstore.grants import Grant
 from kvstore.messages import NOTIFICATION, U64, PeerGrant, pack_peer_grant, unpack_peer_lease
 from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
-from kvstore.wire import Message, Op, pack_json
+from kvstore.wire import Message, Op, clip, pack_json
 
 if TYPE_CHECKING:
     from kvstore.node import NodeCore
@@ -50,7 +50,7 @@ class PeerControl:
             epoch = b""
         if len(epoch) != len(self._core.epoch):
             raise ProtocolError(
-                f"epoch: wanted {len(self._core.epoch)} bytes in hexadecimal, got {hello.get('epoch')!r}; "
+                f"epoch: wanted {len(self._core.epoch)} bytes in hexadecimal, got {clip(hello.get('epoch'))}; "
                 "run one version of raykv everywhere"
             )
         return owner_of(epoch)

@@ -8,9 +8,11 @@ on all but the last. Errors travel as the name of a class of kvstore.errors and 
 from __future__ import annotations
 
 import json
+import secrets
 import struct
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvstore.errors import KVStoreError, ProtocolError, all_error_types
 
@@ -25,6 +27,17 @@ SOCKET_BUFFER_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 64 << 20
 #: Of the key by which a store knows the connections of one client as one owner.
 OWNER_KEY_DIGITS = 32
+
+
+#: Before its HELLO was accepted a connection may send no more than this, and so much waits for no more of it.
+STRANGER_BYTES = 4 << 10
+#: What a payload that is none of ours makes the code that takes it apart raise.
+MALFORMED = (
+    struct.error, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, AttributeError,
+)  # fmt: skip
+_MAX_ERROR_CHARS = 2000
+
+_T = TypeVar("_T")
 
 
 class Op(IntEnum):
@@ -143,9 +156,14 @@ def short_reply(packet: memoryview, request: int) -> bytes | None:
 
 
 class Decoder:
-    """Turns packets, or pieces of a TCP stream, into messages."""
+    """Turns packets, or pieces of a TCP stream, into messages.
 
-    def __init__(self) -> None:
+    Args:
+        max_bytes: the longest message that is taken; may be set anew between two messages.
+    """
+
+    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._stream = bytearray()
         self._parts: list[bytes] = []
         self._num_bytes = 0
@@ -166,11 +184,12 @@ class Decoder:
         magic, op, flag, more, length, request = HEADER.unpack_from(packet)
         if magic != _MAGIC or len(packet) != HEADER.size + length:
             raise ProtocolError(f"wanted a {_MAGIC!r} packet of {HEADER.size + length} bytes, got {len(packet)}")
+        # A part costs more than its bytes; empty ones must not come for ever.
+        if self._num_bytes + length > self.max_bytes or len(self._parts) * HEADER.size > self.max_bytes:
+            raise ProtocolError(f"wanted at most {self.max_bytes} bytes in a message, got more")
         payload = bytes(packet[HEADER.size :])
         if more or self._parts:
             self._num_bytes += length
-            if self._num_bytes > MAX_MESSAGE_BYTES:
-                raise ProtocolError(f"wanted at most {MAX_MESSAGE_BYTES} bytes in a message, got more")
             self._parts.append(payload)
             if more:
                 return None
@@ -193,21 +212,25 @@ class Decoder:
         Raises:
             ProtocolError: the bytes are not of this protocol.
         """
-        if self.is_between and (message := decode_short(memoryview(data))) is not None:
+        if self.is_between and len(data) <= self.max_bytes and (message := decode_short(memoryview(data))) is not None:
             return [message]  # As most come.
         self._stream += data
-        messages = []
-        while len(self._stream) >= HEADER.size:
-            magic, _, _, _, length, _ = HEADER.unpack_from(self._stream)
-            if magic != _MAGIC or length > MAX_MESSAGE_BYTES:
-                raise ProtocolError(f"wanted a packet that begins with {_MAGIC!r}, got {bytes(magic)!r}")
-            if len(self._stream) < HEADER.size + length:
+        messages, at = [], 0
+        while len(self._stream) - at >= HEADER.size:
+            magic, _, _, _, length, _ = HEADER.unpack_from(self._stream, at)
+            if magic != _MAGIC or length > self.max_bytes:
+                raise ProtocolError(
+                    f"wanted a packet that begins with {_MAGIC!r} and has at most {self.max_bytes} bytes, "
+                    f"got {bytes(magic)!r} and {length} bytes"
+                )
+            end = at + HEADER.size + length
+            if len(self._stream) < end:
                 break
-            packet = bytes(self._stream[: HEADER.size + length])
-            del self._stream[: HEADER.size + length]
-            message = self.packet(packet)
+            message = self.packet(bytes(self._stream[at:end]))
+            at = end
             if message is not None:
                 messages.append(message)
+        del self._stream[:at]
         return messages
 
 
@@ -224,22 +247,48 @@ def unpack_json(payload: bytes) -> dict[str, Any]:
     """
     try:
         value = json.loads(payload)
-    except ValueError as error:
-        raise ProtocolError(f"wanted JSON, got {payload[:40]!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"wanted JSON, got {clip(payload)}") from error
     if not isinstance(value, dict):
         raise ProtocolError(f"wanted a JSON object, got {type(value).__name__}")
     return value
 
 
+def unpacked(unpack: Callable[[bytes], _T], payload: bytes) -> _T:
+    """Take a payload apart.
+
+    Raises:
+        ProtocolError: it is not what `unpack` takes.
+    """
+    try:
+        return unpack(payload)
+    except MALFORMED as error:
+        raise ProtocolError(f"{len(payload)} bytes are no message of this version: {clip(error)}") from error
+
+
+def is_secret(value: object, secret: str) -> bool:
+    """Whether what came is a secret; takes as long whatever part of it is right."""
+    return isinstance(value, str) and secrets.compare_digest(value.encode("utf-8", "replace"), secret.encode())
+
+
+def clip(value: object, num_chars: int = 60) -> str:
+    """Return a value for an error's text: what came from outside, however long it is, as a few characters."""
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        text = repr(value[:num_chars] if isinstance(value, str) else bytes(value[:num_chars]))
+        return text if len(value) <= num_chars else f"{text}... ({len(value)} in all)"
+    text = repr(value)
+    return text if len(text) <= num_chars else f"{text[:num_chars]}..."
+
+
 def pack_error(error: BaseException) -> bytes:
     """Return an error as a payload; classes outside our tree become KVStoreError."""
     if isinstance(error, KVStoreError) and type(error).__name__ in all_error_types():
-        return pack_json({"error": type(error).__name__, "text": str(error)})
-    return pack_json({"error": "KVStoreError", "text": f"{type(error).__name__}: {error}"})
+        return pack_json({"error": type(error).__name__, "text": str(error)[:_MAX_ERROR_CHARS]})
+    return pack_json({"error": "KVStoreError", "text": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]})
 
 
 def unpack_error(payload: bytes) -> KVStoreError:
     """Return the error that `pack_error` packed."""
     value = unpack_json(payload)
     cls = all_error_types().get(str(value.get("error")), KVStoreError)
-    return cls(str(value.get("text")))
+    return cls(str(value.get("text"))[:_MAX_ERROR_CHARS])

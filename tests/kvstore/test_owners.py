@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvstore import control_server
+from kvstore import acceptor
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
 from kvstore.errors import ConfigError
@@ -137,7 +137,7 @@ def can_unshare():
 @pytest.fixture
 def old_kernel(monkeypatch):
     """One without SO_PEERPIDFD, as before Linux 6.5."""
-    monkeypatch.setattr(control_server, "_SO_PEERPIDFD", 12345)
+    monkeypatch.setattr(acceptor, "_SO_PEERPIDFD", 12345)
 
 
 def test_on_an_older_kernel_the_process_is_watched_by_its_pid(old_kernel, hold):
@@ -185,10 +185,10 @@ def test_a_process_that_ended_before_it_was_named_is_nobody(old_kernel, cluster)
     import socket
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pidfd = control_server._peer_pidfd(ours, os.getpid())
+    pidfd = acceptor.peer_pidfd(ours, os.getpid())
     assert pidfd >= 0
     os.close(pidfd)
     theirs.close()
-    assert control_server._peer_pidfd(ours, os.getpid()) == -1, "whose pid that is now, nobody can say"
-    assert control_server._peer_pidfd(ours, 0) == -1, "a process that cannot be seen from this namespace"
+    assert acceptor.peer_pidfd(ours, os.getpid()) == -1, "whose pid that is now, nobody can say"
+    assert acceptor.peer_pidfd(ours, 0) == -1, "a process that cannot be seen from this namespace"
     ours.close()

@@ -1,0 +1,353 @@
+"""What a stranger on a port, or a client that misbehaves, costs the others: little, and not for long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import socket
+
+import pytest
+
+from kvstore import control_connection, strangers
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.control_connect import connect_local, connect_remote
+from kvstore.control_server import ControlServer
+from kvstore.errors import IncompatibleStore, KVStoreError, PeerLost, ProtocolError
+from kvstore.messages import U64, pack_lease
+from kvstore.wire import HEADER, STRANGER_BYTES, Decoder, Op, clip, pack_error, unpack_error
+
+HELLO = {"role": "peer", "protocol": PROTOCOL_VERSION, "node": "x", "epoch": b"epoch--1".hex()}
+
+
+def frame(op, payload=b"", *, flag=0, request=1, more=0, length=None, magic=b"RKV1"):
+    return HEADER.pack(magic, op, flag, more, len(payload) if length is None else length, request) + payload
+
+
+def dial(address, timeout_s=5.0):
+    return socket.create_connection((address.host, address.port), timeout=timeout_s)
+
+
+def all_of(sock):
+    """Everything that comes until the other side cuts the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := sock.recv(1 << 16):
+            data += piece
+    return data
+
+
+def errors_in(data):
+    return [unpack_error(message.payload) for message in Decoder().stream(data)]
+
+
+@pytest.fixture
+def store(cluster):
+    """A node with three blocks, a healthy worker, and what others share with it."""
+    made = cluster.add("a")
+    made.worker, made.hashes = cluster.worker("a", 8), cluster.hashes(3)
+    made.worker.save(made.hashes, range(3))
+    return made
+
+
+@pytest.fixture(params=["store", "directory"])
+def port(request, cluster, store):
+    """The address of a TCP port on which strangers may knock; the healthy worker beside it has to go on."""
+    yield store.peer_address() if request.param == "store" else cluster.directory.address()
+    assert store.worker.client.lookup(store.hashes).num_local == 3
+    assert store.is_serving(5.0)
+    assert cluster.directory.is_serving(5.0)
+
+
+def server_of(port, cluster, store):
+    return store._control._server if port == store.peer_address() else cluster.directory._server
+
+
+def local(store, **more):
+    client, fd = connect_local(
+        store.control_path, {"role": "client", "protocol": PROTOCOL_VERSION} | more, timeout_s=5.0
+    )
+    os.close(fd)
+    return client
+
+
+def test_a_stranger_may_send_4_kib(port, caplog):
+    for payload in (b"x" * (STRANGER_BYTES + 1), json.dumps({"role": "x" * STRANGER_BYTES}).encode()):
+        with dial(port) as sock:
+            sock.sendall(frame(Op.HELLO, payload))
+            assert all_of(sock) == b"", "it is cut before anything is made of its message"
+
+
+def test_a_message_that_was_only_announced_costs_nothing(port):
+    with dial(port) as sock:
+        sock.sendall(frame(Op.HELLO, length=64 << 20))
+        assert all_of(sock) == b""
+
+
+def test_fragments_of_a_stranger_are_counted_together(port):
+    with dial(port) as sock:
+        sock.sendall(frame(Op.HELLO, more=1) * 300)
+        assert all_of(sock) == b""
+    with dial(port) as sock:
+        sock.sendall(frame(Op.HELLO, b"x" * 1000, more=1) * 5)
+        assert all_of(sock) == b""
+
+
+BAD_HELLOS = {
+    "non-ASCII token": json.dumps({**HELLO, "token": "\u00e9"}).encode(),
+    "surrogate": json.dumps({**HELLO, "token": "\ud800"}).encode(),
+    "nested": b"[" * 4000,
+    "not UTF-8": b"\xff\xfe\x00",
+    "huge number": b'{"protocol":' + b"9" * 4000 + b"}",
+    "NaN": b'{"protocol":NaN}',
+    "list": b'{"protocol":%d,"role":["peer"],"token":{}}' % PROTOCOL_VERSION,
+    "wrong token": json.dumps({**HELLO, "token": "0" * 32}).encode(),
+    "long role": json.dumps({**HELLO, "role": "x" * 3000}).encode(),
+    "long protocol": json.dumps({**HELLO, "protocol": "x" * 3000}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HELLOS)
+def test_a_bad_hello_is_answered_shortly_without_a_traceback_and_cut(port, caplog, name):
+    with caplog.at_level(logging.INFO), dial(port) as sock:
+        sock.sendall(frame(Op.HELLO, BAD_HELLOS[name]))
+        data = all_of(sock)
+    assert len(data) < 500
+    (error,) = errors_in(data)
+    assert isinstance(error, IncompatibleStore | ProtocolError)
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_stranger_has_one_message(port, cluster, store):
+    before = server_of(port, cluster, store).num_served.total()
+    with dial(port) as sock:
+        sock.sendall(frame(Op.HELLO, b"{}") * 50)
+        assert len(errors_in(all_of(sock))) <= 1
+    assert server_of(port, cluster, store).num_served.total() == before + 1
+
+
+def test_strangers_write_little_into_the_log(port, caplog):
+    with caplog.at_level(logging.INFO):
+        for _ in range(100):
+            with dial(port) as sock:
+                sock.sendall(frame(Op.HELLO, b"\xff"))
+                all_of(sock)
+    assert len(caplog.records) <= 2
+
+
+def test_a_stranger_that_says_nothing_is_cut(port, monkeypatch):
+    monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 0.1)
+    with dial(port) as silent, dial(port) as slow:
+        slow.sendall(frame(Op.HELLO)[:7])
+        assert all_of(silent) == all_of(slow) == b""
+
+
+def test_of_too_many_strangers_the_oldest_are_cut(port, cluster, store, monkeypatch):
+    monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 60.0)
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(dial(port)) for _ in range(2 * strangers.MAX_PER_HOST)]
+        assert [all_of(sock) for sock in socks[: strangers.MAX_PER_HOST]] == [b""] * strangers.MAX_PER_HOST
+        socks[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            socks[-1].recv(1)
+        server = server_of(port, cluster, store)
+        assert len(server._strangers) <= strangers.MAX_PER_HOST
+        assert server.num_strangers_cut >= strangers.MAX_PER_HOST
+        # Who belongs here gets in beside them.
+        role = "peer" if port == store.peer_address() else "store"
+        connect_remote(port.host, port.port, {**HELLO, "role": role, "token": port.token}, timeout_s=5.0).close()
+
+
+def test_local_strangers_are_cut_too(store, monkeypatch):
+    monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(5.0)
+        sock.connect(store.control_path)
+        assert all_of(sock) == b""
+    assert store.worker.client.lookup(store.hashes).num_local == 3
+
+
+@pytest.mark.parametrize("role", ["client", "presence", "mover"])
+def test_a_second_hello_cuts_the_connection_and_leaves_nothing(cluster, store, wait_until, role):
+    client = local(store)
+    client.call(Op.LEASE, pack_lease(chain_of(store), 60.0), timeout_s=5.0)
+    assert store.pool.num_leases() == 1
+    with pytest.raises(ProtocolError, match="one HELLO"):
+        client.call(Op.HELLO, json.dumps({"role": role, "protocol": PROTOCOL_VERSION}).encode(), timeout_s=5.0)
+    with pytest.raises(PeerLost):
+        client.call(Op.LOOKUP, chain_of(store).encode(), timeout_s=5.0)
+    # The role that it had decides what becomes of its leases: they end with its process, or when it says goodbye.
+    (connection,) = [c for c in store._control._server._connections if c.closed]
+    assert connection.role == "client"
+    store._control._server._owner_died(connection)
+    assert store.pool.num_leases() == 0
+
+
+def chain_of(store):
+    from kvstore.chain import Chain
+
+    hashes = store.hashes
+    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+
+
+@pytest.mark.parametrize(
+    ("op", "payload"),
+    [
+        (Op.ATTACH, b"null"),
+        (Op.ATTACH, b'{"namespace":7,"block_bytes":1e999}'),
+        (Op.ATTACH, b'{"namespace":"zz","block_bytes":1024}'),
+        (Op.HANDOFF_STAGE, b'{"num_bytes":1}'),
+        (Op.HANDOFF_STAGE, b'{"num_bytes":1000,"block_bytes":0,"uuid":"u"}'),
+        (Op.HANDOFF_FETCH, b"\xff" * 120),
+        (Op.HANDOFF_WITHDRAW, b"k" * 60_000),
+        (Op.HANDOFF_PACKING, b"k" * 31),
+        (Op.RELEASE, b"abc"),
+    ],
+)
+def test_what_is_malformed_costs_its_connection_and_nothing_else(store, op, payload):
+    client, before = local(store), store._control._server.num_malformed
+    with pytest.raises(KVStoreError):
+        client.call(op, payload, timeout_s=5.0)
+    if store._control._server.num_malformed > before:
+        with pytest.raises(PeerLost):
+            client.call(Op.LOOKUP, chain_of(store).encode(), timeout_s=5.0)
+    client.close()
+    assert store.worker.client.lookup(store.hashes).num_local == 3
+    store.pool.check_integrity()
+
+
+def test_answers_that_are_not_read_wait_and_the_others_do_not(store, wait_until):
+    greedy = local(store)
+    sock, num_asked = greedy.detach(), 0
+    sock.setblocking(False)
+    question = frame(Op.RELEASE, U64.pack(1))
+    with contextlib.suppress(OSError):  # The store cuts it.
+        while num_asked < 500_000:
+            try:
+                sock.send(question)
+                num_asked += 1
+            except BlockingIOError:
+                store.worker.client.lookup(store.hashes)
+    assert num_asked < 500_000
+    assert store.worker.client.lookup(store.hashes).num_local == 3
+    sock.close()
+
+
+class _Streamer:
+    """Answers LOOKUP with as many bytes as it is asked for."""
+
+    def __init__(self):
+        self.server = ControlServer(self._serve, lambda connection: None)
+        self.server.listen_remote("127.0.0.1")
+        self.server.start()
+
+    def _serve(self, connection, message):
+        connection.role = connection.role or "x"
+        return b"{}" if message.op is Op.HELLO else bytes(U64.unpack(message.payload)[0])
+
+    def dial(self, timeout_s=5.0):
+        return connect_remote("127.0.0.1", self.server.port, {}, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def streamer():
+    made = _Streamer()
+    yield made
+    made.server.stop()
+
+
+def test_a_long_answer_goes_out_as_it_is_read(streamer):
+    with contextlib.closing(streamer.dial()) as client:
+        assert client.call(Op.LOOKUP, U64.pack(20 << 20), timeout_s=10.0) == bytes(20 << 20)
+        assert client.call(Op.LOOKUP, U64.pack(5), timeout_s=10.0) == bytes(5)
+    assert streamer.server.is_serving(5.0)
+
+
+def test_a_client_that_does_not_read_is_cut(streamer, monkeypatch, wait_until):
+    monkeypatch.setattr(control_connection, "MAX_UNSENT_BYTES", 1 << 20)
+    deaf, other = streamer.dial(), streamer.dial()
+    sock = deaf.detach()
+    try:
+        for _ in range(3):
+            sock.sendall(frame(Op.LOOKUP, U64.pack(20 << 20)))
+        wait_until(lambda: len(streamer.server._connections) == 1)
+        assert other.call(Op.LOOKUP, U64.pack(9), timeout_s=5.0) == bytes(9)
+    finally:
+        sock.close()
+        other.close()
+
+
+def test_one_connection_full_of_questions_leaves_others_their_turn(streamer, monkeypatch):
+    monkeypatch.setattr("kvstore.control_server._MESSAGES_A_ROUND", 2)
+    with contextlib.closing(streamer.dial()) as client:
+        sock = client.detach()
+        sock.settimeout(5.0)
+        sock.sendall(b"".join(frame(Op.LOOKUP, U64.pack(i), request=i) for i in range(100)))
+        decoder, answers = Decoder(), []
+        while len(answers) < 100:
+            answers += decoder.stream(sock.recv(1 << 16))
+        assert [(m.request, len(m.payload)) for m in answers] == [(i, i) for i in range(100)]
+        sock.close()
+
+
+@contextlib.contextmanager
+def no_descriptors():
+    """Leave this process without a free descriptor."""
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 3, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in held:
+            os.close(fd)
+
+
+def test_without_descriptors_the_listener_rests_and_comes_back(store, wait_until, caplog):
+    acceptor = store._control._server._acceptor
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits, caplog.at_level(logging.INFO):
+        waits.settimeout(10.0)
+        assert store.worker.client.lookup(store.hashes).num_local == 3  # It has a connection now.
+        with no_descriptors():
+            waits.connect(store.control_path)
+            wait_until(lambda: acceptor._num_pauses_in_row >= 3)
+            assert store.worker.client.lookup(store.hashes).num_local == 3
+        records = [record for record in caplog.records if "no connection can be accepted" in record.getMessage()]
+        assert len(records) == 1
+        # Who waited is served.
+        waits.sendall(frame(Op.HELLO, json.dumps({"role": "client", "protocol": PROTOCOL_VERSION}).encode()))
+        data, fds, _, _ = socket.recv_fds(waits, 1 << 16, 1)
+        assert json.loads(data[HEADER.size :])["node"] == "a"
+        for fd in fds:
+            os.close(fd)
+
+
+def test_without_descriptors_strangers_make_room(store, wait_until, monkeypatch):
+    monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 60.0)
+    address, server = store.peer_address(), store._control._server
+    with dial(address) as stranger, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits:
+        wait_until(lambda: len(server._strangers) == 1)
+        with no_descriptors():
+            waits.connect(store.control_path)
+            assert all_of(stranger) == b""
+
+
+def test_values_from_outside_are_clipped():
+    assert clip("x" * 100) == f"'{'x' * 60}'... (100 in all)"
+    assert clip(b"abc") == "b'abc'"
+    assert clip(["x"] * 1000).endswith("...")
+    assert len(clip(10**1000)) < 70
+
+
+def test_errors_on_the_wire_are_short():
+
+    assert len(pack_error(ProtocolError("x" * 10**6))) < 3000
+    text = str(unpack_error(json.dumps({"error": "PeerLost", "text": "x" * 10**6}).encode()))
+    assert len(text) < 3000
