@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
+from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.joining import join_ray
 from kvstore.actors.supervisor import Supervisor, alive_nodes
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
@@ -89,18 +90,19 @@ class Store:
     def clear(self, space: Namespace) -> int:
         """Make everything of a namespace a miss from now on, on every node; returns how many blocks it was.
 
-        For when weights changed. Readers that hold a lease finish on the old bytes. A node that cannot be
-        reached now hears of it from the directory, or from the first peer it exchanges blocks with.
+        For when weights changed. Readers that hold a lease finish on the old bytes, and what was asked to be saved
+        before is not stored. A node that cannot be reached now hears of it from the directory, or from the first peer
+        it exchanges blocks with.
+
+        Raises:
+            StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
+                clearing is not known; nothing was cleared.
+            StaleVersion: others went on clearing this namespace in between; some nodes may have been cleared.
         """
-        version = time.time_ns()
-        refs = [(node, handle.clear.remote(space.digest, version)) for node, handle in self._handles().items()]
-        cleared = 0
-        for node, ref in refs:
-            try:
-                cleared += int(call(f"store of node {node}", ref, _CALL_S))
-            except KVStoreError as error:
-                logger.warning("clear: node %s did not answer: %s", node, error)
-        return cleared
+        directory = None
+        with contextlib.suppress(StoreNotRunning):
+            directory = find_actor(actor_name(self.config.name, "directory"))
+        return clear_everywhere(space.digest, self._handles(), directory)
 
     def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, int]:
         """Take a node out of service for a rolling restart.

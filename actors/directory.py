@@ -21,6 +21,14 @@ class Directory:
         """Return (node id, usable prefix length) for routers, longest first."""
         return self._server.index.locate(hashes)
 
+    def version(self, namespace: bytes) -> int:
+        """Return the highest version of a namespace that was heard of here."""
+        return self._server.version(namespace)
+
+    def hear_clearing(self, namespace: bytes, version: int) -> bool:
+        """Note a clearing, for stores that are away; whether it is news."""
+        return self._server.hear_clearing(namespace, version)
+
     def nodes(self) -> list[str]:
         """Return the nodes that publish here."""
         return self._server.index.nodes()

@@ -146,15 +146,22 @@ class NodeStore:
         return self._core.pin(_chain(hashes), f"ray:{owner}", PinKind.SOFT if soft else PinKind.HARD, ttl_s)
 
     def prepare_store(
-        self, hashes: BlockHashes, owner: str, num_parts: int = 1, part: int = 0, ttl_s: float = 30.0
+        self,
+        hashes: BlockHashes,
+        owner: str,
+        num_parts: int = 1,
+        part: int = 0,
+        ttl_s: float = 30.0,
+        num_clears: int | None = None,
     ) -> StoreTicket:
         """Claim slots for blocks that are not here, or join the writers of their other parts.
 
         The slots come back `ttl_s` seconds after the store granted them. Nobody sees when this owner dies, so it
-        takes its clock before it asks, and has stopped writing by then.
+        takes its clock before it asks, and has stopped writing by then. With `num_clears`, and after a later
+        clearing than that counts, nothing is claimed and the ticket's `num_clears` is another.
         """
         deadline_after(ttl_s)
-        return self._core.prepare_store(_chain(hashes), f"ray:{owner}", num_parts, part, ttl_s)
+        return self._core.prepare_store(_chain(hashes), f"ray:{owner}", num_parts, part, ttl_s, num_clears)
 
     def complete_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
@@ -168,9 +175,21 @@ class NodeStore:
         """Give a write up; returns how many slots came back."""
         return self._core.abort_store(write_id, f"ray:{owner}", generations, epoch)
 
-    def clear(self, namespace: bytes, version: int) -> int:
-        """Make a namespace a miss here; returns how many blocks that concerned."""
+    def clear(self, namespace: bytes, version: int | None = None) -> int:
+        """Make a namespace a miss here; returns how many blocks that concerned.
+
+        Left out, `version` is the next one that this store knows of. Another has to be later than what it knows, or
+        StaleVersion is raised and nothing is cleared. `Store.clear` reaches all nodes.
+        """
         return self._core.clear(namespace, version)
+
+    def version(self, namespace: bytes) -> int:
+        """Return the version of the last clearing of a namespace that this store knows of."""
+        return self._core.versions.get(namespace)
+
+    def num_clears(self, namespace: bytes) -> int:
+        """Return what `prepare_store` takes as `num_clears`; to be asked for before KV is computed for a store."""
+        return self._core.num_clears(namespace)
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
         """Grant nothing to workers any more; returns hot chains for a peer to adopt."""

@@ -42,7 +42,7 @@ from kvstore.messages import (
     unpack_grant,
 )
 from kvstore.part import Part, as_part
-from kvstore.presence_view import PresenceView
+from kvstore.presence_view import PresenceView, map_clears
 from kvstore.registered import Registered
 from kvstore.registration import make_copier
 from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult, Work
@@ -86,6 +86,7 @@ class Client(HandoffVerbs):
         try:
             request = {"namespace": space.digest.hex(), "block_bytes": space.shape.block_bytes}
             answer = unpack_json(self._store.call(Op.ATTACH, pack_json(request)))
+            self._clears = map_clears(control_path, self.epoch, timeout_s=self._store.call_timeout_s)
         except KVStoreError:
             self._store.close(jobs_are_over=False)
             self._arena.close()
@@ -269,7 +270,8 @@ class Client(HandoffVerbs):
 
         The engine must not overwrite the blocks before the job is done, or was abandoned. A block becomes
         findable only when all its bytes are in place, and when the job is done other nodes can find it too. With a
-        part of several, all ranks save the same hashes, and each one's job is done when all parts are there.
+        part of several, all ranks save the same hashes, and each one's job is done when all parts are there. If the
+        namespace is cleared after this call, nothing of it is stored, however late its copies begin.
 
         Args:
             hashes: a chain from its root, or from a block that is stored.
@@ -283,6 +285,7 @@ class Client(HandoffVerbs):
                 were replaced meanwhile.
         """
         copier, chain = self._registered(), self._chain(hashes)
+        num_clears = self._clears.get(chain.namespace)  # Of now: a clearing may come before a thread does.
         chain.check_unique()
         pages = self._pages(copier, block_ids, chain)
         copier.check_unchanged()
@@ -290,7 +293,8 @@ class Client(HandoffVerbs):
 
         def run() -> SaveResult:
             with self._ending_job():
-                return run_save(self._store.of_thread(), copier, chain, pages, self.part, guard, limit_s, wait_s)
+                connection = self._store.of_thread()
+                return run_save(connection, copier, chain, pages, self.part, guard, limit_s, wait_s, num_clears)
 
         return self._submit(run, f"save of {len(chain)} blocks", guard, pages.order)
 
@@ -363,6 +367,7 @@ class Client(HandoffVerbs):
             self._presence.close()
         if self._stage_link is not None:
             self._stage_link.close()
+        self._clears.leave()
         self._store.close(jobs_are_over=ended.is_set() and not self._stuck)
         self._unmap(copies_are_over=ended.is_set())
         if not ended.is_set():
@@ -407,6 +412,7 @@ class Client(HandoffVerbs):
         def unmap(jobs: JobThreads) -> None:
             if self._presence is not None:
                 self._presence.close()
+            self._clears.leave()
             jobs.shutdown()  # Those that run fail by themselves; the ones after them never reach the memory.
             if self._stage_link is not None:
                 self._stage_link.close()

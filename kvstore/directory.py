@@ -137,6 +137,14 @@ class DirectoryServer:
         """Whether the thread that serves the stores answers within so many seconds."""
         return self._server.is_serving(within_s)
 
+    def version(self, namespace: bytes) -> int:
+        """Return the highest version of a namespace that was heard of here."""
+        return self._versions.get(namespace)
+
+    def hear_clearing(self, namespace: bytes, version: int) -> bool:
+        """Note a clearing, for stores that are away; whether it is news. Each hears of it when it publishes next."""
+        return self._versions.hear(namespace, version)
+
     def stop(self) -> None:
         """Stop serving."""
         self._server.stop()
@@ -176,8 +184,7 @@ class DirectoryServer:
         at += node_len
         versions = unpack_versions(payload[at : at + cleared_len])
         data = payload[at + cleared_len :]
-        for namespace, version in versions.items():
-            self._versions.advance(namespace, version)
+        self._versions.hear_all(versions)
         hashes = [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
         self._nodes[connection.owner] = node_id
         if reset:

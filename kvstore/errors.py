@@ -8,6 +8,7 @@ KVStoreError
 │   ├── NamespaceMismatch    hashes of one namespace used with a client of another
 │   ├── ChainBroken          hashes are not one contiguous run of a chain
 │   ├── StaleTicket          slots of an earlier life of the store or of the slots
+│   ├── StaleVersion         a namespace has been cleared again since
 │   └── ForkedClient         a client, lease or job used in a child of the process that made it
 ├── LayoutMismatch           tensors or peers hold KV in another layout than agreed
 ├── PoolExhausted            no slot can be had now
@@ -65,6 +66,10 @@ class ChainBroken(InvalidRequest):
 
 class StaleTicket(InvalidRequest):
     """A generation or epoch is not the present one; nothing was changed. Prepare the store again."""
+
+
+class StaleVersion(InvalidRequest):
+    """A clearing that is not later than the last one, or blocks from before it; nothing was changed."""
 
 
 class ForkedClient(InvalidRequest):

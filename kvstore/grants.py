@@ -115,8 +115,8 @@ class StoreTicket:
         num_refused: blocks at the end of the chain for which no slot could be had.
         num_awaited: how many of the resident ones are still being written by somebody else, who may yet give
             them up; `Pool.watch` tells how that ended.
-        num_clears: how often the namespace had been cleared; blocks computed under an earlier count are not
-            to be stored under a later one.
+        num_clears: how often the namespace had been cleared, or another that shares its counter. Where that is
+            another count than the caller named, nothing was claimed.
         generations: the life of each slot, little-endian uint32; `complete_store` can be given them back.
         epoch: the life of the pool; tickets of another one are void.
     """

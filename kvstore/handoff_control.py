@@ -11,7 +11,15 @@ import numpy as np
 
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
-from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, LayoutMismatch, PoolExhausted, TransferTimeout
+from kvstore.errors import (
+    ConfigError,
+    InvalidRequest,
+    KVStoreError,
+    LayoutMismatch,
+    PoolExhausted,
+    StaleVersion,
+    TransferTimeout,
+)
 from kvstore.handoff_fetch import HandoffFetcher
 from kvstore.handoff_messages import (
     END,
@@ -77,7 +85,7 @@ class HandoffControl:
         self.stages = StageBook(core.config, core.mover)
         self.fetcher = HandoffFetcher(
             core.config, core.node_id, lambda: core.pool, core.peers, core.mover, self.stages, self._version,
-            core.clear, server,
+            core.hear_clearing, server,
         )  # fmt: skip
 
     def _version(self, namespace: bytes) -> int:
@@ -107,7 +115,13 @@ class HandoffControl:
                 core.check_serving()
                 wanted = unpack_prepare_handoff(payload)
                 self._block_bytes(wanted.namespace)
+                # First the version: a clearing between is seen in the count.
                 place, version = self._place(wanted.slab, wanted.generation), self._version(wanted.namespace)
+                if core.num_clears(wanted.namespace) != wanted.num_clears:
+                    raise StaleVersion(
+                        "wanted blocks of the present weights, but their namespace was cleared since they were to be "
+                        "published; publish what is computed anew"
+                    )
                 slots = self.table.prepare(
                     wanted.key, wanted.writer, owner, wanted.namespace, version, wanted.num_blocks, place
                 )
@@ -265,7 +279,7 @@ class HandoffControl:
                 f"{wanted.block_bytes} in order {wanted.slot_format}; run one version of raykv everywhere"
             )
         if wanted.namespace_version > self._version(wanted.namespace):
-            core.clear(wanted.namespace, wanted.namespace_version)
+            core.hear_clearing(wanted.namespace, wanted.namespace_version)
         version = self._version(wanted.namespace)
         if core.mover.own is None:
             return "peer_lost: the mover of the node that has the blocks is being replaced; try again soon", None

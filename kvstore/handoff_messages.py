@@ -15,7 +15,7 @@ from kvstore.errors import ProtocolError
 from kvstore.messages import pack_ints, unpack_ints
 from kvstore.transport import IndexArray
 
-_PREPARE = struct.Struct("<32sQ32sIIQ")
+_PREPARE = struct.Struct("<32sQ32sIIQQ")
 _COMPLETE = struct.Struct("<32sQd")
 _ABORT = struct.Struct("<32sQ")
 _FETCH = struct.Struct("<32s32s8sIddIIQB")
@@ -41,6 +41,7 @@ class PrepareHandoff(NamedTuple):
     """What a publisher asks for: slots of the arena (slab 0), or of a stage of one life of the mover.
 
     `writer` is a number of its own that it tells nobody but its store: with it, it says that its copies have ended.
+    `num_clears` is that of the namespace from when it was asked to publish.
     """
 
     key: bytes
@@ -49,6 +50,7 @@ class PrepareHandoff(NamedTuple):
     num_blocks: int
     slab: int = 0
     generation: int = 0
+    num_clears: int = 0
 
 
 def pack_prepare_handoff(wanted: PrepareHandoff) -> bytes:

@@ -245,8 +245,7 @@ class Hints:
             # Sent even when empty: that is how a directory that was restarted is noticed.
             answer = self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s)
             self._told = told
-            for namespace, version in unpack_versions(answer).items():
-                self._clear(namespace, version)
+            self._versions.hear_all(unpack_versions(answer), self._clear)
         except KVStoreError as error:
             # Events already drained are lost with the connection: the next one begins with a snapshot.
             if self._publisher is not None:

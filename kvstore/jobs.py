@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from kvstore.messages import (
 from kvstore.part import Part
 from kvstore.results import BlockFailure, LoadResult, MissReason, SaveResult
 from kvstore.wire import Op
+
+logger = logging.getLogger(__name__)
 
 _COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
 #: Between stages the pieces of an answer follow each other faster than that.
@@ -90,6 +93,7 @@ def run_save(
     guard: CopyGuard,
     call_timeout_s: float,
     wait_s: float,
+    num_clears: int,
 ) -> SaveResult:
     """Claim slots, copy, publish; wait for blocks that others are writing, and write them if those give up.
 
@@ -104,6 +108,7 @@ def run_save(
         guard: stands before each copy.
         call_timeout_s: for each call.
         wait_s: for others.
+        num_clears: of the namespace, from when the save was asked for.
 
     Raises:
         ChainBroken: the chain's parent is not stored; nothing changed.
@@ -112,25 +117,25 @@ def run_save(
         LayoutMismatch: the engine's tensors were replaced meanwhile; likewise.
         KVStoreError: the store failed.
     """
-    deadline_s, num_written, num_clears = time.monotonic() + wait_s, 0, -1
-    request = pack_prepare(chain, part.num_parts, part.index)
+    deadline_s, num_written = time.monotonic() + wait_s, 0
+    request = pack_prepare(chain, part.num_parts, part.index, num_clears)
     while True:
         ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, request, timeout_s=call_timeout_s))
         num_published, num_blocks = 0, len(chain) - ticket.num_refused
-        num_clears = ticket.num_clears if num_clears < 0 else num_clears
-        cleared = ticket.num_clears != num_clears
+        if ticket.num_clears != num_clears:
+            logger.info(
+                "a save of %d blocks is dropped: their namespace was cleared since it was asked for", len(chain)
+            )
+            return SaveResult(num_blocks=0, num_written=0, num_refused=0)
         if ticket.write_id:
             end = pack_write_end(ticket)
             try:
-                if not cleared:
-                    with guard.copying():
-                        indexes = np.asarray(ticket.indexes, dtype=np.int64)
-                        copier.into_slots(pages, indexes, np.asarray(ticket.slots, dtype=np.int64))
-                        copier.check_unchanged()
-                    answer = connection.call(Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
-                    num_published = U64.unpack(answer)[0]
-                else:
-                    connection.call(Op.ABORT_STORE, end, timeout_s=call_timeout_s)
+                with guard.copying():
+                    indexes = np.asarray(ticket.indexes, dtype=np.int64)
+                    copier.into_slots(pages, indexes, np.asarray(ticket.slots, dtype=np.int64))
+                    copier.check_unchanged()
+                answer = connection.call(Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
+                num_published = U64.unpack(answer)[0]
             except CopyStuck:
                 raise  # Its slots may still be written: they stay taken until this process ends.
             except BaseException:
@@ -138,7 +143,7 @@ def run_save(
                 with contextlib.suppress(KVStoreError):
                     connection.call(Op.ABORT_STORE, end, timeout_s=call_timeout_s)
                 raise
-        lost = cleared or num_published < len(ticket.indexes)
+        lost = num_published < len(ticket.indexes)
         if lost or ticket.num_awaited:
             left_s = max(0.0, deadline_s - time.monotonic())
             question = pack_lease(chain.head(num_blocks), left_s)

@@ -20,7 +20,7 @@ _LEASE = struct.Struct("<d")
 _LOAD = struct.Struct("<dd")
 _PIN = struct.Struct("<Bd")
 _GRANT = struct.Struct("<QII8s")
-_PREPARE = struct.Struct("<HH")
+_PREPARE = struct.Struct("<HHQ")
 _TICKET = struct.Struct("<QIIIIQ8s")
 _WRITE_END = struct.Struct("<Q8s")
 _PROGRESS = struct.Struct("<QII")
@@ -29,6 +29,8 @@ _PEER_GRANT = struct.Struct("<Q8sQII")
 _READ = struct.Struct("<QIIIdHH")
 _DONE = struct.Struct("<QIBBdI")
 _WAKE = struct.Struct("<H")
+#: A write whose KV is of now.
+_ANY_CLEARS = (1 << 64) - 1
 U64 = struct.Struct("<Q")
 U64_F64 = struct.Struct("<Qd")
 #: Lease id, epoch of the store that granted it, epoch of the store that read: what a finished READ notifies.
@@ -108,15 +110,15 @@ def unpack_grant(payload: bytes) -> Grant:
     return Grant(lease_id, _packed(payload[_GRANT.size : end], count), payload[end:], num_refused, epoch)
 
 
-def pack_prepare(chain: Chain, num_parts: int = 1, part: int = 0) -> bytes:
-    """Ask for slots to write one part of each block of a run into."""
-    return _PREPARE.pack(num_parts, part) + chain.encode()
+def pack_prepare(chain: Chain, num_parts: int = 1, part: int = 0, num_clears: int | None = None) -> bytes:
+    """Ask for slots to write one part of each block of a run into, of KV from before a later clearing than that."""
+    return _PREPARE.pack(num_parts, part, _ANY_CLEARS if num_clears is None else num_clears) + chain.encode()
 
 
-def unpack_prepare(payload: bytes) -> tuple[Chain, int, int]:
+def unpack_prepare(payload: bytes) -> tuple[Chain, int, int, int | None]:
     """Return what `pack_prepare` packed."""
-    num_parts, part = _PREPARE.unpack_from(payload)
-    return decode_chain(payload[_PREPARE.size :]), num_parts, part
+    num_parts, part, num_clears = _PREPARE.unpack_from(payload)
+    return decode_chain(payload[_PREPARE.size :]), num_parts, part, None if num_clears == _ANY_CLEARS else num_clears
 
 
 def pack_ticket(ticket: StoreTicket) -> bytes:

@@ -86,8 +86,9 @@ class NodeCore(PoolVerbs):
         self.mover = MoverLink(self._end_quarantine)
         self._peers = PeerBook(node_id, self.epoch, self._resolver(resolve_peer), config.call_timeout_s)
         self.hints = Hints(
-            node_id, resolve_directory, config.call_timeout_s, self.versions, self.clear, self.presence.set_alone
-        )
+            node_id, resolve_directory, config.call_timeout_s, self.versions, self.hear_clearing,
+            self.presence.set_alone,
+        )  # fmt: skip
         self.fetcher: Fetcher | None = None
         remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{self.epoch.hex()}.sock")
@@ -145,10 +146,10 @@ class NodeCore(PoolVerbs):
                 f"{self.config.capacity_bytes}; raise capacity="
             )
         self.slot_bytes = slot_bytes
-        pool = self.make_pool(num_slots, self.epoch, self.presence.counts)
+        pool = self.make_pool(num_slots, self.epoch, self.presence.counts, self.presence.clears)
         self.fetcher = Fetcher(
             self.config, pool, self.hints, self._peers, self.mover, BLOCK_ORDER_VERSION,
-            self.versions.get, self.clear,
+            self.versions.get, self.hear_clearing,
         )  # fmt: skip
         self.mover.set_slots(slot_bytes, num_slots)
         self.hints.follow(pool)
@@ -166,15 +167,41 @@ class NodeCore(PoolVerbs):
             found += others
         return found
 
-    def clear(self, namespace: bytes, version: int) -> int:
-        """Make a namespace a miss; `version` must be later than the last clearing's, else nothing happens.
+    def clear(self, namespace: bytes, version: int | None = None) -> int:
+        """Make a namespace a miss here; returns how many blocks that concerned.
 
         Stores of different versions of a namespace grant each other nothing, so a node that has not heard
         yet cannot bring old blocks back.
+
+        Args:
+            namespace: of the blocks.
+            version: of this clearing, later than the last; the next one that this store knows of when None.
+
+        Raises:
+            StaleVersion: it is not later; nothing changed.
+            InvalidRequest: it is no version, or far ahead of the last; nothing changed.
         """
-        if not self.versions.advance(namespace, version):
-            return 0
-        cleared = 0 if self.attached_pool is None else self.attached_pool.clear(namespace)
+        cleared = self._clear(namespace, lambda: self.versions.advance(namespace, version) > 0)
+        assert cleared is not None, "every version that is noted is above 0"
+        return cleared
+
+    def hear_clearing(self, namespace: bytes, version: int) -> None:
+        """Clear because another process knows a later version; nothing happens when that is no news.
+
+        Raises:
+            InvalidRequest: it is far ahead of what is known here; nothing changed.
+        """
+        self._clear(namespace, lambda: self.versions.hear(namespace, version))
+
+    def num_clears(self, namespace: bytes) -> int:
+        """Return how often a namespace was cleared here, for `prepare_store`."""
+        return 0 if self.attached_pool is None else self.attached_pool.num_clears(namespace)
+
+    def _clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
+        pool = self.attached_pool
+        cleared = pool.clear(namespace, is_news) if pool is not None else 0 if is_news() else None
+        if cleared is None:
+            return None
         # Also with nothing to drop: the directory tells stores that have not heard.
         self.hints.publish_soon()
         logger.info("cleared namespace %s: %d blocks", namespace.hex()[:12], cleared)

@@ -100,7 +100,7 @@ class PeerControl:
             )
         namespace = wanted.chain.namespace
         if wanted.namespace_version > core.versions.get(namespace):
-            core.clear(namespace, wanted.namespace_version)
+            core.hear_clearing(namespace, wanted.namespace_version)
         version, own = core.versions.get(namespace), core.mover.own
         grant = Grant(0, ())
         if core.attached_pool is not None and own is not None and version == wanted.namespace_version:

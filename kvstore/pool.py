@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import count as count_from
 
 from kvstore.chain import Chain
+from kvstore.clears import ClearCounts
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.grants import Grant, PinKind, PoolStats, StoreTicket
 from kvstore.leases import LeaseTable
@@ -42,6 +43,7 @@ class Pool:
         max_hard_pinned: how many of them hard pins may hold; half of `max_pinned` when None.
         epoch: the life of the store that this pool belongs to; a random one when None.
         presence: kept to say which chains begin here.
+        clears: kept to say how often namespaces were cleared; of its own when None.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Pool:
         max_hard_pinned: int | None = None,
         epoch: bytes | None = None,
         presence: PresenceCounts | None = None,
+        clears: ClearCounts | None = None,
     ) -> None:
         if num_slots < 1:
             raise InvalidRequest(f"num_slots: wanted at least 1, got {num_slots}")
@@ -65,7 +68,8 @@ class Pool:
         most = num_slots if max_pinned is None else max_pinned
         hard = most // 2 if max_hard_pinned is None else max_hard_pinned
         self._leases = LeaseTable(self._table, most, hard, self.epoch, new_id)
-        self._writes = WriteTable(self._table, self.epoch, new_id, self._watches.settled)
+        self._clears = ClearCounts() if clears is None else clears
+        self._writes = WriteTable(self._table, self.epoch, new_id, self._watches.settled, self._clears)
         self._new_id = new_id
 
     # Reading.
@@ -156,6 +160,7 @@ class Pool:
         needs_parent: bool = True,
         deadline_s: float = _NEVER_S,
         parts_deadline_s: float = _NEVER_S,
+        num_clears: int | None = None,
     ) -> StoreTicket:
         """Claim a slot for each block of the run that is not here yet, or join those who write it in parts.
 
@@ -170,6 +175,8 @@ class Pool:
             needs_parent: refuse a run whose parent is not here.
             deadline_s: when the slots come back whether the writer lives or not; it must have stopped before.
             parts_deadline_s: when a block is given up for which not all ranks have come.
+            num_clears: what `num_clears` said when the blocks' KV began to be kept for this; the present count
+                when None. After a later clearing nothing is claimed or joined, and the ticket has another count.
 
         Raises:
             ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
@@ -187,6 +194,8 @@ class Pool:
         )
         self._yield("prepare_store")
         with self._lock:
+            if num_clears is not None and num_clears != self._clears.get(chain.namespace):
+                return self._writes.refuse(chain.namespace)
             return self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
 
     def reserve(self, num_blocks: int, owner: str, *, deadline_s: float = _NEVER_S) -> StoreTicket:
@@ -334,16 +343,32 @@ class Pool:
             calls = self._watches.take_calls()
         return _after(calls, num_dropped)
 
-    def clear(self, namespace: bytes) -> int:
+    def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
         """Make every block of a namespace unfindable at once; returns how many there were.
 
         Pinned readers finish on the old bytes; unfinished writes will publish nothing.
+
+        Args:
+            namespace: of the blocks.
+            is_news: asked in the same step, before anything new can be stored; when it says no, or raises, nothing
+                changes.
+
+        Returns:
+            How many blocks that were; None when it was no news.
         """
         self._yield("clear")
         with self._lock:
+            if not is_news():
+                return None
+            self._clears.add(namespace)
             num_cleared = self._writes.clear(namespace)
             calls = self._watches.take_calls()
         return _after(calls, num_cleared)
+
+    def num_clears(self, namespace: bytes) -> int:
+        """Return how often a namespace was cleared here, or another that shares its counter."""
+        with self._lock:
+            return self._clears.get(namespace)
 
     # Looking on.
 

@@ -81,13 +81,13 @@ class PoolControl:
         return U64.pack(self._core.renew(lease_id, connection.owner, ttl_s))
 
     def _prepare_store(self, connection: Connection, message: Message) -> bytes:
-        chain, num_parts, part = unpack_prepare(message.payload)
+        chain, num_parts, part, num_clears = unpack_prepare(message.payload)
         if connection.pidfd < 0:
             raise ConfigError(
                 "this kernel does not tell the store when this process ends, so it may read but not write; "
                 "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
             )
-        ticket = self._core.prepare_store(chain, connection.owner, num_parts, part)
+        ticket = self._core.prepare_store(chain, connection.owner, num_parts, part, num_clears=num_clears)
         connection.gave = message.request, partial(self._core.abort_store, ticket.write_id, connection.owner)
         return pack_ticket(ticket)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from kvstore.chain import Chain
+from kvstore.clears import ClearCounts
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, StoreDraining
 from kvstore.grants import Grant, PinKind, StoreTicket
@@ -48,11 +49,13 @@ class PoolVerbs:
             raise InvalidRequest("no namespace has attached to this store yet; make a client first")
         return self.attached_pool
 
-    def make_pool(self, num_slots: int, epoch: bytes, presence: PresenceCounts) -> Pool:
+    def make_pool(self, num_slots: int, epoch: bytes, presence: PresenceCounts, clears: ClearCounts) -> Pool:
         """Return a pool with the budgets of the configuration."""
         max_pinned = max(1, int(num_slots * self.config.max_pinned_fraction))
         max_hard_pinned = min(max_pinned, int(num_slots * self.config.max_hard_pinned_fraction))
-        return Pool(num_slots, max_pinned, max_hard_pinned=max_hard_pinned, epoch=epoch, presence=presence)
+        return Pool(
+            num_slots, max_pinned, max_hard_pinned=max_hard_pinned, epoch=epoch, presence=presence, clears=clears
+        )
 
     def check_serving(self) -> None:
         """Refuse when the node is being drained.
@@ -113,7 +116,13 @@ class PoolVerbs:
         return self.attached_pool is not None and self.attached_pool.renew(lease_id, owner, deadline_s, epoch=epoch)
 
     def prepare_store(
-        self, chain: Chain, owner: str, num_parts: int = 1, part: int = 0, ttl_s: float = FOREVER_S
+        self,
+        chain: Chain,
+        owner: str,
+        num_parts: int = 1,
+        part: int = 0,
+        ttl_s: float = FOREVER_S,
+        num_clears: int | None = None,
     ) -> StoreTicket:
         """Claim slots for the blocks of a run that are not here, or join those who write other parts of them.
 
@@ -123,6 +132,7 @@ class PoolVerbs:
             num_parts: in how many parts a block is written, each by a rank of its own.
             part: which of them this owner writes.
             ttl_s: when the slots come back although the owner may live; infinite for owners whose death is seen.
+            num_clears: as for `Pool.prepare_store`.
 
         Raises:
             StoreDraining: nothing is granted any more.
@@ -139,6 +149,7 @@ class PoolVerbs:
             part=part,
             deadline_s=FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s),
             parts_deadline_s=deadline_after(self.config.lease_ttl_s) if in_parts else FOREVER_S,
+            num_clears=num_clears,
         )
         if in_parts or ttl_s != FOREVER_S:
             self._wake()

@@ -15,12 +15,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvstore.clears import CLEARS_BYTES, ClearCounts
 from kvstore.errors import ConfigError
 from kvstore.forks import withhold
 
 EPOCH_BYTES = 8
 #: Whether this node is the only one that has blocks.
 ALONE_AT = EPOCH_BYTES
+#: How often namespaces were cleared, see kvstore.clears; before the end of the page.
+CLEARS_AT = 2048
 #: The counters begin here, on a page of their own.
 HEAD_BYTES = 4096
 #: A counter that was full once stays so: how many there are is not known any more.
@@ -68,7 +71,7 @@ class PresenceCounts:
 
 
 class PresenceTable:
-    """The shared memory of one life of a node store: its epoch, whether it is alone, and the counters.
+    """The shared memory of one life of a node store: its epoch, whether it is alone, and both kinds of counters.
 
     Args:
         epoch: of the store.
@@ -94,6 +97,7 @@ class PresenceTable:
             raise ConfigError(f"could not allocate {num_bytes} bytes of shared memory: {error}") from error
         memory[:EPOCH_BYTES] = epoch
         self._head: memoryview | bytearray = memoryview(memory)[:HEAD_BYTES]
+        self.clears = ClearCounts(memoryview(memory)[CLEARS_AT : CLEARS_AT + CLEARS_BYTES])
         self.counts = PresenceCounts(memoryview(memory)[HEAD_BYTES:])
 
     def set_alone(self, alone: bool) -> None:
@@ -105,6 +109,7 @@ class PresenceTable:
         self.set_alone(False)
         # A pool, or a thread that heard of the directory, may go on a little longer.
         self.counts.leave()
+        self.clears.leave()
         self._head = bytearray(HEAD_BYTES)
         os.close(self.fd)
 

@@ -1,4 +1,7 @@
-"""A worker's sight of its store's presence table: what is surely not there costs no question."""
+"""A worker's sight of its store's presence table: what is surely not there costs no question.
+
+In its head is how often namespaces were cleared, which every client maps.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ import select
 
 import numpy as np
 
+from kvstore.clears import CLEARS_BYTES, ClearCounts
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
 from kvstore.errors import StoreUnavailable
 from kvstore.forks import withhold
-from kvstore.presence import ALONE_AT, EPOCH_BYTES, HEAD_BYTES, place_of
+from kvstore.presence import ALONE_AT, CLEARS_AT, EPOCH_BYTES, HEAD_BYTES, place_of
+
+_HELLO = {"role": "presence", "protocol": PROTOCOL_VERSION}
 
 
 class PresenceView:
@@ -29,8 +35,7 @@ class PresenceView:
     """
 
     def __init__(self, control_path: str, epoch: str, *, timeout_s: float) -> None:
-        hello = {"role": "presence", "protocol": PROTOCOL_VERSION}
-        self._connection, fd = connect_local(control_path, hello, timeout_s=timeout_s)
+        self._connection, fd = connect_local(control_path, _HELLO, timeout_s=timeout_s)
         try:
             size, flags = os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
@@ -40,10 +45,11 @@ class PresenceView:
         self._memory: mmap.mmap | None = memory
         self._fd = self._connection.fileno()
         self._mask = size - HEAD_BYTES - 1
-        found = memory[:EPOCH_BYTES].hex()
-        if found != epoch:
+        try:
+            _check_epoch(memory, epoch)
+        except StoreUnavailable:
             self.close()
-            raise StoreUnavailable(f"wanted epoch {epoch}, got {found}: the store was restarted; make a new client")
+            raise
 
     def is_absent(self, first_block: bytes, *, remote: bool) -> bool:
         """Whether a chain can surely not be found; waits for nobody.
@@ -70,3 +76,31 @@ class PresenceView:
         """End the connection; the memory is unmapped when nobody reads it any more. May be called again."""
         self._memory = None
         self._connection.close()
+
+
+def map_clears(control_path: str, epoch: str, *, timeout_s: float) -> ClearCounts:
+    """Map how often namespaces were cleared in one life of a store; `leave` lets the store's memory go.
+
+    Args:
+        control_path: the node store's socket.
+        epoch: the life that is meant, as in its greeting.
+        timeout_s: for the connection, which ends at once.
+
+    Raises:
+        StoreNotRunning: nobody answers.
+        StoreUnavailable: it is another life of the store.
+    """
+    connection, fd = connect_local(control_path, _HELLO, timeout_s=timeout_s)
+    connection.close()
+    try:
+        memory = mmap.mmap(fd, HEAD_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    _check_epoch(memory, epoch)
+    return ClearCounts(memoryview(memory)[CLEARS_AT : CLEARS_AT + CLEARS_BYTES])
+
+
+def _check_epoch(memory: mmap.mmap, wanted: str) -> None:
+    found = memory[:EPOCH_BYTES].hex()
+    if found != wanted:
+        raise StoreUnavailable(f"wanted epoch {wanted}, got {found}: the store was restarted; make a new client")

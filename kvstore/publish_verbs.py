@@ -70,6 +70,7 @@ class PublishVerbs(StageVerbs):
             InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
                 before; nothing changed.
             PoolExhausted: the store has no room for all of the blocks; nothing changed.
+            StaleVersion: the namespace was cleared meanwhile; nothing is kept.
             LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed; nothing is kept.
             StoreUnavailable, PeerLost, TransferTimeout: the store is gone, drained, or does not answer.
         """
@@ -220,7 +221,10 @@ class PublishVerbs(StageVerbs):
             num_blocks = num_published(block_ids, copier.layout.block_size, shape.block_size)
             ticket = self._ticket(num_blocks, keep_s, stage.slab if stage else 0)
         chosen = copier if stage is None else stage.copier
-        return Publishing(ticket, block_ids, shape.block_size, chosen, stage, self._store.call, self._store.say, keep_s)
+        return Publishing(
+            ticket, block_ids, shape.block_size, chosen, stage, self._store.call, self._store.say, keep_s,
+            self._clears.get(self.space.digest),
+        )  # fmt: skip
 
     def _complete(self, publishing: Publishing) -> HandoffTicket:
         with self._noting_stuck():

@@ -70,6 +70,7 @@ class Publishing:
         keep: asks the store over the connection that keeps the blocks.
         say: tells the store.
         ttl_s: how long they are kept once they are there.
+        num_clears: of the namespace, from when publishing was asked for.
     """
 
     pages: EnginePages
@@ -85,10 +86,12 @@ class Publishing:
         keep: Ask,
         say: Say,
         ttl_s: float,
+        num_clears: int,
     ) -> None:
         self.ticket, self._key, self._writer = ticket, ticket.key, secrets.randbits(64)
         self._block_ids, self._stored_block_size = block_ids, stored_block_size
         self._copier, self.stage, self._keep, self._say, self._ttl_s = copier, stage, keep, say, ttl_s
+        self._num_clears = num_clears
         self._slots: IndexArray = np.empty(0, np.int32)
 
     def __str__(self) -> str:
@@ -115,6 +118,7 @@ class Publishing:
 
         Raises:
             PoolExhausted: the store has no room for all of them; nothing is kept.
+            StaleVersion: the namespace was cleared since this was asked for; nothing is kept.
             KVStoreError: the store failed; nothing is kept.
         """
         self._slots = self._ask_slots(ask, self._question(0, 0))
@@ -152,7 +156,9 @@ class Publishing:
     def _question(self, slab: int, generation: int) -> bytes:
         ticket = self.ticket
         return pack_prepare_handoff(
-            PrepareHandoff(self._key, self._writer, ticket.namespace, ticket.num_blocks, slab, generation)
+            PrepareHandoff(
+                self._key, self._writer, ticket.namespace, ticket.num_blocks, slab, generation, self._num_clears
+            )
         )
 
     def _expect(self) -> None:

@@ -96,7 +96,7 @@ class SaveResult:
 
     Args:
         num_blocks: blocks [0, num_blocks) are in the store now, whoever wrote them. A rank of several waits for
-            the parts of the others.
+            the parts of the others. None when the namespace was cleared after the save was asked for.
         num_written: how many of them this save wrote, or its part of.
         num_refused: blocks at the end for which no slot could be had; nothing of them is kept.
     """

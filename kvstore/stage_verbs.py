@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kvstore.clears import ClearCounts
 from kvstore.config import StoreConfig, parse_bytes
 from kvstore.engine_copy import CopyOrder, EngineCopier
 from kvstore.errors import CopyStuck
@@ -29,6 +30,7 @@ class StageVerbs(ABC):
     node_id: str
     epoch: str
     _store: StoreConnections
+    _clears: ClearCounts
     _stuck: bool
     _caches: EngineCaches | None = None
     _stage_link: StageLink | None = None

@@ -6,19 +6,24 @@ away, or is new, hears of a clearing before it keeps blocks that the next peer w
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
+
+logger = logging.getLogger(__name__)
 
 _ENTRY = struct.Struct("<32sQ")
+#: Versions are counts, so none is far ahead of another: what names one that is must not use up all that follow.
+_MAX_AHEAD = 1 << 32
 
 
 class NamespaceVersions:
     """The version of the last clearing of each namespace; any thread may call.
 
-    A version is later than another when it is larger; a namespace that was never cleared has version 0.
+    Versions are counted by the stores; a namespace that was never cleared has version 0.
     """
 
     def __init__(self) -> None:
@@ -30,14 +35,47 @@ class NamespaceVersions:
         """Return the version of a namespace."""
         return self._known.get(namespace, (0, 0))[0]
 
-    def advance(self, namespace: bytes, version: int) -> bool:
-        """Note a clearing; whether it is later than what was known. Nothing changes if not."""
+    def advance(self, namespace: bytes, version: int | None = None) -> int:
+        """Note a clearing, of the next version when none is given; returns its version.
+
+        Raises:
+            StaleVersion: it is not later than what was known; nothing changed.
+            InvalidRequest: it is no version, or too far ahead of what was known; nothing changed.
+        """
         with self._lock:
-            if version <= self.get(namespace):
-                return False
+            known = self.get(namespace)
+            if version is None:
+                version = known + 1
+            elif not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= known + _MAX_AHEAD:
+                raise InvalidRequest(
+                    f"version: wanted an int from 0 to {known + _MAX_AHEAD}, got {version!r}; leave it out, or take "
+                    "the one after the highest that the stores know"
+                )
+            if version <= known:
+                raise StaleVersion(f"version: wanted a later one than {known}, got {version}; nothing was cleared")
             self._serial += 1
             self._known[namespace] = version, self._serial
-            return True
+            return version
+
+    def hear(self, namespace: bytes, version: int) -> bool:
+        """Note a clearing that another process told of; whether it is news.
+
+        Raises:
+            InvalidRequest: as for `advance`.
+        """
+        try:
+            self.advance(namespace, version)
+        except StaleVersion:
+            return False
+        return True
+
+    def hear_all(self, versions: Mapping[bytes, int], hear: Callable[[bytes, int], object] | None = None) -> None:
+        """Note many, each with `hear`; one that cannot be is logged and keeps no other from being noted."""
+        for namespace, version in versions.items():
+            try:
+                (hear or self.hear)(namespace, version)
+            except InvalidRequest as error:
+                logger.warning("namespace %s: a clearing is not taken over: %s", namespace.hex()[:12], error)
 
     def since(self, serial: int) -> tuple[int, dict[bytes, int]]:
         """Return (serial of the last one heard of, versions heard of after `serial`); 0 asks for all."""

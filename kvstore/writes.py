@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.chain import Chain
+from kvstore.clears import ClearCounts
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.grants import PackedInts, StoreTicket
 from kvstore.runs import SlotList
@@ -75,6 +76,7 @@ class WriteTable:
         epoch: the life of the pool.
         new_id: makes write ids.
         on_settled: called with hashes that are not being written any more, and whether they were published.
+        clears: how often namespaces were cleared.
     """
 
     def __init__(
@@ -83,12 +85,13 @@ class WriteTable:
         epoch: bytes,
         new_id: Callable[[], int],
         on_settled: Callable[[list[bytes], bool], None],
+        clears: ClearCounts,
     ) -> None:
         self._table, self._epoch, self._new_id, self._on_settled = table, epoch, new_id, on_settled
         self._writes: dict[int, _Write] = {}
         self._parts: dict[int, _Parts] = {}
         self._aside: dict[str, list[int]] = {}
-        self._num_clears: Counter[bytes] = Counter()
+        self._clears = clears
 
     def __len__(self) -> int:
         return len(self._writes)
@@ -147,8 +150,20 @@ class WriteTable:
             num_resident=end - len(indexes),
             num_refused=len(hashes) - end,
             num_awaited=sum(own in writing for own in hashes[:end]) - len(indexes) if len(indexes) < end else 0,
-            num_clears=self._num_clears[chain.namespace] if self._num_clears else 0,
+            num_clears=self._clears.get(chain.namespace),
             generations=generations,
+            epoch=self._epoch,
+        )
+
+    def refuse(self, namespace: bytes) -> StoreTicket:
+        """Return a ticket for nothing, to who has only blocks from before the last clearing."""
+        return StoreTicket(
+            write_id=0,
+            indexes=(),
+            slots=(),
+            num_resident=0,
+            num_refused=0,
+            num_clears=self._clears.get(namespace),
             epoch=self._epoch,
         )
 
@@ -327,7 +342,6 @@ class WriteTable:
 
     def clear(self, namespace: bytes) -> int:
         """Make a namespace a miss; returns how many blocks that concerned."""
-        self._num_clears[namespace] += 1
         num_cleared, lost = self._table.clear(namespace)
         for slot in lost.values():
             if (parts := self._parts.get(slot)) is not None:

@@ -480,9 +480,9 @@ def test_slots_claimed_for_a_save_that_did_not_hear_of_them_come_back(cluster, w
     worker = cluster.worker("a", 8)
     prepare, gate = core.prepare_store, Gate(lambda: None)
 
-    def late(*args):
+    def late(*args, **more):
         gate()
-        return prepare(*args)
+        return prepare(*args, **more)
 
     monkeypatch.setattr(core, "prepare_store", late)
     with pytest.raises(TransferTimeout):

@@ -57,7 +57,8 @@ def test_another_kind_of_pin_is_refused(kind):
 
 @pytest.mark.parametrize(("num_parts", "part"), [(1, 0), (2, 1), (65535, 65534)])
 def test_prepare(num_parts, part):
-    assert messages.unpack_prepare(messages.pack_prepare(CHAIN, num_parts, part)) == (CHAIN, num_parts, part)
+    assert messages.unpack_prepare(messages.pack_prepare(CHAIN, num_parts, part)) == (CHAIN, num_parts, part, None)
+    assert messages.unpack_prepare(messages.pack_prepare(CHAIN, num_parts, part, 7)) == (CHAIN, num_parts, part, 7)
 
 
 @given(ids, st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 9999)), max_size=9))

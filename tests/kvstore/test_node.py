@@ -17,6 +17,7 @@ from kvstore.errors import (
     LeaseExpired,
     LeaseReleased,
     PeerLost,
+    StaleVersion,
     StoreDraining,
     StoreNotRunning,
     StoreUnavailable,
@@ -322,8 +323,10 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
     hashes = cluster.hashes(3)
     assert core.clear(cluster.space.digest, 2) == 0
     one.save(hashes, range(3))
-    assert core.clear(cluster.space.digest, 2) == 0
-    assert core.clear(cluster.space.digest, 1) == 0
+    for stale in (2, 1, 0):
+        with pytest.raises(StaleVersion, match="wanted a later one than 2"):
+            core.clear(cluster.space.digest, stale)
+        core.hear_clearing(cluster.space.digest, stale)
     assert core.lookup(chain_of(hashes)) == 3
     assert core.clear(cluster.space.digest, 3) == 3
     assert core.versions.get(cluster.space.digest) == 3
@@ -332,7 +335,7 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
 @pytest.fixture
 def silent_directory(cluster, monkeypatch):
     """The directory tells nobody of clearings."""
-    monkeypatch.setattr(cluster.directory._versions, "advance", lambda namespace, version: False)
+    monkeypatch.setattr(cluster.directory._versions, "hear", lambda namespace, version: False)
 
 
 @pytest.mark.usefixtures("silent_directory")

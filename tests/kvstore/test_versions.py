@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
 from kvstore.versions import NamespaceVersions, pack_versions, unpack_versions
 
 ONE, TWO = b"1" * 32, b"2" * 32
@@ -13,9 +13,25 @@ ONE, TWO = b"1" * 32, b"2" * 32
 def test_only_later_clearings_are_news():
     versions = NamespaceVersions()
     assert versions.get(ONE) == 0
-    assert [versions.advance(ONE, version) for version in (5, 5, 4, 6)] == [True, False, False, True]
+    assert [versions.hear(ONE, version) for version in (5, 5, 4, 6)] == [True, False, False, True]
     assert (versions.get(ONE), versions.get(TWO)) == (6, 0)
-    assert not versions.advance(TWO, 0)
+    for namespace, version in ((ONE, 6), (ONE, 5), (TWO, 0)):
+        with pytest.raises(StaleVersion, match="nothing was cleared"):
+            versions.advance(namespace, version)
+    assert [versions.advance(ONE), versions.advance(TWO)] == [7, 1]
+
+
+@pytest.mark.parametrize("version", [2**64 - 1, 2**32 + 6, -1, 6.0, "6", True])
+def test_what_is_no_next_version_is_refused_and_clearing_goes_on(version):
+    """One message of a peer or a Ray caller must not use up the versions that are left."""
+    versions = NamespaceVersions()
+    versions.advance(ONE, 5)
+    for door in (versions.advance, versions.hear):
+        with pytest.raises(InvalidRequest, match=r"wanted an int from 0 to 4294967301"):
+            door(ONE, version)
+    versions.hear_all({ONE: version, TWO: 3})
+    assert (versions.get(ONE), versions.get(TWO)) == (5, 3)
+    assert versions.advance(ONE) == 6
 
 
 def test_what_was_heard_since():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from poolcheck.mutant import Mutant
 from poolcheck.mutations_blocks import BLOCKS
+from poolcheck.mutations_clearing import CLEARINGS
 from poolcheck.mutations_entry import ENTRY
 from poolcheck.mutations_holders import HOLDERS
 
-MUTANTS: tuple[Mutant, ...] = (*BLOCKS, *HOLDERS, *ENTRY)
+MUTANTS: tuple[Mutant, ...] = (*BLOCKS, *HOLDERS, *CLEARINGS, *ENTRY)

@@ -1,0 +1,76 @@
+"""Clearing a namespace on all nodes: which version that is, and that every store has taken it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvstore.actors.calls import call
+from kvstore.errors import KVStoreError, StaleVersion, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+_CALL_S = 10.0
+#: Each further try is for a node that could not be asked first, and was cleared by somebody else just then.
+_MAX_TRIES = 8
+
+
+def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> int:
+    """Clear a namespace under a version later than all that the stores and the directory know.
+
+    Args:
+        namespace: to be cleared.
+        stores: handle of each node's store by node id.
+        directory: its handle; None when it is away. It tells those that cannot be reached now.
+
+    Returns:
+        How many blocks that concerned.
+
+    Raises:
+        StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
+            clearing is not known; nothing was cleared.
+        StaleVersion: others went on clearing in between; some nodes may have been cleared.
+    """
+    cleared = 0
+    for _ in range(_MAX_TRIES):
+        version, asked = _next_version(namespace, stores, directory)
+        refs = {node: handle.clear.remote(namespace, version) for node, handle in stores.items()}
+        if directory is not None:
+            refs[""] = directory.hear_clearing.remote(namespace, version)
+        late = []
+        for node, ref in refs.items():
+            try:
+                answer = call(_name(node), ref, _CALL_S)
+                cleared += int(answer) if node else 0
+            except StaleVersion:
+                # One that knew less a moment ago has been cleared since, by another caller or through the directory.
+                late += [node] if node not in asked else []
+            except KVStoreError as error:
+                logger.warning("clear: the %s did not answer: %s", _name(node), error)
+        if not late:
+            return cleared
+    raise StaleVersion(f"wanted to clear nodes {late}, but others went on clearing them; try again")
+
+
+def _next_version(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> tuple[int, set[str]]:
+    """Return (the version after the highest that is known, who said which it knows; "" is the directory)."""
+    refs = {node: handle.version.remote(namespace) for node, handle in stores.items()}
+    if directory is not None:
+        refs[""] = directory.version.remote(namespace)
+    known, failed = {}, {}
+    for node, ref in refs.items():
+        try:
+            known[node] = int(call(_name(node), ref, _CALL_S))
+        except KVStoreError as error:
+            failed[node] = str(error)
+    if not known.keys() & stores.keys() or ("" not in known and failed.keys() & stores.keys()):
+        raise StoreUnavailable(
+            f"wanted the last clearing from the directory or all of {len(stores)} stores, got none from {failed}; "
+            "clear again when they answer"
+        )
+    return max(known.values()) + 1, known.keys() - failed.keys()
+
+
+def _name(node: str) -> str:
+    return f"store of node {node}" if node else "directory"

@@ -1,0 +1,126 @@
+"""Which version a clearing of all nodes has: no clock, one after the highest, and never silently too old."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.actors import clearing
+from kvstore.actors.clearing import clear_everywhere
+from kvstore.errors import PeerLost, StaleVersion, StoreUnavailable
+from kvstore.hashing import Namespace
+from kvstore.shape import KVShape
+from kvstore.versions import NamespaceVersions
+
+_PATH = Path(__file__).parent.parent / "kvstore" / "conftest.py"
+_SPEC = importlib.util.spec_from_file_location("kvstore_cluster_of_clearing", _PATH)
+_MODULE = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_MODULE)
+_sockets, cluster = _MODULE._sockets, _MODULE.cluster
+
+SPACE = Namespace(model="m", shape=KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4))
+
+
+class Handle:
+    """An actor's handle, as far as a clearing needs it: each verb is called at once, on the real object."""
+
+    def __init__(self, **verbs):
+        for name, verb in verbs.items():
+            setattr(self, name, type("Verb", (), {"remote": staticmethod(lambda *args, verb=verb: (verb, args))}))
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch):
+    monkeypatch.setattr(clearing, "call", lambda what, ref, timeout_s: ref[0](*ref[1]))
+
+
+def store_of(core):
+    return Handle(clear=core.clear, version=core.versions.get)
+
+
+def directory_of(server):
+    return Handle(version=server.version, hear_clearing=server.hear_clearing)
+
+
+def lost(*_):
+    raise PeerLost("wanted an answer, got none")
+
+
+LOST = Handle(clear=lost, version=lost, hear_clearing=lost)
+
+
+@pytest.mark.parametrize("steps_s", [(2.0, 0.0), (-10.0, 0.0, -5.0)])
+def test_every_clearing_takes_effect_whatever_clocks_say(cluster, monkeypatch, steps_s):
+    """Two drivers whose clocks are seconds apart."""
+    core = cluster.add("a", mover=False)
+    writer, reader = cluster.worker("a", seed=1), cluster.worker("a", seed=2)
+    hashes, stores, directory = cluster.hashes(10), {"a": store_of(core)}, directory_of(cluster.directory)
+    now = time.time_ns()
+    for step_s in steps_s:
+        monkeypatch.setattr("time.time_ns", lambda step_s=step_s: now + int(step_s * 1e9))
+        assert writer.save(hashes, range(10)).num_written == 10
+        assert clear_everywhere(SPACE.digest, stores, directory) == 10
+        assert reader.client.lookup(hashes).num_blocks == 0
+        assert reader.load(hashes, range(10)).num_blocks == 0
+
+
+def test_a_clearing_is_later_than_all_that_any_node_or_the_directory_knows(cluster):
+    cores = [cluster.add(node, mover=False) for node in "ab"]
+    stores, directory = {core.node_id: store_of(core) for core in cores}, directory_of(cluster.directory)
+    cores[0].versions.advance(SPACE.digest, 4)
+    cluster.directory.hear_clearing(SPACE.digest, 9)
+    assert clear_everywhere(SPACE.digest, stores, directory) == 0
+    assert [core.versions.get(SPACE.digest) for core in cores] == [10, 10]
+    assert cluster.directory.version(SPACE.digest) == 10
+    # Without a directory the stores know; a store that is lost meanwhile hears of it later.
+    clear_everywhere(SPACE.digest, stores, None)
+    clear_everywhere(SPACE.digest, stores | {"c": LOST}, directory)
+    assert [core.versions.get(SPACE.digest) for core in cores] == [12, 12]
+
+
+def test_a_clearing_that_may_be_too_old_clears_nothing(cluster):
+    core = cluster.add("a", mover=False)
+    for stores, directory in (({"a": store_of(core), "c": LOST}, LOST), ({"c": LOST}, LOST), ({}, None)):
+        with pytest.raises(StoreUnavailable, match="wanted the last clearing"):
+            clear_everywhere(SPACE.digest, stores, directory)
+    assert core.versions.get(SPACE.digest) == 0
+
+
+def test_a_node_that_was_cleared_since_it_was_asked_is_cleared():
+    """By another caller under the same version, or because the directory was quicker."""
+    versions = NamespaceVersions()
+
+    def known(namespace):
+        found = versions.get(namespace)
+        versions.advance(namespace)
+        return found
+
+    store = Handle(version=known, clear=lambda namespace, version: versions.advance(namespace, version) and 1)
+    assert clear_everywhere(SPACE.digest, {"a": store}, None) == 0
+    assert versions.get(SPACE.digest) == 1
+
+
+def test_a_node_that_could_not_be_asked_is_cleared_under_a_higher_version():
+    known, other = NamespaceVersions(), NamespaceVersions()
+    other.advance(SPACE.digest, 5)
+    answers = iter([lost, other.get])
+    back = Handle(version=lambda namespace: next(answers)(namespace), clear=other.advance)
+    directory = Handle(version=known.get, hear_clearing=known.hear)
+    clear_everywhere(SPACE.digest, {"a": Handle(version=known.get, clear=known.advance), "b": back}, directory)
+    assert (known.get(SPACE.digest), other.get(SPACE.digest)) == (6, 6)
+
+
+def test_a_clearing_that_others_outrun_again_and_again_is_an_error():
+    known, other = NamespaceVersions(), NamespaceVersions()
+
+    def ahead(namespace, version):
+        other.advance(namespace, version + 1)
+        return other.advance(namespace, version)
+
+    away = Handle(version=lost, clear=ahead)
+    directory = Handle(version=known.get, hear_clearing=known.hear)
+    with pytest.raises(StaleVersion, match=r"nodes \['b'\]"):
+        clear_everywhere(SPACE.digest, {"a": Handle(version=known.get, clear=known.advance), "b": away}, directory)
