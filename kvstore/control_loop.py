@@ -47,7 +47,9 @@ class ControlLoop:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.watch(self._wake_read, self._woken)
         self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
-        self._stopping = False
+        self._stopping = self._has_ended = False
+        #: Held while the pipe is written to and while it is closed: its number may be another file's at once.
+        self._ending, self._pid = threading.Lock(), os.getpid()
         self._awake_until_s = 0.0
         #: Of those that want to know that a round was completed.
         self._asked: list[threading.Event] = []
@@ -74,10 +76,11 @@ class ControlLoop:
 
     def wake(self) -> None:
         """Make the thread look at its timers; it does so by itself after each message that it serves."""
-        if self.is_own_thread():
+        if self.is_own_thread() or os.getpid() != self._pid:
             return
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"x")
+        with self._ending, contextlib.suppress(OSError):
+            if not self._has_ended:
+                os.write(self._wake_write, b"x")
 
     def stay_awake(self, seconds: float) -> None:
         """Have the thread ask for messages without sleeping for so long, because one comes soon; 0 ends that."""
@@ -146,9 +149,11 @@ class ControlLoop:
             try:
                 self._on_end()
             finally:
-                self._epoll.close()
-                os.close(self._wake_read)
-                os.close(self._wake_write)
+                with self._ending:
+                    self._has_ended = True
+                    self._epoll.close()
+                    os.close(self._wake_read)
+                    os.close(self._wake_write)
 
     def _go_round(self) -> None:
         wait_s = next_tick_s = 0.0

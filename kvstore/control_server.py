@@ -15,7 +15,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 from kvstore.acceptor import Acceptor, peer_pidfd
@@ -23,6 +22,7 @@ from kvstore.control_connection import Connection, Handler
 from kvstore.control_loop import ControlLoop
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
 from kvstore.guard import LogLimit
+from kvstore.socket_files import SocketFile
 from kvstore.strangers import Strangers
 from kvstore.wire import (
     MALFORMED,
@@ -77,7 +77,7 @@ class ControlServer:
         self.wake, self.stay_awake, self.is_serving = self._loop.wake, self._loop.stay_awake, self._loop.is_serving
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._num_connections = 0
-        self._path = ""
+        self._file: SocketFile | None = None
         self._strangers = Strangers(self._close)
         self._acceptor = Acceptor(self._loop, self._take, self._strangers.cut_oldest)
         self._log = LogLimit()
@@ -89,13 +89,10 @@ class ControlServer:
 
     def listen_local(self, path: str) -> None:
         """Listen on a Unix SEQPACKET socket; replaces a stale file of that name."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        sock.bind(path)
-        os.chmod(path, 0o600)
-        self._path = path
+        self._file = SocketFile(path, sock)
         self._acceptor.listen(sock)
+        self._file.finish()
 
     def listen_remote(self, host: str, port: int = 0) -> None:
         """Listen on TCP; port 0 lets the system choose, see `port`."""
@@ -359,26 +356,11 @@ class ControlServer:
     def _shut_down(self) -> None:
         self._acceptor.close()
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.sock.close()
-            if connection.pidfd >= 0:
-                os.close(connection.pidfd)
+            connection.closed = True
+            connection.close()
+            pidfd, connection.pidfd = connection.pidfd, -1
+            if pidfd >= 0:
+                os.close(pidfd)
         self._connections.clear()
-        if self._path:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-
-
-def remove_stale_sockets(folder: Path) -> int:
-    """Unlink sockets in `folder` on which nobody listens: their stores were killed. Returns how many."""
-    removed = 0
-    for path in folder.glob("*.sock"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink(missing_ok=True)
-                removed += 1
-            except OSError:
-                continue
-    return removed
+        if self._file is not None:
+            self._file.remove()

@@ -19,7 +19,6 @@ from typing import Any
 from kvstore.arena import Arena, create_arena
 from kvstore.chain import Chain, decode_chain
 from kvstore.config import StoreConfig, socket_dir
-from kvstore.control_server import remove_stale_sockets
 from kvstore.errors import (
     ConfigError,
     LayoutMismatch,
@@ -33,6 +32,7 @@ from kvstore.peers import PeerAddress, PeerBook, Resolver
 from kvstore.pool_verbs import PoolVerbs
 from kvstore.presence import PresenceTable
 from kvstore.shape import BLOCK_ORDER_VERSION
+from kvstore.socket_files import remove_stale_sockets
 from kvstore.versions import NamespaceVersions
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class NodeCore(PoolVerbs):
         except ConfigError:
             self.arena.close()
             raise
-        self._memory_closed = False
+        self._memory_closed, self._pid = False, os.getpid()
         self.slot_bytes = 0
         self._attach_lock = threading.Lock()
         self.versions = NamespaceVersions()
@@ -302,7 +302,12 @@ class NodeCore(PoolVerbs):
         return self.mover.pid
 
     def stop(self) -> None:
-        """Close everything; may be called again. Workers that still map the arena keep their mapping."""
+        """Close everything; may be called again. Workers that still map the arena keep their mapping.
+
+        In a forked child this does nothing: all that is here is the parent's, and goes with the child.
+        """
+        if os.getpid() != self._pid:
+            return
         self._draining = self.closed_to_peers = True
         with contextlib.ExitStack() as steps:
             # From the last to the first; each is done whatever the others raise.

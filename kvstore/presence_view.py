@@ -43,7 +43,6 @@ class PresenceView:
             os.close(fd)
         withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), size)
         self._memory: mmap.mmap | None = memory
-        self._fd = self._connection.fileno()
         self._mask = size - HEAD_BYTES - 1
         try:
             _check_epoch(memory, epoch)
@@ -68,8 +67,11 @@ class PresenceView:
 
     def _has_ended(self) -> bool:
         # One of its own each time: no two threads may use the same.
+        fd = self._connection.fileno()
+        if fd < 0:
+            return True  # Closed by another thread.
         look = select.poll()
-        look.register(self._fd, select.POLLIN)
+        look.register(fd, select.POLLIN)
         return bool(look.poll(0))
 
     def close(self) -> None:

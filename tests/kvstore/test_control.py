@@ -578,3 +578,21 @@ def test_ticks_come_only_while_they_are_wanted(wait_until):
         wait_until(lambda: len(ticks) > 2)
     finally:
         server.stop()
+
+
+def test_a_server_that_ended_writes_to_no_descriptor(echo):
+    """The numbers of its own belong to other files by then."""
+    wake_fd = echo.server._loop._wake_write
+    echo.server.stop()
+    read, write = os.pipe2(os.O_NONBLOCK)
+    os.dup2(write, wake_fd)
+    try:
+        echo.server.wake()
+        echo.server.stay_awake(1.0)
+        echo.server.stop()
+        assert not echo.server.is_serving(0.0)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+    finally:
+        for fd in {read, write, wake_fd}:
+            os.close(fd)

@@ -168,11 +168,11 @@ def test_of_a_store_that_ended_nothing_is_sure_and_the_next_life_has_a_table_of_
 
 def test_who_only_reads_the_table_gets_nothing_else(cluster):
     core = cluster.add("a")
-    view = PresenceView(core.control_path, core.epoch.hex(), timeout_s=2.0)
     for op in (Op.ATTACH, Op.LOOKUP, Op.LOOKUP_ALL, Op.STATS, Op.LOAD):
+        view = PresenceView(core.control_path, core.epoch.hex(), timeout_s=2.0)
         with pytest.raises(ProtocolError, match="presence"):
             view._connection.call(op, b"", timeout_s=2.0)
-    view.close()
+        view.close()
 
 
 def test_other_nodes_count_until_the_directory_knows_of_none_and_from_the_moment_it_does(cluster):
