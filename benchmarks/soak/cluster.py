@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,23 @@ from typing import Any
 import ray
 
 import kvstore
-from benchmarks.soak.audit import carries
+from benchmarks.soak.audit import carries, processes_with
 from benchmarks.soak.engine import LAYOUTS, POISON, Engine
-from benchmarks.soak.plan import CHAIN_BLOCKS, chains, probe_chain, space, weights_space
+from benchmarks.soak.fleet import shake
+from benchmarks.soak.plan import (
+    CHAIN_BLOCKS,
+    CLOCKS_APART_S,
+    MAX_DESCRIPTORS,
+    chains,
+    probe_chain,
+    ranks_space,
+    space,
+    weights_space,
+)
 from benchmarks.soak.weights import Weights
 from kvstore.actors.calls import actor_name, call, find_actor
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.control_connect import connect_local
 from kvstore.errors import KVStoreError
 
 _CALL_S = 10.0
@@ -63,8 +76,9 @@ class StoreUnderTest:
         self._weights = Weights(self.weights_file, writer=True)
         self._weights_chains = itertools.cycle(chains(weights_space()))
         self._probes: dict[int, Engine] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._clocks = itertools.count(), itertools.cycle((-0.5, 0.5))
         self.write_paths()
+        self.limit_descriptors()
 
     def handle(self, node: int) -> Any:
         """Return the handle of a node's store."""
@@ -120,6 +134,45 @@ class StoreUnderTest:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGCONT)
 
+    def shake(self, part: str, seconds: float) -> None:
+        """Stop a part's process and let it go on, again and again."""
+        with self._signalled(part, signal.SIGCONT) as (_, pidfd), contextlib.suppress(ProcessLookupError):
+            shake(pidfd, seconds)
+
+    def stop_gcs_for(self, seconds: float) -> None:
+        """Stop Ray's control store and let it go on."""
+        (pid,) = [pid for pid, command in processes_with(self._mark).items() if "/gcs_server" in command]
+        pidfd = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+            time.sleep(seconds)
+        finally:
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            os.close(pidfd)
+
+    def crowd(self, node: int, seconds: float) -> int:
+        """Hold more connections to a node's store than it has descriptors; returns how many it took."""
+        path, taken = str(self.ask(node, "control_path")), []
+        hello = {"role": "client", "protocol": PROTOCOL_VERSION}
+        with contextlib.ExitStack() as held:
+            deadline_s = time.monotonic() + seconds
+            while time.monotonic() < deadline_s and len(taken) < MAX_DESCRIPTORS:
+                try:
+                    client, arena_fd = connect_local(path, hello, timeout_s=min(1.0, seconds))
+                except KVStoreError:
+                    break
+                os.close(arena_fd)
+                taken.append(held.enter_context(contextlib.closing(client)))
+            time.sleep(max(0.0, deadline_s - time.monotonic()))
+        return len(taken)
+
+    def limit_descriptors(self) -> None:
+        """Give every process of the store as few descriptors as `ulimit -n` would."""
+        for pid in self.pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                if pid and carries(pid, self._mark):
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS, MAX_DESCRIPTORS))
+
     @contextlib.contextmanager
     def _signalled(self, part: str, number: signal.Signals) -> Iterator[tuple[int, int]]:
         pid, pidfd = 0, -1
@@ -146,6 +199,7 @@ class StoreUnderTest:
         """
         until(lambda: self.pids()[part] not in (0, old_pid), timeout_s, f"another process of {part}")
         self.write_paths()
+        self.limit_descriptors()
 
     def wait_serving(self, timeout_s: float) -> None:
         """Wait until blocks that were just saved on one node are loaded on the other one, both ways.
@@ -190,14 +244,18 @@ class StoreUnderTest:
     def clear(self) -> None:
         """Make all that clients saved and published a miss."""
         try:
-            self.store.clear(space())
+            with clock_off_by(next(self._clocks) * CLOCKS_APART_S):
+                self.store.clear(space())
         finally:
             self._weights.cleared()  # Perhaps on some nodes only.
 
     def change_weights(self) -> None:
         """Make all KV of the old weights a miss, then begin to save KV of the new ones."""
-        self.store.clear(weights_space())
-        self._weights.changed()
+        with self._weights.changing():
+            for changing in (weights_space(), ranks_space()):
+                with clock_off_by(next(self._clocks) * CLOCKS_APART_S):
+                    self.store.clear(changing)
+            self._weights.changed()
         for _ in range(4):
             self.save_weights()
 
@@ -211,6 +269,17 @@ class StoreUnderTest:
             ):
                 engine.cache.write(hashes, ids, self._weights.newest)
                 engine.client.save(hashes, ids).result(30)
+
+
+@contextlib.contextmanager
+def clock_off_by(seconds: float) -> Iterator[None]:
+    """Be a caller whose wall clock is wrong."""
+    right, right_ns = time.time, time.time_ns
+    time.time, time.time_ns = lambda: right() + seconds, lambda: right_ns() + int(seconds * 1e9)
+    try:
+        yield
+    finally:
+        time.time, time.time_ns = right, right_ns
 
 
 def still_there(pids: list[int], timeout_s: float) -> list[int]:

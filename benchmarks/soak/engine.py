@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from benchmarks.soak.plan import SHAPE
+from benchmarks.soak.plan import NUM_RANKS, SHAPE
 from kvstore.client import Client
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.lease import Lease
@@ -39,11 +39,13 @@ class Cache:
     Args:
         layout: one of LAYOUTS.
         num_blocks: blocks of the engine.
+        heads: those that it has; all when None.
     """
 
-    def __init__(self, layout: str, num_blocks: int) -> None:
-        self.layout = layout
+    def __init__(self, layout: str, num_blocks: int, heads: slice | None = None) -> None:
+        self.layout, self._heads = layout, slice(0, SHAPE.num_kv_heads) if heads is None else heads
         sizes = {"B": num_blocks, **dict(zip("LPTHD", _DIMS, strict=True))}
+        sizes["H"] = len(range(SHAPE.num_kv_heads)[self._heads])
         axes = layout if "L" in layout else f"L{layout}"
         memory = torch.zeros([sizes[axis] for axis in axes], dtype=torch.bfloat16)
         #: What is registered: one tensor for each layer, or one for all.
@@ -55,7 +57,10 @@ class Cache:
     def write(self, hashes: BlockHashes, ids: Sequence[int], version: int = 0) -> None:
         """Make blocks those of the hashes."""
         for block_hash, block in zip(hashes, ids, strict=True):
-            self.bits[block] = stamp(block_hash, version)
+            self.bits[block] = self._stamp(block_hash, version)
+
+    def _stamp(self, block_hash: bytes, version: int) -> np.ndarray:
+        return stamp(block_hash, version)[:, :, :, self._heads]
 
     def fill(self, ids: Sequence[int], value: int) -> None:
         """Make every element of blocks one value."""
@@ -84,7 +89,9 @@ class Cache:
             bits = self.bits[block]
             if not (bits[:, :, :first] == POISON).all():
                 found.append(f"block {i}: bytes below skip_prefix_tokens={skip_tokens} were written")
-            if i < num_usable and not np.array_equal(bits[:, :, first:], stamp(block_hash, version)[:, :, first:]):
+            if i < num_usable and not np.array_equal(
+                bits[:, :, first:], self._stamp(block_hash, version)[:, :, first:]
+            ):
                 poisoned = float((bits[:, :, first:] == POISON).mean())
                 found.append(f"block {i}: wrong in tokens from {first} on, {poisoned:.0%} of it still poison")
         return found
@@ -105,11 +112,16 @@ class Engine:
         space: what the blocks mean.
         layout: one of LAYOUTS.
         num_blocks: of the cache.
+        rank: which of two ranks it is, each with half of the heads; None for an engine that has all.
     """
 
-    def __init__(self, control_path: str, space: Namespace, layout: str, num_blocks: int) -> None:
-        self.cache = Cache(layout, num_blocks)
-        self.client = Client(control_path, space)
+    def __init__(
+        self, control_path: str, space: Namespace, layout: str, num_blocks: int, rank: int | None = None
+    ) -> None:
+        half = SHAPE.num_kv_heads // NUM_RANKS
+        heads = None if rank is None else slice(rank * half, (rank + 1) * half)
+        self.cache = Cache(layout, num_blocks, heads)
+        self.client = Client(control_path, space, None if rank is None else (rank, NUM_RANKS, 0, 1))
         self.client.register_kv_caches(self.cache.tensors, axes=layout)
 
     def close(self) -> None:

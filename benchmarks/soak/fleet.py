@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak import worker
-from benchmarks.soak.worker import WorkerSettings
+from benchmarks.soak.plan import NUM_RANKS, SHAKEN_S
+from benchmarks.soak.settings import WorkerSettings
 
 _START_S = 60.0
 _POLL_S = 0.2
@@ -27,6 +29,7 @@ class _Client:
     pidfd: int
     driver: Connection
     life: int
+    rank: int | None
     num_done: int = 0
     closed: bool = False
     expected_to_die: bool = False
@@ -56,8 +59,17 @@ class Fleet:
         self._thread = threading.Thread(target=self._collect, name="soak-fleet", daemon=True)
         self._thread.start()
 
-    def start(self, client: int, life: int = 0) -> None:
-        """Start a client."""
+    def start_ranks(self, first: int) -> list[int]:
+        """Start the ranks of each node, as clients from the index `first` on; returns their indexes."""
+        num_nodes = len(self._path_files)
+        indexes = [first - first % num_nodes + num_nodes * (i + 1) for i in range(NUM_RANKS)]
+        placed = [(index + node, rank) for rank, index in enumerate(indexes) for node in range(num_nodes)]
+        for client, rank in placed:
+            self.start(client, rank=rank)
+        return [client for client, _ in placed]
+
+    def start(self, client: int, life: int = 0, rank: int | None = None) -> None:
+        """Start a client, or a rank of its node."""
         ours, theirs = self._context.Pipe()
         settings = WorkerSettings(
             seed=self._seed,
@@ -69,12 +81,13 @@ class Fleet:
             weights_file=self._weights_file,
             log_file=self._folder / f"client-{client}.{life}.log",
             error_file=self._folder / f"client-{client}.{life}.err",
+            rank=rank,
         )
         process = self._context.Process(target=worker.main, args=(settings, theirs), daemon=True)
         process.start()
         theirs.close()
         assert process.pid is not None
-        entry = _Client(process, os.pidfd_open(process.pid), ours, life)
+        entry = _Client(process, os.pidfd_open(process.pid), ours, life, rank)
         with self._lock:
             self._clients[client] = entry
 
@@ -90,7 +103,7 @@ class Fleet:
         signal.pidfd_send_signal(entry.pidfd, signal.SIGKILL)
         entry.process.join(_START_S)
         self._forget(client)
-        self.start(client, entry.life + 1)
+        self.start(client, entry.life + 1, entry.rank)
 
     def stop_for(self, client: int, seconds: float) -> None:
         """Stop a client and let it go on."""
@@ -98,6 +111,14 @@ class Fleet:
         signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
         time.sleep(seconds)
         signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+    def shake(self, client: int, seconds: float) -> None:
+        """Stop a client and let it go on, again and again."""
+        shake(self._clients[client].pidfd, seconds)
+
+    def num_done_by_all(self) -> int:
+        """Return how many operations the present lives of all clients have ended."""
+        return sum(client.num_done for client in list(self._clients.values()))
 
     def num_done(self, client: int) -> int:
         """Return how many operations the present life of a client has ended."""
@@ -177,3 +198,12 @@ class Fleet:
             self.counts.update(counts)
             for verb, seconds in slowest_s.items():
                 self.slowest_s[verb] = max(seconds, self.slowest_s.get(verb, 0.0))
+
+
+def shake(pidfd: int, seconds: float) -> None:
+    """Stop a process and let it go on for `seconds`, at moments that nothing decides but the scheduler."""
+    rng, end_s = random.Random(), time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            signal.pidfd_send_signal(pidfd, number)
+            time.sleep(rng.uniform(*SHAKEN_S))

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from benchmarks.soak.mailbox import Letter, Mailbox
 from benchmarks.soak.plan import SHAPE, Choice, Verb, space
 from benchmarks.soak.voice import Voice
 from benchmarks.soak.weights import Weights
-from kvstore.errors import KVStoreError, all_error_types
+from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, all_error_types
 from kvstore.handoff import FetchResult, HandoffTicket, expiry_after
 from kvstore.hashing import BlockHashes
 from kvstore.results import BlockFailure, Job, MissReason
@@ -30,6 +31,8 @@ _OF_A_LOAD = frozenset(
 #: A store may know of an end before all processes do: within this every client has noticed, or was replaced.
 _NOTICED_S = 60.0
 _RESULT_S = 30.0
+#: A withdrawal waits for up to 0.2 s through this: a publication takes about a millisecond.
+_MOMENTS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,9 @@ class Handoffs:
         engine.cache.write(run, ids)
         letter = self._letter(engine, choice)
         self._voice.counts["hand-offs", "published"] += 1
+        if choice.verb is Verb.WITHDRAW_AT_ONCE:
+            self._withdraw_at_once(engine, choice, ids, letter)
+            return
         if choice.verb is Verb.BEGIN_PUBLISH:
             self._begin(engine, choice, ids, letter)
         else:
@@ -123,6 +129,27 @@ class Handoffs:
         if choice.is_withdrawn:
             time.sleep(choice.wait_s)
             self._voice.counts["hand-offs", "withdrawn"] += engine.client.withdraw(letter.ticket)
+
+    def _withdraw_at_once(self, engine: Engine, choice: Choice, ids: list[int], letter: Letter) -> None:
+        """Take blocks back at any moment of their publication, on another thread; then nothing of it is kept."""
+        letter = replace(letter, may_be_withdrawn=True)
+        self._mailbox.send(replace(letter, may_be_missing=not choice.is_early), choice.num_copies)
+
+        def withdraw() -> None:
+            time.sleep(choice.wait_s / _MOMENTS)
+            with contextlib.suppress(KVStoreError):
+                self._voice.counts["hand-offs", "withdrawn"] += engine.client.withdraw(letter.ticket)
+
+        thread = threading.Thread(target=withdraw, daemon=True)
+        thread.start()
+        try:
+            publication = engine.client.begin_publish(ids, ttl_s=choice.ttl_s, ticket=letter.ticket)
+            publication.job.result(_RESULT_S)
+        except (InvalidRequest, StoreUnavailable) as error:  # It was withdrawn before, or while it was copied.
+            self._voice.counts["hand-offs", f"called off: {type(error).__name__}"] += 1
+        finally:
+            thread.join(_RESULT_S)
+            engine.cache.fill(ids, MINE)
 
     def publish_and_leave(self, path: str, choice: Choice, run: BlockHashes) -> None:
         """Publish as a client that closes before anybody need have fetched."""

@@ -21,6 +21,9 @@ SHAPE = kvstore.KVShape(num_layers=2, num_kv_heads=4, head_dim=64, dtype="bfloat
 CAPACITY_BYTES = 384 * SHAPE.block_bytes
 NUM_ROOTS, NUM_BRANCHES, CHAIN_BLOCKS = 12, 6, 40
 
+#: Processes that save one block in parts, on each node.
+NUM_RANKS = 2
+
 #: Short times, so that every deadline is met many times.
 SETTINGS = {
     "lease_ttl_s": 5.0,
@@ -51,6 +54,8 @@ class Verb(Enum):
     FETCH_TWICE = "fetch twice"
     FETCH_FORGED = "fetch forged"
     ABANDON_FETCH = "abandon fetch"
+    WITHDRAW_AT_ONCE = "withdraw while publishing"
+    FORK = "fork"
 
 
 _WEIGHTS = {
@@ -71,6 +76,8 @@ _WEIGHTS = {
     Verb.FETCH_TWICE: 2,
     Verb.FETCH_FORGED: 1,
     Verb.ABANDON_FETCH: 2,
+    Verb.WITHDRAW_AT_ONCE: 6,
+    Verb.FORK: 1,
 }
 #: How long what is published is kept: some of it is gone before anybody asks, some waits for whoever fetches next.
 _TTLS_S = (0.1, 1.0, 4.0, 15.0)
@@ -109,25 +116,44 @@ class Choice:
 
 
 class Fault(Enum):
-    """What happens to the store from outside. All but `CLEAR` are signals to one process."""
+    """What happens to the store from outside: signals to one process, but for `CLEAR` and `CROWD_STORE`."""
 
     KILL_CLIENT = "kill client"
     KILL_MOVER = "kill mover"
     KILL_STORE = "kill store"
     KILL_DIRECTORY = "kill directory"
     KILL_SUPERVISOR = "kill supervisor"
+    KILL_RANK = "kill rank"
     STOP_CLIENT = "stop client"
     STOP_MOVER = "stop mover"
     STOP_STORE = "stop store"
     STOP_DIRECTORY = "stop directory"
+    #: Ray's own control store, for `GCS_STOPPED_S`.
+    STOP_GCS = "stop gcs"
+    #: Stopped and resumed again and again, so that it happens within copies.
+    SHAKE_CLIENT = "shake client"
+    SHAKE_STORE = "shake store"
+    SHAKE_MOVER = "shake mover"
+    #: More connections than the store has descriptors for, see `MAX_DESCRIPTORS`.
+    CROWD_STORE = "crowd store"
     CLEAR = "clear"
+
+
+#: Of each process of the store and of each client, as `ulimit -n` sets it.
+MAX_DESCRIPTORS = 256
+GCS_STOPPED_S = 20.0
+#: By how much the clocks of two callers of `clear` differ, who take turns.
+CLOCKS_APART_S = 10.0
+#: How long a shaken process is stopped, and goes on, each time.
+SHAKEN_S = (0.002, 0.04)
 
 
 #: One deck; decks are shuffled one by one, so that every fault comes about as often as it is named here.
 _DECK = (
     *(Fault.KILL_CLIENT,) * 3, *(Fault.KILL_MOVER,) * 3, *(Fault.KILL_STORE,) * 2, Fault.KILL_DIRECTORY,
-    Fault.KILL_SUPERVISOR, Fault.STOP_CLIENT, *(Fault.STOP_MOVER,) * 3, *(Fault.STOP_STORE,) * 2,
-    Fault.STOP_DIRECTORY, Fault.CLEAR,
+    Fault.KILL_SUPERVISOR, *(Fault.KILL_RANK,) * 3, *(Fault.STOP_CLIENT,) * 2, *(Fault.STOP_MOVER,) * 3,
+    *(Fault.STOP_STORE,) * 2, Fault.STOP_DIRECTORY, Fault.STOP_GCS, *(Fault.SHAKE_CLIENT,) * 3, Fault.SHAKE_STORE,
+    Fault.SHAKE_MOVER, Fault.CROWD_STORE, *(Fault.CLEAR,) * 4,
 )  # fmt: skip
 #: The first deck is a short one, so that a short soak meets each kind of process.
 _FIRST_DECK = (Fault.KILL_CLIENT, Fault.KILL_MOVER, Fault.STOP_MOVER, Fault.KILL_STORE, Fault.CLEAR)
@@ -160,6 +186,11 @@ def space() -> kvstore.Namespace:
 def weights_space() -> kvstore.Namespace:
     """Return the namespace that is cleared now and then, and that only the driver saves to."""
     return kvstore.Namespace(model="soak with changing weights", shape=SHAPE)
+
+
+def ranks_space() -> kvstore.Namespace:
+    """Return the namespace that two ranks save in parts, whose weights change too."""
+    return kvstore.Namespace(model="soak in two ranks", shape=SHAPE)
 
 
 def chains(of: kvstore.Namespace) -> list[BlockHashes]:

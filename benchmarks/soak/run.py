@@ -19,12 +19,20 @@ from benchmarks.soak import audit
 from benchmarks.soak.cluster import NotRecovered, StoreUnderTest, session_logs, still_there, until
 from benchmarks.soak.engine import LAYOUTS, Engine, wrong_in_lease
 from benchmarks.soak.fleet import Fleet
-from benchmarks.soak.plan import CAPACITY_BYTES, SETTINGS, Fault, FaultChoice, chains, faults, space
+from benchmarks.soak.plan import CAPACITY_BYTES, GCS_STOPPED_S, SETTINGS, Fault, FaultChoice, chains, faults, space
 from kvstore.actors.bench_cluster import two_nodes
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, TransferError
 
 #: How long each kind of process may take until the store serves again, in both directions.
-RECOVERY_S = {"client": 20.0, "mover": 30.0, "store": 45.0, "directory": 30.0, "supervisor": 30.0}
+RECOVERY_S = {
+    "client": 20.0,
+    "rank": 20.0,
+    "gcs": 60.0,
+    "mover": 30.0,
+    "store": 45.0,
+    "directory": 30.0,
+    "supervisor": 30.0,
+}
 #: How long after the last client closed pins, writes and quarantine may last: a lease, a transfer, a tick each.
 QUIET_S = SETTINGS["lease_ttl_s"] + 2 * SETTINGS["transfer_timeout_s"] + 6.0
 _CLOSE_S = 60.0
@@ -142,6 +150,7 @@ class _Soak:
         self._fleet = Fleet(outcome.seed, target.path_files, target.weights_file, folder)
         self._began_s = time.monotonic()
         self._said_s = 0.0
+        self._ranks: list[int] = []
         self._log = (folder / "faults.log").open("w", buffering=1)
 
     def run(self) -> None:
@@ -162,7 +171,8 @@ class _Soak:
         num_clients = self._outcome.num_clients
         for client in range(num_clients):
             self._fleet.start(client)
-        for client in range(num_clients):
+        self._ranks = self._fleet.start_ranks(num_clients)
+        for client in (*range(num_clients), *self._ranks):
             until(lambda client=client: self._fleet.num_done(client), 60.0, f"first operations of client {client}")
         self._began_s = time.monotonic()
         end_s = self._began_s + 60.0 * self._outcome.minutes
@@ -216,7 +226,9 @@ class _Soak:
         if choice.fault is Fault.CLEAR:
             self._target.change_weights()
             self._target.clear()
-        elif choice.fault is Fault.KILL_CLIENT:
+        elif choice.fault in (Fault.KILL_CLIENT, Fault.KILL_RANK):
+            if what == "rank":
+                client = self._ranks[choice.victim % len(self._ranks)]
             self._fleet.kill(client)
             # A store killed just before may be another by now: where it is, its clients learn from this.
             self._target.wait_serving(RECOVERY_S["store"])
@@ -224,6 +236,16 @@ class _Soak:
             until(lambda: self._fleet.num_done(client), limit_s, f"operations of client {client} after it was killed")
         elif choice.fault is Fault.STOP_CLIENT:
             self._fleet.stop_for(client, choice.stopped_s)
+        elif choice.fault is Fault.SHAKE_CLIENT:
+            self._fleet.shake(client, choice.stopped_s)
+        elif choice.fault is Fault.STOP_GCS:
+            self._stop_gcs()
+            began_s = time.monotonic()
+            self._target.wait_serving(RECOVERY_S[what])
+        elif verb == "crowd":
+            self._note(f"{self._target.crowd(node, choice.stopped_s)} connections")
+            began_s = time.monotonic()
+            self._target.wait_serving(RECOVERY_S[what])
         elif verb == "kill":
             old_pid = self._target.kill(part)
             began_s = time.monotonic()
@@ -233,13 +255,21 @@ class _Soak:
             self._target.wait_replaced(part, old_pid, RECOVERY_S[what])
             self._target.wait_serving(RECOVERY_S[what])
         else:
-            self._target.stop_for(part, choice.stopped_s)
+            act = self._target.shake if verb == "shake" else self._target.stop_for
+            act(part, choice.stopped_s)
             began_s = time.monotonic()
             self._target.wait_serving(RECOVERY_S[what])
         recovery_s = round(time.monotonic() - began_s, 3)
         self._outcome.recovery_s[choice.fault.value].append(recovery_s)
         self._note(f"recovered after {recovery_s} s")
         self._progress()
+
+    def _stop_gcs(self) -> None:
+        """Stop Ray's control store for a while; clients have to go on meanwhile."""
+        before = self._fleet.num_done_by_all()
+        self._target.stop_gcs_for(GCS_STOPPED_S)
+        if self._fleet.num_done_by_all() <= before:
+            self._finding(f"no client did anything in the {GCS_STOPPED_S:g} s for which the GCS was stopped")
 
     def _check_pools(self) -> None:
         for node in range(len(self._target.node_ids)):

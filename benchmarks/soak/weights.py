@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 _VERSIONS = struct.Struct("=QQQ")
@@ -25,8 +28,23 @@ class Weights:
     def __init__(self, path: Path, *, writer: bool = False) -> None:
         if writer:
             path.write_bytes(_VERSIONS.pack(0, 0, 0))
+        self._path = path
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _VERSIONS.size)
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[int]:
+        """Compute with the newest weights, and ask for saves of what was computed; they do not change meanwhile."""
+        with self._path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            yield self.newest
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Clear and call `changed` while no other process is `using` them."""
+        with self._path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     @property
     def oldest(self) -> int:

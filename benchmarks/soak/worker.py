@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
 from benchmarks.soak.engine import LAYOUTS, MINE, POISON, Engine, wrong_in_lease
+from benchmarks.soak.forks import use_in_child
 from benchmarks.soak.handoffs import Handoffs
 from benchmarks.soak.mailbox import Mailbox
-from benchmarks.soak.plan import SETTINGS, SHAPE, Choice, Verb, chains, choices, space, weights_space
+from benchmarks.soak.plan import MAX_DESCRIPTORS, SETTINGS, SHAPE, Choice, Verb, chains, choices, space, weights_space
+from benchmarks.soak.ranks import RankWorker
+from benchmarks.soak.settings import OPERATION_S, REOPEN_S, WorkerSettings
 from benchmarks.soak.voice import Voice
 from benchmarks.soak.weights import Weights
 from kvstore.errors import (
@@ -33,42 +35,11 @@ from kvstore.errors import (
 from kvstore.hashing import BlockHashes
 from kvstore.results import Job, LoadResult, MissReason
 
-#: Longer than any one operation may take, its process not being stopped: all its timeouts one after the other.
-OPERATION_S = 30.0
-#: How long a client may find no store to talk to, after which something did not come back.
-REOPEN_S = 40.0
 _MOMENT_S = 10.0
 #: Blocks of the engine: for operations, for jobs that were given up, and never named by anything.
 _OWN, _GIVEN_UP, _CANARIES = range(0, 80), range(80, 120), range(120, 128)
 #: Errors that say that a client misused the store, which this one never does.
 _NEVER = (InvalidRequest, LayoutMismatch, ProtocolError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """One life of a client.
-
-    Args:
-        seed: of the soak.
-        client: index of the client.
-        life: how many lives it had before.
-        node: index of its node.
-        path_files: name the sockets of the nodes' stores, rewritten when there are others.
-        mail: folder of the clients' tickets.
-        weights_file: says which weights are used, see Weights.
-        log_file: takes a line for each operation before it begins.
-        error_file: takes what is written to stderr.
-    """
-
-    seed: int
-    client: int
-    life: int
-    node: int
-    path_files: tuple[Path, ...]
-    mail: Path
-    weights_file: Path
-    log_file: Path
-    error_file: Path
 
 
 class Worker:
@@ -145,7 +116,9 @@ class Worker:
                 self._count_misses(result)
             case Verb.ABANDON_LOAD | Verb.ABANDON_SAVE | Verb.ABANDON_FETCH:
                 self._abandon(choice, run)
-            case Verb.PUBLISH | Verb.BEGIN_PUBLISH:
+            case Verb.FORK:
+                self._fork(run)
+            case Verb.PUBLISH | Verb.BEGIN_PUBLISH | Verb.WITHDRAW_AT_ONCE:
                 self._handoffs.publish(self.engine, choice, run)
             case Verb.PUBLISH_AND_LEAVE:
                 self._handoffs.publish_and_leave(self._path(self._settings.node), choice, run)
@@ -266,6 +239,17 @@ class Worker:
         self.engine.cache.fill(ids, MINE)
         self._given_up = ids
 
+    def _fork(self, run: BlockHashes) -> None:
+        """A child that uses its copy of this client is refused, and this client goes on as if there had been none."""
+        lease = self.engine.client.lease(run)
+        for problem in use_in_child(self.engine, run, lease):
+            self._voice.finding(f"in a forked child, {problem}")
+        for wrong in wrong_in_lease(lease):
+            self._voice.finding(f"WRONG BYTES in a lease after a fork, {wrong}")
+        was_held = lease.held()
+        if not lease.release() and was_held and lease.held():
+            self._voice.finding("a lease was lost by a fork")
+
     def _check_quiet_blocks(self) -> None:
         """Blocks that nothing may have touched since they were filled."""
         if not self.engine.cache.holds_only(self._given_up, MINE):
@@ -342,7 +326,8 @@ def main(settings: WorkerSettings, driver: Connection) -> None:
     os.dup2(error_fd, 1)
     os.close(error_fd)
     torch.set_num_threads(1)
-    worker = Worker(settings, driver)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS, MAX_DESCRIPTORS))
+    worker = Worker(settings, driver) if settings.rank is None else RankWorker(settings, driver)
     try:
         worker.run()
         driver.send(("closed", None))

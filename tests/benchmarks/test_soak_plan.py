@@ -45,7 +45,7 @@ def test_clients_mostly_save_what_those_of_the_other_node_do_not():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_kind_of_process_is_met_in_the_first_faults_and_every_fault_later(seed):
-    chosen = [choice.fault for choice in islice(plan.faults(seed), 60)]
+    chosen = [choice.fault for choice in islice(plan.faults(seed), 80)]
     assert {Fault.KILL_CLIENT, Fault.KILL_MOVER, Fault.KILL_STORE, Fault.STOP_MOVER} <= set(chosen[:5])
     assert set(chosen) == set(Fault)
     assert Counter(chosen)[Fault.KILL_STORE] >= 5
@@ -57,4 +57,5 @@ def test_chains_share_prefixes_and_are_more_than_the_store_holds():
     assert len(blocks) * plan.SHAPE.block_bytes > 3 * plan.CAPACITY_BYTES
     assert len(blocks) < sum(len(chain) for chain in chains)
     assert not blocks & set(plan.probe_chain(0, 4)) | set(plan.probe_chain(1, 4)) & set(plan.probe_chain(0, 4))
-    assert not blocks & {block_hash for chain in plan.chains(plan.weights_space()) for block_hash in chain}
+    for space in (plan.weights_space(), plan.ranks_space()):
+        assert not blocks & {block_hash for chain in plan.chains(space) for block_hash in chain}
