@@ -21,7 +21,7 @@ def use_in_child(engine: Engine, run: BlockHashes, lease: Lease) -> list[str]:
     Args:
         engine: of the parent.
         run: a chain.
-        lease: of the parent, held.
+        lease: of the parent.
     """
     client, ids = engine.client, list(range(len(run)))
     uses: dict[str, Callable[[], object]] = {
@@ -30,9 +30,10 @@ def use_in_child(engine: Engine, run: BlockHashes, lease: Lease) -> list[str]:
         "save": lambda: client.save(run, ids).result(5.0),
         "load": lambda: client.load(run, ids).result(5.0),
         "publish": lambda: client.publish(ids),
-        "release": lease.release,
         "stats": client.stats,
     }
+    if lease.held():  # Else there is nothing to release.
+        uses["release"] = lease.release
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:

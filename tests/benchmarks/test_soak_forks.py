@@ -19,7 +19,7 @@ def client_of(**verbs):
     return SimpleNamespace(client=SimpleNamespace(**{**dict.fromkeys(names, refuse), "close": lambda: None, **verbs}))
 
 
-LEASE = SimpleNamespace(release=refuse)
+LEASE = SimpleNamespace(release=refuse, held=lambda: True)
 
 
 def test_a_child_that_is_refused_everything_is_no_finding():
