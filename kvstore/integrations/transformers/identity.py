@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from typing import Any
@@ -174,9 +175,34 @@ def weights_digest(model: Any) -> str:
     return sha256(b"".join(digests)).hexdigest()
 
 
-def weights_marks(model: Any) -> tuple[tuple[int, int], ...]:
-    """Return where each parameter lies and how often it was written, to see that weights were changed or moved."""
-    return tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters())
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What shows that a model was changed or moved: where its weights lie, how often they were written, its config."""
+
+    weights: tuple[tuple[int, int], ...]
+    config: str
+
+
+def marks_of(model: Any) -> Marks:
+    """Return a model's marks; buffers count as weights, and so does each setting of the config."""
+    named = chain(model.parameters(), model.buffers())
+    weights = tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in named)
+    return Marks(weights, json.dumps(_config_of(model), sort_keys=True))
+
+
+def check_unchanged(model: Any, marks: Marks) -> None:
+    """Refuse weights that were written to or moved, and a config that was changed, since `marks_of`.
+
+    Raises:
+        InvalidRequest: they were.
+    """
+    now = marks_of(model)
+    if now != marks:
+        what = "config" if now.weights == marks.weights else "weights"
+        raise InvalidRequest(
+            f"wanted the {what} that this namespace was made of, got another: changed or moved since; close this "
+            "PrefixCachedModel and make a new one, which gets the namespace of the new model"
+        )
 
 
 def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
@@ -214,14 +240,17 @@ def _describe(plane: torch.Tensor | None) -> tuple[object, ...]:
     return () if plane is None else (tuple(plane.shape), str(plane.dtype), str(plane.device))
 
 
-def check_weights_unchanged(model: Any, marks: tuple[tuple[int, int], ...]) -> None:
-    """Refuse weights that were written to or moved since `weights_marks`.
+def check_mode(model: Any) -> None:
+    """Refuse a model whose KV would be random, or of another dtype than its own.
 
     Raises:
-        InvalidRequest: they were.
+        InvalidRequest: it is in training mode, or autocast is on.
     """
-    if weights_marks(model) != marks:
+    if model.training:
         raise InvalidRequest(
-            "wanted the weights that this namespace was made of, got others: they were changed or moved since; close "
-            "this PrefixCachedModel and make a new one, which gets the namespace of the new weights"
+            "wanted a model in eval mode, got one in training mode, whose KV is random; call model.eval()"
+        )
+    if torch.is_autocast_enabled(model.device.type):
+        raise InvalidRequest(
+            "wanted KV in the model's own dtype, got autocast on; load the model in that dtype, or leave the context"
         )

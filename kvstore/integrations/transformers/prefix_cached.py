@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
-from kvstore.errors import InvalidRequest, LayoutMismatch, StoreUnavailable
+from kvstore.errors import InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
 from kvstore.hashing import BlockHashes
+from kvstore.integrations.transformers.first_token import AfterFirstToken, Once
 from kvstore.integrations.transformers.identity import (
+    check_mode,
     check_supported,
     check_unadapted,
+    check_unchanged,
     check_version,
-    check_weights_unchanged,
     kv_shape,
+    marks_of,
     namespace_of,
     new_cache,
-    weights_marks,
 )
 from kvstore.integrations.transformers.link import StoreLike, StoreLink
 from kvstore.integrations.transformers.prompts import Prompts, read_prompts
 from kvstore.integrations.transformers.staging import Staging, rows_into, rows_out_of
 from kvstore.integrations.transformers.stats import PrefixCacheStats
+from kvstore.integrations.transformers.witness import Witness
+
+logger = logging.getLogger(__name__)
 
 Planes = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -80,12 +85,12 @@ class PrefixCachedModel:
         retry_s: float = 30.0,
     ) -> None:
         check_version(transformers.__version__)
-        _check_mode(model)
+        check_mode(model)
         check_supported(model)
         shape, self._device = kv_shape(model, block_size)
         self.model = model
         self.space = namespace_of(model, shape, model_id, salt)
-        self._marks = weights_marks(model)
+        self._marks = marks_of(model)
         self._save_generated, self._load_timeout_s = save_generated, load_timeout_s
         self._stats, self._stats_lock = PrefixCacheStats(), threading.Lock()
         num_staged = max(1, staging_bytes // shape.block_bytes // 2)
@@ -115,15 +120,14 @@ class PrefixCachedModel:
         """
         if self._link.closed:
             raise StoreUnavailable("wanted an open PrefixCachedModel, got a closed one; make a new one")
-        _check_mode(self.model)
-        check_unadapted(self.model)
-        check_weights_unchanged(self.model, self._marks)
+        self._check_model()
         prompts, options = read_prompts(self.model, inputs, options)
         rows = [self.space.block_hashes(prompts.tokens(row)) for row in range(len(prompts.num_padding))]
         cache = new_cache(self.model)
         began_s = time.perf_counter()
-        nothing: tuple[Planes, int] = ([], 0)
-        planes, width = self._link.use(lambda staging: self._load(staging, prompts, rows), nothing)
+        planes, width = list[tuple[torch.Tensor, torch.Tensor]](), 0
+        if prompts.may_load:
+            planes, width = self._link.use(lambda staging: self._load(staging, prompts, rows), (planes, width))
         num_loaded = [max(0, width - padding) for padding in prompts.num_padding]
         if width:
             for layer, (keys, values) in enumerate(planes):
@@ -137,18 +141,22 @@ class PrefixCachedModel:
             load_s=time.perf_counter() - began_s,
         )
         first = [tokens // self.space.shape.block_size for tokens in num_loaded]
-        save = _Once(lambda: self._save(prompts, rows, cache, first))
-        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), _AfterFirstToken(save)])
-        output = self.model.generate(
-            prompts.input_ids,
-            attention_mask=prompts.attention_mask,
-            past_key_values=cache,
-            stopping_criteria=criteria,
-            **options,
-        )
+        sees_answer = self._save_generated and prompts.follows_rows
+        witness = Witness(self.model, cache, prompts, width, sees_answer=sees_answer)
+        save = Once(lambda: self._save(prompts, rows, cache, first, witness.num_right()))
+        criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), AfterFirstToken(save)])
+        with witness:
+            output = self.model.generate(
+                prompts.input_ids,
+                attention_mask=prompts.attention_mask,
+                past_key_values=cache,
+                stopping_criteria=criteria,
+                **options,
+            )
         save()
-        if self._save_generated and prompts.follows_rows:
-            self._save_answers(prompts, rows, cache, output if isinstance(output, torch.Tensor) else output.sequences)
+        if sees_answer:
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            self._save_answers(prompts, rows, cache, sequences, witness.num_right_of(sequences))
         return output
 
     def close(self) -> None:
@@ -191,25 +199,48 @@ class PrefixCachedModel:
             width = min(width, padding + loaded * size)
         return planes, width
 
-    def _save(self, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, first: list[int]) -> None:
-        """Save the blocks [first, ..) of each row that the cache holds."""
+    def _save(
+        self, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, first: list[int], num_right: int
+    ) -> None:
+        """Save the blocks [first, ..) of each row that lie in the leading columns that are right."""
+        size = self.space.shape.block_size
+        known = [
+            hashes[: max(0, num_right - padding) // size]
+            for hashes, padding in zip(rows, prompts.num_padding, strict=True)
+        ]
+        why = "decoding filled the cache with something else"
+        try:
+            self._check_model()  # Since the call began; what was computed may be of both models.
+            if any(known):
+                self._check_planes(
+                    [(layer.keys, layer.values) for layer in cache.layers], len(rows) * prompts.num_copies
+                )
+        except (InvalidRequest, UnsupportedModel, LayoutMismatch) as error:
+            why, known = str(error), [hashes[:0] for hashes in rows]
+        num_unsure = sum(
+            max(0, len(hashes) - max(begin, len(sure))) for hashes, sure, begin in zip(rows, known, first, strict=True)
+        )
+        if num_unsure:
+            logger.warning("%d blocks of a prompt or answer are not saved: %s", num_unsure, why)
+            self._count(num_unsaved_blocks=num_unsure)
+        if not any(known):
+            return
         began_s = time.perf_counter()
-        written, refused = self._link.use(lambda staging: self._save_rows(staging, prompts, rows, cache, first), (0, 0))
+        written, refused = self._link.use(
+            lambda staging: self._save_rows(staging, prompts, known, cache, first), (0, 0)
+        )
         self._count(num_saved_blocks=written, num_refused_blocks=refused, save_s=time.perf_counter() - began_s)
 
     def _save_rows(
         self, staging: Staging, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, first: list[int]
     ) -> tuple[int, int]:
         planes: Planes = [(layer.keys, layer.values) for layer in cache.layers]
-        # A copy would convert: an autocast inside the model may give KV of another dtype than it gave at first.
-        if (dtypes := {plane.dtype for pair in planes for plane in pair}) != {getattr(torch, self.space.shape.dtype)}:
-            raise LayoutMismatch(f"wanted KV of {self.space.shape.dtype} as at first, got {dtypes}; nothing is saved")
         seen: set[bytes] = set()
         num_written = num_refused = 0
         for row, (hashes, begin) in enumerate(zip(rows, first, strict=True)):
             while begin < len(hashes) and hashes[begin] in seen:
                 begin += 1  # Another row of this batch has it.
-            if begin == len(hashes):
+            if begin >= len(hashes):
                 continue
             read = rows_out_of(planes, row * prompts.num_copies, prompts.num_padding[row], self.space.shape.block_size)
             written, refused = staging.save(hashes, begin, read)
@@ -218,7 +249,12 @@ class PrefixCachedModel:
         return num_written, num_refused
 
     def _save_answers(
-        self, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, sequences: torch.Tensor
+        self,
+        prompts: Prompts,
+        rows: list[BlockHashes],
+        cache: DynamicCache,
+        sequences: torch.Tensor,
+        num_right: int,
     ) -> None:
         # The last token was chosen, but never computed.
         num_columns = min(cache.get_seq_length(), sequences.shape[1] - 1)
@@ -226,7 +262,24 @@ class PrefixCachedModel:
             self.space.block_hashes(sequences[row, padding:num_columns].cpu())
             for row, padding in enumerate(prompts.num_padding)
         ]
-        self._save(prompts, answered, cache, [len(hashes) for hashes in rows])
+        self._save(prompts, answered, cache, [len(hashes) for hashes in rows], num_right)
+
+    def _check_planes(self, planes: Planes, num_rows: int) -> None:
+        """Refuse KV that is not as it was when the model was wrapped: a copy would convert it."""
+        shape = self.space.shape
+        wanted = {(num_rows, shape.num_kv_heads, shape.head_dim, getattr(torch, shape.dtype))}
+        found = {(len(each), each.shape[1], each.shape[3], each.dtype) for pair in planes for each in pair}
+        if found != wanted or len(planes) != shape.num_layers:
+            raise LayoutMismatch(
+                f"wanted KV of {shape.num_layers} layers as (rows, heads, head_dim, dtype) {wanted}, got "
+                f"{len(planes)} of {found}; nothing is saved"
+            )
+
+    def _check_model(self) -> None:
+        """Refuse a model that is not as it was when it was wrapped; see `generate`."""
+        check_mode(self.model)
+        check_unadapted(self.model)
+        check_unchanged(self.model, self._marks)
 
     def _empty_planes(self, num_rows: int, width: int) -> Planes:
         shape = self.space.shape
@@ -240,39 +293,3 @@ class PrefixCachedModel:
         with self._stats_lock:
             sums = {name: getattr(self._stats, name) + value for name, value in more.items()}
             self._stats = replace(self._stats, **sums)
-
-
-class _Once:
-    """A call that is made at most once."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call()
-
-
-class _AfterFirstToken(StoppingCriteria):
-    """Stops nothing; calls when the second token was chosen, so that the first one did not have to wait."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call, self._num_tokens = call, 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self._num_tokens += 1
-        if self._num_tokens == 2:
-            self._call()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def _check_mode(model: Any) -> None:
-    if model.training:
-        raise InvalidRequest(
-            "wanted a model in eval mode, got one in training mode, whose KV is random; call model.eval()"
-        )
-    if torch.is_autocast_enabled(model.device.type):
-        raise InvalidRequest(
-            "wanted KV in the model's own dtype, got autocast on; load the model in that dtype, or leave the context"
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from kvstore.errors import InvalidRequest
 
 _INPUTS = ("attention_mask", "logits_to_keep", "tokenizer", "assistant_tokenizer")
 """Arguments that are neither of `generate` itself nor settings, and change no KV."""
+
+_REFEED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "token_healing")
+"""Settings with which `generate` does not go on behind what a cache holds, or changes the prompt itself."""
+
+_OTHER_LOOPS = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
+"""Settings with which `generate` runs a loop that it fetches from elsewhere, as custom_generate does."""
 
 _REFUSED = {
     "past_key_values": "the cache is made here; leave it out",
@@ -32,6 +39,7 @@ class Prompts:
         num_padding: padding tokens of each row.
         num_copies: rows of the cache for each row of the prompt: beams, or returned sequences.
         follows_rows: whether row r of the cache goes on to be row r of the answer, token by token.
+        may_load: whether decoding goes on from a filled cache; assisted decoding feeds the whole prompt once more.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +47,7 @@ class Prompts:
     num_padding: tuple[int, ...]
     num_copies: int
     follows_rows: bool
+    may_load: bool
 
     @property
     def width(self) -> int:
@@ -86,6 +95,12 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
             f"use_cache={setting('use_cache')!r}; leave both out: static, offloaded and quantised caches have no "
             "blocks to store yet"
         )
+    if found := [name for name in _OTHER_LOOPS if setting(name)] or (
+        ["num_beam_groups"] if (setting("num_beam_groups") or 1) > 1 else []
+    ):
+        raise InvalidRequest(
+            f"{found[0]}: wanted a decoding loop of transformers itself; {_REFUSED['custom_generate']}"
+        )
     mask = options.pop("attention_mask", None)
     mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id")) if mask is None else mask
     padding = _padding(mask, input_ids)
@@ -95,13 +110,19 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
             "positions of tokens, and with them their KV; generate for one prompt at a time"
         )
     copies = max(setting("num_beams") or 1, setting("num_return_sequences") or 1)
-    is_assisted = options.get("assistant_model") is not None or setting("prompt_lookup_num_tokens") is not None
+    # One that is turned on anywhere counts: with the model's own settings those of a call are mixed.
+    is_assisted = options.get("assistant_model") is not None or any(
+        getattr(each, name, None) not in (None, False)
+        for name in _REFEED
+        for each in (SimpleNamespace(**options), *settings)
+    )
     prompts = Prompts(
         input_ids=input_ids,
         attention_mask=mask,
         num_padding=padding,
         num_copies=copies,
         follows_rows=copies == 1 and not is_assisted,
+        may_load=not is_assisted,
     )
     return prompts, options
 

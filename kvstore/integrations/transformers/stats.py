@@ -15,6 +15,7 @@ class PrefixCacheStats:
         num_loaded_tokens: how many of those came from the store instead of being computed.
         num_saved_blocks: blocks that were written to the store.
         num_refused_blocks: blocks that it had no room for.
+        num_unsaved_blocks: blocks that were not saved because the cache was not filled with the prompt, token by token.
         num_store_failures: loads and saves that failed.
         num_bypassed: loads and saves that were left out, because of an earlier failure or because other threads held
             the buffer for too long.
@@ -27,6 +28,7 @@ class PrefixCacheStats:
     num_loaded_tokens: int = 0
     num_saved_blocks: int = 0
     num_refused_blocks: int = 0
+    num_unsaved_blocks: int = 0
     num_store_failures: int = 0
     num_bypassed: int = 0
     load_s: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from poolcheck.mutant import Mutant, bug
 
+SEEN = "tests/integrations/transformers/test_entry.py"
 REGISTERED = "tests/kvstore/test_registered.py"
 
 ENTRY: tuple[Mutant, ...] = (
@@ -30,5 +31,37 @@ ENTRY: tuple[Mutant, ...] = (
         "                        copier.check_unchanged()\n                    answer",
         "                    answer",
         f"{REGISTERED}::test_tensors_that_are_replaced_while_a_job_copies_are_refused_too",
+    ),
+    bug(
+        "a prefix is loaded for an assistant",
+        "transformers 5.23: the whole prompt is fed on top of it",
+        "kvstore.integrations.transformers.prompts",
+        "        may_load=not is_assisted,\n",
+        "        may_load=True,\n",
+        f"{SEEN}::test_assisted_decoding_on_a_stored_prefix[prompt_lookup_num_tokens-argument]",
+    ),
+    bug(
+        "whatever fills the cache is saved",
+        "transformers 5.23: the prefix twice, cut to the right length",
+        "kvstore.integrations.transformers.witness",
+        '        if not self._is_of_prompt(start, end, tokens, positions, given.get("attention_mask")):\n',
+        "        if False:\n",
+        f"{SEEN}::test_a_loop_that_feeds_something_else_saves_nothing",
+    ),
+    bug(
+        "positions are not looked at",
+        "ours: the tokens are right, and their angles are not",
+        "kvstore.integrations.transformers.witness",
+        "        if positions is not None:\n            places",
+        "        if False:\n            places",
+        f"{SEEN}::test_a_loop_that_feeds_something_else_saves_nothing[a_place_too_far]",
+    ),
+    bug(
+        "a model that changed meanwhile is saved",
+        "ours: weights are looked at when a call begins, and the blocks are saved at its end",
+        "kvstore.integrations.transformers.prefix_cached",
+        "            self._check_model()  # Since the call began; what was computed may be of both models.\n",
+        "",
+        f"{SEEN}::test_a_model_that_changes_during_a_call_saves_nothing[edited]",
     ),
 )

@@ -1,0 +1,141 @@
+"""Seeing what a cache is filled with: KV is saved only where it was computed of the tokens that its hash names.
+
+Decoding loops use a cache in many ways, and more come with each version of transformers: they feed candidates and take
+them back, or feed a prompt once more. From the cache alone that cannot be told: it has no tokens, and its length may be
+right by chance. So each run of the model on it is looked at before it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvstore.errors import InvalidRequest
+from kvstore.integrations.transformers.prompts import Prompts
+
+
+class Witness:
+    """Follows one cache through one `generate`, as a context.
+
+    Args:
+        model: that runs.
+        cache: that it fills.
+        prompts: what the first columns of the cache have to be of.
+        num_loaded: leading columns that hold KV of the prompts already.
+        sees_answer: whether what comes behind the prompts counts as well.
+    """
+
+    def __init__(
+        self, model: Any, cache: DynamicCache, prompts: Prompts, num_loaded: int, *, sees_answer: bool
+    ) -> None:
+        self._model, self._cache, self._sees_answer = model, cache, sees_answer
+        self._num_copies, self._num_loaded = prompts.num_copies, num_loaded
+        self._tokens, self._mask = prompts.input_ids, prompts.attention_mask
+        #: Leading columns that are known to be right.
+        self._num_right = num_loaded
+        #: Behind the prompts: (first column, tokens, positions) of each run, looked at when they are asked for.
+        self._answer: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+
+    def __enter__(self) -> Witness:
+        self._hook = self._model.register_forward_pre_hook(self._see, with_kwargs=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+
+    def num_right(self) -> int:
+        """Return how many leading columns hold, in every layer, KV of the prompts and of nothing else."""
+        return min(self._num_right, self._num_held())
+
+    def num_right_of(self, sequences: torch.Tensor) -> int:
+        """Return the same for prompts with their answers, [num_rows, ...], token by token in one row of the cache."""
+        width = self._tokens.shape[1]
+        num_right = self.num_right()
+        if num_right < width:
+            return num_right
+        padding = (self._mask == 0).sum(1, keepdim=True)
+        for start, tokens, positions in self._answer:
+            end = start + tokens.shape[1]
+            if start > num_right or end > sequences.shape[1]:
+                break
+            columns = torch.arange(start, end, device=tokens.device)
+            is_right = torch.equal(tokens, sequences[:, start:end].to(tokens.device)) and (
+                positions is None or _are(positions, columns - padding.to(tokens.device))
+            )
+            if not is_right:
+                return min(start, num_right)
+            num_right = end  # What was fed before and taken back is overwritten.
+        return min(num_right, self._num_held())
+
+    def _see(self, _: Any, __: Any, given: Mapping[str, Any] | None = None) -> None:
+        """Look at a run of the model before it begins; threads that share the model run it on other caches."""
+        if given is None or given.get("past_key_values") is not self._cache:
+            return
+        start, width = self._num_held(), self._tokens.shape[1]
+        tokens, positions = given.get("input_ids"), given.get("position_ids")
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
+            self._num_right = min(self._num_right, start)
+            self._refuse_if_loaded("no tokens")
+            return
+        if start >= width:
+            if self._sees_answer and self._num_right == width:
+                self._answer.append((start, tokens.clone(), None if positions is None else positions.clone()))
+            return
+        end = min(start + tokens.shape[1], width)
+        if not self._is_of_prompt(start, end, tokens, positions, given.get("attention_mask")):
+            self._num_right = min(self._num_right, start)
+            self._refuse_if_loaded(f"{tokens.shape[1]} other tokens, or tokens at other positions,")
+        elif start <= self._num_right:
+            self._num_right = end
+
+    def _num_held(self) -> int:
+        """Return how many columns every layer holds; 0 where they are unlike each other, or no plain layers."""
+        layers = self._cache.layers
+        if any(type(layer) is not DynamicLayer for layer in layers):
+            return 0
+        counts = {int(layer.get_seq_length()) for layer in layers}
+        return counts.pop() if len(counts) == 1 else 0
+
+    def _is_of_prompt(
+        self, start: int, end: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: Any
+    ) -> bool:
+        """Whether tokens that are about to be computed are columns [start, end) of the prompts, and lie there."""
+        wanted, is_token = self._rows(self._tokens), self._rows(self._mask).ne(0)
+        if len(tokens) != len(wanted):
+            return False
+        is_new = is_token[:, start:end]
+        if bool((tokens[:, : end - start].to(wanted.device).ne(wanted[:, start:end]) & is_new).any()):
+            return False
+        if positions is not None:
+            places = is_token.cumsum(1)[:, start:end] - 1
+            found = positions[..., : end - start].to(places.device)
+            if found.dim() != 2 or bool((found.ne(places) & is_new).any()):
+                return False
+        if mask is None:
+            return bool(is_token.all())
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] < end:
+            return False
+        return torch.equal(mask[:, :end].ne(0).to(is_token.device), is_token[:, :end])
+
+    def _rows(self, given: torch.Tensor) -> torch.Tensor:
+        """Return rows of the prompts as rows of the cache."""
+        return given if self._num_copies == 1 else given.repeat_interleave(self._num_copies, dim=0)
+
+    def _refuse_if_loaded(self, got: str) -> None:
+        if self._num_loaded:
+            raise InvalidRequest(
+                f"wanted a decoding loop that goes on behind the {self._num_loaded} loaded columns of the prompt, got "
+                f"{got} to be computed on top of them, which would give a wrong answer; call model.generate for this, "
+                "and please report it"
+            )
+
+
+def _are(positions: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return positions.dim() == 2 and bool((positions == wanted).all())
