@@ -21,7 +21,8 @@ import torch
 
 from kvstore.actors.bench_cluster import on_node, two_nodes
 from kvstore.actors.calls import call
-from kvstore.actors.cluster import Store, node_store, start
+from kvstore.actors.cluster import Store, node_store
+from kvstore.actors.starting import start
 from kvstore.config import StoreConfig
 from kvstore.hashing import Namespace
 from kvstore.shape import KVShape

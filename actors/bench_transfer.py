@@ -22,7 +22,8 @@ import ray
 from kvstore.actors.bench_cluster import on_node, two_nodes
 from kvstore.actors.bench_raw_end import POISON, RawEnd, random_bytes
 from kvstore.actors.calls import call
-from kvstore.actors.cluster import Store, start
+from kvstore.actors.cluster import Store
+from kvstore.actors.starting import start
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.hashing import Namespace

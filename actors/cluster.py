@@ -1,26 +1,27 @@
-"""Starting, finding and stopping a store in a Ray cluster, and the Store object that users hold."""
+"""Starting, finding and ending a store in a Ray cluster, and the Store object that users hold."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor
+from kvstore.actors.calls import actor_name, call, find_actor
 from kvstore.actors.clearing import clear_everywhere
-from kvstore.actors.joining import join_ray
-from kvstore.actors.supervisor import Supervisor, alive_nodes
-from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.actors.ending import end_actors, node_stores, starter_of, stores_here, within
+from kvstore.actors.joining import check_answers
+from kvstore.actors.ray_sessions import RaySession, current_session
+from kvstore.actors.supervisor import alive_nodes
+from kvstore.config import StoreConfig
 from kvstore.errors import (
-    ConfigError,
-    IncompatibleStore,
     KVStoreError,
     StoreNotRunning,
-    StoreUnavailable,
+    WrongCluster,
 )
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.part import Part
@@ -31,26 +32,46 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
+_END_S = 30.0
 
 
 class Store:
-    """A store that runs in a Ray cluster. Cheap, may be sent to other actors and tasks.
+    """A handle of a store that runs in a Ray cluster. Cheap, may be sent to other actors and tasks of that cluster.
 
-    Made by `kvstore.start` and `kvstore.connect`.
+    Made by `kvstore.start` and `kvstore.connect`. Its calls go to the cluster that it was made in, and never connect
+    this process to Ray. As a context manager it is closed at the end.
+
+    Every call raises:
+        StoreNotRunning: the handle was closed, or this process is not connected to Ray.
+        WrongCluster: this process is connected to another Ray than the store's.
     """
 
-    def __init__(self, config: StoreConfig, owns_ray: bool = False) -> None:
+    def __init__(self, config: StoreConfig, session: RaySession, started_as: str | None = None) -> None:
         self.config = config
-        self._owns_ray = owns_ray
+        self._session = session
+        self._started_as = started_as  # None: others started the store, and it is theirs to stop.
+        self._pid = os.getpid()
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"Store({self.config.name!r}, {self.config.capacity_bytes} bytes a node)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config.to_json()}
+        return {"config": self.config.to_json(), "address": self._session.address, "session": self._session.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.config, self._owns_ray = StoreConfig.from_json(state["config"]), False
+        Store.__init__(self, StoreConfig.from_json(state["config"]), RaySession(state["address"], state["session"]))
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """The address of the store's Ray cluster, as `kvstore.connect` takes it."""
+        return self._session.address
 
     def client(
         self, space: Namespace, part: Part | Sequence[int] | None = None, *, node_id: str | None = None
@@ -69,12 +90,14 @@ class Store:
         """
         from kvstore.client import Client  # With it comes torch, which starting and stopping a store need not wait for.
 
+        self._check()
         handle = node_store(node_id, self.config.name)
         path = call("node store", handle.control_path.remote(), _CALL_S)
         return Client(str(path), space, part)
 
     def node_ids(self) -> list[str]:
         """Return the ids of the living nodes."""
+        self._check()
         return sorted(alive_nodes())
 
     def locate(self, hashes: BlockHashes) -> list[tuple[str, int]]:
@@ -83,6 +106,7 @@ class Store:
         Raises:
             PeerLost, TransferTimeout: the directory is away; try again in a second.
         """
+        self._check()
         handle = find_actor(actor_name(self.config.name, "directory"))
         found: list[tuple[str, int]] = call("directory", handle.locate.remote(list(hashes)), _CALL_S)
         return found
@@ -99,6 +123,7 @@ class Store:
                 clearing is not known; nothing was cleared.
             StaleVersion: others went on clearing this namespace in between; some nodes may have been cleared.
         """
+        self._check()
         directory = None
         with contextlib.suppress(StoreNotRunning):
             directory = find_actor(actor_name(self.config.name, "directory"))
@@ -148,130 +173,118 @@ class Store:
             "problems": call("supervisor", supervisor.problems.remote(), _CALL_S),
         }
 
+    def close(self) -> None:
+        """End this handle; the store goes on. May be called again.
+
+        A store in a Ray that `kvstore.start` began for this process is ended with the handle that started it: there
+        is nobody else to end it.
+        """
+        if self._session.is_own:
+            self.stop()
+        self._closed = True
+
     def stop(self) -> None:
-        """End this store on every node, and the local Ray if `start` began it. Nothing else is touched."""
-        name = self.config.name
-        with contextlib.suppress(KVStoreError):
-            supervisor = find_actor(actor_name(name, "supervisor"))
-            call("supervisor", supervisor.stop.remote(), _CALL_S)
-            ray.kill(supervisor)
-        deadline_s = time.monotonic() + _CALL_S
-        stopping = [(node, handle, handle.stop.remote()) for node, handle in self._handles().items()]
-        for node, handle, stopped in stopping:
-            with contextlib.suppress(KVStoreError):
-                call(f"store of node {node}", stopped, max(0.1, deadline_s - time.monotonic()))
-            ray.kill(handle)
-        with contextlib.suppress(KVStoreError):
-            ray.kill(find_actor(actor_name(name, "directory")))
-        if self._owns_ray:
+        """End the store if this handle started it, and this handle in any case. May be called again.
+
+        A store that others started goes on; `destroy` ends it. A Ray that `kvstore.start` began for this process is
+        ended with the last store in it, every other Ray goes on.
+
+        Raises:
+            WrongCluster, StoreNotRunning: this process is not connected to the store's Ray any more; the store goes on.
+            StoreUnavailable, TransferError: that Ray does not answer.
+        """
+        if self._pid != os.getpid():
+            return  # A fork: the store is its parent's to stop.
+        if self._started_as is None:
+            if not self._closed:
+                logger.info("store %r goes on: others started it. destroy() ends it for all", self.config.name)
+        elif not self._session.is_own or self._is_connected():
+            self._check_ray()
+            self._end(self._started_as)
+        self._closed, self._started_as = True, None
+
+    def destroy(self) -> None:
+        """End the store on every node, whoever started it and uses it; their calls fail from now on.
+
+        Ray and other stores go on, but for a Ray that `kvstore.start` began for this process: it ends with the last
+        store in it.
+
+        Raises:
+            StoreUnavailable, TransferError: its Ray does not answer.
+        """
+        self._check()
+        self._end()
+        self._closed, self._started_as = True, None
+
+    def _end(self, only: str | None = None) -> None:
+        """End the store's actors, and a Ray that was begun for this process unless other stores are in it.
+
+        Args:
+            only: not if another call than this one started what runs now.
+        """
+        name, others = self.config.name, []
+        try:
+            check_answers(self.address)
+            others = within(f"the end of store {name!r}", _END_S, lambda: _end_store(name, only))
+        except KVStoreError as error:
+            if not self._session.is_own:
+                raise
+            logger.warning("store %r ends with its Ray, at %s: %s", name, self.address, error)
+        if not self._session.is_own or not self._is_connected():
+            return
+        if others:
+            logger.info("the Ray at %s goes on, for the stores %s", self.address, ", ".join(others))
+        else:
             ray.shutdown()
+
+    def _is_connected(self) -> bool:
+        try:
+            return current_session().name == self._session.name
+        except KVStoreError:
+            return False
+
+    def _check(self) -> None:
+        """Raise unless this handle is open and this process connected to the store's Ray; looks, and connects never."""
+        if self._closed:
+            raise StoreNotRunning(
+                f"this handle of store {self.config.name!r} was closed; {self._again()} makes another"
+            )
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        name = self.config.name
+        if self._pid != os.getpid():
+            raise StoreNotRunning(
+                f"this handle of store {name!r} is of the process that this one was forked from, and Ray does not work "
+                "in forks; start processes with the method 'spawn' and connect there"
+            )
+        if not ray.is_initialized():
+            raise StoreNotRunning(
+                f"this process is not connected to the Ray of store {name!r} any more; {self._again()}"
+            )
+        session = current_session()
+        if session.name != self._session.name:
+            raise WrongCluster(
+                f"wanted the Ray of store {name!r}, {self._session.name} at {self.address}, got a process that is "
+                f"connected to {session.name} at {session.address}; ray.shutdown(), then {self._again()}"
+            )
+
+    def _again(self) -> str:
+        return f"kvstore.connect({self.config.name!r}, address={self.address!r})"
 
     def _handles(self) -> dict[str, Any]:
-        found = {}
-        for node in alive_nodes():
-            with contextlib.suppress(StoreNotRunning):
-                found[node] = find_actor(actor_name(self.config.name, "node", node))
-        return found
+        self._check()
+        return node_stores(self.config.name)
 
 
-def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
-    """Start or join a store; see kvstore.start."""
-    owns_ray = join_ray(address, may_start=True)
-    try:
-        return _start(config, timeout_s, owns_ray)
-    except BaseException:
-        if owns_ray:
-            ray.shutdown()
-        raise
-
-
-def _start(config: StoreConfig, timeout_s: float, owns_ray: bool) -> Store:
-    deadline_s = time.monotonic() + timeout_s
-    name = actor_name(config.name, "supervisor")
-    too_small = {
-        node: int(resources.get("memory", 0))
-        for node, resources in alive_nodes().items()
-        if resources.get("memory", 0) < config.capacity_bytes
-    }
-    running = True
-    try:
-        supervisor = find_actor(name)
-    except StoreNotRunning:
-        running = False
-        if too_small:
-            raise ConfigError(
-                f"wanted {config.capacity_bytes} bytes on every node, got nodes with less Ray memory: {too_small}; "
-                "lower capacity= or start Ray with more --memory"
-            ) from None
-        supervisor = (
-            ray.remote(Supervisor)
-            .options(
-                name=name,
-                namespace=RAY_NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                num_cpus=0,
-                max_restarts=-1,
-                max_concurrency=4,
-            )
-            .remote(config.to_json())
-        )
-    _check_compatible(config, call("supervisor", supervisor.config.remote(), timeout_s))
-    store = Store(config, owns_ray)
-    try:
-        _wait_ready(store, supervisor, deadline_s)
-    except KVStoreError:
-        if not running:
-            store.stop()
-        raise
-    return store
-
-
-def _wait_ready(store: Store, supervisor: Any, deadline_s: float) -> None:
-    while True:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise StoreUnavailable(
-                f"not every node had a store in time: {call('supervisor', supervisor.problems.remote(), _CALL_S)}"
-            )
-        served = call("supervisor", supervisor.reconcile.remote(), left_s)
-        problems = call("supervisor", supervisor.problems.remote(), _CALL_S)
-        if problems and set(problems) >= set(alive_nodes()):
-            raise ConfigError(f"no node could start a store: {problems}")
-        handles = store._handles()
-        if served and set(served) == set(alive_nodes()) <= set(handles):
-            for node in served:
-                left_s = max(0.1, deadline_s - time.monotonic())
-                if not call(f"mover of node {node}", handles[node].ready.remote(left_s), left_s + _CALL_S):
-                    raise StoreUnavailable(
-                        f"the mover of node {node} was not ready in time; see `kvstore doctor` and its log"
-                    )
-            return
-        time.sleep(0.1)
-
-
-def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
-    if running["protocol"] != PROTOCOL_VERSION:
-        raise IncompatibleStore(
-            f"wanted protocol {PROTOCOL_VERSION}, the running store speaks {running['protocol']}; "
-            "run one version of raykv everywhere"
-        )
-    theirs = StoreConfig.from_json(running["config"])
-    differences = {} if config is None else config.differences(theirs)
-    if differences:
-        text = ", ".join(f"{key}: wanted {a!r}, runs with {b!r}" for key, (a, b) in differences.items())
-        raise IncompatibleStore(
-            f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, stop it first, or "
-            "choose another name="
-        )
-    return theirs
-
-
-def connect(name: str, address: str | None, timeout_s: float) -> Store:
-    """Find a running store; see kvstore.connect."""
-    join_ray(address, may_start=False)
-    supervisor = find_actor(actor_name(name, "supervisor"))
-    return Store(_check_compatible(None, call("supervisor", supervisor.config.remote(), timeout_s)))
+def _end_store(name: str, only: str | None) -> list[str]:
+    """End a store's actors; returns the names of the other stores of the cluster."""
+    starter = starter_of(name) if only is not None else None
+    if starter in (None, only):
+        end_actors(name)
+    else:
+        logger.info("store %r was started again by others, and goes on", name)
+    return [other for other in stores_here() if other != name]
 
 
 def node_store(node_id: str | None = None, name: str = "default") -> Any:

@@ -62,8 +62,8 @@ def check_cluster(address: str | None) -> Check:
         if named:
             fix = "check the address, that its head runs, and that both sides have the same RAY_AUTH_MODE"
             return Check(name=name, status=Status.FAIL, found=f"{named}: {error}", fix=fix)
-        found = "none runs on this machine" if "Could not find any" in str(error) else f"none to join: {error}"
-        fix = "kvstore.start() in Python runs a local one by itself; for others: `ray start --head`"
+        found = "none runs on this machine" if "no Ray cluster runs here" in str(error) else f"none to join: {error}"
+        fix = "kvstore.start() in Python runs one for its process; for others: `ray start --head`"
         return Check(name=name, status=Status.OK, found=found, fix=fix)
     stores = ", ".join(seen["stores"]) or "none"
     found = f"{seen['address']}: {seen['num_nodes']} node(s); stores: {stores}"
@@ -120,13 +120,6 @@ def check_idle(seconds: float) -> Check:
         fix = f"wanted less than {_IDLE_LIMIT_PERCENT:g} %: measure again on a quiet machine; then please report it"
         return Check(name=name, status=Status.WARN, found=found, fix=fix, values=values)
     return Check(name=name, status=Status.OK, found=found, values=values)
-
-
-def cluster_address() -> str:
-    """Return the address at which other processes join the Ray that this one is connected to."""
-    import ray
-
-    return str(ray.get_runtime_context().gcs_address)
 
 
 def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
@@ -189,8 +182,7 @@ def _measure_idle(seconds: float) -> dict[str, float]:
 
     from kvstore.actors.calls import call
 
-    os.environ.pop("RAY_ADDRESS", None)
-    store = kvstore.start(_CAPACITY_BYTES, name="doctor", timeout_s=_IDLE_SETUP_S - 10)
+    store = kvstore.start(_CAPACITY_BYTES, name="doctor", address="local", timeout_s=_IDLE_SETUP_S - 10)
     try:
         idle_client: Any = ray.remote(_IdleClient)
         worker = idle_client.options(num_cpus=0).remote(store)
@@ -214,18 +206,14 @@ def _cpu_s(pid: int) -> float:
 
 def _look_at_cluster(address: str) -> dict[str, Any]:
     import ray
-    from ray.util import list_named_actors
 
-    from kvstore.actors.calls import RAY_NAMESPACE
-    from kvstore.actors.joining import check_answers
+    from kvstore.actors.ending import stores_here
+    from kvstore.actors.joining import join_ray
     from kvstore.actors.supervisor import alive_nodes
 
-    check_answers(address)
-    ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=RAY_NAMESPACE)
+    joined = join_ray(address, may_start=False)
     try:
-        names = [actor.split("/") for actor in list_named_actors()]
-        stores = sorted(name[1] for name in names if name[0] == "raykv" and name[-1] == "supervisor")
-        return {"address": cluster_address(), "num_nodes": len(alive_nodes()), "stores": stores}
+        return {"address": joined.session.address, "num_nodes": len(alive_nodes()), "stores": stores_here()}
     finally:
         ray.shutdown()
 

@@ -1,48 +1,156 @@
-"""Joining the Ray cluster that an address names, or that this process runs in; or starting one on this machine."""
+"""Joining the Ray that an address names, that this process has, or that runs here; or starting one for this process."""
 
 from __future__ import annotations
 
 import os
 import random
+import secrets
 import socket
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import exceptions as ray_errors
 
-from kvstore.actors.calls import RAY_NAMESPACE
-from kvstore.errors import StoreNotRunning
+from kvstore.actors.calls import RAY_NAMESPACE, node_address
+from kvstore.actors.ray_sessions import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
+from kvstore.errors import ConfigError, StoreNotRunning, WrongCluster
 
+LOCAL = "local"
+AUTO = "auto"
 _CONNECT_S = 10.0
 
 
-def join_ray(address: str | None, *, may_start: bool) -> bool:
-    """Connect this process to Ray; returns whether a local one was started, which the caller then owns.
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The Ray that this process is connected to now.
+
+    Args:
+        session: of it.
+        started: this call began it.
+        why: this one and no other, for the log.
+        passed_by: addresses of Rays on this machine that were started to stay, and were not joined.
+    """
+
+    session: RaySession
+    started: bool
+    why: str
+    passed_by: tuple[str, ...] = ()
+
+
+def join_ray(address: str | None, *, may_start: bool) -> Joined:
+    """Connect this process to Ray, or start one for it.
+
+    In this order: the Ray of this process; `address`; RAY_ADDRESS; what `ray start` began on this machine; a new one
+    if `may_start`, else the only one that runs here.
 
     Raises:
         StoreNotRunning: no cluster answers.
+        WrongCluster: this process is connected to another one than `address`.
+        ConfigError: several run here; the address is of no use; or no token can be written.
     """
     if ray.is_initialized():
-        return False
-    wanted = address or os.environ.get("RAY_ADDRESS")
-    if wanted:
-        check_answers(wanted)
-        try:
-            _init_ray(address=wanted)
-        except (ConnectionError, RuntimeError, ValueError, ray_errors.RayError) as error:
-            raise StoreNotRunning(f"no Ray cluster answers at {wanted!r}: {error}") from error
-        return False
-    if not may_start:
-        try:
-            _init_ray(address="auto")
-        except (ConnectionError, RuntimeError) as error:
-            raise StoreNotRunning(
-                "no Ray cluster runs here and none was named; pass address= or set RAY_ADDRESS"
-            ) from error
-        return False
-    # "local" never joins somebody's leftover head, as ray.init() without an address would.
-    _init_ray(address="local", include_dashboard=False)
-    return True
+        session = current_session()
+        _check_same(address, session)
+        return Joined(session, False, "this process was connected to it")
+    named = address or os.environ.get("RAY_ADDRESS") or None
+    if named and "://" in named:
+        raise ConfigError(
+            f"wanted the host:port of a Ray cluster, got {named!r}: a store's clients need a Ray node on their "
+            "machine; run this process on a node of the cluster, with `ray job submit` for example"
+        )
+    if named == LOCAL and not may_start:
+        raise ConfigError(
+            f"wanted a cluster to join, got {LOCAL!r}, which starts one; leave address and RAY_ADDRESS out"
+        )
+    why = "address= names it" if address else "RAY_ADDRESS names it"
+    passed_by: tuple[str, ...] = ()
+    if named in (None, AUTO):
+        found, why = find_ray()
+        if found is None and named is None and may_start:
+            named, passed_by = LOCAL, tuple(one.address for one in rays_here() if one.outlives_starter)
+        else:
+            named = found or _only_ray_here()
+    if named == LOCAL:
+        ensure_token()
+        _init_ray(OWN_RAY_NAMESPACE, address=LOCAL, include_dashboard=False)
+        return Joined(current_session(), True, why, passed_by)
+    assert named is not None
+    check_answers(named)
+    try:
+        _init_ray(RAY_NAMESPACE, address=named)
+    except (ConnectionError, RuntimeError, ValueError, ray_errors.RayError) as error:
+        raise StoreNotRunning(f"no Ray cluster answers at {named!r}: {error}") from error
+    return Joined(current_session(), False, why)
+
+
+def find_ray() -> tuple[str | None, str]:
+    """Return the address of the Ray that `ray start` began on this machine, None without one, and how it was found.
+
+    Raises:
+        StoreNotRunning: it does not answer.
+        ConfigError: several were started to stay.
+    """
+    recorded = recorded_address()
+    if recorded is None:
+        return None, "`ray start` began none on this machine"
+    address, file = recorded
+    try:
+        check_answers(address)
+    except StoreNotRunning as error:
+        raise StoreNotRunning(
+            f"`ray start` began a Ray at {address} on this machine, and it does not answer: {error}. Start it again "
+            f"with `ray start --head`, pass address=, or, for a Ray of this process alone, address={LOCAL!r}; it is "
+            f"forgotten when {file} is removed"
+        ) from error
+    others = [
+        one.address
+        for one in rays_here()
+        if one.outlives_starter and one.address != address and Path(one.folder) == file.parent
+    ]
+    if others:
+        raise ConfigError(_several([address, *others]))
+    return address, "`ray start` began it on this machine"
+
+
+def _only_ray_here() -> str:
+    addresses = [one.address for one in rays_here()]
+    if len(addresses) > 1:
+        raise ConfigError(_several(addresses))
+    if not addresses:
+        raise StoreNotRunning("no Ray cluster runs here and none was named; pass address= or set RAY_ADDRESS")
+    return addresses[0]
+
+
+def _several(addresses: list[str]) -> str:
+    return (
+        f"wanted the Ray of this machine, got {len(addresses)}: {', '.join(sorted(addresses))}; say which with "
+        "address= or RAY_ADDRESS"
+    )
+
+
+def _check_same(address: str | None, session: RaySession) -> None:
+    """Refuse an address that is not the one of the Ray that this process has already."""
+    if address in (None, "", AUTO) or (address == LOCAL and session.is_own):
+        return
+    assert address is not None
+    host, _, port = address.rpartition(":")
+    own_host, _, own_port = session.address.rpartition(":")
+    if port == own_port and _addresses_of(host) & _addresses_of(own_host):
+        return
+    raise WrongCluster(
+        f"wanted the Ray at {address!r}, got a process that is connected to the one at {session.address}; leave "
+        "address= out, or call ray.shutdown() first"
+    )
+
+
+def _addresses_of(host: str) -> set[str]:
+    try:
+        address = socket.gethostbyname(host.strip("[]"))
+    except OSError:
+        return {host}
+    return {address, node_address()} if address.startswith("127.") else {address}
 
 
 def check_answers(address: str) -> None:
@@ -62,7 +170,40 @@ def check_answers(address: str) -> None:
         ) from error
 
 
-def _init_ray(**options: Any) -> None:
+def ensure_token() -> None:
+    """Write the token that a new Ray will want, where Ray looks for one and none is there, for its owner's eyes only.
+
+    Ray would write one itself, and let every user of the machine read it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
+    if mode != "token" or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    mine = path.with_name(f"auth_token.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        if path.exists():
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Linked when it is whole: another process may look for it now.
+        with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(mine, path)
+        except FileExistsError:
+            pass  # Another process was first.
+        finally:
+            mine.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"wanted to write the token of a new Ray to {path}, got: {error}; set RAY_AUTH_TOKEN or "
+            "RAY_AUTH_TOKEN_PATH, or RAY_AUTH_MODE=disabled for a Ray that everybody on this machine may use"
+        ) from error
+
+
+def _init_ray(namespace: str, **options: Any) -> None:
     """Call ray.init with a generator of random numbers that nobody has seeded; the caller's goes on as before.
 
     Ray draws from it the id under which a driver listens to the cluster. Engines are seeded, as a rule with the same
@@ -71,6 +212,6 @@ def _init_ray(**options: Any) -> None:
     seeded = random.getstate()
     random.seed()
     try:
-        ray.init(log_to_driver=False, configure_logging=False, namespace=RAY_NAMESPACE, **options)
+        ray.init(log_to_driver=False, configure_logging=False, namespace=namespace, **options)
     finally:
         random.setstate(seeded)

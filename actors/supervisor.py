@@ -47,12 +47,14 @@ class Supervisor:
 
     Args:
         config_json: settings of the store.
+        starter: id of the call that made it; kept when Ray restarts it.
         watch: False does nothing on its own, only when `reconcile` is called; for tests.
     """
 
-    def __init__(self, config_json: str, watch: bool = True) -> None:
+    def __init__(self, config_json: str, starter: str = "", watch: bool = True) -> None:
         self._config = StoreConfig.from_json(config_json)
         self._config_json = config_json
+        self._starter = starter
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._problems: dict[str, str] = {}
@@ -63,7 +65,7 @@ class Supervisor:
 
     def config(self) -> dict[str, Any]:
         """Return what a connecting process has to agree with."""
-        return {"protocol": PROTOCOL_VERSION, "config": self._config_json}
+        return {"protocol": PROTOCOL_VERSION, "config": self._config_json, "starter": self._starter}
 
     def problems(self) -> dict[str, str]:
         """Return why nodes have no store, by node id."""

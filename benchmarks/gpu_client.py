@@ -72,7 +72,7 @@ class Engine:
 
 
 def client_rows(rounds: int) -> Rows:
-    store = kvstore.start("3GiB", name="bench-gpu", timeout_s=120)
+    store = kvstore.start("3GiB", name="bench-gpu", address="local", timeout_s=120)
     rows = []
     try:
         for layout, axes in LAYOUTS.items():

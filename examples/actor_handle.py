@@ -23,8 +23,9 @@ TIMEOUT_S = 30
 
 
 def main() -> None:
-    # No Ray runs here and no address is given, so this starts a local one, which ends with store.stop().
-    store = kvstore.start("64MiB", name="handles")
+    # "local" starts a Ray for this process alone, which ends with store.stop(). Without it a Ray of this machine is
+    # joined; then store.stop() ends the store if it was started here, and never that Ray.
+    store = kvstore.start("64MiB", name="handles", address="local")
     try:
         print(f"started: {store}")
         shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=16)

@@ -29,7 +29,8 @@ def load(space: kvstore.Namespace, hashes: kvstore.BlockHashes) -> tuple[int, li
 
 
 def main() -> None:
-    # Inside a job the address of the cluster is known. A store outlives the job unless it is stopped.
+    # Inside a job the address of the cluster is known. A store outlives the job unless the job stops it, and stop()
+    # ends only what this job started: a store that was there before goes on.
     store = kvstore.start("64MiB")
     try:
         print(f"job: {store} on {len(store.node_ids())} node(s)")

@@ -21,7 +21,7 @@ def main() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()  # yours: AutoModelForCausalLM.from_pretrained(...).eval()
     document, question = torch.randint(4096, (1, 600)), torch.randint(4096, (1, 10))
-    store = kvstore.start("256MiB")  # no Ray running: starts a local one
+    store = kvstore.start("256MiB")  # joins the Ray of this machine, or starts one
     try:
         with PrefixCachedModel(model, store) as cached:
             cached.generate(document, max_new_tokens=16, do_sample=False)

@@ -23,39 +23,51 @@ def start(
 ) -> Store:
     """Run a store on every node of the Ray cluster, or join the one that runs.
 
-    With no Ray running and no `address`, a local Ray with one node is started and ends with `Store.stop`.
+    The cluster is, in this order: the one that this process is connected to, `address`, RAY_ADDRESS, and the one that
+    `ray start` began on this machine. Without any, a Ray with one node is started for this process alone; it ends with
+    the last store in it, and with the process. Which it was is logged.
 
     Args:
         capacity: memory for blocks on each node, such as "8GiB".
         name: distinguishes several stores of one cluster.
-        address: of the Ray cluster; what `ray.init` accepts. Not needed inside a Ray job or actor.
+        address: host:port of the Ray cluster; "auto": the one that runs on this machine, however it was started;
+            "local": a Ray of this process alone. Not needed inside a Ray job or actor.
         timeout_s: how long every node may take to be ready.
         settings: any other field of StoreConfig.
 
     Returns:
-        The store. It goes on running when this process ends, unless Ray was started here.
+        A handle. `stop` ends the store if this call started it, and only the handle if others did. A store that is
+        not stopped goes on when this process ends, unless Ray was started for it.
 
     Raises:
-        ConfigError: a setting cannot work, or a node has not that much memory; nothing is left running.
+        ConfigError: a setting cannot work, a node has not that much memory, or several Rays run on this machine;
+            nothing is left running.
+        StoreNotRunning: no Ray answers at the address, or the one that `ray start` began does not.
+        WrongCluster: this process is connected to another Ray than `address`.
         IncompatibleStore: a store of this name runs with other settings; it is left alone.
         StoreUnavailable: a node was not ready in time.
     """
-    from kvstore.actors import cluster
+    from kvstore.actors import starting
 
     config = StoreConfig(name=name, capacity_bytes=parse_bytes(capacity), **settings)
-    return cluster.start(config, address, timeout_s)
+    return starting.start(config, address, timeout_s)
 
 
 def connect(name: str = "default", *, address: str | None = None, timeout_s: float = 30.0) -> Store:
-    """Find a store that runs.
+    """Find a store that runs, in the cluster that `start` would take, or else the only one on this machine.
+
+    Returns:
+        A handle. The store is of others: `stop` ends the handle only, `destroy` the store.
 
     Raises:
         StoreNotRunning: none of that name does, or no Ray cluster is there.
+        ConfigError: several run on this machine, and none was named.
+        WrongCluster: this process is connected to another Ray than `address`.
         IncompatibleStore: it speaks another protocol version.
     """
-    from kvstore.actors import cluster
+    from kvstore.actors import starting
 
-    return cluster.connect(name, address, timeout_s)
+    return starting.connect(name, address, timeout_s)
 
 
 def node_store(node_id: str | None = None, *, name: str = "default") -> Any:

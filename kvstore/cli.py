@@ -27,7 +27,7 @@ _name = click.option("--name", default="default", show_default=True, help="Which
 _address = click.option(
     "--address",
     metavar="HOST:PORT",
-    help="The Ray cluster. Without it RAY_ADDRESS, then the one that runs on this machine.",
+    help="The Ray cluster. Without it RAY_ADDRESS, then what `ray start` began here, then the only one here.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
 _output = click.option(
@@ -82,7 +82,7 @@ def main() -> None:
     help="'default' lets UCX choose: RDMA, shared memory on one host, then TCP.",
 )
 @click.option("--block-bytes", default="0", help="Size of a slot; 0 takes it from the first client.")
-@click.option("--local", is_flag=True, help="Start a local Ray too and stay until Ctrl-C or SIGTERM.")
+@click.option("--local", is_flag=True, help="Start a Ray for this store alone; stay until Ctrl-C or SIGTERM.")
 def start(capacity: str, name: str, address: str | None, lane: str, block_bytes: str, local: bool) -> None:
     """Run a store on every node of a Ray cluster.
 
@@ -95,7 +95,7 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
         raise click.UsageError("--local starts a Ray of its own; leave --address out")
     settings: dict[str, Any] = {"name": name, "lane": lane, "block_bytes": parse_bytes(block_bytes)}
     if local:
-        _serve_until_signal(lambda: start_store(capacity, **settings))
+        _serve_until_signal(lambda: start_store(capacity, address="local", **settings))
         return
     named = address or os.environ.get("RAY_ADDRESS")
     try:
@@ -106,28 +106,24 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
         if named:
             raise
         raise StoreNotRunning(
-            "no Ray cluster to join on this machine, and a store needs a Ray that outlives this command: run "
-            "`ray start --head` first, pass --address, or use `kvstore start --local`, which starts a Ray of its "
-            "own and stays in the foreground"
+            f"{error}. A store needs a Ray that outlives this command: run `ray start --head` first, pass --address, "
+            "or use `kvstore start --local`, which starts a Ray of its own and stays in the foreground"
         ) from error
     _say_started(store)
 
 
 def _serve_until_signal(start_store: Callable[[], Any]) -> None:
     """Start a store with a local Ray, wait for Ctrl-C or SIGTERM, and stop both in order."""
-    os.environ.pop("RAY_ADDRESS", None)  # Otherwise that cluster would be joined.
     stop = threading.Event()
     with progress() as say:
         say("starting a local Ray with a store")
         store = start_store()
     try:
-        from kvstore.actors.diagnose import cluster_address
-
         # After the start: Ray sets a handler of its own, which would end this process at once.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         _say_started(store)
-        click.echo(f"Ray listens at {cluster_address()}; Ctrl-C stops the store and this Ray.")
+        click.echo(f"Ray listens at {store.address}; Ctrl-C stops the store and this Ray.")
         while not stop.wait(1.0):
             pass
     finally:
@@ -137,7 +133,8 @@ def _serve_until_signal(start_store: Callable[[], Any]) -> None:
 
 def _say_started(store: Any) -> None:
     capacity = human_bytes(store.config.capacity_bytes)
-    click.echo(f"store {store.config.name!r} runs on {len(store.node_ids())} node(s), {capacity} each")
+    where = f"on {len(store.node_ids())} node(s) of the Ray at {store.address}"
+    click.echo(f"store {store.config.name!r} runs {where}, {capacity} each")
 
 
 @main.command(short_help="Show every node's store.")
@@ -167,11 +164,12 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
 @_name
 @_address
 def stop(name: str, address: str | None) -> None:
-    """Stop one store on every node. Its blocks are gone; Ray and other stores stay as they are."""
+    """Stop one store on every node, whoever uses it. Its blocks are gone; Ray and other stores go on."""
     from kvstore.api import connect
 
-    connect(name, address=address).stop()
-    click.echo(f"store {name!r} stopped")
+    store = connect(name, address=address)
+    store.destroy()
+    click.echo(f"store {name!r} of the Ray at {store.address} stopped")
 
 
 @main.command(short_help="Say what this machine can do, and what to fix.")

@@ -18,6 +18,7 @@ KVStoreError
 │   └── LeaseReleased        released before
 ├── StoreUnavailable         the node store cannot be asked
 │   ├── StoreNotRunning      nothing runs under that name or address
+│   ├── WrongCluster         it is in another Ray cluster than this process
 │   └── StoreDraining        it runs but grants nothing any more
 ├── TransferError            bytes did not arrive
 │   ├── TransferTimeout      not terminal in time; the destination is quarantined
@@ -106,6 +107,10 @@ class StoreUnavailable(KVStoreError):
 
 class StoreNotRunning(StoreUnavailable):
     """No store runs under that name or address; start one with `kvstore.start()`."""
+
+
+class WrongCluster(StoreUnavailable):
+    """This process is connected to another Ray cluster than the one that was meant; nothing was done there."""
 
 
 class StoreDraining(StoreUnavailable):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,16 @@ def lives(pid):
 def test_the_ten_lines_run_with_a_ray_of_their_own_which_ends(repo_root, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (repo_root / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 1
-    lines, stop, nothing = blocks[0].partition("store.stop()\n")
+    lines, stop, nothing = blocks[0].partition("store.stop()  # ends what start() started, and nothing else\n")
     assert (stop != "", nothing) == (True, "")
     script = tmp_path / "readme.py"
     script.write_text(lines + BEFORE_STOP + stop + AFTER_STOP)
-    ended = subprocess.run(
-        [sys.executable, str(script)], env=dict(os.environ), capture_output=True, text=True, timeout=100, check=False
-    )
+    # A folder where `ray start` has begun nothing; short, for Ray's sockets lie deep below.
+    with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        ended = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
     assert ended.returncode == 0, ended.stderr[-2000:]
     loaded, before_stop, has_ray = ended.stdout.splitlines()[-3:]
     assert loaded.startswith("LoadResult(num_blocks=4, failed=(), num_local=4,")

@@ -30,7 +30,7 @@ def test_start_status_stop(ray_cluster):
     try:
         started = run("start", "--name", NAME, "--capacity", "64MiB", "--address", ray_cluster.address)
         assert started.exit_code == 0, started.output
-        assert started.stdout == f"store '{NAME}' runs on 2 node(s), 64 MiB each\n"
+        assert started.stdout == f"store '{NAME}' runs on 2 node(s) of the Ray at {ray_cluster.address}, 64 MiB each\n"
 
         result = run("status", "--name", NAME, "--json")
         assert result.exit_code == 0, result.output
@@ -113,8 +113,8 @@ def test_local_serves_until_it_is_told_to_stop():
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             lines = [process.stdout.readline() for _ in range(2)]
-            assert lines[0] == "store 'default' runs on 1 node(s), 64 MiB each\n"
-            assert lines[1].startswith("Ray listens at ")
+            address = lines[1].removeprefix("Ray listens at ").split(";")[0]
+            assert lines[0] == f"store 'default' runs on 1 node(s) of the Ray at {address}, 64 MiB each\n"
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
         finally:

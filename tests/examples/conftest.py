@@ -4,8 +4,9 @@ import os
 import secrets
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,20 @@ def processes_with(mark: str) -> list[str]:
 
 
 @pytest.fixture
-def run_example(repo_root, request) -> Callable[..., subprocess.CompletedProcess[str]]:
+def tmp_ray() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="rk", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+@pytest.fixture
+def run_example(repo_root, tmp_ray) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command at the root of the checkout to its end, and see that no process of it stays behind."""
 
     def run(*command: str, timeout_s: float, **env: str) -> subprocess.CompletedProcess[str]:
         mark = f"RAYKV_TEST_MARK={secrets.token_hex(8)}"
         name, value = mark.split("=")
+        # A folder where `ray start` has begun nothing that an example would join; short, for Ray's sockets.
+        env = {"RAY_TMPDIR": tmp_ray, **env}
         process = subprocess.Popen(
             command,
             cwd=repo_root,

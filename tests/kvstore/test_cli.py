@@ -97,7 +97,7 @@ def test_start_passes_what_it_was_given(monkeypatch):
     seen = {}
 
     class Store:
-        config = kvstore.StoreConfig(name="a", capacity_bytes=1 << 30)
+        config, address = kvstore.StoreConfig(name="a", capacity_bytes=1 << 30), "h:1"
 
         def node_ids(self):
             return ["n1", "n2"]
@@ -111,7 +111,7 @@ def test_start_passes_what_it_was_given(monkeypatch):
         *["start", "--capacity", "2GiB", "--name", "a", "--address", "h:1", "--lane", "tcp", "--block-bytes", "64KiB"]
     )
     assert result.exit_code == 0
-    assert result.stdout == "store 'a' runs on 2 node(s), 1 GiB each\n"
+    assert result.stdout == "store 'a' runs on 2 node(s) of the Ray at h:1, 1 GiB each\n"
     assert seen == {"capacity": "2GiB", "name": "a", "address": "h:1", "lane": "tcp", "block_bytes": 65536}
 
 

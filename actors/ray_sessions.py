@@ -1,0 +1,112 @@
+"""Ray sessions: the one that this process is connected to, and those that run on this machine. Starts none."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray._common.utils import get_ray_address_file
+
+from kvstore.actors.calls import ray_failures
+
+#: Ray's own namespace of a Ray that kvstore.start began. Other processes that join it have another one.
+OWN_RAY_NAMESPACE = "raykv-own"
+
+
+@dataclass(frozen=True, slots=True)
+class RaySession:
+    """One life of a Ray cluster.
+
+    Args:
+        address: host:port at which other processes join it; the next life may have the same.
+        name: Ray's name of this life, which no other has.
+        is_own: kvstore.start began it, in this process and for it alone.
+    """
+
+    address: str
+    name: str
+    is_own: bool = False
+
+
+def current_session() -> RaySession:
+    """Return the session that this process is connected to.
+
+    Raises:
+        StoreNotRunning: it is connected to none.
+    """
+    with ray_failures("Ray"):
+        context = ray.get_runtime_context()
+        name = context.get_session_name()
+        # A session is named after the process that began it.
+        is_own = name.endswith(f"_{os.getpid()}") and context.namespace == OWN_RAY_NAMESPACE
+        return RaySession(str(context.gcs_address), name, is_own)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRay:
+    """A Ray with a node on this machine, of this user.
+
+    Args:
+        address: host:port at which it is joined.
+        folder: for its temporary files.
+        outlives_starter: `ray start` began it; another one ends with the process that began it.
+    """
+
+    address: str
+    folder: str
+    outlives_starter: bool
+
+
+def rays_here() -> list[LocalRay]:
+    """Return what runs on this machine, one for each address."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and (local := _of_raylet(process)) is not None:
+            found[local.address] = local
+    return [found[address] for address in sorted(found)]
+
+
+def _of_raylet(process: Path) -> LocalRay | None:
+    try:
+        if process.stat().st_uid != os.geteuid():
+            return None
+        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None  # It ended meanwhile, or is another user's.
+    if os.path.basename(words[0]) != "raylet":
+        return None
+    # Some options are inside others, as the command that starts workers.
+    options = dict(word.split("=", 1) for words_ in words for word in words_.split(" ") if "=" in word)
+    address, session = options.get("--gcs-address"), options.get("--session-name", "")
+    if not address:
+        return None
+    return LocalRay(address, options.get("--temp-dir", ""), not _lives_for_itself(session.rpartition("_")[2]))
+
+
+def _lives_for_itself(starter: str) -> bool:
+    """Whether the process that began a session still runs, and is no `ray start`."""
+    try:
+        words = Path(f"/proc/{starter}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return not _spell(words, "ray", "start")
+
+
+def _spell(words: list[str], program: str, verb: str) -> bool:
+    return any((os.path.basename(one), other) == (program, verb) for one, other in itertools.pairwise(words))
+
+
+def recorded_address() -> tuple[str, Path] | None:
+    """Return the address that `ray start --head` recorded last in Ray's folder, and the file; None without one.
+
+    Ray removes the file only with `ray stop`, so the address may be that of a Ray that has ended.
+    """
+    file = Path(get_ray_address_file(None))
+    try:
+        address = file.read_text().strip()
+    except OSError:
+        return None
+    return (address, file) if address else None

@@ -1,0 +1,156 @@
+"""Starting a store in a Ray cluster, or joining the one that runs there."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import secrets
+import time
+from typing import Any
+
+import ray
+
+from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
+from kvstore.actors.cluster import Store
+from kvstore.actors.ending import end_actors, node_stores
+from kvstore.actors.joining import Joined, join_ray
+from kvstore.actors.ray_sessions import RaySession
+from kvstore.actors.supervisor import Supervisor, alive_nodes
+from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+_CALL_S = 10.0
+
+
+def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
+    """Start or join a store; see kvstore.start."""
+    joined = join_ray(address, may_start=True)
+    try:
+        store = _start(config, timeout_s, joined.session)
+    except BaseException:
+        if joined.started:
+            ray.shutdown()
+        raise
+    if joined.session.is_own:
+        # Ray ends with this process without telling its actors, which leave their sockets.
+        atexit.register(_stop_at_exit, store)
+    _log_joined(store, joined)
+    return store
+
+
+def _start(config: StoreConfig, timeout_s: float, session: RaySession) -> Store:
+    deadline_s = time.monotonic() + timeout_s
+    name, own_id = actor_name(config.name, "supervisor"), secrets.token_hex(8)
+    try:
+        supervisor = find_actor(name)
+    except StoreNotRunning:
+        _check_room(config)
+        with ray_failures(name):
+            supervisor = (
+                ray.remote(Supervisor)
+                .options(
+                    name=name,
+                    namespace=RAY_NAMESPACE,
+                    lifetime="detached",
+                    get_if_exists=True,
+                    num_cpus=0,
+                    max_restarts=-1,
+                    max_concurrency=4,
+                )
+                .remote(config.to_json(), own_id)
+            )
+    running = call("supervisor", supervisor.config.remote(), timeout_s)
+    _check_compatible(config, running)
+    # Several calls may have wanted to make the supervisor at once; it knows which one did.
+    store = Store(config, session, own_id if running["starter"] == own_id else None)
+    try:
+        _wait_ready(store, supervisor, deadline_s)
+    except KVStoreError:
+        if store._started_as is not None:
+            end_actors(config.name)
+        raise
+    return store
+
+
+def _check_room(config: StoreConfig) -> None:
+    too_small = {
+        node: int(resources.get("memory", 0))
+        for node, resources in alive_nodes().items()
+        if resources.get("memory", 0) < config.capacity_bytes
+    }
+    if too_small:
+        raise ConfigError(
+            f"wanted {config.capacity_bytes} bytes on every node, got nodes with less Ray memory: {too_small}; "
+            "lower capacity= or start Ray with more --memory"
+        )
+
+
+def _log_joined(store: Store, joined: Joined) -> None:
+    how = "joined" if store._started_as is None else "started"
+    if joined.passed_by:
+        logger.warning(
+            "store %r %s in a Ray of this process alone, at %s: %s. Not joined: %s; address= names one",
+            store.config.name, how, store.address, joined.why, ", ".join(joined.passed_by),
+        )  # fmt: skip
+        return
+    ray_is = "a Ray of this process alone" if joined.started else "the Ray"
+    logger.info("store %r %s in %s at %s: %s", store.config.name, how, ray_is, store.address, joined.why)
+
+
+def _stop_at_exit(store: Store) -> None:
+    with contextlib.suppress(KVStoreError):
+        store.stop()
+
+
+def _wait_ready(store: Store, supervisor: Any, deadline_s: float) -> None:
+    while True:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise StoreUnavailable(
+                f"not every node had a store in time: {call('supervisor', supervisor.problems.remote(), _CALL_S)}"
+            )
+        served = call("supervisor", supervisor.reconcile.remote(), left_s)
+        problems = call("supervisor", supervisor.problems.remote(), _CALL_S)
+        if problems and set(problems) >= set(alive_nodes()):
+            raise ConfigError(f"no node could start a store: {problems}")
+        handles = node_stores(store.config.name)
+        if served and set(served) == set(alive_nodes()) <= set(handles):
+            for node in served:
+                left_s = max(0.1, deadline_s - time.monotonic())
+                if not call(f"mover of node {node}", handles[node].ready.remote(left_s), left_s + _CALL_S):
+                    raise StoreUnavailable(
+                        f"the mover of node {node} was not ready in time; see `kvstore doctor` and its log"
+                    )
+            return
+        time.sleep(0.1)
+
+
+def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
+    if running["protocol"] != PROTOCOL_VERSION:
+        raise IncompatibleStore(
+            f"wanted protocol {PROTOCOL_VERSION}, the running store speaks {running['protocol']}; "
+            "run one version of raykv everywhere"
+        )
+    theirs = StoreConfig.from_json(running["config"])
+    differences = {} if config is None else config.differences(theirs)
+    if differences:
+        text = ", ".join(f"{key}: wanted {a!r}, runs with {b!r}" for key, (a, b) in differences.items())
+        raise IncompatibleStore(
+            f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, stop it first, or "
+            "choose another name="
+        )
+    return theirs
+
+
+def connect(name: str, address: str | None, timeout_s: float) -> Store:
+    """Find a running store; see kvstore.connect."""
+    joined = join_ray(address, may_start=False)
+    supervisor = find_actor(actor_name(name, "supervisor"))
+    with ray_failures("supervisor"):
+        asked = supervisor.config.remote()
+    store = Store(_check_compatible(None, call("supervisor", asked, timeout_s)), joined.session)
+    _log_joined(store, joined)
+    return store
