@@ -6,12 +6,11 @@ through the arena that both map. Jobs run on threads of the client, each with a 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
 from kvstore.engine_copy import CopyOrder, EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.errors import (
-    CopyStuck,
     InvalidRequest,
     KVStoreError,
     NamespaceMismatch,
@@ -30,7 +28,7 @@ from kvstore.grants import PinKind
 from kvstore.handoff_verbs import HandoffVerbs
 from kvstore.hashing import BlockHashes, Namespace
 from kvstore.job_threads import JobThreads
-from kvstore.jobs import CopyGuard, failed_load, run_load, run_save
+from kvstore.jobs import TIMED_OUT_IN_QUEUE, CopyGuard, failed_load, run_load, run_save
 from kvstore.layout import EngineLayout
 from kvstore.lease import Lease
 from kvstore.mapping import ArenaMapping
@@ -45,11 +43,12 @@ from kvstore.part import Part, as_part
 from kvstore.presence_view import PresenceView, map_clears
 from kvstore.registered import Registered
 from kvstore.registration import make_copier
-from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult, Work
+from kvstore.results import Job, LoadResult, Match, Pinned, SaveResult
 from kvstore.sides import check_skip, detect_sides
 from kvstore.stage_copier import EngineCaches
 from kvstore.store_connections import StoreConnections
 from kvstore.wire import Op, pack_json, unpack_json
+from kvstore.work import Steps, Work
 
 _LATE_S = 600.0
 
@@ -172,9 +171,12 @@ class Client(HandoffVerbs):
         """
         chain = self._chain(hashes)
         limit_s = self._store.call_timeout_s if timeout_s is None else timeout_s
-        answer = self._store.for_lookups().call(
-            Op.LOOKUP_ALL if remote else Op.LOOKUP, chain.encode(), timeout_s=limit_s, meanwhile=meanwhile
-        )
+        self._store.check_open()
+        op, connection = Op.LOOKUP_ALL if remote else Op.LOOKUP, self._store.for_lookups.take()
+        try:
+            answer = connection.call(op, chain.encode(), timeout_s=limit_s, meanwhile=meanwhile)
+        finally:
+            self._store.for_lookups.keep(connection)
         if not remote:
             return Match(num_local=U64.unpack(answer)[0])
         nodes = unpack_json(answer)["nodes"]
@@ -289,14 +291,15 @@ class Client(HandoffVerbs):
         chain.check_unique()
         pages = self._pages(copier, block_ids, chain)
         copier.check_unchanged()
-        guard, limit_s, wait_s = CopyGuard(pages.order), self._store.call_timeout_s, self.config.transfer_timeout_s
+        guard, limit_s = CopyGuard(pages.order), self._store.call_timeout_s
+        deadline_s = time.monotonic() + self.config.transfer_timeout_s
 
-        def run() -> SaveResult:
-            with self._ending_job():
-                connection = self._store.of_thread()
-                return run_save(connection, copier, chain, pages, self.part, guard, limit_s, wait_s, num_clears)
+        def run() -> Steps[SaveResult]:
+            with self._store.for_jobs.taken() as connection, self._noting_stuck():
+                saving = run_save(connection, copier, chain, pages, self.part, guard, limit_s, deadline_s, num_clears)
+                return (yield from saving)
 
-        return self._submit(run, f"save of {len(chain)} blocks", guard, pages.order)
+        return self._submit(Work(run), f"save of {len(chain)} blocks", guard, pages.order)
 
     def load(
         self,
@@ -316,7 +319,8 @@ class Client(HandoffVerbs):
                 alike. Tokens before and behind the run in the first and the last one are not written.
             skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is
                 written, whether or not they end at a block. With side tensors of a row for a whole block they have to.
-            timeout_s: give up fetching after this long; the configured transfer timeout when None.
+            timeout_s: give up fetching so long after this call; the configured transfer timeout when None. A load whose
+                time ends before a thread is free for it is not begun.
             on_queued: called on a thread of the client, if every block is leased and the copies of all are queued.
                 Work that comes after `Job.wait_on` may then be launched, and what it computes may be used: the load
                 is no more refused, it ends well, unless the device fails or its copies outlast the lease.
@@ -360,9 +364,10 @@ class Client(HandoffVerbs):
             return
         if not self._store.end():
             return
-        ended = threading.Event()
+        ended, deadline_s = threading.Event(), time.monotonic() + timeout_s
         threading.Thread(target=self._end_jobs, args=(ended,), daemon=True).start()
         ended.wait(timeout_s)
+        self._jobs.await_callbacks(max(0.0, deadline_s - time.monotonic()))
         if self._presence is not None:
             self._presence.close()
         if self._stage_link is not None:
@@ -390,21 +395,6 @@ class Client(HandoffVerbs):
         self.close()
 
     # Helpers.
-
-    @contextlib.contextmanager
-    def _ending_job(self) -> Iterator[None]:
-        """After a job whose connection broke: tell the store at once, or its slots wait for this thread's next job."""
-        try:
-            with self._noting_stuck():
-                yield
-        except CopyStuck:
-            self._store.leave_of_thread()  # Broken and replaced, it would give back slots that may still be written.
-            raise
-        finally:
-            with contextlib.suppress(KVStoreError):
-                connection = self._store.of_thread()
-                if self._store.has_ended:  # Before the job was over: nobody else will close this one.
-                    connection.close()
 
     def _lose(self) -> None:
         """That life of the store is over: unmap its memory, or the next life may find no room beside it."""
@@ -455,33 +445,46 @@ class Client(HandoffVerbs):
     ) -> Job[LoadResult]:
         order = pages.order if pages is not None else None
         guard, num_skipped = CopyGuard(order), skip_tokens // self.space.shape.block_size
+        deadline_s = time.monotonic() + timeout_s
 
-        def run() -> LoadResult:
+        def run() -> Steps[LoadResult]:
             if num_skipped >= len(chain):
                 return LoadResult(num_blocks=len(chain))
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                return failed_load(num_skipped, pages, len(chain), TIMED_OUT_IN_QUEUE)
             try:
-                connection = self._store.of_thread()
+                with self._store.for_jobs.taken() as connection, self._noting_stuck():
+                    return (
+                        yield from run_load(
+                            connection, copier, chain, pages, skip_tokens, guard, self.config, left_s, on_queued
+                        )
+                    )
             except StoreUnavailable as error:
                 return failed_load(num_skipped, pages, len(chain), f"store_lost: {error}")
-            with self._ending_job():
-                return run_load(connection, copier, chain, pages, skip_tokens, guard, self.config, timeout_s, on_queued)
 
-        return self._submit(run, what, guard, order)
+        return self._submit(Work(run), what, guard, order)
 
     def _submit(
-        self, run: Callable[[], Any] | Work[Any], what: str, guard: CopyGuard, order: CopyOrder | None
+        self,
+        work: Work[Any],
+        what: str,
+        guard: CopyGuard,
+        order: CopyOrder | None,
+        start: Callable[[Work[Any]], None] | None = None,
     ) -> Job[Any]:
         self._store.check_open()
-        work = None
-        if isinstance(run, Work):
-            work, future = run, run.future
-            self._jobs.see_done(run)
-        else:
-            future = self._jobs.submit(run)
+        jobs = self._jobs
+        (start or jobs.start)(work)
+
+        def abandon(timeout_s: float) -> bool:
+            is_given_up = guard.abandon(timeout_s)
+            jobs.wake(work)
+            return is_given_up
+
         if order is None:
-            return Job(future, what, guard.abandon, work=work)
-        future.add_done_callback(lambda _: order.end())
-        return Job(future, what, guard.abandon, order.wait_on, work)
+            return Job(work.future, what, abandon, None, work, jobs.call)
+        work.future.add_done_callback(lambda _: order.end())
+        return Job(work.future, what, abandon, order.wait_on, work, jobs.call)
 
     def _chain(self, hashes: BlockHashes) -> Chain:
         self._store.check_process()

@@ -271,6 +271,17 @@ class ControlClient:
             data = self._wait(deadline_s - time.monotonic(), awake_s)
         return message
 
+    def _receive_soon(self, request: int, wait_s: float, awake_s: float) -> Message | None:
+        """Return the next message of an answer if it comes soon: without sleeping for `awake_s`, then for `wait_s`."""
+        until_s = time.monotonic() + awake_s if awake_s > 0 else 0.0
+        while True:
+            is_awake = bool(until_s) and time.monotonic() < until_s
+            data = self._read(None if is_awake else wait_s)
+            if data is None and not is_awake:
+                return None
+            if data is not None and (message := self._take(request, data)) is not None:
+                return message
+
     def _short(self, data: memoryview, request: int) -> bytes | None:
         """Return the payload of what came if that is the whole answer and no more, as it nearly always is."""
         return short_reply(data, request) if self._decoder.is_between and not self._backlog else None
@@ -323,7 +334,7 @@ class ControlClient:
 
 
 class Question:
-    """A question whose answer is taken without waiting for it; has to be closed, by who looks for the answer.
+    """A question whose answer is taken when it is there; has to be closed, by who looks for the answer.
 
     One that is closed before its answer closes the connection, on which that would stay unread.
     """
@@ -335,15 +346,18 @@ class Question:
         """Return the descriptor that can be read when something came; it is open until this is closed."""
         return self._client.fileno()
 
-    def take(self) -> bytes | None:
+    def take(self, wait_s: float = 0.0) -> bytes | None:
         """Return the answer's payload; None while it is not all there.
+
+        Args:
+            wait_s: for so long the calling thread waits for more of it.
 
         Raises:
             KVStoreError: what the other side raised, of the same class.
             PeerLost: the connection broke.
         """
         client = self._client
-        if (data := client._read(None)) is None:
+        if (data := client._read(wait_s or None)) is None:
             return None
         if (answer := client._short(data, self._request)) is not None:
             self._is_answered, client.unheard = True, 0
@@ -375,6 +389,8 @@ class Answers:
     def __init__(self, client: ControlClient, request: int, timeout_s: float) -> None:
         self._client, self._request, self._timeout_s = client, request, timeout_s
         self._finished = self._closed = False
+        #: When the next piece is late.
+        self.until_s = time.monotonic() + timeout_s
         #: For so long each next piece is asked for without sleeping; set by a reader that knows that it comes soon.
         self.awake_s = 0.0
 
@@ -396,9 +412,39 @@ class Answers:
         except BaseException:
             self.close()
             raise
+        return self._piece(message)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last piece was taken."""
+        return self._finished
+
+    def fileno(self) -> int:
+        """Return the descriptor that can be read when something came; it is open until this is closed."""
+        return self._client.fileno()
+
+    def take(self, wait_s: float) -> tuple[bool, bytes] | None:
+        """Return the next piece; None when it does not come within `wait_s`, which closes nothing.
+
+        Raises:
+            KVStoreError: what the other side raised, of the same class; nothing follows.
+            PeerLost: the connection broke.
+        """
+        client = self._client
+        try:
+            message = client._take(self._request, None)
+            if message is None:
+                message = client._receive_soon(self._request, wait_s, self.awake_s)
+        except BaseException:
+            self.close()
+            raise
+        return None if message is None else self._piece(message)
+
+    def _piece(self, message: Message) -> tuple[bool, bytes]:
         self._finished = message.flag in (Flag.REPLY, Flag.ERROR)
         if self._finished:
             self._client.unheard = 0
+        self.until_s = time.monotonic() + self._timeout_s
         if message.flag is Flag.ERROR:
             self.close()
             raise unpack_error(message.payload)

@@ -1,4 +1,4 @@
-"""What fetching does on a thread of the client, and which tickets it takes."""
+"""What fetching does, step by step, and which tickets it takes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from kvstore.segments import plan_stage_chunks
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stage_client import AttachedStage
 from kvstore.wire import Op
+from kvstore.work import Awaited, Steps
 
 
 def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, int, int]) -> None:
@@ -83,6 +84,10 @@ class Asked:
     at_s: float
     end: bytes = b""
 
+    def awaited(self) -> Awaited:
+        """Return what there is to wait for before the first piece is taken."""
+        return Awaited(self.pieces.fileno(), self.pieces.until_s)
+
     def give_back(self) -> None:
         """Tell the store that nothing more is copied; nobody waits for that.
 
@@ -135,7 +140,7 @@ def run_fetch(
     skip_tokens: int,
     guard: CopyGuard,
     config: StoreConfig,
-) -> FetchResult:
+) -> Steps[FetchResult]:
     """Copy out what is here while the rest is still on its way; then the slots are to be given back, see `Asked`.
 
     Args:
@@ -162,7 +167,7 @@ def run_fetch(
                 with contextlib.suppress(KVStoreError):  # Then each piece is listed for itself.
                     stage.copier.expect(pages, ends, to_slots=False)
             stage_copier = stage.copier if stage else None
-            answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier, queued)
+            yield from answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier, queued)
         late = time.monotonic() > asked.at_s + config.lease_ttl_s - config.lease_margin_s
         asked.end = END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks)
     except RegistrationFailed as error:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import time
 
 from kvstore.control_client import ControlClient
 from kvstore.engine_copy import engine_pages, ordered
 from kvstore.errors import CopyStuck, KVStoreError, PeerLost, StoreUnavailable
 from kvstore.handoff import FetchResult, HandoffTicket
 from kvstore.handoff_jobs import Asked, ask_fetch, check_ticket, failed_fetch, run_fetch
-from kvstore.jobs import CopyGuard
+from kvstore.jobs import TIMED_OUT_IN_QUEUE, CopyGuard
 from kvstore.publish_verbs import PublishVerbs
-from kvstore.results import Job, Work
+from kvstore.results import Job
 from kvstore.sides import check_skip
 from kvstore.stage_client import AttachedStage
 from kvstore.wire import Op
+from kvstore.work import Steps, Work
 
 
 class HandoffVerbs(PublishVerbs):
@@ -38,7 +41,7 @@ class HandoffVerbs(PublishVerbs):
             block_ids: the engine's block for each of the ticket's.
             skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is written,
                 whether or not they end at a block. Their blocks are moved all the same. See `Client.load`.
-            timeout_s: give up after this long; the configured transfer timeout when None.
+            timeout_s: give up so long after this call; the configured transfer timeout when None.
             num_copy_threads: see `Client.load`.
 
         Returns:
@@ -63,6 +66,7 @@ class HandoffVerbs(PublishVerbs):
                         connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
             check_ticket(ticket, self.space, self.part.ranks)
             limit_s = self.config.transfer_timeout_s if timeout_s is None else timeout_s
+            deadline_s = time.monotonic() + limit_s
             stage = held.enter_context(link.using()) if link is not None else None
             pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
             check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)
@@ -77,15 +81,19 @@ class HandoffVerbs(PublishVerbs):
 
         asked = [] if early is None else [early]
 
-        def run() -> FetchResult:
+        def run() -> Steps[FetchResult]:
             try:
                 if not asked:
+                    if (left_s := deadline_s - time.monotonic()) <= 0:
+                        return failed_fetch(pages, ticket, num_skipped, TIMED_OUT_IN_QUEUE)
                     connection = mapped.enter_context(self._store.for_fetches.taken())
-                    asked.append(self._ask_fetch(mapped, connection, stage, ticket, limit_s))
+                    asked.append(self._ask_fetch(mapped, connection, stage, ticket, left_s))
+                    yield asked[0].awaited()
             except (StoreUnavailable, PeerLost) as error:
                 return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
+            fetching = run_fetch(asked[0], copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
             with self._noting_stuck():
-                result = run_fetch(asked[0], copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
+                result = yield from fetching
             if link is not None and stage is not None and result.note.startswith("stage_lost"):
                 link.lose(stage)
             return result
@@ -98,8 +106,11 @@ class HandoffVerbs(PublishVerbs):
                     each.give_back()
 
         work = Work(run, limit_s, give_back)
+        start = self._jobs.start
+        if early is not None:
+            start = functools.partial(self._jobs.start_asked, awaited=early.awaited())
         try:
-            return self._submit(work, f"fetch of {ticket.num_blocks} blocks", guard, pages.order)
+            return self._submit(work, f"fetch of {ticket.num_blocks} blocks", guard, pages.order, start)
         except BaseException:
             mapped.close()
             raise

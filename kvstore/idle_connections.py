@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from kvstore.control_client import ControlClient
 from kvstore.errors import CopyStuck, KVStoreError
 
+#: More are closed when they come back: those of a thousand fetches that waited at once are not kept for the next time.
+_MOST_IDLE = 64
+
 
 class IdleConnections:
     """Those that no job has now.
@@ -28,17 +31,28 @@ class IdleConnections:
     def __len__(self) -> int:
         return len(self._idle)
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[ControlClient]:
-        """Have a connection; it is opened if there is none.
+    def take(self) -> ControlClient:
+        """Return a connection that nobody else has until `keep`; it is opened if there is none.
 
         Raises:
             StoreUnavailable: it could not be opened.
         """
         try:
-            connection = self._idle.pop()
+            return self._idle.pop()
         except IndexError:
-            connection = self._open()
+            return self._open()
+
+    def keep(self, connection: ControlClient) -> None:
+        """Take a connection of `take` back, over which the store gave nothing that is still held."""
+        if self._is_closed() or len(self._idle) >= _MOST_IDLE:
+            connection.close()
+        elif not connection.closed:
+            self._idle.append(connection)
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[ControlClient]:
+        """Have a connection; see `take` for what is raised."""
+        connection = self.take()
         since, is_stuck = connection.next_question, False
         try:
             yield connection
@@ -52,9 +66,7 @@ class IdleConnections:
                     if not is_stuck:
                         self._broken.append((connection, since))
                     connection = self._open()
-                if self._is_closed():
-                    connection.close()
-                self._idle.append(connection)
+                self.keep(connection)
 
     def _open(self) -> ControlClient:
         try:

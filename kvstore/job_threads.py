@@ -2,37 +2,136 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from kvstore.results import Work
+from kvstore.errors import StoreUnavailable
+from kvstore.parking import Parking
+from kvstore.work import Awaited, Work, nothing
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-_NUM_COPYING, _NUM_WAITING = 4, 16
+_NUM_COPYING, _NUM_PUBLISHING = 4, 16
 
 
 class JobThreads:
-    """Few threads for jobs that are served at once, and more for those that wait until others have done something.
+    """Few threads that copy, more for publications, one for callbacks; what waits for others holds none of them.
 
-    A fetch may come seconds before its blocks are published, and a publication before its blocks are computed: saves
-    and loads do not stand behind them. Threads are started when they are needed.
+    Work that waits for the store's answer is parked: an early fetch until its blocks are published, a save until other
+    ranks have saved their parts, a load until peers have sent their blocks. A publication waits for its own copies
+    alone, perhaps until the device has computed the blocks, so no thread that copies does that. Threads are started
+    when they are needed.
     """
 
     def __init__(self) -> None:
         self._copying = ThreadPoolExecutor(_NUM_COPYING, thread_name_prefix="raykv-client")
-        self._waiting = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="raykv-waiting")
+        self._publishing = ThreadPoolExecutor(_NUM_PUBLISHING, thread_name_prefix="raykv-publish")
+        self._callbacks = ThreadPoolExecutor(1, thread_name_prefix="raykv-callbacks")
+        self._callback_thread = 0
+        self._parking = Parking()
+        self._works: set[Work[Any]] = set()
+        self._all_ended = threading.Condition()
+        self._closed = False
 
-    def submit(self, run: Callable[[], T]) -> Future[T]:
-        """Run a save or a load."""
-        return self._copying.submit(run)
+    def __len__(self) -> int:
+        """How many jobs have not ended."""
+        return len(self._works)
 
-    def see_done(self, work: Work[T]) -> None:
-        """Have a thread see a hand-off's work done, and do what comes after it; see `Work.see_done`."""
-        self._waiting.submit(work.see_done)
+    @property
+    def num_parked(self) -> int:
+        """How many jobs wait for others now."""
+        return len(self._parking)
+
+    def start(self, work: Work[Any]) -> None:
+        """Do work on a thread that copies, as soon as one is free.
+
+        Raises:
+            StoreUnavailable: nothing is taken any more.
+        """
+        self._enter(work)
+        self._run(self._copying, self._go_on, work)
+
+    def start_asked(self, work: Work[Any], awaited: Awaited) -> None:
+        """Do work when the answer is there that it has asked for already; see `start` for what is raised."""
+        self._enter(work)
+        work.park(awaited, lambda each: self._park(work, each))
+        work.future.add_done_callback(lambda future: self.wake(work) if future.cancelled() else None)
+
+    def publish(self, work: Work[Any]) -> None:
+        """Do the work of a publication; see `start` for what is raised."""
+        self._enter(work)
+        self._run(self._publishing, self._go_on, work)
+
+    def wake(self, work: Work[Any]) -> None:
+        """Have work that waits look whether it is still wanted."""
+        if work.look_again():
+            self._run(self._copying, self._go_on, work)
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """Run a caller's callback: one after the other, on a thread for which no job waits."""
+
+        def run() -> None:
+            self._callback_thread = threading.get_ident()
+            try:
+                callback()
+            except Exception:
+                logger.exception("the callback of a job failed")
+
+        self._run(self._callbacks, run)
 
     def shutdown(self) -> None:
-        """Wait for all; nothing is taken any more."""
-        for threads in (self._copying, self._waiting):
-            threads.shutdown()
+        """Wait for all work; nothing is taken any more. Callbacks are not waited for."""
+        with self._all_ended:
+            self._closed = True
+            self._all_ended.wait_for(lambda: not self._works)
+        self._copying.shutdown()
+        self._publishing.shutdown()
+        self._parking.close()
+
+    def await_callbacks(self, timeout_s: float) -> None:
+        """Wait for the callbacks of jobs that ended, unless a callback asks for that; no more come after it."""
+        if threading.get_ident() != self._callback_thread:
+            called = threading.Event()
+            self.call(called.set)
+            called.wait(timeout_s)
+        self._callbacks.shutdown(wait=False)
+
+    def _enter(self, work: Work[Any]) -> None:
+        self._works.add(work)  # First, and without a lock: `shutdown` looks after it has closed.
+        if self._closed:
+            self._leave(work)
+            raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
+        if work.limit_s is not None:
+            work.ended_elsewhere = lambda: self._run(self._copying, self._end, work)
+
+    def _go_on(self, work: Work[Any]) -> None:
+        if work.go_on(lambda awaited: self._park(work, awaited)):
+            self._end(work)
+
+    def _park(self, work: Work[Any], awaited: Awaited) -> Callable[[], None]:
+        return self._parking.park(awaited.fd, awaited.until_s, lambda: self._run(self._copying, self._go_on, work))
+
+    def _end(self, work: Work[Any]) -> None:
+        try:
+            work.after()
+        except Exception:
+            logger.exception("a job that ended could not give back what it held")
+        finally:
+            work.ended_elsewhere = nothing  # It refers to the work.
+            self._leave(work)
+
+    def _leave(self, work: Work[Any]) -> None:
+        self._works.discard(work)
+        if self._closed:
+            with self._all_ended:
+                self._all_ended.notify_all()
+
+    @staticmethod
+    def _run(threads: ThreadPoolExecutor, run: Callable[..., object], *args: object) -> None:
+        try:
+            threads.submit(run, *args)
+        except RuntimeError:  # The interpreter or the client ends, and threads take nothing any more.
+            run(*args)

@@ -1,4 +1,4 @@
-"""What a save and a load do on a thread of the client, and how they are given up safely."""
+"""What a save and a load do, step by step, and how they are given up safely."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ from kvstore.messages import (
 from kvstore.part import Part
 from kvstore.results import BlockFailure, LoadResult, MissReason, SaveResult
 from kvstore.wire import Op
+from kvstore.work import Steps, asking, next_piece
 
 logger = logging.getLogger(__name__)
 
 _COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
 #: Between stages the pieces of an answer follow each other faster than that.
 _AWAKE_S = 1e-3
+#: Of a job that was never begun.
+TIMED_OUT_IN_QUEUE = "timeout: its time ended before a thread of this client was free for it"
 
 
 class CopyGuard:
@@ -67,12 +70,23 @@ class CopyGuard:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if self._abandoned:
+        try:
+            self.check()
+        except JobAbandoned:
             self._lock.release()
-            raise JobAbandoned("the job was abandoned by its owner; the engine's blocks are its own again")
+            raise
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
+
+    def check(self) -> None:
+        """Refuse to go on after `abandon`.
+
+        Raises:
+            JobAbandoned: the owner gave the job up.
+        """
+        if self._abandoned:
+            raise JobAbandoned("the job was abandoned by its owner; the engine's blocks are its own again")
 
     def abandon(self, timeout_s: float) -> bool:
         """Let no copy begin any more, and wait for those that run; False when one outlasts the time."""
@@ -92,22 +106,22 @@ def run_save(
     part: Part,
     guard: CopyGuard,
     call_timeout_s: float,
-    wait_s: float,
+    deadline_s: float,
     num_clears: int,
-) -> SaveResult:
+) -> Steps[SaveResult]:
     """Claim slots, copy, publish; wait for blocks that others are writing, and write them if those give up.
 
     A rank of several copies its part and waits for the others' parts; a block that they gave up is not tried again.
 
     Args:
-        connection: taken for as long as each call lasts.
+        connection: of this job alone.
         copier: the engine's cache.
         chain: the blocks to store.
         pages: where their tokens lie in the engine.
         part: the part of each block that the engine holds.
         guard: stands before each copy.
         call_timeout_s: for each call.
-        wait_s: for others.
+        deadline_s: until when others are waited for, on the monotonic clock.
         num_clears: of the namespace, from when the save was asked for.
 
     Raises:
@@ -117,10 +131,11 @@ def run_save(
         LayoutMismatch: the engine's tensors were replaced meanwhile; likewise.
         KVStoreError: the store failed.
     """
-    deadline_s, num_written = time.monotonic() + wait_s, 0
+    num_written = 0
     request = pack_prepare(chain, part.num_parts, part.index, num_clears)
     while True:
-        ticket = unpack_ticket(connection.call(Op.PREPARE_STORE, request, timeout_s=call_timeout_s))
+        answer = yield from asking(connection, Op.PREPARE_STORE, request, timeout_s=call_timeout_s)
+        ticket = unpack_ticket(answer)
         num_published, num_blocks = 0, len(chain) - ticket.num_refused
         if ticket.num_clears != num_clears:
             logger.info(
@@ -134,20 +149,20 @@ def run_save(
                     indexes = np.asarray(ticket.indexes, dtype=np.int64)
                     copier.into_slots(pages, indexes, np.asarray(ticket.slots, dtype=np.int64))
                     copier.check_unchanged()
-                answer = connection.call(Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
+                answer = yield from asking(connection, Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
                 num_published = U64.unpack(answer)[0]
-            except CopyStuck:
+            except (CopyStuck, GeneratorExit):
                 raise  # Its slots may still be written: they stay taken until this process ends.
             except BaseException:
                 # A write that was published after all, with its answer lost, is not touched by this.
                 with contextlib.suppress(KVStoreError):
-                    connection.call(Op.ABORT_STORE, end, timeout_s=call_timeout_s)
+                    yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)
                 raise
         lost = num_published < len(ticket.indexes)
         if lost or ticket.num_awaited:
             left_s = max(0.0, deadline_s - time.monotonic())
             question = pack_lease(chain.head(num_blocks), left_s)
-            answer = connection.call(Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
+            answer = yield from asking(connection, Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
             num_stored = U64.unpack(answer)[0]
             if num_stored < num_blocks and not lost and time.monotonic() < deadline_s:
                 num_written += num_published
@@ -169,11 +184,11 @@ def run_load(
     config: StoreConfig,
     timeout_s: float,
     on_queued: Callable[[], None] | None = None,
-) -> LoadResult:
+) -> Steps[LoadResult]:
     """Ask once, copy out what becomes readable while the rest is still on its way, give the lease back.
 
     Args:
-        connection: taken for as long as the load lasts.
+        connection: of this job alone.
         copier: the engine's cache; None only brings the blocks into this node's memory.
         chain: the blocks wanted.
         pages: where their tokens lie in the engine; None without a copier.
@@ -197,7 +212,7 @@ def run_load(
             if on_queued is not None and is_whole and time.monotonic() < valid_until_s:
                 on_queued()
 
-        answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
+        yield from answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
         with contextlib.suppress(StoreUnavailable, TransferError):  # The bytes are in place, whatever became of it.
             connection.send(Op.RELEASE, U64.pack(answer.number))
     except RegistrationFailed as error:
@@ -258,7 +273,7 @@ class Answer:
         skip_tokens: int = 0,
         stage_copier: EngineCopier | None = None,
         queued: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> Steps[None]:
         """Copy each piece out of its slots while the next is on its way; returns when all is in place.
 
         Args:
@@ -275,7 +290,8 @@ class Answer:
             LayoutMismatch: the engine's tensors were replaced meanwhile.
         """
         with contextlib.closing(pieces), finishing(copier, pages), finishing(stage_copier, pages):
-            for _, payload in pieces:
+            while not pieces.is_finished:
+                _, payload = yield from next_piece(pieces, guard.check)
                 progress = unpack_progress(payload)
                 self.number = progress.lease_id
                 if count := len(progress.slots):

@@ -12,10 +12,11 @@ from kvstore.handoff import HandoffTicket, Publication, expiry_after
 from kvstore.handoff_jobs import check_named
 from kvstore.messages import U64
 from kvstore.publishing import Publishing, num_published
-from kvstore.results import Job, Work
+from kvstore.results import Job
 from kvstore.stage_client import AttachedStage, StageLink
 from kvstore.stage_verbs import StageVerbs
 from kvstore.wire import Op
+from kvstore.work import Work, in_one_step
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +89,14 @@ class PublishVerbs(StageVerbs):
         publishing.order()
 
         def run() -> HandoffTicket:
-            with self._ending_job():
-                connection, limit_s = self._store.of_thread(), self._store.call_timeout_s
-                publishing.claim(functools.partial(connection.call, timeout_s=limit_s))
+            with self._store.for_jobs.taken() as connection:
+                publishing.claim(functools.partial(connection.call, timeout_s=self._store.call_timeout_s))
                 return self._complete(publishing)
 
         # The calls in it have their own timeouts.
-        job = self._submit(run, str(publishing), publishing.guard, publishing.pages.order)
-        published: HandoffTicket = job.result(None)
+        work = Work(lambda: in_one_step(run))
+        order, start = publishing.pages.order, self._jobs.publish
+        published: HandoffTicket = self._submit(work, str(publishing), publishing.guard, order, start).result(None)
         return published
 
     def begin_publish(
@@ -170,10 +171,10 @@ class PublishVerbs(StageVerbs):
             if not isinstance(work.future.exception(), CopyStuck):  # Else the stage stays mapped.
                 leave()
 
-        work = Work(lambda: self._complete(publishing), math.inf, give_back)
+        work = Work(lambda: in_one_step(lambda: self._complete(publishing)), math.inf, give_back)
         work.begin()  # Cancelled it would leave slots that nobody gives back.
         try:
-            job = self._submit(work, str(publishing), publishing.guard, publishing.pages.order)
+            job = self._submit(work, str(publishing), publishing.guard, publishing.pages.order, self._jobs.publish)
         except BaseException:
             with self._noting_stuck():
                 publishing.drop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from kvstore.errors import JobRunning
 from kvstore.forks import check_process
+from kvstore.work import Work
 
 T = TypeVar("T")
 
@@ -139,45 +139,6 @@ class Match:
         return max([self.num_local, *(count for _, count in self.nodes)])
 
 
-class Work(Generic[T]):
-    """What a job does, once: on a thread of the client, or on the one that waits for it if that comes first.
-
-    Args:
-        run: does it.
-        limit_s: it takes hardly longer; who waits for less does not do it.
-        after: gives back what nobody waits for, on a thread of the client once the result is there, whatever that is.
-    """
-
-    def __init__(self, run: Callable[[], T], limit_s: float, after: Callable[[], None]) -> None:
-        self._run, self.limit_s, self._after = run, limit_s, after
-        self._lock = threading.Lock()
-        self.future: Future[T] = Future()
-
-    def begin(self) -> None:
-        """Say first of all that it has begun: from now on the job can be abandoned, but not cancelled."""
-        self.future.set_running_or_notify_cancel()
-
-    def do(self) -> bool:
-        """Do it unless somebody does or the job was given up; whether it was done here."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        if not self.future.running() and not self.future.set_running_or_notify_cancel():
-            return False
-        try:
-            result = self._run()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for.
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
-        return True
-
-    def see_done(self) -> None:
-        """Do it, or wait for who does, as long as its own waits last; then what comes after."""
-        if not self.do():
-            wait([self.future])
-        self._after()
-
-
 class Job(Generic[T]):
     """A save or load that runs in the background. May be awaited."""
 
@@ -188,9 +149,10 @@ class Job(Generic[T]):
         abandon: Callable[[float], bool],
         wait_on: Callable[[Any, float], bool] | None = None,
         work: Work[T] | None = None,
+        call: Callable[[Callable[[], object]], object] = lambda callback: callback(),
     ) -> None:
         self._future, self._what, self._abandon, self._wait_on = future, what, abandon, wait_on
-        self._work = work
+        self._work, self._call = work, call
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -214,8 +176,9 @@ class Job(Generic[T]):
             KVStoreError: it failed.
         """
         check_process(self._pid)
-        if self._work is not None and (timeout is None or timeout >= self._work.limit_s):
-            self._work.do()
+        work = self._work
+        if work is not None and work.limit_s is not None and (timeout is None or timeout >= work.limit_s):
+            work.do()
         try:
             return self._future.result(timeout)
         except TimeoutError as error:
@@ -267,8 +230,12 @@ class Job(Generic[T]):
         return self._future.cancel() or self._abandon(timeout)
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
-        """Call `callback(self)` at the end, on the thread that ran the job."""
-        self._future.add_done_callback(lambda _: callback(self))
+        """Call `callback(self)` after the end, on the client's thread for callbacks.
+
+        It may call the client and wait for other jobs: none of them waits for that thread. Other callbacks do, for
+        they are called one after the other, so a callback must not wait for another one.
+        """
+        self._future.add_done_callback(lambda _: self._call(lambda: callback(self)))
 
     def __await__(self) -> Generator[Any, None, T]:
         check_process(self._pid)

@@ -13,12 +13,14 @@ from kvstore.engine_copy import CopyOrder, EngineCopier
 from kvstore.errors import CopyStuck
 from kvstore.handoff import HandoffRoute
 from kvstore.hashing import Namespace
+from kvstore.job_threads import JobThreads
 from kvstore.jobs import CopyGuard
 from kvstore.part import Part
-from kvstore.results import Job, Work
+from kvstore.results import Job
 from kvstore.stage_client import StageLink
 from kvstore.stage_copier import EngineCaches
 from kvstore.store_connections import StoreConnections
+from kvstore.work import Work
 
 
 class StageVerbs(ABC):
@@ -31,6 +33,7 @@ class StageVerbs(ABC):
     epoch: str
     _store: StoreConnections
     _clears: ClearCounts
+    _jobs: JobThreads
     _stuck: bool
     _caches: EngineCaches | None = None
     _stage_link: StageLink | None = None
@@ -80,11 +83,12 @@ class StageVerbs(ABC):
         """Return the copier of the registered cache, or refuse."""
 
     @abstractmethod
-    def _ending_job(self) -> contextlib.AbstractContextManager[None]:
-        """Tell the store at once when a job's connection broke."""
-
-    @abstractmethod
     def _submit(
-        self, run: Callable[[], Any] | Work[Any], what: str, guard: CopyGuard, order: CopyOrder | None
+        self,
+        work: Work[Any],
+        what: str,
+        guard: CopyGuard,
+        order: CopyOrder | None,
+        start: Callable[[Work[Any]], None] | None = None,
     ) -> Job[Any]:
-        """Run a job on a thread of the client, or `Work` on one that waits for it if that comes first."""
+        """Have a job done; `start` says by which threads, where those that copy are not meant."""

@@ -28,7 +28,7 @@ _HELLO_TIMEOUT_S = 5.0
 
 
 class StoreConnections:
-    """Connections to one life of a node's store; all but `of_thread` are for any thread.
+    """Connections to one life of a node's store; for any thread.
 
     Args:
         path: the store's socket.
@@ -38,7 +38,7 @@ class StoreConnections:
         node_id, epoch, config: of the store.
         call_timeout_s: for the answer to one call.
         arena: the store's memory, mapped; the caller unmaps it.
-        for_fetches: those that no fetch has now.
+        for_jobs, for_fetches, for_lookups: those that no save or load, no fetch, no lookup has now.
 
     Raises:
         StoreNotRunning: nobody answers at the path.
@@ -51,9 +51,9 @@ class StoreConnections:
         self._pid, self._key = os.getpid(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
         self._lock, self._renewing = threading.Lock(), threading.Lock()
         self._open: list[ControlClient] = []
-        self._local = threading.local()
-        self._lookups: ControlClient | None = None
+        self.for_jobs = IdleConnections(self.connect, lambda: self.has_ended)
         self.for_fetches = IdleConnections(self.connect, lambda: self.has_ended)
+        self.for_lookups = IdleConnections(self.connect, lambda: self.has_ended)
         self.call_timeout_s = _HELLO_TIMEOUT_S
         self._calls, fd = self._connect()
         hello = self._calls.hello
@@ -102,36 +102,6 @@ class StoreConnections:
     def _lose(self) -> None:
         self._is_lost = True
         self._on_lost()
-
-    def of_thread(self) -> ControlClient:
-        """Return the connection of the calling thread's jobs, of which one runs at a time: for one that begins.
-
-        Raises:
-            StoreUnavailable: there is none yet, or it broke, and none can be opened.
-            ForkedClient: this is a child of the process that made it.
-        """
-        connection: ControlClient | None = getattr(self._local, "connection", None)
-        if connection is None or connection.closed:
-            # The job that used it is over: what that held can go.
-            connection = self._local.connection = self.connect(connection, getattr(self._local, "since", 0))
-        self._local.since = connection.next_question
-        return connection
-
-    def leave_of_thread(self) -> None:
-        """Let the calling thread's connection keep what it holds while this process lives; its next job has another."""
-        self._local.connection = None
-
-    def for_lookups(self) -> ControlClient:
-        """Return the connection of lookups: one of them that times out closes it, and leases must not go with it.
-
-        Raises:
-            StoreUnavailable: this client was closed, or none can be opened.
-        """
-        connection = self._lookups
-        if connection is None or connection.closed:
-            self.check_open()
-            connection = self._lookups = self.connect()
-        return connection
 
     def call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0) -> bytes:
         """Ask over the connection of calls; see `ControlClient.call` for what is raised."""

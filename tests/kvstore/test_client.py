@@ -306,7 +306,8 @@ def test_a_store_that_was_restarted_is_another_one(cluster):
     old = cluster.nodes["a"]
     cluster.stop_node("a")
     new = cluster.add("a")
-    worker.client._store.path, worker.client._store._local = new.control_path, threading.local()
+    worker.client._store.path = new.control_path
+    worker.client._store.for_jobs._idle.clear()
     assert old.epoch != new.epoch
     result = worker.load(hashes, range(2))
     assert result.num_blocks == 0
@@ -435,13 +436,13 @@ def test_an_abandoned_load_writes_nothing_any_more(cluster):
     worker.save(hashes, range(3))
     copier = worker.client._copier
     gate = Gate(lambda: None)
-    connect = worker.client._store.of_thread
+    taken = worker.client._store.for_jobs.taken
 
-    def wait_then_connect():
+    def wait_then_take():
         gate()
-        return connect()
+        return taken()
 
-    worker.client._store.of_thread = wait_then_connect
+    worker.client._store.for_jobs.taken = wait_then_take
     before = worker.bytes()
     job = worker.client.load(hashes, [5, 6, 7])
     assert gate.entered.wait(5)
@@ -515,13 +516,13 @@ def test_an_abandoned_save_publishes_nothing(cluster, wait_until):
     core = cluster.add("a")
     worker = cluster.worker("a", 8)
     gate = Gate(lambda: None)
-    connect = worker.client._store.of_thread
+    taken = worker.client._store.for_jobs.taken
 
-    def wait_then_connect():
+    def wait_then_take():
         gate()
-        return connect()
+        return taken()
 
-    worker.client._store.of_thread = wait_then_connect
+    worker.client._store.for_jobs.taken = wait_then_take
     job = worker.client.save(cluster.hashes(3), range(3))
     assert gate.entered.wait(5)
     assert job.abandon(1)

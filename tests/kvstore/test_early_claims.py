@@ -12,14 +12,16 @@ from kvstore.handoff_claim import _EarlyClaim
 from kvstore.handoff_messages import PeerClaimed, pack_peer_claimed
 from kvstore.results import MissReason
 from tests.kvstore.test_handoff import fetch, reason, same
+from tests.kvstore.test_results import kept_work, see_done
 from tests.kvstore.test_stages import HeldBlocks, held_packing, nothing_held, pair, stages  # noqa: F401 - two of them are fixtures.
 
 
 @pytest.fixture
-def warm(pair):  # noqa: F811
+def warm(pair, wait_until):  # noqa: F811
     """The pair of workers after a hand-off: the lane is known and a connection to the source is idle."""
     source, target = pair
     assert fetch(target, source.client.publish([1]), [1]).route == "gpu"
+    wait_until(lambda: len(target.client._store.for_fetches) == 1)
     return source, target
 
 
@@ -210,11 +212,11 @@ def test_a_source_that_was_restarted_has_nothing_and_nothing_is_read(cluster, wa
 def test_a_fetch_that_is_given_up_before_it_began_leaves_nothing(cluster, warm, wait_until):
     source, target = warm
     given = []
-    jobs, target.client._jobs = target.client._jobs, SimpleNamespace(see_done=given.append)
+    jobs, target.client._jobs = target.client._jobs, kept_work(given)
     ticket, before = source.client.publish(range(6)), target.bytes()
     assert target.client.fetch(ticket, list(range(6))).abandon()
     target.client._jobs = jobs
-    given[0].see_done()
+    see_done(given[0])
     assert target.bytes() == before
     source.client.withdraw(ticket)
     nothing_held(cluster, wait_until)

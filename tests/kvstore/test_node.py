@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -219,14 +220,15 @@ def test_a_fetch_of_64_blocks_costs_one_call_of_the_worker_and_two_of_the_stores
     hashes = cluster.hashes(64)
     assert one.save(hashes, range(64)).num_written == 64
     calls = []
-    original = two.client._store.of_thread
+    original = two.client._store.for_jobs.taken
 
+    @contextlib.contextmanager
     def counted():
-        connection = original()
-        calls.append((connection, connection.num_calls))
-        return connection
+        with original() as connection:
+            calls.append((connection, connection.num_calls))
+            yield connection
 
-    two.client._store.of_thread = counted
+    two.client._store.for_jobs.taken = counted
     result = two.load(hashes, range(64))
     assert (result.num_blocks, result.num_peer) == (64, 64)
     assert sum(connection.num_calls - before for connection, before in calls) == 1

@@ -112,8 +112,9 @@ def test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket(c
             publication.job.result(10)
     assert publisher.client.withdraw(publication.ticket)
     assert reason(fetch(victim, publication.ticket, range(4))) is MissReason.WITHDRAWN
-    # The thread's next job has a connection that breaks, and is replaced.
-    publisher.client._jobs.submit(lambda: publisher.client._store.of_thread().close()).result(5)
+    # The next job has a connection that breaks, and is replaced.
+    with publisher.client._store.for_jobs.taken() as connection:
+        connection.close()
     assert publisher.save(cluster.hashes(3), range(3)).num_written == 3
     publisher.client.close()
     assert core.pool.stats().num_writing == 8, "until the process ends"

@@ -8,7 +8,6 @@ import itertools
 import secrets
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from kvstore.stage_lanes import StageLanes
 from kvstore.transport import LoopbackTransport
 from tests.kvstore.test_handoff import Held, fetch, is_empty, reason, same
 from tests.kvstore.test_named_tickets import named
+from tests.kvstore.test_results import kept_work, see_done
 
 BLOCK = 1024
 
@@ -537,12 +537,12 @@ def test_copies_that_are_queued_are_over_before_the_job_counts_as_abandoned(clus
     source, target = pair
     order, given, jobs = Order(), [], source.client._jobs
     source.client._stage_link._stage.copier.order = lambda: order
-    source.client._jobs = SimpleNamespace(see_done=given.append)
+    source.client._jobs = kept_work(given)
     publication = source.client.begin_publish(range(10))
     assert publication.job.abandon()
     assert order.asked == ["settle"]
     source.client._jobs = jobs
-    given[0].see_done()
+    see_done(given[0])
     assert publication.job.result(0) == publication.ticket
     assert fetch(target, publication.ticket, range(10)).num_blocks == 10
     nothing_held(cluster, wait_until)

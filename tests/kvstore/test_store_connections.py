@@ -1,5 +1,6 @@
 """The connections of one client, to a real store on a thread."""
 
+import contextlib
 import threading
 
 import pytest
@@ -41,30 +42,27 @@ def test_nobody_at_the_path_is_said(tmp_path, lost):
     assert lost == [], "a store that never was is not lost"
 
 
-def test_each_thread_of_jobs_has_one_and_keeps_it(store):
-    seen = []
-    here = store.of_thread()
-    thread = threading.Thread(target=lambda: seen.extend([store.of_thread(), store.of_thread()]))
-    thread.start()
-    thread.join(10)
-    assert store.of_thread() is here
-    assert seen[0] is seen[1] is not here
+def test_jobs_at_once_have_one_each_and_the_next_ones_have_them_again(store):
+    with store.for_jobs.taken() as one, store.for_jobs.taken() as other:
+        assert one is not other
+    with store.for_jobs.taken() as again:
+        assert again in (one, other)
 
 
-def test_a_broken_one_of_a_thread_is_replaced_by_name(store):
-    broken = store.of_thread()
-    broken.close()
-    found = store.of_thread()
-    assert found is not broken
-    assert not found.closed
-    assert found.hello["connection"] != broken.hello["connection"]
+def test_a_broken_one_of_a_job_is_replaced_by_name(store):
+    with store.for_jobs.taken() as broken:
+        broken.close()
+    with store.for_jobs.taken() as found:
+        assert found is not broken
+        assert not found.closed
+        assert found.hello["connection"] != broken.hello["connection"]
 
 
 def test_a_lookup_that_times_out_does_not_take_what_holds_leases(store):
-    first = store.for_lookups()
-    assert store.for_lookups() is first
-    first.close()
-    assert store.for_lookups() is not first
+    with store.for_lookups.taken() as first:
+        first.close()
+    with store.for_lookups.taken() as found:
+        assert found is not first
     assert store.call(Op.STATS, b"")
 
 
@@ -81,19 +79,20 @@ def test_a_question_of_its_own_leaves_no_connection(store):
 
 
 def test_after_its_end_nothing_new_is_taken(store):
-    running = store.of_thread()
+    held = contextlib.ExitStack()
+    running = held.enter_context(store.for_jobs.taken())
     store.end()
     for refused in (
         store.check_open,
         lambda: store.call(Op.STATS, b""),
         lambda: store.say(Op.GOODBYE, b""),
         lambda: store.ask(Op.STATS, b"", 1.0),
-        store.for_lookups,
     ):
         with pytest.raises(StoreUnavailable, match="make a new one"):
             refused()
-    assert store.of_thread() is running
     assert running.call(Op.STATS, b"", timeout_s=5.0), "a job that runs goes on"
+    held.close()
+    assert running.closed, "nobody else will close it"
 
 
 def test_a_store_that_is_gone_is_said_to_be_lost(store, cluster, lost):
@@ -115,7 +114,9 @@ def test_another_life_of_the_store_is_not_this_one(store, cluster, lost):
 @pytest.mark.parametrize("jobs_are_over", [True, False])
 def test_close_closes_all_and_says_so_only_when_nothing_is_copied_any_more(store, jobs_are_over):
     said = []
-    for connection in (store.of_thread(), store.for_lookups(), store._calls):
+    with store.for_jobs.taken() as job, store.for_lookups.taken() as lookup:
+        used = [job, lookup, store._calls]
+    for connection in used:
         send = connection.send
         connection.send = lambda op, *more, send=send: (said.append(op), send(op, *more))
     store.close(jobs_are_over=jobs_are_over)

@@ -1,0 +1,103 @@
+"""One thread that watches for all that waits."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from kvstore.parking import Parking
+
+
+@pytest.fixture
+def parking():
+    made = Parking()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair():
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def far():
+    return time.monotonic() + 60
+
+
+def test_what_is_parked_goes_on_once_when_there_is_something_to_read(parking, pair):
+    here, there = pair
+    called = threading.Semaphore(0)
+    parking.park(here.fileno(), far(), called.release)
+    assert not called.acquire(timeout=0.05)
+    there.send(b"xx")
+    assert called.acquire(timeout=5)
+    assert not called.acquire(timeout=0.05), "though all of it is still to be read"
+    assert len(parking) == 0
+    parking.park(here.fileno(), far(), called.release)
+    assert called.acquire(timeout=5), "for what came before"
+
+
+def test_what_is_parked_goes_on_when_the_other_side_ends(parking, pair):
+    here, there = pair
+    called = threading.Event()
+    parking.park(here.fileno(), far(), called.set)
+    there.close()
+    assert called.wait(5)
+
+
+def test_each_goes_on_when_its_own_time_is_over(parking):
+    pairs, order, ended = [socket.socketpair() for _ in range(3)], [], threading.Event()
+    began_s = time.monotonic()
+    for (here, _), after_s in zip(pairs, (0.3, 0.1, 0.2), strict=True):
+        call = lambda after_s=after_s: (order.append(after_s), len(order) == 3 and ended.set())  # noqa: E731
+        parking.park(here.fileno(), began_s + after_s, call)
+    assert ended.wait(5)
+    assert order == [0.1, 0.2, 0.3]
+    assert time.monotonic() - began_s >= 0.3
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
+def test_what_left_is_not_called_and_its_descriptor_may_be_parked_again(parking, pair):
+    here, there = pair
+    called, again = threading.Event(), threading.Event()
+    leave = parking.park(here.fileno(), far(), called.set)
+    leave()
+    parking.park(here.fileno(), far(), again.set)
+    leave()  # Of one that is gone: it must not take the other's place.
+    there.send(b"x")
+    assert again.wait(5)
+    assert not called.is_set()
+
+
+def test_one_that_fails_does_not_end_the_thread(parking, pair, caplog):
+    here, there = pair
+    called = threading.Event()
+    parking.park(here.fileno(), time.monotonic(), lambda: 1 // 0)
+    there.send(b"x")
+    while len(parking):
+        time.sleep(0.005)
+    parking.park(here.fileno(), far(), called.set)
+    assert called.wait(5)
+    assert "could not go on" in caplog.text
+
+
+def test_it_has_no_thread_before_it_is_used_and_leaves_none_and_no_descriptor(pair):
+    def threads():
+        return {thread for thread in threading.enumerate() if thread.name == "raykv-waiting"}
+
+    before, known = len(os.listdir("/proc/self/fd")), threads()
+    parking = Parking()
+    assert threads() == known
+    parking.park(pair[0].fileno(), far(), lambda: None)()
+    (thread,) = threads() - known
+    parking.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(os.listdir("/proc/self/fd")) == before
