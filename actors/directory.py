@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ray
+
 from kvstore.actors.calls import node_address
-from kvstore.directory import DirectoryServer
+from kvstore.directory import SETTLE_S, DirectoryServer
 from kvstore.peers import PeerAddress
 
 
 class Directory:
-    """Facade of kvstore.directory.DirectoryServer."""
+    """Facade of kvstore.directory.DirectoryServer.
 
-    def __init__(self) -> None:
-        self._server = DirectoryServer(node_address())
+    Args:
+        is_first: whether no store ran in the cluster when it was made, so that none has to find it again.
+    """
+
+    def __init__(self, is_first: bool = False) -> None:
+        # Ray makes it again with the same argument, beside stores that run by then.
+        is_first = is_first and not ray.get_runtime_context().was_current_actor_reconstructed
+        self._server = DirectoryServer(node_address(), 0.0 if is_first else SETTLE_S)
 
     def address(self) -> PeerAddress:
         """Return where stores reach the directory."""

@@ -100,7 +100,7 @@ def plain_nodes(config: StoreConfig, num_nodes: int = 2, timeout_s: float = 60.0
     Raises:
         StoreUnavailable: one did not get ready in time; nothing is left.
     """
-    directory, nodes = DirectoryServer(_HOST), list[PlainNode]()
+    directory, nodes = DirectoryServer(_HOST, settle_s=0.0), list[PlainNode]()
     try:
         nodes += [PlainNode(f"node-{index}", config) for index in range(num_nodes)]
         deadline_s = time.monotonic() + timeout_s

@@ -153,7 +153,17 @@ class Supervisor:
     def _ensure_directory(self) -> None:
         name = actor_name(self._config.name, "directory")
         # Ray restarts it by itself; this makes the first one, and another should Ray have given up.
-        _get_or_create(name, Directory, {"max_restarts": -1, "max_concurrency": 8})
+        _get_or_create(name, Directory, {"max_restarts": -1, "max_concurrency": 8}, self._has_no_stores(name))
+
+    def _has_no_stores(self, directory: str) -> bool:
+        """Whether neither the directory nor any store exists yet."""
+        for name in (directory, *(actor_name(self._config.name, "node", node_id) for node_id in alive_nodes())):
+            try:
+                find_actor(name)
+            except StoreNotRunning:
+                continue
+            return False
+        return True
 
     def _ensure_node_store(self, node_id: str, resources: dict[str, float]) -> None:
         name = actor_name(self._config.name, "node", node_id)

@@ -1,131 +1,82 @@
 """The directory: block hash -> nodes. A hint: wrong entries cost a question, never a wrong byte.
 
-Stores send what became findable and what stopped being so, in batches; after the directory died, or a
-batch was lost, each store sends a full snapshot, and the index is whole again. With the batches they tell which
-namespaces were cleared, and hear which others were.
+Stores send what became findable and what stopped being so, in batches; on each new connection a store begins with a
+full announcement, so that the index is whole again after the directory died or a batch was lost. With the batches
+they tell which namespaces were cleared, and hear which others were.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from dataclasses import dataclass
 
-from kvstore.chain import HASH_BYTES, decode_chain
+from kvstore.announcements import Batch, unpack_batch
+from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
+from kvstore.directory_index import DirectoryIndex
 from kvstore.errors import IncompatibleStore, ProtocolError
 from kvstore.peers import PeerAddress
-from kvstore.versions import NamespaceVersions, pack_versions, unpack_versions
+from kvstore.versions import NamespaceVersions, pack_versions
 from kvstore.wire import Message, Op, clip, is_secret, pack_json, unpack_json
 
-_PUBLISH = struct.Struct("<BQIII")
+__all__ = ["SETTLE_S", "DirectoryIndex", "DirectoryServer"]
+
+#: For so long after its start, or after a store was lost, a directory does not say that there is only one node:
+#: another one may be on its way (a heartbeat of 5 s, a pause of 1 s, and a call's 5 s to find the directory).
+SETTLE_S = 15.0
+#: Between two steps in which entries of forgotten stores are taken out; a step takes some milliseconds.
+_SWEEP_EVERY_S = 0.05
+_EPOCH_BYTES, _MAX_NODE_ID = 8, 200
 
 
-class DirectoryIndex:
-    """Which nodes hold which block, as one bit mask per hash."""
+@dataclass(slots=True)
+class _Link:
+    """A connection of a store, and what was announced on it.
 
-    def __init__(self) -> None:
-        self._masks: dict[bytes, int] = {}
-        self._bit_of: dict[str, int] = {}
-        self._node_of: dict[int, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._masks)
-
-    def nodes(self) -> list[str]:
-        """Return the nodes that ever published and were not forgotten."""
-        return sorted(self._bit_of)
-
-    def add(self, node_id: str, hashes: Iterable[bytes]) -> None:
-        """Note that a node holds blocks."""
-        bit = self._bit(node_id)
-        for block_hash in hashes:
-            self._masks[block_hash] = self._masks.get(block_hash, 0) | bit
-
-    def remove(self, node_id: str, hashes: Iterable[bytes]) -> None:
-        """Note that a node holds blocks no more."""
-        bit = self._bit(node_id)
-        for block_hash in hashes:
-            mask = self._masks.get(block_hash, 0) & ~bit
-            if mask:
-                self._masks[block_hash] = mask
-            else:
-                self._masks.pop(block_hash, None)
-
-    def forget(self, node_id: str) -> None:
-        """Drop everything of a node."""
-        bit = self._bit_of.pop(node_id, 0)
-        if bit:
-            del self._node_of[bit]
-            self._masks = {h: mask & ~bit for h, mask in self._masks.items() if mask & ~bit}
-
-    def locate(self, hashes: Sequence[bytes]) -> list[tuple[str, int]]:
-        """Return (node, length of the prefix it holds), longest first, nodes with none left out."""
-        masks = self._masks
-        alive = masks.get(hashes[0], 0) if hashes else 0
-        lengths: list[tuple[str, int]] = []
-        for count, block_hash in enumerate(hashes):
-            still = alive & masks.get(block_hash, 0)
-            if still != alive:
-                lengths += [(node, count) for node in self._nodes_in(alive & ~still)]
-                alive = still
-                if not alive:
-                    break
-        lengths += [(node, len(hashes)) for node in self._nodes_in(alive)]
-        return sorted(lengths, key=lambda item: (-item[1], item[0]))
-
-    def _nodes_in(self, mask: int) -> list[str]:
-        return [node for bit, node in self._node_of.items() if mask & bit]
-
-    def _bit(self, node_id: str) -> int:
-        bit = self._bit_of.get(node_id)
-        if bit is None:
-            bit = 1
-            while bit in self._node_of:
-                bit <<= 1
-            self._bit_of[node_id] = bit
-            self._node_of[bit] = node_id
-        return bit
-
-
-def pack_publish(
-    node_id: str,
-    *,
-    reset: bool,
-    sequence: int,
-    added: Sequence[bytes],
-    removed: Sequence[bytes],
-    versions: Mapping[bytes, int],
-) -> bytes:
-    """Pack a batch of hints; `reset` says that `added` is everything the node holds.
-
-    `versions` are those of cleared namespaces that the node has heard of since its last batch.
+    `life` is the announcement that is whole, `coming` the one that is under way; 0 where there is none.
     """
-    node, cleared = node_id.encode(), pack_versions(versions)
-    head = _PUBLISH.pack(int(reset), sequence, len(node), len(cleared), len(added))
-    return b"".join((head, node, cleared, *added, *removed))
+
+    node_id: str
+    epoch: bytes
+    connection: Connection
+    sequence: int = 0
+    life: int = 0
+    coming: int = 0
+    #: Up to which serial of the versions it was told.
+    told: int = 0
 
 
 class DirectoryServer:
     """Serves one index to the stores of a cluster over TCP.
 
+    What a connection announces is of the node and the epoch that it named in its HELLO, and it alone takes that
+    back: by its end, or by the next announcement of the same epoch. So a store that says it is of another's node
+    adds wrong hints at worst.
+
     Args:
         host: address of this node, as other nodes reach it.
+        settle_s: how long it does not say that a node is the only one; 0 for the first directory of a store, all of
+            whose nodes are yet to come.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, settle_s: float = SETTLE_S) -> None:
         self.index = DirectoryIndex()
         self._token = secrets.token_hex(16)
         self._host = host
-        self._nodes: dict[str, str] = {}
+        self._settle_s = settle_s
+        self._settled_at_s = time.monotonic() + settle_s
+        self._links: dict[str, _Link] = {}
+        self._lives = itertools.count(1)
         self._versions = NamespaceVersions()
-        # Up to which serial of the versions each connection was told.
-        self._told: dict[str, int] = {}
         #: Connections that were told which node is the only one; closed when there is another.
         self._lonely: dict[str, Connection] = {}
-        self._server = ControlServer(self._serve, self._gone)
+        self._server = ControlServer(
+            self._serve, self._gone, self.index.sweep, lambda: self.index.is_sweeping, _SWEEP_EVERY_S
+        )
         self._server.listen_remote(host)
         self._server.start()
 
@@ -152,17 +103,17 @@ class DirectoryServer:
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
         if message.op is Op.HELLO:
             return self._hello(connection, message)
-        if not connection.role:
+        link = self._links.get(connection.owner)
+        if link is None:
             raise ProtocolError("wanted HELLO first")
         if message.op is Op.LOCATE:
             chain = decode_chain(message.payload)
-            nodes = self.index.nodes()
-            if len(nodes) == 1:
+            only = self._only_node()
+            if only:
                 self._lonely[connection.owner] = connection
-            only = nodes[0] if len(nodes) == 1 else ""
             return pack_json({"nodes": self.index.locate(chain.hashes()), "only": only})
         if message.op is Op.PUBLISH:
-            return self._publish(connection, message.payload)
+            return self._publish(link, unpack_batch(message.payload))
         raise ProtocolError(f"a directory does not serve {message.op.name}")
 
     def _hello(self, connection: Connection, message: Message) -> bytes:
@@ -173,35 +124,74 @@ class DirectoryServer:
             )
         if not is_secret(value.get("token"), self._token):
             raise IncompatibleStore("wrong token; connect through the cluster that runs this directory")
+        node_id, epoch = value.get("node"), _epoch_in(value)
+        if not isinstance(node_id, str) or not 0 < len(node_id) <= _MAX_NODE_ID or len(epoch) != _EPOCH_BYTES:
+            raise ProtocolError(
+                f"wanted a node of at most {_MAX_NODE_ID} characters and an epoch of {_EPOCH_BYTES} bytes in "
+                f"hexadecimal, got {clip(node_id)} and {clip(value.get('epoch'))}"
+            )
         connection.role = "store"
+        self._links[connection.owner] = _Link(node_id, epoch, connection)
         return pack_json({"protocol": PROTOCOL_VERSION})
 
-    def _publish(self, connection: Connection, payload: bytes) -> bytes:
+    def _only_node(self) -> str:
+        """Return the only node that has a store, as far as can be known; nothing if there may be others."""
+        nodes = self.index.nodes()
+        return nodes[0] if len(nodes) == 1 and time.monotonic() >= self._settled_at_s else ""
+
+    def _publish(self, link: _Link, batch: Batch) -> bytes:
         """Take a batch in; returns the versions that this connection has not been told."""
-        reset, _, node_len, cleared_len, num_added = _PUBLISH.unpack_from(payload)
-        at = _PUBLISH.size
-        node_id = payload[at : at + node_len].decode()
-        at += node_len
-        versions = unpack_versions(payload[at : at + cleared_len])
-        data = payload[at + cleared_len :]
-        self._versions.hear_all(versions)
-        hashes = [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
-        self._nodes[connection.owner] = node_id
-        if reset:
-            self.index.forget(node_id)
-        self.index.add(node_id, hashes[:num_added])
-        self.index.remove(node_id, hashes[num_added:])
+        if batch.sequence != link.sequence + 1 or not (batch.begins or link.life or link.coming):
+            raise ProtocolError(
+                f"wanted batch {link.sequence + 1}, with a full announcement first, got batch {batch.sequence}; "
+                "connect again"
+            )
+        link.sequence = batch.sequence
+        self._versions.hear_all(batch.versions)
+        if batch.begins:
+            self._begin(link)
+        for life in (link.life, link.coming):
+            if life:
+                self.index.remove(link.node_id, batch.removed, life)
+        self.index.add(link.node_id, batch.added, link.coming or link.life)
+        if batch.ends and link.coming:
+            self._forget(link, link.life)
+            link.life, link.coming = link.coming, 0
         if len(self.index.nodes()) > 1:
             for lonely in self._lonely.values():
                 lonely.shut_down()  # Before the new node hears that it is known here.
             self._lonely.clear()
-        self._told[connection.owner], news = self._versions.since(self._told.get(connection.owner, 0))
-        return pack_versions({n: version for n, version in news.items() if versions.get(n) != version})
+        link.told, news = self._versions.since(link.told)
+        return pack_versions({n: version for n, version in news.items() if batch.versions.get(n) != version})
+
+    def _begin(self, link: _Link) -> None:
+        """Begin a full announcement; the one before it counts until this one is whole."""
+        self._forget(link, link.coming)
+        link.coming = next(self._lives)
+        for other in self._links.values():
+            if other is not link and other.sequence and (other.node_id, other.epoch) == (link.node_id, link.epoch):
+                # The same store over an earlier connection, whose end was not seen here.
+                self._forget(other, other.coming)
+                self._forget(link, link.life)
+                link.life, other.life, other.coming = other.life, 0, 0
+                other.connection.shut_down()
+
+    def _forget(self, link: _Link, life: int) -> None:
+        if life:
+            self.index.forget(link.node_id, life)
 
     def _gone(self, connection: Connection) -> None:
-        self._told.pop(connection.owner, None)
         self._lonely.pop(connection.owner, None)
-        node_id = self._nodes.pop(connection.owner, None)
-        # A store that reconnected publishes over a newer connection and is not forgotten.
-        if node_id is not None and node_id not in self._nodes.values():
-            self.index.forget(node_id)
+        link = self._links.pop(connection.owner, None)
+        if link is not None and (link.life or link.coming):
+            # It may come back, with what it holds.
+            self._settled_at_s = time.monotonic() + self._settle_s
+            self._forget(link, link.life)
+            self._forget(link, link.coming)
+
+
+def _epoch_in(hello: dict[str, object]) -> bytes:
+    try:
+        return bytes.fromhex(str(hello.get("epoch")))
+    except ValueError:
+        return b""

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.announcements import Announcements, pack_batch
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_remote
-from kvstore.directory import pack_publish
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
+from kvstore.guard import Guard
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
 from kvstore.solitude import Solitude
@@ -54,6 +56,7 @@ class Hints:
         clear: called, on the link's thread, with a namespace and a version that the directory knows and the store
             may not.
         say_alone: told whether this node is the only one that has blocks, as `is_alone` says it, without being asked.
+        epoch: this life of the store, by which the directory tells its connections from those of another life.
     """
 
     def __init__(
@@ -64,11 +67,12 @@ class Hints:
         versions: NamespaceVersions,
         clear: Callable[[bytes, int], object],
         say_alone: Callable[[bool], None] = lambda alone: None,
+        epoch: bytes | None = None,
     ) -> None:
         self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
+        self._epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._versions, self._clear, self._told = versions, clear, 0
-        self._pool: Pool | None = None
-        self._is_new_pool = False
+        self._announcements = Announcements()
         self._condition = threading.Condition()
         self._waiting: list[_Waiting] = []
         self._num_begun = 0
@@ -81,7 +85,6 @@ class Hints:
         self._solitude = Solitude(say_alone)
         self._ask_after_s = 0.0
         self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
-        self._sequence = 0
         self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
 
     def start(self, timeout_s: float) -> None:
@@ -96,7 +99,7 @@ class Hints:
 
     def follow(self, pool: Pool) -> None:
         """Publish what `pool` holds from now on."""
-        self._pool, self._is_new_pool = pool, True
+        self._announcements.follow(pool)
         self.publish_soon()
 
     def publish_soon(self, then: Callable[[], None] | None = None) -> None:
@@ -130,7 +133,10 @@ class Hints:
             due = [waiting for waiting in self._waiting if is_due(waiting)]
             self._waiting = [waiting for waiting in self._waiting if not is_due(waiting)]
         for waiting in due:
-            waiting.then()
+            try:
+                waiting.then()
+            except Exception:
+                logger.exception("hints: a save could not be told that it is complete")
 
     def locate(self, chain: Chain) -> list[tuple[str, int]]:
         """Return (node, prefix length) of the nodes that may hold a run; empty when the directory is away.
@@ -199,57 +205,70 @@ class Hints:
 
     def _connect(self) -> ControlClient:
         address = self._resolve()
-        hello = {"role": "store", "protocol": PROTOCOL_VERSION, "token": address.token}
+        hello = {
+            "role": "store",
+            "protocol": PROTOCOL_VERSION,
+            "token": address.token,
+            "node": self._node_id,
+            "epoch": self._epoch.hex(),
+        }
         return connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
 
     def _run(self) -> None:
-        while True:
-            with self._condition:
-                if not self._pending and not self._stopping:
-                    self._condition.wait(_HEARTBEAT_S)
-                if self._stopping:
-                    break
-                self._pending = False
-                self._num_begun += 1
-                number = self._num_begun
-            self._is_away = not self._publish()
-            self._answer(lambda waiting: waiting.batch <= number)  # noqa: B023
-            if self._is_away:
-                time.sleep(_RETRY_S)
-                with self._condition:
-                    self._pending = True
+        guard = Guard(logger, "hints: a round of publishing")
+        while not self._stopping:
+            try:
+                self._round()
+                guard.passed()
+            except Exception as error:  # noqa: BLE001 - logged by the guard; nothing else publishes.
+                self._rest(guard.failed(error))
         self._answer(lambda waiting: True)
 
-    def _publish(self) -> bool:
-        added: list[bytes] = []
-        removed: list[bytes] = []
+    def _round(self) -> None:
+        """Wait for something to publish, or for the heartbeat's time, and publish a batch."""
+        with self._condition:
+            if not self._pending and not self._stopping:
+                self._condition.wait(_HEARTBEAT_S)
+            if self._stopping:
+                return
+            self._pending = False
+            self._num_begun += 1
+            number = self._num_begun
+        is_there = False
         try:
-            is_first = self._publisher is None or self._publisher.closed
-            if is_first:
+            is_there = self._publish()
+        finally:
+            self._is_away = not is_there
+            if self._is_away or self._announcements.are_changes_told:
+                self._answer(lambda waiting: waiting.batch <= number)
+            if self._is_away or not self._announcements.is_all_told:
+                with self._condition:
+                    self._pending = True
+        if self._is_away:
+            self._rest(_RETRY_S)
+
+    def _rest(self, seconds: float) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._stopping, seconds)
+
+    def _publish(self) -> bool:
+        """Tell the directory one batch, and hear which namespaces were cleared; whether it was there."""
+        try:
+            if self._publisher is None or self._publisher.closed:
                 self._publisher, self._told = self._connect(), 0
-            reset, self._is_new_pool = is_first or self._is_new_pool, False
-            if self._pool is not None and reset:
-                added = self._pool.resident_hashes()
-            elif self._pool is not None:
-                final: dict[bytes, bool] = {}
-                for present, block_hash in self._pool.drain_events():
-                    final[block_hash] = present
-                added = [h for h, present in final.items() if present]
-                removed = [h for h, present in final.items() if not present]
-            self._sequence += 1
+                self._announcements.begin_connection()
             told, versions = self._versions.since(self._told)
-            batch = pack_publish(
-                self._node_id, reset=reset, sequence=self._sequence, added=added, removed=removed, versions=versions
-            )
-            assert self._publisher is not None
             # Sent even when empty: that is how a directory that was restarted is noticed.
-            answer = self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s)
-            self._told = told
-            self._versions.hear_all(unpack_versions(answer), self._clear)
-        except KVStoreError as error:
-            # Events already drained are lost with the connection: the next one begins with a snapshot.
+            batch = pack_batch(self._announcements.next(versions))
+            news = unpack_versions(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
+        except Exception as error:
+            # What this batch told may be lost with the connection: the next one begins with a full announcement.
             if self._publisher is not None:
                 self._publisher.close()
-            logger.info("could not publish hints: %s; will send a snapshot", error)
+            if not isinstance(error, KVStoreError):
+                raise
+            logger.info("could not publish hints: %s; will announce everything anew", error)
             return False
+        self._told = told
+        self._versions.hear_all(news, self._clear)
         return True

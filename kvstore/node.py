@@ -87,7 +87,7 @@ class NodeCore(PoolVerbs):
         self._peers = PeerBook(node_id, self.epoch, self._resolver(resolve_peer), config.call_timeout_s)
         self.hints = Hints(
             node_id, resolve_directory, config.call_timeout_s, self.versions, self.hear_clearing,
-            self.presence.set_alone,
+            self.presence.set_alone, self.epoch,
         )  # fmt: skip
         self.fetcher: Fetcher | None = None
         remove_stale_sockets(socket_dir())

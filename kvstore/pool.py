@@ -372,16 +372,20 @@ class Pool:
 
     # Looking on.
 
-    def drain_events(self) -> list[tuple[bool, bytes]]:
-        """Return and forget what became findable (True, hash) or stopped being so (False, hash), in order."""
+    def drain_events(self) -> list[tuple[bool, bytes]] | None:
+        """Return and forget what became findable (True, hash) or stopped being so (False, hash), in order.
+
+        None when that were more hashes than slots, and than 16,384, since it was asked last: they are not kept, and
+        `resident_hashes` says how things stand.
+        """
         with self._lock:
-            events, self._table.events = self._table.events, []
-        return [(present, own) for present, hashes in events for own in hashes]
+            events = self._table.take_events()
+        return None if events is None else [(present, own) for present, hashes in events for own in hashes]
 
     def resident_hashes(self) -> list[bytes]:
         """Return all findable hashes and forget pending events: a consistent snapshot."""
         with self._lock:
-            self._table.events = []
+            self._table.take_events()
             return list(self._table.ready)
 
     def hot_chains(self, max_blocks: int) -> list[Chain]:

@@ -21,6 +21,8 @@ NO_SLOTS = SlotList.of([])
 _ONE = np.int32(1)
 #: Few, so that in tests many blocks share one.
 _OWN_COUNTERS = 16
+#: So many hashes of events are kept at least; in larger pools as many as there are slots.
+_FEWEST_EVENTS = 1 << 14
 
 
 class SlotTable:
@@ -62,8 +64,10 @@ class SlotTable:
         self.doomed: set[int] = set()
         self.unfindable: set[int] = set()
         self.order = EvictionOrder(num_slots)
-        #: What became findable (True) or stopped being so, in order; kept with the change that it tells of.
+        #: What became findable (True) or stopped being so, in order; kept with the change that it tells of. Of more
+        #: hashes than `_max_events` that nobody has come for none is kept: then only a snapshot says it.
         self.events: list[tuple[bool, list[bytes]]] = []
+        self._num_events, self._max_events = 0, max(num_slots, _FEWEST_EVENTS)
         # Soft-pinned slots whose turn came, with their stamp; they go when nothing else is left.
         self._spared: OrderedDict[int, int] = OrderedDict()
         # Highest index first, so that taking from the end hands out the lowest; sorted again when needed.
@@ -227,9 +231,22 @@ class SlotTable:
             if len(evicted) < wanted and not self._give_up_soft_pin():
                 break
         if hashes:
-            self.events.append((False, hashes))
+            self._tell(False, hashes)
             self.num_evicted += len(hashes)
         return evicted
+
+    def take_events(self) -> list[tuple[bool, list[bytes]]] | None:
+        """Return and forget what became findable or stopped being so; None when it was too much to be kept."""
+        events, was_too_much = self.events, self._num_events > self._max_events
+        self.events, self._num_events = [], 0
+        return None if was_too_much else events
+
+    def _tell(self, present: bool, hashes: list[bytes]) -> None:
+        self._num_events += len(hashes)
+        if self._num_events <= self._max_events:
+            self.events.append((present, hashes))
+        else:
+            self.events.clear()
 
     def _not_ready(self, slot: int) -> None:
         if self.parent[slot] == self.namespace[slot]:
@@ -269,7 +286,7 @@ class SlotTable:
         run = self.run[slots[0]]
         if run is not None:
             run.published(slots)
-        self.events.append((True, hashes))
+        self._tell(True, hashes)
         self.num_writing -= len(slots)
         self.num_published += len(slots)
         if stamp <= self.order.passed:
@@ -412,7 +429,7 @@ class SlotTable:
             else:
                 self._free_up(slot)
         if removed:
-            self.events.append((False, removed))
+            self._tell(False, removed)
         return len(mine), lost
 
     def hot_chains(self, max_blocks: int) -> list[Chain]:

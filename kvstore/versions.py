@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Mapping
 
 from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
+from kvstore.wire import clip
 
 logger = logging.getLogger(__name__)
 
+_NAMESPACE_BYTES = 32
 _ENTRY = struct.Struct("<32sQ")
 #: Versions are counts, so none is far ahead of another: what names one that is must not use up all that follow.
 _MAX_AHEAD = 1 << 32
@@ -40,8 +42,10 @@ class NamespaceVersions:
 
         Raises:
             StaleVersion: it is not later than what was known; nothing changed.
-            InvalidRequest: it is no version, or too far ahead of what was known; nothing changed.
+            InvalidRequest: it is no version or no namespace, or too far ahead of what was known; nothing changed.
         """
+        if not isinstance(namespace, bytes) or len(namespace) != _NAMESPACE_BYTES:
+            raise InvalidRequest(f"namespace: wanted {_NAMESPACE_BYTES} bytes, got {clip(namespace)}")
         with self._lock:
             known = self.get(namespace)
             if version is None:

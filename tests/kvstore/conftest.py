@@ -18,11 +18,13 @@ from kvstore.control_connect import connect_local
 from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
 from kvstore.hashing import Namespace
+from kvstore.hints import Hints
 from kvstore.mover import Mover
 from kvstore.node import NodeCore
 from kvstore.shape import KVShape
 from kvstore.slabs import Slabs
 from kvstore.transport import LoopbackNetwork, LoopbackTransport
+from kvstore.versions import NamespaceVersions
 from kvstore.wire import Flag, Message, Op, encode
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
@@ -117,7 +119,7 @@ class Cluster:
 
     def __init__(self):
         self.network = LoopbackNetwork()
-        self.directory = DirectoryServer(HOST)
+        self.directory = DirectoryServer(HOST, settle_s=0.0)
         self.nodes: dict[str, NodeCore] = {}
         self.movers: dict[str, InProcessMover | None] = {}
         self.clients: list[Client] = []
@@ -202,6 +204,31 @@ def cluster():
     made = Cluster()
     yield made
     made.stop()
+
+
+@pytest.fixture
+def directory():
+    made = DirectoryServer("127.0.0.1", settle_s=0.0)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def start_hints():
+    made = []
+
+    def start(node_id, pool, resolve):
+        versions = NamespaceVersions()
+        hints = Hints(node_id, resolve, 2.0, versions, versions.advance)
+        made.append(hints)
+        if pool is not None:
+            hints.start(2.0)
+            hints.follow(pool)
+        return hints
+
+    yield start
+    for hints in made:
+        hints.stop()
 
 
 @pytest.fixture(name="wait_until")

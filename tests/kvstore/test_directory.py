@@ -1,143 +1,25 @@
-"""The index alone, and the directory over TCP with stores' own link to it."""
+"""The directory over TCP, with stores' own link to it and with connections that say what no store would."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from directory_client import connect, publish, tell
 
+from kvstore.announcements import PIECE_BLOCKS
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_connect import connect_remote
-from kvstore.directory import DirectoryIndex, DirectoryServer, pack_publish
-from kvstore.errors import IncompatibleStore, KVStoreError, PeerLost, ProtocolError
-from kvstore.hints import Hints
+from kvstore.directory import DirectoryServer
+from kvstore.errors import IncompatibleStore, PeerLost, ProtocolError
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
-from kvstore.versions import NamespaceVersions, unpack_versions
-from kvstore.wire import Op, unpack_json
+from kvstore.versions import unpack_versions
+from kvstore.wire import Op
 from poolcheck.chains import NAMESPACES, chain_of, store
 
 NAMESPACE = NAMESPACES[0]
-
-
-def locate(index: DirectoryIndex, tokens: str) -> list[tuple[str, int]]:
-    return index.locate(chain_of(tokens).hashes())
-
-
-# The index.
-
-
-def test_prefixes_longest_first():
-    index = DirectoryIndex()
-    index.add("a", chain_of("uv").hashes())
-    index.add("b", chain_of("uvwx").hashes())
-    index.add("c", chain_of("uvw").hashes())
-    index.add("d", chain_of("zz").hashes())
-    assert locate(index, "uvwx") == [("b", 4), ("c", 3), ("a", 2)]
-    assert locate(index, "uv") == [("a", 2), ("b", 2), ("c", 2)]
-    assert locate(index, "q") == []
-    assert locate(index, "") == []
-
-
-def test_a_hole_ends_a_nodes_prefix():
-    index, hashes = DirectoryIndex(), chain_of("uvwx").hashes()
-    index.add("a", [hashes[0], hashes[2], hashes[3]])
-    index.add("b", hashes[1:])
-    assert index.locate(hashes) == [("a", 1)]
-
-
-def test_removed_blocks_are_gone():
-    index, hashes = DirectoryIndex(), chain_of("uvw").hashes()
-    index.add("a", hashes)
-    index.add("b", hashes)
-    index.remove("a", hashes[1:])
-    assert index.locate(hashes) == [("b", 3), ("a", 1)]
-    index.remove("b", hashes)
-    assert len(index) == 1
-    index.remove("b", hashes)
-    assert index.locate(hashes) == [("a", 1)]
-
-
-def test_a_forgotten_node_leaves_nothing_and_its_bit_is_used_again():
-    index, hashes = DirectoryIndex(), chain_of("uvw").hashes()
-    index.add("a", hashes)
-    index.add("b", hashes[:1])
-    index.forget("a")
-    index.forget("a")
-    assert index.locate(hashes) == [("b", 1)]
-    assert (len(index), index.nodes()) == (1, ["b"])
-    index.add("c", hashes[1:])
-    assert index.locate(hashes) == [("b", 1)], "the old entries of the bit are not the new node's"
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(("add", "remove", "forget")),
-            st.sampled_from("abcd"),
-            st.sets(st.integers(0, 4), max_size=5),
-        ),
-        max_size=30,
-    )
-)
-def test_the_index_against_sets(steps):
-    index, model, hashes = DirectoryIndex(), {}, chain_of("uvwxy").hashes()
-    for verb, node, picks in steps:
-        picked = [hashes[i] for i in picks]
-        if verb == "forget":
-            index.forget(node)
-            model.pop(node, None)
-        else:
-            getattr(index, verb)(node, picked)
-            held = model.setdefault(node, set())
-            (held.update if verb == "add" else held.difference_update)(picked)
-    lengths = {node: next((i for i, h in enumerate(hashes) if h not in held), 5) for node, held in model.items()}
-    wanted = sorted(((n, c) for n, c in lengths.items() if c), key=lambda item: (-item[1], item[0]))
-    assert index.locate(hashes) == wanted
-    assert len(index) == len(set().union(*model.values()))
-    assert index.nodes() == sorted(model)
-
-
-# The server.
-
-
-@pytest.fixture
-def directory():
-    made = DirectoryServer("127.0.0.1")
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def start_hints():
-    made = []
-
-    def start(node_id, pool, resolve):
-        versions = NamespaceVersions()
-        hints = Hints(node_id, resolve, 2.0, versions, versions.advance)
-        made.append(hints)
-        if pool is not None:
-            hints.start(2.0)
-            hints.follow(pool)
-        return hints
-
-    yield start
-    for hints in made:
-        hints.stop()
-
-
-def connect(address: PeerAddress, **changes):
-    hello = {"role": "store", "protocol": PROTOCOL_VERSION, "token": address.token} | changes
-    return connect_remote(address.host, address.port, hello, timeout_s=2.0)
-
-
-def publish(hints: Hints) -> None:
-    done = threading.Event()
-    hints.publish_soon(done.set)
-    assert done.wait(5)
 
 
 def test_what_a_store_publishes_is_found(directory, start_hints):
@@ -228,55 +110,39 @@ def test_a_stopped_link_still_calls_back(directory, start_hints):
     assert told == [1]
 
 
-def test_a_store_whose_connection_closes_is_forgotten_unless_it_has_a_newer_one(directory, wait_until):
-    address = directory.address()
-    old, new = connect(address), connect(address)
-    batch = pack_publish("a", reset=True, sequence=1, added=chain_of("uv").hashes(), removed=[], versions={})
-    for client in (old, new):
-        client.call(Op.PUBLISH, batch, timeout_s=2.0)
-    old.close()
-    time.sleep(0.05)
-    answer = unpack_json(new.call(Op.LOCATE, chain_of("uv").encode(), timeout_s=2.0))
-    assert answer == {"nodes": [["a", 2]], "only": "a"}
-    new.close()
-    wait_until(lambda: len(directory.index) == 0)
-    assert directory.index.nodes() == []
+def test_more_blocks_than_one_message_holds_arrive_in_pieces(directory, start_hints, wait_until):
+    class Large:
+        """Where so many blocks are in a pool does not matter here."""
 
+        num_slots, hashes = 1 << 20, [i.to_bytes(4, "little") * 8 for i in range(3 * PIECE_BLOCKS + 5)]
 
-def test_reset_replaces_everything_of_that_node_only(directory):
-    client = connect(directory.address())
-    for node, tokens in (("a", "uv"), ("b", "uvw"), ("a", "xy")):
-        batch = pack_publish(node, reset=True, sequence=1, added=chain_of(tokens).hashes(), removed=[], versions={})
-        client.call(Op.PUBLISH, batch, timeout_s=2.0)
-    assert directory.index.locate(chain_of("uv").hashes()) == [("b", 2)]
-    assert directory.index.locate(chain_of("xy").hashes()) == [("a", 2)]
-    hashes = chain_of("xyz").hashes()
-    batch = pack_publish("a", reset=False, sequence=2, added=hashes[2:], removed=hashes[:1], versions={})
-    client.call(Op.PUBLISH, batch, timeout_s=2.0)
-    assert directory.index.locate(hashes) == []
-    assert directory.index.locate(hashes[1:]) == [("a", 2)]
-    client.close()
+        def resident_hashes(self):
+            return self.hashes
 
+        def drain_events(self):
+            return []
 
-def cleared(node_id: str, versions: dict[bytes, int]) -> bytes:
-    return pack_publish(node_id, reset=False, sequence=1, added=[], removed=[], versions=versions)
+    start_hints("a", Large(), directory.address)
+    wait_until(lambda: len(directory.index) == len(Large.hashes), 10)
+    assert directory._server.num_served[Op.PUBLISH] >= 4
 
 
 def test_a_clearing_is_told_once_to_every_store_that_did_not_tell_it(directory):
-    clients = {node: connect(directory.address()) for node in "ab"}
+    clients, sequences = {node: connect(directory.address(), node=node) for node in "ab"}, Counter()
 
-    def tell(node, versions):
-        return unpack_versions(clients[node].call(Op.PUBLISH, cleared(node, versions), timeout_s=2.0))
+    def news(node, versions):
+        sequences[node] += 1
+        return unpack_versions(tell(clients[node], sequences[node], whole=sequences[node] == 1, versions=versions))
 
     old, new = b"o" * 32, b"n" * 32
-    assert tell("a", {old: 3}) == {}
-    assert tell("b", {}) == {old: 3}
-    assert tell("b", {}) == {}
-    assert tell("b", {old: 2, new: 5}) == {}, "an earlier clearing is no news"
-    assert tell("a", {}) == {new: 5}
-    assert tell("a", {old: 7}) == {}
-    clients["late"] = connect(directory.address())
-    assert tell("late", {old: 6}) == {old: 7, new: 5}
+    assert news("a", {old: 3}) == {}
+    assert news("b", {}) == {old: 3}
+    assert news("b", {}) == {}
+    assert news("b", {old: 2, new: 5}) == {}, "an earlier clearing is no news"
+    assert news("a", {}) == {new: 5}
+    assert news("a", {old: 7}) == {}
+    clients["late"] = connect(directory.address(), node="late")
+    assert news("late", {old: 6}) == {old: 7, new: 5}
     for client in clients.values():
         client.close()
 
@@ -327,15 +193,6 @@ def test_what_a_directory_does_not_do(directory, op):
     client = connect(directory.address())
     with pytest.raises(ProtocolError, match=op.name):
         client.call(op, b"", timeout_s=2.0)
-    client.close()
-
-
-@pytest.mark.parametrize("payload", [b"", b"123", cleared("a", {b"n" * 32: 1})[:-1]])
-def test_a_cut_batch_is_an_error_and_changes_nothing(directory, payload):
-    client = connect(directory.address())
-    with pytest.raises(KVStoreError):
-        client.call(Op.PUBLISH, payload, timeout_s=2.0)
-    assert (len(directory.index), directory.index.nodes()) == (0, [])
     client.close()
 
 

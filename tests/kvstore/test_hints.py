@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 
 import pytest
 
 from kvstore.chain import Chain
+from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
 from kvstore.hints import Hints
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
+from kvstore.presence import ALONE_AT
 from kvstore.versions import NamespaceVersions
+from kvstore.wire import Op
+from poolcheck.chains import chain_of, store
 
 
 @pytest.fixture
@@ -114,6 +120,113 @@ def test_a_node_that_asked_when_only_another_was_known_is_answered_once_there_ar
     cluster.add("b")
     wait_until(lambda: not hints._asker.is_quiet())
     assert hints.locate(chain) == [("a", 3)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("what nobody thought of"), TimeoutError("the cluster hangs")], ids=repr)
+def test_whatever_is_raised_in_finding_the_directory_the_link_goes_on(directory, hints_of, error):
+    raised = [error]
+
+    def resolve():
+        if raised:
+            raise raised.pop()
+        return directory.address()
+
+    hints = hints_of(resolve)
+    pool = Pool(4)
+    store(pool, "uv")
+    hints.follow(pool)
+    told = threading.Event()
+    hints._thread.start()
+    hints.publish_soon(told.set)
+    assert told.wait(5), "who waits is told"
+    told.clear()
+    hints._is_away = False
+    hints.publish_soon(told.set)
+    assert told.wait(5)
+    assert directory.index.locate(chain_of("uv").hashes()) == [("n", 2)]
+
+
+def test_a_failure_in_a_round_is_followed_by_a_full_announcement(directory, hints_of, monkeypatch, wait_until):
+    """What was taken from the pool by then is told all the same."""
+    hints, pool = hints_of(directory.address), Pool(8)
+    hints.start(2.0)
+    hints.follow(pool)
+    told = threading.Event()
+    hints.publish_soon(told.set)
+    assert told.wait(5)
+    real = hints._versions.since
+
+    def fail_once(serial):
+        monkeypatch.setattr(hints._versions, "since", real)
+        pool.drain_events()
+        raise MemoryError("no room for one batch")
+
+    monkeypatch.setattr(hints._versions, "since", fail_once)
+    store(pool, "uvw")
+    told.clear()
+    hints.publish_soon(told.set)
+    assert told.wait(5)
+    found = [("n", 3)]
+    wait_until(lambda: directory.index.locate(chain_of("uvw").hashes()) == found)
+
+
+def test_one_that_cannot_be_called_back_keeps_nobody_else_from_it(directory, hints_of):
+    hints, told = hints_of(directory.address), threading.Event()
+
+    def fail():
+        raise RuntimeError("its connection is gone")
+
+    hints.publish_soon(fail)
+    hints.publish_soon(told.set)
+    hints._thread.start()
+    assert told.wait(5)
+    told.clear()
+    hints.publish_soon(told.set)
+    assert told.wait(5)
+
+
+def test_while_the_directory_is_away_only_so_much_is_kept_for_it(cluster, wait_until):
+    core, num_blocks = cluster.add("a", mover=False), 1000
+    cluster.client("a")
+    pool = Pool(num_blocks)
+    core.hints.follow(pool)
+    cluster.directory.stop()
+    wait_until(lambda: core.hints._is_away)
+    num_kept = []
+    for _ in range(3 * 17):
+        chain = Chain(bytes(32), bytes(32), 0, os.urandom(32 * num_blocks))
+        pool.complete_store(pool.prepare_store(chain, "w").write_id, "w")
+        num_kept.append(sum(len(hashes) for _, hashes in pool._table.events))
+    assert max(num_kept) <= 1 << 14
+    assert min(num_kept[-10:]) == 0, "all of it was dropped"
+    cluster.directory = DirectoryServer("127.0.0.1", settle_s=0.0)
+    wait_until(lambda: len(cluster.directory.index) == num_blocks)
+    assert set(cluster.directory.index._masks) == set(pool.resident_hashes())
+
+
+def test_after_the_directory_was_restarted_nothing_of_another_node_is_surely_absent(cluster, hints_of, wait_until):
+    """The first that publishes must not hear that it is the only one: the other has not come yet."""
+    core = cluster.add("a")
+    cluster.client("a")
+    other = hints_of(cluster.directory.address)
+    other.start(2.0)
+    cluster.directory.stop()
+    other.stop()
+    cluster.directory = DirectoryServer("127.0.0.1")
+    chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
+
+    def asked():
+        core.hints.publish_soon()
+        core.hints._ask_after_s = 0.0
+        core.hints.locate(chain)
+        return cluster.directory.index.nodes() == ["a"] and cluster.directory._server.num_served[Op.LOCATE] > 1
+
+    wait_until(asked)
+    assert not core.hints.is_alone()
+    assert not core.presence._head[ALONE_AT]
+    cluster.directory._settled_at_s = 0.0
+    core.hints.locate(chain)
+    assert core.hints.is_alone()
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def test_a_directory_that_ended_is_no_word_of_being_alone_and_the_next_one_is_as
     assert absent(client, hashes, remote=True)
     cluster.directory.stop()
     wait_until(lambda: not client.is_surely_absent(hashes))
-    cluster.directory = DirectoryServer("127.0.0.1")
+    cluster.directory = DirectoryServer("127.0.0.1", settle_s=0.3)
     core = cluster.nodes["a"]
     core.hints._ask_after_s = 0.0
     wait_until(lambda: (core.hints.publish_soon(), core.hints.locate(client._chain(hashes)), core.hints.is_alone())[2])

@@ -54,3 +54,12 @@ def test_versions_on_the_wire():
     assert unpack_versions(b"") == {}
     with pytest.raises(ProtocolError, match="40 bytes each, got 79"):
         unpack_versions(pack_versions(found)[:-1])
+
+
+@pytest.mark.parametrize("namespace", [b"", b"n" * 31, b"n" * 33, "n" * 32, None], ids=repr)
+def test_what_is_no_namespace_is_refused(namespace):
+    """One that cannot be packed would keep a store from publishing for ever."""
+    versions = NamespaceVersions()
+    with pytest.raises(InvalidRequest, match="wanted 32 bytes"):
+        versions.advance(namespace)
+    assert versions.since(0) == (0, {})

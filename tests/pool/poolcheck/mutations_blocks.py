@@ -227,7 +227,7 @@ BLOCKS = (
         "eviction without an event",
         "LMCache, Dynamo: routers send to blocks that are gone",
         SLOTS,
-        "            self.events.append((False, hashes))\n",
+        "            self._tell(False, hashes)\n",
         "",
         f"{EXPLORER}[two_writers_one_victim]",
     ),

@@ -1,0 +1,126 @@
+"""Which nodes hold which blocks: one bit mask per hash, and for each holder the hashes that it has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+#: So many entries are taken out at once; what else a forgotten holder had goes in later steps.
+SWEEP_BLOCKS = 1 << 14
+
+
+@dataclass(slots=True)
+class _Holder:
+    node_id: str
+    bit: int
+    hashes: set[bytes]
+
+
+class DirectoryIndex:
+    """What each node holds, by the lives of its store. Any thread may call.
+
+    A node may have several lives here at once: an announcement that is under way beside the one before it, or a
+    store that says it is of a node beside the one that is. Nothing that one of them says touches another.
+    A forgotten life is found no more from that moment; its entries go in steps, so that no call takes long.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._masks: dict[bytes, int] = {}
+        self._holders: dict[tuple[str, int], _Holder] = {}
+        #: Forgotten, with entries that are still there; their bits are nobody's.
+        self._leaving: list[_Holder] = []
+        self._used_bits = self._live_bits = 0
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def nodes(self) -> list[str]:
+        """Return the nodes that ever published and were not forgotten."""
+        with self._lock:
+            return sorted({node_id for node_id, _ in self._holders})
+
+    def add(self, node_id: str, hashes: Iterable[bytes], life: int = 0) -> None:
+        """Note that a node holds blocks."""
+        with self._lock:
+            holder, masks = self._holder(node_id, life), self._masks
+            bit = holder.bit
+            for block_hash in hashes:
+                masks[block_hash] = masks.get(block_hash, 0) | bit
+                holder.hashes.add(block_hash)
+
+    def remove(self, node_id: str, hashes: Iterable[bytes], life: int = 0) -> None:
+        """Note that a node holds blocks no more."""
+        with self._lock:
+            holder = self._holder(node_id, life)
+            for block_hash in hashes:
+                if block_hash in holder.hashes:
+                    holder.hashes.remove(block_hash)
+                    self._drop(block_hash, holder.bit)
+
+    def forget(self, node_id: str, life: int = 0) -> None:
+        """Drop everything of one life of a node."""
+        with self._lock:
+            holder = self._holders.pop((node_id, life), None)
+            if holder is not None:
+                self._live_bits &= ~holder.bit
+                self._leaving.append(holder)
+                self._sweep(SWEEP_BLOCKS)
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether entries of forgotten lives are left."""
+        return bool(self._leaving)
+
+    def sweep(self, max_blocks: int = SWEEP_BLOCKS) -> None:
+        """Take out entries of forgotten lives, so many at most."""
+        with self._lock:
+            self._sweep(max_blocks)
+
+    def locate(self, hashes: Sequence[bytes]) -> list[tuple[str, int]]:
+        """Return (node, length of the prefix it holds), longest first, nodes with none left out."""
+        with self._lock:
+            lengths = self._lengths(hashes)
+        return sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
+
+    def _lengths(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        masks, lengths = self._masks, dict[str, int]()
+        alive = masks.get(hashes[0], 0) & self._live_bits if hashes else 0
+        count = 0
+        while alive:
+            still = alive & masks.get(hashes[count], 0) if count < len(hashes) else 0
+            if still != alive:
+                # Ascending, so that of a node's lives the longest is the last.
+                lengths |= {h.node_id: count for h in self._holders.values() if h.bit & alive & ~still}
+                alive = still
+            count += 1
+        return lengths
+
+    def _holder(self, node_id: str, life: int) -> _Holder:
+        holder = self._holders.get((node_id, life))
+        if holder is None:
+            bit = ~self._used_bits & (self._used_bits + 1)  # The lowest that is free.
+            holder = self._holders[node_id, life] = _Holder(node_id, bit, set())
+            self._used_bits |= bit
+            self._live_bits |= bit
+        return holder
+
+    def _drop(self, block_hash: bytes, bit: int) -> None:
+        mask = self._masks[block_hash] & ~bit
+        if mask:
+            self._masks[block_hash] = mask
+        else:
+            del self._masks[block_hash]
+
+    def _sweep(self, max_blocks: int) -> None:
+        while self._leaving:
+            holder = self._leaving[-1]
+            taken = min(max_blocks, len(holder.hashes))
+            for _ in range(taken):
+                self._drop(holder.hashes.pop(), holder.bit)
+            max_blocks -= taken
+            if holder.hashes:
+                break
+            self._leaving.pop()
+            self._used_bits &= ~holder.bit

@@ -1,0 +1,35 @@
+"""What a store is to a directory: a connection, and the batches on it."""
+
+from __future__ import annotations
+
+import threading
+
+from kvstore.announcements import Batch, pack_batch
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.control_connect import connect_remote
+from kvstore.hints import Hints
+from kvstore.peers import PeerAddress
+from kvstore.wire import Op
+
+
+def connect(address: PeerAddress, **changes):
+    hello = {"role": "store", "protocol": PROTOCOL_VERSION, "token": address.token, "node": "a", "epoch": "00" * 8}
+    return connect_remote(address.host, address.port, hello | changes, timeout_s=2.0)
+
+
+def batch(sequence, added=(), removed=(), *, whole=False, begins=False, ends=False, versions=None) -> bytes:
+    made = Batch(
+        sequence=sequence, begins=begins or whole, ends=ends or whole, added=[*added], removed=[*removed],
+        versions=versions or {},
+    )  # fmt: skip
+    return pack_batch(made)
+
+
+def tell(client, *args, **options) -> bytes:
+    return client.call(Op.PUBLISH, batch(*args, **options), timeout_s=2.0)
+
+
+def publish(hints: Hints) -> None:
+    done = threading.Event()
+    hints.publish_soon(done.set)
+    assert done.wait(5)
