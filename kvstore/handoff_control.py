@@ -321,7 +321,7 @@ class HandoffControl:
                 self.table.moved(claim.claim_id)
 
             try:
-                core.mover.ask(Op.MOVER_SPILL, question, core.config.transfer_timeout_s, moved)
+                core.mover.ask(Op.MOVER_SPILL, question, core.config.transfer_timeout_s, moved, claim.generation)
             except TransferTimeout:
                 raise  # It may still write to the slots.
             except BaseException:

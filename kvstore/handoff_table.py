@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
@@ -45,6 +45,7 @@ class Claim:
     claim_id: int
     slots: Sequence[int]
     slab: int = 0
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,14 +99,9 @@ class _Handoff:
 
 
 class HandoffTable:
-    """The published blocks of one node. Any thread may call any verb.
+    """The published blocks of one node. Any thread may call any verb."""
 
-    Args:
-        yield_point: called with a step's name before each critical section; as of a `Pool`.
-    """
-
-    def __init__(self, yield_point: Callable[[str], None] = lambda step: None) -> None:
-        self._yield = yield_point
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._handoffs: dict[bytes, _Handoff] = {}
         self._claims: dict[int, _Handoff] = {}
@@ -145,7 +141,6 @@ class HandoffTable:
         if num_blocks < 1:
             raise InvalidRequest(f"wanted at least 1 block to publish, got {num_blocks}")
         write_owner = f"handoff-{next(self._numbers)}"
-        self._yield("prepare")
         with self._lock:
             if key in self._handoffs or key in self._over:
                 raise InvalidRequest("wanted a ticket that was never used, got a known one; publish anew")
@@ -170,7 +165,6 @@ class HandoffTable:
         Returns:
             False when `writer` writes no such hand-off, or it was withdrawn or cleared meanwhile: its slots are free.
         """
-        self._yield("complete")
         with self._lock:
             handoff = self._written_by(key, writer)
             if handoff is None:
@@ -190,7 +184,6 @@ class HandoffTable:
         Returns:
             Whether `writer` had such a hand-off.
         """
-        self._yield("abort")
         with self._lock:
             handoff = self._handoffs.get(key)
             if handoff is None:
@@ -208,7 +201,6 @@ class HandoffTable:
         Returns:
             False when there are none of that key; if there never were, nobody publishes under it any more.
         """
-        self._yield("withdraw")
         with self._lock:
             handoff = self._handoffs.get(key)
             if handoff is None:
@@ -240,7 +232,6 @@ class HandoffTable:
             deadline_s: the slots keep their bytes until then, unless the reader says before that it is through.
             is_early: the ticket may come before its blocks are published.
         """
-        self._yield("claim")
         with self._lock:
             handoff = self._handoffs.get(key)
             if handoff is not None and handoff.version != version and not handoff.claim_id:
@@ -262,7 +253,7 @@ class HandoffTable:
             handoff.claim_id = CLAIM_BIT | next(self._numbers)
             handoff.claim_owner, handoff.claim_deadline_s = owner, deadline_s
             self._claims[handoff.claim_id] = handoff
-            return Claim(handoff.claim_id, handoff.slots, handoff.place.slab)
+            return Claim(handoff.claim_id, handoff.slots, handoff.place.slab, handoff.place.generation)
 
     def end_claim(self, claim_id: int, owner: str, *, used: bool) -> bool:
         """A reader is through: if the blocks arrived (`used`) their slots are free, else they may be claimed again.
@@ -270,7 +261,6 @@ class HandoffTable:
         Returns:
             False when `owner` has no such claim (any more); nothing changed.
         """
-        self._yield("end_claim")
         with self._lock:
             handoff = self._claims.get(claim_id)
             if handoff is None or handoff.claim_owner != owner:
@@ -280,7 +270,6 @@ class HandoffTable:
 
     def release_owner(self, owner: str) -> int:
         """Take back what a client published, was writing or was reading that is gone; returns how many hand-offs."""
-        self._yield("release_owner")
         with self._lock:
             read = [handoff for handoff in self._claims.values() if handoff.claim_owner == owner]
             for handoff in read:
@@ -296,7 +285,6 @@ class HandoffTable:
 
         Publishers may go on to write in what they have mapped of a stage, but no slot of its pool is given out again.
         """
-        self._yield("lose_stages")
         with self._lock:
             for claim_id, move in list(self._moves.items()):
                 move.busy = False
@@ -317,7 +305,6 @@ class HandoffTable:
             PoolExhausted: there is no room; nothing changed.
             BlockNotFound: there is no such claim any more; nothing changed.
         """
-        self._yield("move")
         with self._lock:
             handoff = self._claims.get(claim_id)
             if handoff is None:
@@ -332,7 +319,6 @@ class HandoffTable:
 
     def moved(self, claim_id: int) -> None:
         """No mover writes any more to what `move` claimed."""
-        self._yield("moved")
         with self._lock:
             if (move := self._moves.get(claim_id)) is not None:
                 move.busy = False
@@ -351,7 +337,6 @@ class HandoffTable:
 
     def expire(self, now_s: float) -> list[int]:
         """End every claim and every hand-off whose time is over; returns the ids of those claims."""
-        self._yield("expire")
         with self._lock:
             late = [handoff for handoff in self._claims.values() if handoff.claim_deadline_s < now_s]
             claim_ids = [handoff.claim_id for handoff in late]

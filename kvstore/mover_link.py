@@ -239,20 +239,22 @@ class MoverLink:
         chunk_ends: npt.NDArray[np.int32],
         timeout_s: float,
         may_wait: bool = True,
+        generation: int = 0,
     ) -> int:
         """Have the mover read; returns the READ's id. `on_done` hears of every chunk on the control thread.
 
+        What goes into a stage has to be read by the mover of that stage's `generation`: the next one's stages have the
+        same numbers, and others' blocks in their slots.
+
         Raises:
-            PeerLost: there is no mover now; nothing was started.
+            PeerLost: there is no mover now, or it is of another life; nothing was started.
             TransferTimeout: somebody else speaks to the mover, and this is a thread that may not wait for it
                 (`may_wait`); nothing was started.
         """
         if not self._lock.acquire(blocking=may_wait):
             raise TransferTimeout("wanted to speak to the mover at once, but somebody else does; wait for it")
         try:
-            connection = self._connection
-            if connection is None or self._fenced:
-                raise PeerLost("this node's mover is not running; it is being replaced")
+            connection = self._of_life(generation)
             read_id = next(self._ids)
             self._reads[read_id] = (on_done, len(request.local_slots))
             if request.peer not in self._known_peers:
@@ -275,6 +277,13 @@ class MoverLink:
         finally:
             self._lock.release()
         return read_id
+
+    def _of_life(self, generation: int) -> Connection:
+        """Return the connection of the mover of a life, 0 for the present one; under the lock."""
+        connection = self._connection
+        if connection is None or self._fenced or generation not in (0, self._generation):
+            raise PeerLost("this node's mover is not running, or another one is by now; try again")
+        return connection
 
     def abandon(self, read_id: int) -> bool:
         """Stop waiting for a READ that did not report in time; True if it may still write."""
@@ -299,17 +308,24 @@ class MoverLink:
         if connection is not None:
             connection.send(Op.MOVER_SOON, Flag.ONE_WAY, 0, word)
 
-    def wake_by(self, word: bytes, request: ReadRequest) -> None:
+    def wake_by(self, word: bytes, request: ReadRequest, generation: int = 0) -> None:
         """Tell the mover what to read on a word of `expect_read`: slots that hold nobody's blocks, of a known peer.
 
+        It is told only if it is of this life; 0 stands for any, see `read`.
         The first READ after a pause is slow to post. Nobody hears what became of this one, and it is not counted.
         """
-        connection = self._connection
-        if connection is not None:
-            connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, pack_mover_wake(word, request))
+        with self._lock:
+            connection = self._connection
+            if connection is not None and generation in (0, self._generation):
+                connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, pack_mover_wake(word, request))
 
     def ask(
-        self, op: Op, value: dict[str, Any], timeout_s: float, on_terminal: Callable[[], None] = lambda: None
+        self,
+        op: Op,
+        value: dict[str, Any],
+        timeout_s: float,
+        on_terminal: Callable[[], None] = lambda: None,
+        generation: int = 0,
     ) -> dict[str, Any]:
         """Have the mover do something besides READs, and return its answer.
 
@@ -319,17 +335,16 @@ class MoverLink:
             timeout_s: for the answer.
             on_terminal: called when what did not end in time can write no more: it ended after all, or its mover did,
                 which is killed for it as for a READ that was given up.
+            generation: the life of the mover that is meant; 0 for the present one.
 
         Raises:
-            PeerLost: there is no mover now, or it died over it.
+            PeerLost: there is no mover now, or it is of another life, or it died over it.
             TransferTimeout: it did not answer in time; it may still do it until `on_terminal` is called.
             KVStoreError: what it raised.
         """
         request, answer = next(self._ids), queue.SimpleQueue[tuple[Flag, bytes]]()
         with self._lock:
-            connection = self._connection
-            if connection is None or self._fenced:
-                raise PeerLost("this node's mover is not running; it is being replaced")
+            connection = self._of_life(generation)
             self._questions[request] = answer
         connection.send(op, Flag.REQUEST, request, pack_json(value))
         try:

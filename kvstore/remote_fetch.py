@@ -289,8 +289,9 @@ class RemoteFetch:
         )
         ends = np.asarray(self._chunk_ends(), dtype=np.int32)
         self._read_id = fetcher.mover.read(
-            request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3), may_wait=may_wait
-        )
+            request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3), may_wait=may_wait,
+            generation=0 if self._lane is None else self._request.generation,
+        )  # fmt: skip
 
     def _chunk_ends(self) -> list[int]:
         config, count = self._fetcher.config, len(self._slots)

@@ -136,7 +136,9 @@ class StageLanes:
                     self._remember(key, lane)
                     if not lane.why_not:
                         word = pack_soon(peer.node_id, slab, stage.slab, stage.generation)
-                        self._mover.wake_by(word, _read_of_nothing(lane.name, lane.description, stage, 1))
+                        self._mover.wake_by(
+                            word, _read_of_nothing(lane.name, lane.description, stage, 1), stage.generation
+                        )
             lanes.append(lane)
         return lanes
 
@@ -158,7 +160,7 @@ class StageLanes:
         count = min(num_warm, len(stage.warm_slots), max(1, WARM_BYTES // size))
         request = _read_of_nothing(name, description, stage, count)
         try:
-            seconds = [self._read(request, description) for _ in range(3)]
+            seconds = [self._read(request, description, stage.generation) for _ in range(3)]
         except KVStoreError as error:
             why = f"the lane between the GPUs failed: {error}"
             logger.warning("hand-offs over %s go through host memory: %s", name, why)
@@ -176,7 +178,7 @@ class StageLanes:
         logger.warning("hand-offs over %s go through host memory: %s", name, why)
         return StageLane(name, description, generation, rate, why)
 
-    def _read(self, request: ReadRequest, description: PeerDescription) -> float:
+    def _read(self, request: ReadRequest, description: PeerDescription, generation: int) -> float:
         ended, seen = threading.Event(), list[tuple[MoverDone, KVStoreError | None]]()
 
         def on_done(done: MoverDone, error: KVStoreError | None) -> None:
@@ -186,7 +188,9 @@ class StageLanes:
 
         limit_s = min(_READ_WITHIN_S, self._config.transfer_timeout_s)
         ends = np.asarray([len(request.local_slots)], dtype=np.int32)
-        read_id = self._mover.read(request, description, on_done, chunk_ends=ends, timeout_s=limit_s)
+        read_id = self._mover.read(
+            request, description, on_done, chunk_ends=ends, timeout_s=limit_s, generation=generation
+        )
         if not ended.wait(limit_s + 1.0):
             self._mover.abandon(read_id)
             raise TransferTimeout("the mover did not report on a READ in time")

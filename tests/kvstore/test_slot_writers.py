@@ -1,5 +1,6 @@
 """Slots of a hand-off belong to their publisher until its copies have ended: what ends before is only marked."""
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import torch
 from kvstore.cuda_order import CudaOrder
 from kvstore.errors import CopyStuck, KernelError, StoreUnavailable, TransferTimeout
 from kvstore.handoff_messages import pack_abort_handoff, pack_complete_handoff
+from kvstore.handoff_table import HandoffTable, Place
 from kvstore.messages import U64
+from kvstore.pool import Pool
 from kvstore.results import MissReason
 from kvstore.stage_copier import StageCopier
 from kvstore.wire import Op
@@ -140,6 +143,17 @@ def test_slots_whose_answer_came_too_late_come_back_at_once(cluster, three, monk
             publisher.client.begin_publish(range(4))
     assert told.is_set()
     assert is_empty(core)
+
+
+def test_a_claim_is_ended_by_its_reader_alone():
+    table, pool = HandoffTable(), Pool(4)
+    table.prepare(b"k", 7, "publisher", b"n", 0, 2, Place(pool, 4))
+    assert table.complete(b"k", 7, "publisher", math.inf)
+    claim = table.claim(b"k", "reader", b"n", 0, math.inf)
+    assert not table.end_claim(claim.claim_id, "thief", used=True)
+    assert pool.stats().num_writing == 2
+    assert table.end_claim(claim.claim_id, "reader", used=True)
+    assert pool.stats().num_free == 4
 
 
 # Copies that were queued in part when they failed.

@@ -299,6 +299,26 @@ def test_the_readers_mover_takes_its_stage_along_and_the_next_one_has_another(cl
     nothing_held(cluster, wait_until)
 
 
+def test_what_was_claimed_in_one_movers_stage_is_not_read_into_the_next_ones(cluster, pair, wait_until):
+    source, target = pair
+    other, reader = cluster.worker("b", seed=3), cluster.worker("a", seed=4)
+    assert fetch(target, source.client.publish(range(10)), range(10)).num_blocks == 10
+    ticket = source.client.prepare_ticket(10)
+    job = target.client.fetch(ticket, list(range(10)))
+    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    cluster.kill_mover("b")
+    cluster.start_mover("b")
+    assert other.client.attach_handoff(64 * BLOCK).route == "gpu"
+    published = other.client.publish(range(60))
+    assert published.slab == 1, "the next mover's stage has the same number"
+    source.client.publish(range(10), ticket=ticket)
+    assert reason(job.result(10)) is MissReason.PEER_LOST
+    assert fetch(reader, published, range(60)).num_blocks == 60
+    assert all(same(other, range(60), reader, range(60))), "another READ went into its slots"
+    source.client.withdraw(ticket)
+    nothing_held(cluster, wait_until)
+
+
 def test_the_sources_mover_takes_published_blocks_along(cluster, pair, wait_until):
     source, target = pair
     assert fetch(target, source.client.publish([1]), [1]).route == "gpu", "the lane is known"

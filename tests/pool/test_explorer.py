@@ -6,6 +6,7 @@ import pytest
 
 from kvstore import pool, slots
 from poolcheck.explore import explore, replay
+from poolcheck.handoff_scenarios import HANDOFFS
 from poolcheck.run import Run, ScheduleFailed
 from poolcheck.scenarios import SCENARIOS
 from poolcheck.world import World
@@ -13,9 +14,9 @@ from poolcheck.world import World
 _FILES = frozenset({pool.__file__, slots.__file__})
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [*SCENARIOS, *HANDOFFS])
 def test_every_schedule_up_to_three_preemptions(name):
-    explored = explore(SCENARIOS[name], max_preemptions=3)
+    explored = explore((SCENARIOS | HANDOFFS)[name], max_preemptions=3)
     assert explored.num_schedules > 10
 
 

@@ -1,0 +1,115 @@
+"""Bugs in what becomes of hand-offs: who may still write to their slots, and who hears of their end."""
+
+from __future__ import annotations
+
+from poolcheck.mutant import EXPLORER, Mutant, bug
+from poolcheck.patch import Patch
+
+_TABLE, _WRITERS = "kvstore.handoff_table", "tests/kvstore/test_slot_writers.py"
+
+HANDOFFS: tuple[Mutant, ...] = (
+    bug(
+        "withdraw frees at once",
+        "ours: another's published blocks were overwritten",
+        _TABLE,
+        '            if handoff.over:\n                return False\n            self._end(handoff, "withdrawn")\n',
+        (
+            "            if handoff.over:\n                return False\n            handoff.is_written = False\n"
+            '            self._end(handoff, "withdrawn")\n'
+        ),
+        f"{EXPLORER}[withdrawn_while_written]",
+    ),
+    bug(
+        "clear frees at once",
+        "ours: another's published blocks were overwritten",
+        _TABLE,
+        '                self._end(handoff, "cleared")\n',
+        '                handoff.is_written = False\n                self._end(handoff, "cleared")\n',
+        f"{EXPLORER}[cleared_while_written]",
+    ),
+    bug(
+        "a stage's slots free while they are packed",
+        "ours",
+        _TABLE,
+        "        if handoff.is_written or handoff.claim_id:\n",
+        "        if handoff.claim_id or (handoff.is_written and not handoff.place.slab):\n",
+        f"{EXPLORER}[stage_slots_are_reused]",
+    ),
+    bug(
+        "withdraw frees what is read",
+        "ours",
+        _TABLE,
+        "        if handoff.is_written or handoff.claim_id:\n",
+        "        if handoff.is_written:\n",
+        f"{EXPLORER}[withdrawn_while_read]",
+    ),
+    bug(
+        "slots free while the mover spills to them",
+        "ours",
+        _TABLE,
+        "        if move.over and not move.busy:\n",
+        "        if move.over:\n",
+        f"{EXPLORER}[claim_ends_while_it_is_spilled]",
+    ),
+    bug(
+        "a withdrawn hand-off outlives its dead publisher",
+        "ours",
+        _TABLE,
+        "h.owner == owner and (h.is_written or not h.over)]",
+        "h.owner == owner and not h.over]",
+        f"{EXPLORER}[publisher_dies]",
+    ),
+    bug(
+        "the claim of another ends a ticket",
+        "ours",
+        _TABLE,
+        "            if handoff is None or handoff.claim_owner != owner:\n",
+        "            if handoff is None:\n",
+        f"{_WRITERS}::test_a_claim_is_ended_by_its_reader_alone",
+    ),
+    bug(
+        "who knows the ticket ends its writing",
+        "ours",
+        _TABLE,
+        "            if handoff.writer != writer:\n                return False\n",
+        "",
+        f"{_WRITERS}::test_who_knows_the_ticket_cannot_say_that_its_publisher_has_ended",
+    ),
+    Mutant(
+        name="partly queued failure frees",
+        source="ours: kernels go on after a refused launch",
+        patches=(
+            Patch(
+                "kvstore.stage_copier",
+                "            await_copies(pages)  # Who hears of the failure may use blocks and slots again.\n",
+                "",
+            ),
+            Patch("kvstore.publishing", "            self._copier.finish(self.pages)\n", "            pass\n"),
+        ),
+        tests=(f"{_WRITERS}::test_copies_that_are_queued_in_part_have_ended_when_their_failure_is_heard",),
+    ),
+    bug(
+        "partly queued failure has no mark",
+        "ours: kernels go on after a refused launch",
+        "kvstore.cuda_order",
+        "            self.unmarked = (*self.unmarked, *streams)\n",
+        "            pass\n",
+        f"{_WRITERS}::test_copies_that_are_queued_in_part_have_ended_when_their_failure_is_heard[True]",
+    ),
+    bug(
+        "a READ for one life's stage is made by the next mover",
+        "ours: a new mover's stage has the number of the old one",
+        "kvstore.mover_link",
+        "generation not in (0, self._generation)",
+        "False",
+        "tests/kvstore/test_stages.py::test_what_was_claimed_in_one_movers_stage_is_not_read_into_the_next_ones",
+    ),
+    bug(
+        "stuck copies free with the next job",
+        "ours",
+        "kvstore.client",
+        "            self._store.leave_of_thread()  # Broken",
+        "            pass  # Broken",
+        f"{_WRITERS}::test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket",
+    ),
+)
