@@ -28,8 +28,8 @@ ENTRY: tuple[Mutant, ...] = (
         "tensors are looked at before the copy alone",
         "ours: a tensor is replaced between the call and its copy",
         "kvstore.jobs",
-        "                        copier.check_unchanged()\n                    answer",
-        "                    answer",
+        "                    copier.check_unchanged()\n                answer",
+        "                answer",
         f"{REGISTERED}::test_tensors_that_are_replaced_while_a_job_copies_are_refused_too",
     ),
     bug(
