@@ -37,7 +37,7 @@ class _Pickler(pickle.Pickler):
         if kind is FunctionType:
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             return _Opaque, (), (id(value.__code__), value.__defaults__, cells)
-        if kind is np.ndarray or kind is array:
+        if kind is np.ndarray or kind is array or kind is memoryview:
             return _Opaque, (), value.tobytes()
         if kind is count:
             return _Opaque, (), repr(value)
