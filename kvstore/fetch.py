@@ -20,7 +20,9 @@ import numpy as np
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.errors import (
+    InvalidRequest,
     KVStoreError,
+    PeerLost,
     StoreUnavailable,
     TransferError,
     TransferTimeout,
@@ -237,7 +239,10 @@ class Fetcher:
                 self._peers.failed(node_id)
                 return "peer_lost"
             if grant.namespace_version > load.version:
-                self._adopt_version(chain.namespace, grant.namespace_version)
+                try:
+                    self._adopt_version(chain.namespace, grant.namespace_version)
+                except InvalidRequest as error:
+                    raise PeerLost(f"node {node_id} knows of a clearing that cannot be: {error}") from error
                 return "cleared"
             if len(grant.slots) == 0:
                 return "not_found"

@@ -15,10 +15,10 @@ from kvstore.handoff_messages import (
     PeerClaimed,
     pack_peer_claim,
     pack_soon,
-    unpack_peer_claimed,
 )
 from kvstore.handoff_table import NOT_READY
 from kvstore.latch import Latch
+from kvstore.peer_words import claimed_of
 from kvstore.peers import Peer
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Op
@@ -72,7 +72,8 @@ class SourceClaim:
             connection = peer.spare.pop()
         except IndexError:
             return False
-        self._early = _EarlyClaim(self._fetcher, peer, connection, then, self._wake)
+        num_blocks = self._request.num_blocks
+        self._early = _EarlyClaim(self._fetcher, peer, connection, num_blocks, then, self._wake)
         try:
             wait_s = self._begin_call()
             self._early.ask(self._question(wait_s, to_host=False))
@@ -132,7 +133,7 @@ class SourceClaim:
             answer = connection.call(
                 Op.PEER_CLAIM, question, timeout_s=self.call_s(), meanwhile=meanwhile, progress=self._wake_lane
             )
-            return unpack_peer_claimed(answer)
+            return claimed_of(answer, self._request.num_blocks)
         finally:
             peers.keep_spare(peer, connection)
 
@@ -169,6 +170,7 @@ class _EarlyClaim:
         fetcher: of this node.
         peer: the source.
         connection: to it, of nobody else; its peer's again when it was answered.
+        num_blocks: that are claimed.
         then: hears the answer on the control thread, unless `wait` has given it up.
         soon: hears on the control thread that the answer will be there soon, where the source waits for blocks.
     """
@@ -178,10 +180,12 @@ class _EarlyClaim:
         fetcher: HandoffFetcher,
         peer: Peer,
         connection: ControlClient,
+        num_blocks: int,
         then: Callable[[PeerClaimed], None],
         soon: Callable[[], None],
     ) -> None:
         self._fetcher, self._peer, self._connection, self._then, self._soon = fetcher, peer, connection, then, soon
+        self._num_blocks = num_blocks
         self._lock = threading.Lock()
         self._ended = Latch()
         self._answer: PeerClaimed | KVStoreError | None = None
@@ -221,7 +225,7 @@ class _EarlyClaim:
             payload = self._asked.take()
             if payload is None:
                 return
-            found = unpack_peer_claimed(payload)
+            found = claimed_of(payload, self._num_blocks)
         except KVStoreError as error:
             found = error
         try:

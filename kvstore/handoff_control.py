@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.bounds import check_seconds
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
 from kvstore.errors import (
@@ -38,7 +39,7 @@ from kvstore.handoff_table import CLAIM_BIT, NOT_READY, Claim, HandoffTable, Pla
 from kvstore.handoff_waiting import WaitingClaims
 from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, U64, Progress, pack_ints, pack_progress
-from kvstore.peer_control import owner_of
+from kvstore.peer_control import most_for_peers_s, owner_of
 from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stages import StageBook
@@ -193,6 +194,8 @@ class HandoffControl:
         core = self._core
         core.check_serving()
         block_bytes = self._block_bytes(request.namespace)
+        check_seconds("timeout_s", request.timeout_s)
+        deadline_after(request.ttl_s)
 
         def send(payload: bytes, last: bool) -> None:
             connection.send(Op.HANDOFF_FETCH, Flag.REPLY if last else Flag.PROGRESS, message.request, payload)
@@ -248,6 +251,7 @@ class HandoffControl:
         if message.op is Op.PEER_STAGES:
             return pack_json({"stages": [stage.to_json() for stage in self.stages.all()]})
         wanted = unpack_peer_claim(message.payload)
+        check_seconds("wait_s", wanted.wait_s)
         serve = functools.partial(self._claim_there, connection, message, wanted)
         soon = functools.partial(connection.send, message.op, Flag.PROGRESS, message.request, b"")
         self._waiting.serve(wanted.key, connection, wanted.wait_s, serve, soon)
@@ -285,7 +289,7 @@ class HandoffControl:
             return "peer_lost: the mover of the node that has the blocks is being replaced; try again soon", None
         if version != wanted.namespace_version:
             return "cleared: the namespace was cleared, as the node that has the blocks knows", None
-        deadline_s = deadline_after(wanted.ttl_s)
+        deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(core.config))
         claim = self.table.claim(wanted.key, owner, wanted.namespace, version, deadline_s, is_early=wanted.is_early)
         if isinstance(claim, str):
             return claim, None
@@ -337,9 +341,9 @@ class HandoffControl:
 
     def notified(self, payload: bytes) -> None:
         """Peers' READs are through; those under claims free what was claimed."""
-        for claim_id, epoch, reader_epoch in NOTIFICATION.iter_unpack(payload):
+        for claim_id, epoch, reader in NOTIFICATION.iter_unpack(payload):
             if claim_id & CLAIM_BIT and epoch == self._core.epoch:
-                self._end_remote(claim_id, owner_of(reader_epoch), used=True)
+                self._end_remote(claim_id, owner_of(reader), used=True)
 
     def _end_remote(self, claim_id: int, owner: str, *, used: bool) -> None:
         if self.table.end_claim(claim_id, owner, used=used):

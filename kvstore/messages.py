@@ -33,7 +33,9 @@ _WAKE = struct.Struct("<H")
 _ANY_CLEARS = (1 << 64) - 1
 U64 = struct.Struct("<Q")
 U64_F64 = struct.Struct("<Qd")
-#: Lease id, epoch of the store that granted it, epoch of the store that read: what a finished READ notifies.
+#: By which a store knows the owner of the leases of another.
+OWNER_KEY_BYTES = 8
+#: Lease id, epoch of the store that granted it, key of its owner, which read: what a finished READ notifies.
 NOTIFICATION = struct.Struct("<Q8s8s")
 #: Set in the id of a fetch or a claim whose slots are in the client's stage and not in the arena.
 STAGE_BIT = 1 << 62

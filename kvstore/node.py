@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvstore.arena import Arena, create_arena
+from kvstore.bounds import MAX_NAMESPACES, MAX_SLOTS, MIN_BLOCK_BYTES, check_count, check_digest
 from kvstore.chain import Chain, decode_chain
 from kvstore.config import StoreConfig, socket_dir
 from kvstore.errors import (
@@ -116,10 +117,15 @@ class NodeCore(PoolVerbs):
         """Make room for blocks of one size; the first call divides the arena into slots.
 
         Raises:
-            ConfigError: the blocks do not fit the slots; nothing changed.
+            ConfigError: the blocks do not fit the slots, or there are too many namespaces; nothing changed.
+            InvalidRequest: these are no namespace and no size; nothing changed.
             LayoutMismatch: the namespace is known with another block size in bytes; nothing changed.
         """
+        check_digest("namespace", namespace)
+        check_count("block_bytes", block_bytes, MIN_BLOCK_BYTES, max(MIN_BLOCK_BYTES, self.config.capacity_bytes))
         with self._attach_lock:
+            if len(self.block_bytes) >= MAX_NAMESPACES and namespace not in self.block_bytes:
+                raise ConfigError(f"wanted at most {MAX_NAMESPACES} namespaces in a store, got one more; restart it")
             known = self.block_bytes.get(namespace, block_bytes)
             if known != block_bytes:
                 raise LayoutMismatch(
@@ -144,6 +150,11 @@ class NodeCore(PoolVerbs):
             raise ConfigError(
                 f"wanted room for at least 2 blocks of {slot_bytes} bytes, got a capacity of "
                 f"{self.config.capacity_bytes}; raise capacity="
+            )
+        if num_slots > MAX_SLOTS:
+            raise ConfigError(
+                f"wanted at most {MAX_SLOTS} slots, got room for {num_slots} of {slot_bytes} bytes in "
+                f"{self.config.capacity_bytes}; give block_bytes= the size of the largest block, or lower capacity="
             )
         self.slot_bytes = slot_bytes
         pool = self.make_pool(num_slots, self.epoch, self.presence.counts, self.presence.clears)

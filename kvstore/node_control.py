@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.bounds import check_seconds
 from kvstore.chain import Chain, decode_chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connection import Connection
@@ -218,6 +219,7 @@ class NodeControl:
 
     def _load(self, connection: Connection, message: Message) -> None:
         chain, ttl_s, timeout_s = unpack_load(message.payload)
+        check_seconds("timeout_s", timeout_s)
         self._core.check_serving()
         if self._core.fetcher is None or chain.namespace not in self._core.block_bytes:
             raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")

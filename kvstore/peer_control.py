@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.config import StoreConfig
 from kvstore.control_connection import Connection
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
 from kvstore.grants import Grant
-from kvstore.messages import NOTIFICATION, U64, PeerGrant, pack_peer_grant, unpack_peer_lease
+from kvstore.messages import NOTIFICATION, OWNER_KEY_BYTES, U64, PeerGrant, pack_peer_grant, unpack_peer_lease
 from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Message, Op, clip, pack_json
 
 if TYPE_CHECKING:
     from kvstore.node import NodeCore
+
+#: Peers may always ask for as much.
+_LEAST_MOST_TTL_S = 60.0
 
 
 class PeerControl:
@@ -39,21 +43,22 @@ class PeerControl:
     def owner_in(self, hello: dict[str, Any]) -> str:
         """Return who owns the leases of the store that says this hello.
 
-        Connections of one life of a store come and go, its leases stay its own: nobody else can release them.
+        Connections of one life of a store come and go, its leases stay its own. Its epoch is known to many, so it
+        names a key too, which it has chosen at random for this store alone: nobody else can release them.
 
         Raises:
-            ProtocolError: it does not name its epoch.
+            ProtocolError: it does not name its key.
         """
         try:
-            epoch = bytes.fromhex(hello["epoch"])
+            key = bytes.fromhex(hello["owner"])
         except (KeyError, TypeError, ValueError):
-            epoch = b""
-        if len(epoch) != len(self._core.epoch):
+            key = b""
+        if len(key) != OWNER_KEY_BYTES:
             raise ProtocolError(
-                f"epoch: wanted {len(self._core.epoch)} bytes in hexadecimal, got {clip(hello.get('epoch'))}; "
+                f"owner: wanted {OWNER_KEY_BYTES} bytes in hexadecimal, got {clip(hello.get('owner'))}; "
                 "run one version of raykv everywhere"
             )
-        return owner_of(epoch)
+        return owner_of(key)
 
     def serve(self, connection: Connection, message: Message) -> bytes:
         """Serve one message of a peer.
@@ -80,9 +85,9 @@ class PeerControl:
         """
         if len(payload) % NOTIFICATION.size:
             raise ProtocolError(f"wanted notifications of {NOTIFICATION.size} bytes each, got {len(payload)} bytes")
-        for lease_id, epoch, reader_epoch in NOTIFICATION.iter_unpack(payload):
+        for lease_id, epoch, reader in NOTIFICATION.iter_unpack(payload):
             if epoch == self._core.epoch:
-                self._release(lease_id, owner_of(reader_epoch))
+                self._release(lease_id, owner_of(reader))
 
     def tick(self, now_s: float) -> None:
         """Forget the leases whose time is over; the pool has dropped them."""
@@ -110,7 +115,7 @@ class PeerControl:
                     f"blocks of this namespace have {known} bytes here, the peer wants {wanted.block_bytes}; "
                     "run one version of raykv everywhere"
                 )
-            deadline_s = deadline_after(wanted.ttl_s)
+            deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(core.config))
             grant = core.attached_pool.pin_prefix(wanted.chain, owner, deadline_s)
             if grant.slots:
                 self.began(grant.lease_id, deadline_s)
@@ -157,6 +162,11 @@ class PeerControl:
             self._core.mover.expect_notifications(len(self._leases))
 
 
-def owner_of(epoch: bytes) -> str:
-    """Return who owns the leases of the store of this epoch."""
-    return f"store-{epoch.hex()}"
+def owner_of(key: bytes) -> str:
+    """Return who owns the leases of the store that names this key."""
+    return f"store-{key.hex()}"
+
+
+def most_for_peers_s(config: StoreConfig) -> float:
+    """Return the longest lease that a peer gets: peers of the same configuration ask for no more."""
+    return max(config.lease_ttl_s, _LEAST_MOST_TTL_S)

@@ -17,6 +17,7 @@ from kvstore.chain import Chain
 from kvstore.errors import KVStoreError, LeaseError, PeerLost, TransferError, TransferTimeout
 from kvstore.flight import Flight
 from kvstore.messages import NOTIFICATION, MoverDone, PeerGrant
+from kvstore.peer_words import check_slots
 from kvstore.peers import Peer
 from kvstore.segments import plan_chunks, plan_segments
 from kvstore.transport import PeerDescription, ReadRequest
@@ -111,6 +112,7 @@ class PeerRead:
         if self._error is not None:
             raise self._error
         name, description = self._peer.transport(grant.mover_generation, self._fetcher.call_s(self._load))
+        check_slots(grant.slots, description, self._load.block_bytes)
         first = 0
         for ends in self._plan(len(self._chain)):
             segment = self._claimed
@@ -173,7 +175,7 @@ class PeerRead:
         left_s = min(self._valid_until_s, load.deadline_s, now_s + self._config.transfer_timeout_s) - now_s
         note = b""
         if with_notification:
-            note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch, self._pool.epoch)
+            note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch, self._peer.owner_key)
         request = ReadRequest(
             peer=name,
             block_bytes=load.block_bytes,

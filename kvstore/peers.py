@@ -5,8 +5,9 @@ A peer that failed is left alone for a while, longer each time: a node that vani
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import hashlib
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_remote
-from kvstore.errors import KVStoreError, PeerLost
-from kvstore.messages import U64, PeerGrant, PeerLease, pack_peer_lease, unpack_peer_grant
+from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable, TransferError
+from kvstore.messages import OWNER_KEY_BYTES, U64, PeerGrant, PeerLease, pack_peer_lease
+from kvstore.peer_words import epoch_of, grant_of, transport_of
 from kvstore.transport import PeerDescription
-from kvstore.wire import Op, unpack_json
+from kvstore.wire import Op
 
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
 
@@ -43,6 +45,8 @@ class Peer:
     node_id: str
     client: ControlClient
     epoch: bytes
+    #: By which it knows what this store holds there.
+    owner_key: bytes
     same_host: bool = False
     #: Connections of their own for questions whose answers may take long; each carries one at a time.
     spare: list[ControlClient] = field(default_factory=list)
@@ -50,8 +54,17 @@ class Peer:
 
     def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
         """Ask for a lease: one blocking call; `meanwhile` is called, and must not raise, before it is waited for."""
-        payload = pack_peer_lease(lease)
-        return unpack_peer_grant(self.client.call(Op.PEER_LEASE, payload, timeout_s=timeout_s, meanwhile=meanwhile))
+        answer = self._ask(Op.PEER_LEASE, pack_peer_lease(lease), timeout_s, meanwhile)
+        return grant_of(answer, len(lease.chain))
+
+    def _ask(self, op: Op, payload: bytes, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> bytes:
+        """Ask; a refusal for whatever reason is a loss, for another peer may not refuse."""
+        try:
+            return self.client.call(op, payload, timeout_s=timeout_s, meanwhile=meanwhile)
+        except (TransferError, StoreUnavailable):
+            raise
+        except KVStoreError as error:
+            raise PeerLost(f"node {self.node_id} refused: {type(error).__name__}: {error}") from error
 
     def release(self, lease_id: int) -> None:
         """Give a lease back without waiting."""
@@ -66,17 +79,10 @@ class Peer:
     def transport(self, generation: int, timeout_s: float) -> tuple[str, PeerDescription]:
         """Return (name, description) of the peer's slab as of one life of its mover; asked for once."""
         if self._transport is None or self._transport[0] != generation:
-            value = unpack_json(self.client.call(Op.PEER_TRANSPORT, timeout_s=timeout_s))
-            if int(value["generation"]) != generation:
+            found = transport_of(self._ask(Op.PEER_TRANSPORT, b"", timeout_s), self.same_host)
+            if found[0] != generation:
                 raise PeerLost(f"the mover of node {self.node_id} was replaced meanwhile; try again")
-            description = PeerDescription(
-                agent=base64.b64decode(value["agent"]),
-                address=int(value["address"]),
-                slot_bytes=int(value["slot_bytes"]),
-                num_slots=int(value["num_slots"]),
-                same_host=self.same_host,
-            )
-            self._transport = (generation, description)
+            self._transport = found
         return f"{self.node_id}/{self.epoch.hex()}/{generation}", self._transport[1]
 
 
@@ -84,13 +90,14 @@ class PeerBook:
     """All peers of one store.
 
     Args:
-        own_epoch: this life of the store, by which its peers know the owner of their leases.
+        own_epoch: this life of the store.
         resolve: finds a node's address through the cluster; called on first contact and after failures only.
     """
 
     def __init__(self, own_node_id: str, own_epoch: bytes, resolve: Resolver, timeout_s: float) -> None:
         self.own_node_id, self._own_epoch = own_node_id, own_epoch
         self._resolve, self._timeout_s = resolve, timeout_s
+        self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._failures: dict[str, tuple[int, float]] = {}
@@ -120,7 +127,7 @@ class PeerBook:
             return peer
         client = self._connect(node_id)
         same_host = client.is_to_this_host()
-        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]), same_host)
+        peer = Peer(node_id, client, epoch_of(client.hello), self._owner_key(node_id), same_host)
         with self._lock:
             old = self._peers.get(node_id)
             if old is not None and not old.client.closed:
@@ -149,6 +156,10 @@ class PeerBook:
         peer.close()
         return self.get(node_id)
 
+    def _owner_key(self, node_id: str) -> bytes:
+        # Another one for each node: a peer that knows its own cannot pass for this store at others.
+        return hashlib.blake2b(node_id.encode(), key=self._secret, digest_size=OWNER_KEY_BYTES).digest()
+
     def _connect(self, node_id: str) -> ControlClient:
         try:
             address = self._resolve(node_id)
@@ -158,8 +169,14 @@ class PeerBook:
                 "token": address.token,
                 "node": self.own_node_id,
                 "epoch": self._own_epoch.hex(),
+                "owner": self._owner_key(node_id).hex(),
             }
-            return connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
+            client = connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(client.close)
+                epoch_of(client.hello)
+                on_error.pop_all()
+            return client
         except (KVStoreError, OSError) as error:
             self.failed(node_id)
             raise PeerLost(f"the store of node {node_id} cannot be reached: {error}") from error

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore.bounds import check_seconds
 from kvstore.chain import decode_hashes
 from kvstore.control_connection import Connection, Handler
-from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.errors import ConfigError
 from kvstore.grants import Grant
 from kvstore.messages import (
     U64,
@@ -103,8 +103,7 @@ class PoolControl:
 
     def _await_store(self, connection: Connection, message: Message) -> None:
         chain, timeout_s = unpack_lease(message.payload)
-        if not 0 <= timeout_s < math.inf:
-            raise InvalidRequest(f"timeout_s: wanted a number of seconds from 0 on, got {timeout_s}")
+        check_seconds("timeout_s", timeout_s)
         watch_id = self._core.pool.watch(chain, lambda count: self._reply_when_known(connection, message, count))
         # Not forgotten when it is told earlier: ending a watch that ended does nothing.
         self._waiting[watch_id] = time.monotonic() + timeout_s

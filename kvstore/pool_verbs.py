@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 
+from kvstore.bounds import MAX_TTL_S
 from kvstore.chain import Chain
 from kvstore.clears import ClearCounts
 from kvstore.config import StoreConfig
@@ -16,6 +17,7 @@ from kvstore.errors import InvalidRequest, StoreDraining
 from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.pool import Pool
 from kvstore.presence import PresenceCounts
+from kvstore.wire import clip
 
 FOREVER_S = math.inf
 
@@ -174,12 +176,12 @@ class PoolVerbs:
         return self.pool.abort_store(write_id, owner, generations=generations, epoch=epoch)
 
 
-def deadline_after(ttl_s: float) -> float:
+def deadline_after(ttl_s: float, most_s: float = MAX_TTL_S) -> float:
     """Return the time on the monotonic clock that lies `ttl_s` seconds ahead.
 
     Raises:
-        InvalidRequest: that is no time.
+        InvalidRequest: that is no time, or too far. Refused and not cut down: who asks counts on what it asked for.
     """
-    if not (isinstance(ttl_s, int | float) and 0 < ttl_s < FOREVER_S):
-        raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s!r}")
+    if not (isinstance(ttl_s, int | float) and 0 < ttl_s <= most_s):
+        raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, at most {most_s:g}, got {clip(ttl_s)}")
     return time.monotonic() + ttl_s

@@ -22,6 +22,7 @@ from kvstore.handoff_messages import END, FetchRequest, PeerClaimed
 from kvstore.latch import Latch
 from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, MoverDone, Progress, pack_progress
+from kvstore.peer_words import check_slots
 from kvstore.peers import Peer
 from kvstore.pool import Pool
 from kvstore.segments import plan_chunks, plan_stage_chunks
@@ -95,13 +96,14 @@ class RemoteFetch:
 
     def _claimed_early(self, claimed: PeerClaimed) -> None:
         """Post the READ; on the control thread. What is not simple, or does not work, `run` comes to."""
-        lane = self._lane
+        peer, lane = self._begun, self._lane
+        assert peer is not None
         assert lane is not None, "only what goes over a lane begins early"
         if claimed.reason or self._no_room or self._client_left or claimed.namespace_version > self._version:
             return
         if (claimed.slab, claimed.mover_generation) == (self._request.from_slab, lane.generation):
             with contextlib.suppress(KVStoreError):
-                self._post(lane.name, lane.description, claimed, may_wait=False)
+                self._post(peer, lane.name, lane.description, claimed, may_wait=False)
 
     def run(self) -> None:
         """Fetch everything, or say why not."""
@@ -262,7 +264,7 @@ class RemoteFetch:
 
     def _read(self, peer: Peer, claimed: PeerClaimed) -> None:
         if not self._read_id:
-            self._post(*self._source(peer, claimed), claimed)
+            self._post(peer, *self._source(peer, claimed), claimed)
         # The mover reports by itself when time is up; this wait is for a mover that does not.
         left_s = min(self._claim.valid_until_s, self._deadline_s) - time.monotonic()
         if not self._read_ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
@@ -270,16 +272,19 @@ class RemoteFetch:
                 self._given_up = self._read_id
             raise TransferTimeout("the mover did not report on a READ in time")
 
-    def _post(self, name: str, description: PeerDescription, claimed: PeerClaimed, *, may_wait: bool = True) -> None:
+    def _post(
+        self, peer: Peer, name: str, description: PeerDescription, claimed: PeerClaimed, *, may_wait: bool = True
+    ) -> None:
         """Have the mover read, as far as the claim and the client's patience go."""
         fetcher, config, now_s = self._fetcher, self._fetcher.config, time.monotonic()
         left_s = min(self._claim.valid_until_s, self._deadline_s, now_s + config.transfer_timeout_s) - now_s
         notification = b""
         if self._lane is None:
             # Between stages it would have to wait for all chunks before its own, and the lane stand still meanwhile.
-            notification = NOTIFICATION.pack(claimed.claim_id, claimed.epoch, fetcher.pool().epoch)
+            notification = NOTIFICATION.pack(claimed.claim_id, claimed.epoch, peer.owner_key)
         else:
             fetcher.server.stay_awake(_AWAKE_S)
+        check_slots(claimed.slots, description, self._block_bytes)
         request = ReadRequest(
             peer=name,
             block_bytes=self._block_bytes,

@@ -7,7 +7,6 @@ through host memory. No table of hardware says so reliably, but two short READs 
 
 from __future__ import annotations
 
-import base64
 import logging
 import threading
 import time
@@ -21,10 +20,11 @@ from kvstore.errors import KVStoreError, TransferError, TransferTimeout
 from kvstore.handoff_messages import pack_soon
 from kvstore.messages import MoverDone
 from kvstore.mover_link import MoverLink
+from kvstore.peer_words import stages_of
 from kvstore.peers import Peer
 from kvstore.stages import WARM_BYTES, Stage
 from kvstore.transport import PeerDescription, ReadRequest
-from kvstore.wire import Op, unpack_json
+from kvstore.wire import Op
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ class StageLanes:
             KVStoreError: the peer does not answer.
         """
         lanes = []
-        for value in unpack_json(peer.client.call(Op.PEER_STAGES, timeout_s=timeout_s))["stages"]:
-            slab, generation = int(value["slab"]), int(value["generation"])
+        answer = peer.client.call(Op.PEER_STAGES, timeout_s=timeout_s)
+        for slab, generation, num_warm, description in stages_of(answer, stage.slab):
             if only not in (0, slab):
                 continue
             key = _key(peer, slab, stage)
@@ -124,15 +124,7 @@ class StageLanes:
                 lane = self.known(peer, slab, stage)
                 if lane is None or lane.generation != generation:
                     name = f"{peer.node_id}/{peer.epoch.hex()}/{generation}/{slab}>{stage.slab}"
-                    description = PeerDescription(
-                        agent=base64.b64decode(value["agent"]),
-                        address=int(value["address"]),
-                        slot_bytes=int(value["slot_bytes"]),
-                        num_slots=int(value["num_slots"]),
-                        gpu=int(value["gpu"]),
-                        into=stage.slab,
-                    )
-                    lane = self._measure(name, description, generation, int(value["num_warm"]), stage)
+                    lane = self._measure(name, description, generation, num_warm, stage)
                     self._remember(key, lane)
                     if not lane.why_not:
                         word = pack_soon(peer.node_id, slab, stage.slab, stage.generation)

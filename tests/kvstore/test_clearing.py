@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvstore.client import Client
-from kvstore.errors import InvalidRequest, StaleVersion
+from kvstore.errors import InvalidRequest, PeerLost, StaleVersion
 from kvstore.messages import PeerLease
 from kvstore.shape import BLOCK_ORDER_VERSION
 
@@ -142,7 +142,7 @@ def test_a_version_far_ahead_is_refused_at_every_door_and_clearing_goes_on(clust
         chain=worker.client._chain(hashes), block_bytes=space.shape.block_bytes, slot_format=BLOCK_ORDER_VERSION,
         namespace_version=far, ttl_s=5.0,
     )  # fmt: skip
-    with pytest.raises(InvalidRequest, match="wanted an int from 0"):
+    with pytest.raises(PeerLost, match="InvalidRequest: version: wanted an int from 0"):
         peer.lease(lease, 2.0)
     cluster.directory._versions._known[space.digest] = far, 1
     cluster.directory._versions._serial = 1

@@ -250,7 +250,7 @@ def early():
     told, watched, connection = [], {}, Connection()
     server = SimpleNamespace(watch=watched.__setitem__, unwatch=watched.pop)
     fetcher = SimpleNamespace(server=server, peers=SimpleNamespace(keep_spare=lambda *args: None))
-    claim = _EarlyClaim(fetcher, SimpleNamespace(node_id="a"), connection, told.append, lambda: None)
+    claim = _EarlyClaim(fetcher, SimpleNamespace(node_id="a"), connection, 3, told.append, lambda: None)
     claim.ask(b"")
     return SimpleNamespace(claim=claim, connection=connection, told=told, watched=watched)
 

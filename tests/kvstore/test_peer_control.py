@@ -9,7 +9,7 @@ import pytest
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_remote
-from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
 from kvstore.messages import NOTIFICATION, U64, PeerLease, pack_peer_lease, unpack_peer_grant
 from kvstore.wire import Op
 
@@ -33,7 +33,7 @@ def connect(core):
     def peer(epoch):
         address = core.peer_address()
         hello = {"role": "peer", "protocol": PROTOCOL_VERSION, "token": address.token, "node": "b"}
-        hello["epoch"] = epoch.hex() if isinstance(epoch, bytes) else epoch
+        hello["owner"] = epoch.hex() if isinstance(epoch, bytes) else epoch
         made.append(connect_remote(address.host, address.port, hello, timeout_s=2.0))
         return made[-1]
 
@@ -112,6 +112,30 @@ def test_the_leases_of_a_peer_that_is_gone_end_with_their_time_and_not_before(co
     assert core.pool.stats().num_pinned == NUM_BLOCKS
 
 
+def test_a_peer_that_names_the_epoch_of_another_cannot_release_its_leases(core, connect, lease):
+    mine = lease(connect(ONE))
+    address = core.peer_address()
+    hello = {"role": "peer", "protocol": PROTOCOL_VERSION, "token": address.token, "node": "b", "epoch": ONE.hex()}
+    thief = connect_remote(address.host, address.port, hello | {"owner": OTHER.hex()}, timeout_s=2.0)
+    release(thief, mine)
+    thief.close()
+    assert core.pool.num_leases() == 1
+
+
+def test_the_key_of_a_store_is_another_one_at_each_peer(cluster):
+    core, other = cluster.add("x", mover=False), cluster.add("y", mover=False)
+    keys = {core.peers.get("y").owner_key, core.peers.get("x").owner_key, other.peers.get("x").owner_key}
+    assert len(keys) == 3
+    assert not keys & {core.epoch, other.epoch}
+
+
+@pytest.mark.parametrize("ttl_s", [1e300, 86400.0, float("inf"), float("nan"), -1.0, 0.0])
+def test_a_peer_gets_no_lease_for_longer_than_stores_lease(core, connect, lease, ttl_s):
+    with pytest.raises(InvalidRequest, match="ttl_s"):
+        lease(connect(ONE), ttl_s)
+    assert core.pool.num_leases() == 0
+
+
 def test_a_notification_ends_the_lease_of_the_store_that_read(core, connect, lease, notify, wait_until):
     mine, others = lease(connect(ONE)), lease(connect(OTHER))
     notify(mine, core.epoch, OTHER)
@@ -138,8 +162,8 @@ def test_a_notification_for_another_life_of_the_store_frees_nothing(core, connec
 
 
 @pytest.mark.parametrize("epoch", ["", "no hexadecimal", b"7 bytes", b"9 bytes..", 12, None, ["00"]], ids=repr)
-def test_a_peer_that_does_not_name_its_life_is_refused(core, connect, epoch):
-    with pytest.raises(ProtocolError, match="epoch"):
+def test_a_peer_that_does_not_name_its_key_is_refused(core, connect, epoch):
+    with pytest.raises(ProtocolError, match="owner"):
         connect(epoch)
 
 

@@ -12,12 +12,14 @@ import pytest
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
-from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
+from kvstore.errors import ChainBroken, ConfigError, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
 from kvstore.grants import PinKind
+from kvstore.handoff_messages import FetchRequest, pack_fetch
 from kvstore.messages import (
     U64,
     U64_F64,
     pack_lease,
+    pack_load,
     pack_pin,
     pack_prepare,
     pack_write_end,
@@ -223,13 +225,13 @@ def test_unknown_ids_over_the_socket_are_answered_with_nothing(core, ask, op):
     [Op.LOOKUP, Op.LEASE, Op.PIN, Op.RELEASE, Op.RENEW, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.ABORT_STORE, Op.LOAD],
 )
 @pytest.mark.parametrize("payload", [b"", b"\1", b"\1" * 7])
-def test_bytes_that_are_no_request_are_refused_with_a_type(core, ask, op, payload):
-    """Malformed ids, times and chains: a typed refusal, no count changed, and the connection goes on."""
+def test_bytes_that_are_no_request_are_refused_with_a_type(cluster, core, worker, ask, op, payload):
+    """Malformed ids, times and chains: a typed refusal, no count changed, and no other connection is touched."""
     before = core.pool.stats()
     with pytest.raises((InvalidRequest, ChainBroken, ProtocolError)):
         ask(op, payload)
     assert core.pool.stats() == before
-    assert len(ask(Op.RELEASE, U64.pack(0))) == 8
+    assert worker.client.lookup(cluster.hashes(1)).num_blocks == 0
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
@@ -323,3 +325,44 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
     thread.join(5)
     assert told == [2]
     client.close()
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
+def test_loads_and_fetches_of_no_time_are_refused(cluster, core, worker, ask, timeout_s):
+    run, owner = run_of(cluster.hashes(2)), os.urandom(32)
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        ask(Op.LOAD, pack_load(run, 5.0, timeout_s))
+    request = FetchRequest(owner, run.namespace, core.epoch, "a", 1, 5.0, timeout_s, is_early=True)
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        ask(Op.HANDOFF_FETCH, pack_fetch(request))
+    assert core.pool.num_leases() == 0
+
+
+@pytest.mark.parametrize("block_bytes", [1, 0, -1, -100, 64, 1 << 40, 1 << 70, True, 1024.5])
+def test_blocks_of_no_size_divide_nothing(cluster, ask, core, block_bytes):
+    fresh = cluster.add("fresh")
+    with pytest.raises((InvalidRequest, ConfigError)):
+        fresh.attach(b"n" * 32, block_bytes)
+    assert fresh.attached_pool is None
+    assert fresh.attach(b"n" * 32, 1024)["slot_bytes"] == 1024
+
+
+@pytest.mark.parametrize("namespace", [b"", b"n" * 5, b"n" * 33, "n" * 32, None])
+def test_a_namespace_has_32_bytes(core, namespace):
+    with pytest.raises(InvalidRequest, match="namespace"):
+        core.attach(namespace, 1024)
+
+
+def test_an_arena_of_too_many_slots_is_refused(cluster, monkeypatch):
+    monkeypatch.setattr("kvstore.node.MAX_SLOTS", 100)
+    core = cluster.add("fresh", mover=False)
+    with pytest.raises(ConfigError, match="block_bytes="):
+        core.attach(b"n" * 32, 1024)
+    assert core.attached_pool is None
+
+
+def test_a_store_attaches_so_many_namespaces_and_no_more(cluster, core, worker, monkeypatch):
+    monkeypatch.setattr("kvstore.node.MAX_NAMESPACES", 1)
+    with pytest.raises(ConfigError, match="namespaces"):
+        core.attach(b"n" * 32, 1024)
+    cluster.worker("a")  # What is known goes on.

@@ -19,7 +19,13 @@ from kvstore.errors import IncompatibleStore, KVStoreError, PeerLost, ProtocolEr
 from kvstore.messages import U64, pack_lease
 from kvstore.wire import HEADER, STRANGER_BYTES, Decoder, Op, clip, pack_error, unpack_error
 
-HELLO = {"role": "peer", "protocol": PROTOCOL_VERSION, "node": "x", "epoch": b"epoch--1".hex()}
+HELLO = {
+    "role": "peer",
+    "protocol": PROTOCOL_VERSION,
+    "node": "x",
+    "epoch": b"epoch--1".hex(),
+    "owner": b"owner--1".hex(),
+}
 
 
 def frame(op, payload=b"", *, flag=0, request=1, more=0, length=None, magic=b"RKV1"):

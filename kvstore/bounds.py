@@ -1,0 +1,51 @@
+"""Bounds on numbers that come from outside: from peers, workers and Ray callers. What is beyond them is refused."""
+
+from __future__ import annotations
+
+from kvstore.errors import InvalidRequest
+from kvstore.wire import clip
+
+#: The longest time that a lease, a claim, a published ticket or a wait may be asked for. A pin may be for ever.
+MAX_TTL_S = 86400.0
+#: The most slots that an arena is divided into; a pool takes some 80 bytes for each.
+MAX_SLOTS = 1 << 23
+#: The smallest block. The first one that attaches decides how the arena is divided, and a slip must not make slots of
+#: a few bytes.
+MIN_BLOCK_BYTES = 512
+#: The most namespaces that one life of a store attaches.
+MAX_NAMESPACES = 1 << 16
+#: Digests of namespaces and hashes of blocks.
+DIGEST_BYTES = 32
+
+
+def check_seconds(name: str, value: object, most_s: float = MAX_TTL_S) -> float:
+    """Return a number of seconds, 0 or more.
+
+    Raises:
+        InvalidRequest: it is none, or too long.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most_s:
+        raise InvalidRequest(f"{name}: wanted a number of seconds from 0 to {most_s:g}, got {clip(value)}")
+    return value
+
+
+def check_count(name: str, value: object, least: int, most: int) -> int:
+    """Return an integer of a range, both ends included.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InvalidRequest(f"{name}: wanted an integer from {least} to {most}, got {clip(value)}")
+    return value
+
+
+def check_digest(name: str, value: object) -> bytes:
+    """Return the digest of a namespace, or the hash of a block.
+
+    Raises:
+        InvalidRequest: it is not 32 bytes.
+    """
+    if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
+        raise InvalidRequest(f"{name}: wanted {DIGEST_BYTES} bytes, got {clip(value)}")
+    return value
