@@ -21,6 +21,10 @@ class Directory:
         is_first = is_first and not ray.get_runtime_context().was_current_actor_reconstructed
         self._server = DirectoryServer(node_address(), 0.0 if is_first else SETTLE_S)
 
+    def ping(self, within_s: float = 1.0) -> bool:
+        """Whether this directory serves: the thread of its sockets answers within so many seconds."""
+        return self._server.is_serving(within_s)
+
     def address(self) -> PeerAddress:
         """Return where stores reach the directory."""
         return self._server.address()

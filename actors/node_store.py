@@ -85,9 +85,9 @@ class NodeStore:
 
     # For the supervisor and the public Store object.
 
-    def ping(self) -> bool:
-        """Say that this actor lives."""
-        return True
+    def ping(self, within_s: float = 1.0) -> bool:
+        """Whether this store serves: the thread of its sockets answers within so many seconds."""
+        return self._core.is_serving(within_s)
 
     def ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena."""

@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.actors.directory import Directory
 from kvstore.actors.node_store import NodeStore
+from kvstore.actors.serving import HEALTH_GROUP, ServingWatch
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, TransferTimeout
+from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
 from kvstore.guard import Guard
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._problems: dict[str, str] = {}
+        self._serving = ServingWatch()
         # One thread a node at most: a store that hangs, or takes long to come up, delays no other.
         self._running: dict[str, Future[None]] = {}
         if watch:
@@ -89,6 +91,7 @@ class Supervisor:
         if self._stopping.is_set():
             return []
         nodes = alive_nodes()
+        self._problems = {node_id: text for node_id, text in self._problems.items() if node_id in nodes}
         # First, because a store that comes up before it would publish a second later.
         directory = self._begin("directory", self._ensure_directory)
         wait([directory], _ROUND_S)
@@ -97,6 +100,8 @@ class Supervisor:
             for node_id, resources in nodes.items()
         }
         wait(ensured.values(), _ROUND_S)
+        names = {actor_name(self._config.name, "node", node_id) for node_id in nodes}
+        self._serving.keep(names | {actor_name(self._config.name, "directory")})
         served = []
         for node_id, future in ensured.items():
             if not future.done():
@@ -152,8 +157,18 @@ class Supervisor:
 
     def _ensure_directory(self) -> None:
         name = actor_name(self._config.name, "directory")
+        if self._serves(name, "the directory", may_restart=True):
+            return
         # Ray restarts it by itself; this makes the first one, and another should Ray have given up.
         _get_or_create(name, Directory, {"max_restarts": -1, "max_concurrency": 8}, self._has_no_stores(name))
+
+    def _serves(self, name: str, what: str, *, may_restart: bool) -> bool:
+        """Whether an actor is there and serves; see `ServingWatch.serves`."""
+        try:
+            handle = find_actor(name)
+        except StoreNotRunning:
+            return False
+        return self._serving.serves(name, what, handle, may_restart=may_restart)
 
     def _has_no_stores(self, directory: str) -> bool:
         """Whether neither the directory nor any store exists yet."""
@@ -167,15 +182,8 @@ class Supervisor:
 
     def _ensure_node_store(self, node_id: str, resources: dict[str, float]) -> None:
         name = actor_name(self._config.name, "node", node_id)
-        try:
-            with ray_failures(f"store of node {node_id}"):
-                call(f"store of node {node_id}", find_actor(name).ping.remote(), _CALL_S)
+        if self._serves(name, f"store of node {node_id}", may_restart=False):
             return
-        except TransferTimeout:
-            # It lives but hangs: another one cannot have its name, and its workers still hold its arena.
-            raise
-        except KVStoreError:
-            pass
         wanted, room = self._config.capacity_bytes, resources.get("memory", 0.0)
         if wanted > room:
             raise ConfigError(
@@ -200,7 +208,7 @@ def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) ->
         try:
             with ray_failures(name):
                 handle: Any = (
-                    ray.remote(cls)
+                    ray.remote(concurrency_groups=HEALTH_GROUP)(cls)  # type: ignore[call-overload]
                     .options(
                         name=name,
                         namespace=RAY_NAMESPACE,
@@ -211,8 +219,7 @@ def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) ->
                     )
                     .remote(*args)
                 )
-                probe = handle.ping.remote() if hasattr(cls, "ping") else handle.address.remote()
-                call(name, probe, 30.0)
+                call(name, handle.ping.remote(), 30.0)
             return handle
         except KVStoreError as error:
             last = error

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvstore.control_client import ControlClient
 from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning
+from kvstore.remote_socket import prepare_remote
 from kvstore.wire import (
     RECEIVE_BYTES,
     SOCKET_BUFFER_BYTES,
@@ -74,7 +75,7 @@ def connect_remote(host: str, port: int, hello: dict[str, Any], *, timeout_s: fl
         raise PeerLost(f"{host}:{port} does not answer: {error}") from error
     sock.settimeout(None)
     _prepare(sock, timeout_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    prepare_remote(sock)
     client = ControlClient(sock, f"peer at {host}:{port}")
     try:
         client.hello = unpack_json(client.call(Op.HELLO, pack_json(hello), timeout_s=timeout_s))

@@ -22,6 +22,7 @@ from kvstore.control_connection import Connection, Handler
 from kvstore.control_loop import ControlLoop
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
 from kvstore.guard import LogLimit
+from kvstore.remote_socket import prepare_remote
 from kvstore.socket_files import SocketFile
 from kvstore.strangers import Strangers
 from kvstore.wire import (
@@ -149,7 +150,7 @@ class ControlServer:
             if connection.pidfd >= 0:
                 self.watch(connection.pidfd, partial(self._owner_died, connection))
         else:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare_remote(sock)
         self._connections.add(connection)
         self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
         self._strangers.came(connection)

@@ -1,0 +1,146 @@
+"""Actors that answer Ray and serve nobody: what is told of them, and that others take their place."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import ray
+
+import kvstore
+from kvstore.actors.serving import SILENT_S, STUCK_S, ServingWatch
+from kvstore.errors import TransferTimeout
+
+pytestmark = pytest.mark.ray
+
+#: A period, two rounds of pings that nobody answers, and what it takes to make another one, on a busy machine.
+_REPLACED_WITHIN_S = 60.0
+
+
+def hang(self, path):
+    """Keep the one thread that serves an actor's sockets in a call that does not come back."""
+    import os
+    import time
+    from functools import reduce
+
+    server = reduce(getattr, path.split("."), self)
+    read, write = os.pipe()
+    server.watch(read, lambda: time.sleep(600))
+    os.write(write, b"x")
+
+
+@pytest.fixture(scope="module")
+def store(ray_cluster):
+    store = kvstore.start("16MiB", name="serving")
+    yield store
+    store.stop()
+
+
+@pytest.fixture
+def directory(store):
+    return ray.get_actor("raykv/serving/directory", namespace="raykv")
+
+
+def test_a_store_and_a_directory_that_serve_nobody_are_replaced(
+    store, directory, node_ids, get, eventually, make_space, chain_of, open_engine
+):
+    space = make_space()
+    chains = [chain_of(space, 4, seed) for seed in range(2)]
+    kept = open_engine(store, space, node_ids[1])
+    kept.save(chains[1])
+    before = {node_id: counts["epoch"] for node_id, counts in store.stats()["nodes"].items()}
+    directory_pid = get(directory.__ray_call__.remote(lambda self: os.getpid()))
+    stuck = kvstore.node_store(node_ids[0], name="serving")
+    for handle, find in ((stuck, "_core._control._server"), (directory, "_server._server")):
+        get(handle.__ray_call__.remote(hang, find), 10)
+    assert get(stuck.ping.remote(0.2)) is False, "it answers Ray, and says so"
+    assert get(directory.ping.remote(0.2)) is False
+
+    def replaced():
+        epochs = {node_id: counts.get("epoch") for node_id, counts in store.stats()["nodes"].items()}
+        assert epochs.get(node_ids[1]) == before[node_ids[1]], "one that serves stays"
+        return epochs.get(node_ids[0]) not in (None, before[node_ids[0]])
+
+    eventually(replaced, _REPLACED_WITHIN_S, 0.5)
+    again = ray.get_actor("raykv/serving/directory", namespace="raykv")
+    eventually(
+        lambda: get(again.__ray_call__.remote(lambda self: os.getpid())) != directory_pid, _REPLACED_WITHIN_S, 0.5
+    )
+    engine = eventually(lambda: open_engine(store, space, node_ids[0]), 20)
+    engine.save(chains[0])
+    for node_id, chain in zip(node_ids, chains, strict=True):
+        eventually(lambda node_id=node_id, chain=chain: dict(store.locate(chain)).get(node_id) == 4, 20)
+    eventually(lambda: not store.stats()["problems"], 20)
+
+
+class Actor:
+    """A handle whose answers are given."""
+
+    def __init__(self, *answers):
+        self.answers, self.ping, self.num_killed = list(answers), self, 0
+
+    def options(self, concurrency_group):
+        assert concurrency_group == "health", "verbs that wait must not keep a ping from its answer"
+        return self
+
+    def remote(self, within_s):
+        return self.answers.pop(0)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    clock, killed = [100.0], []
+
+    def answer(ref, timeout):
+        clock[0] += 1.0
+        if isinstance(ref, Exception):
+            raise ref
+        return ref
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get", answer)
+    monkeypatch.setattr(ray, "kill", lambda handle, no_restart: killed.append(no_restart))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    return clock, killed
+
+
+SILENCE = ray.exceptions.GetTimeoutError("no answer")
+DEATH = ray.exceptions.ActorDiedError()
+
+
+@pytest.mark.parametrize(("answer", "patience_s"), [(False, STUCK_S), (SILENCE, SILENT_S)], ids=["stuck", "silent"])
+@pytest.mark.parametrize("may_restart", [False, True])
+def test_one_that_does_not_serve_is_ended_after_its_time_and_not_before(watched, answer, patience_s, may_restart):
+    (clock, killed), watch = watched, ServingWatch()
+    handle = Actor(True, answer, answer, answer)
+    assert watch.serves("n", "it", handle, may_restart=may_restart)
+    with pytest.raises(TransferTimeout, match=f"does not serve.*replaced after {patience_s:.0f} s"):
+        watch.serves("n", "it", handle, may_restart=may_restart)
+    clock[0] += patience_s - 2.5
+    with pytest.raises(TransferTimeout):
+        watch.serves("n", "it", handle, may_restart=may_restart)
+    assert killed == []
+    assert watch.serves("n", "it", handle, may_restart=may_restart) is may_restart
+    assert killed == [not may_restart]
+
+
+def test_one_that_serves_again_begins_anew(watched):
+    (clock, killed), watch, handle = watched, ServingWatch(), Actor(False, True, False, False)
+    with pytest.raises(TransferTimeout):
+        watch.serves("n", "it", handle, may_restart=False)
+    clock[0] += STUCK_S
+    assert watch.serves("n", "it", handle, may_restart=False)
+    with pytest.raises(TransferTimeout):
+        watch.serves("n", "it", handle, may_restart=False)
+    assert killed == []
+    watch.keep(set())
+    clock[0] += STUCK_S
+    with pytest.raises(TransferTimeout):
+        watch.serves("n", "it", handle, may_restart=False)
+    assert killed == []
+
+
+def test_one_that_is_gone_is_made_again_at_once(watched):
+    assert ServingWatch().serves("n", "it", Actor(DEATH), may_restart=False) is False
+    assert watched[1] == []
