@@ -36,6 +36,7 @@ from kvstore.messages import (
     U64,
     U64_F64,
     pack_lease,
+    pack_lookup_all,
     pack_pin,
     unpack_grant,
 )
@@ -51,6 +52,8 @@ from kvstore.wire import Op, pack_json, unpack_json
 from kvstore.work import Steps, Work
 
 _LATE_S = 600.0
+#: Of a lookup's time the directory may take so much; the rest is for the answer without it.
+_REMOTE_SHARE = 0.8
 
 
 class Client(HandoffVerbs):
@@ -172,9 +175,11 @@ class Client(HandoffVerbs):
         chain = self._chain(hashes)
         limit_s = self._store.call_timeout_s if timeout_s is None else timeout_s
         self._store.check_open()
-        op, connection = Op.LOOKUP_ALL if remote else Op.LOOKUP, self._store.for_lookups.take()
+        op = Op.LOOKUP_ALL if remote else Op.LOOKUP
+        payload = pack_lookup_all(chain, _REMOTE_SHARE * limit_s) if remote else chain.encode()
+        connection = self._store.for_lookups.take()
         try:
-            answer = connection.call(op, chain.encode(), timeout_s=limit_s, meanwhile=meanwhile)
+            answer = connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile)
         finally:
             self._store.for_lookups.keep(connection)
         if not remote:

@@ -19,7 +19,8 @@ KVStoreError
 ├── StoreUnavailable         the node store cannot be asked
 │   ├── StoreNotRunning      nothing runs under that name or address
 │   ├── WrongCluster         it is in another Ray cluster than this process
-│   └── StoreDraining        it runs but grants nothing any more
+│   ├── StoreDraining        it runs but grants nothing any more
+│   └── StoreBusy            too much of a kind waits there already
 ├── TransferError            bytes did not arrive
 │   ├── TransferTimeout      not terminal in time; the destination is quarantined
 │   │   └── JobRunning       a save or load is not done yet; it goes on
@@ -115,6 +116,10 @@ class WrongCluster(StoreUnavailable):
 
 class StoreDraining(StoreUnavailable):
     """The node store is being drained and grants nothing any more."""
+
+
+class StoreBusy(StoreUnavailable):
+    """The node store runs, but too much that blocks waits there already; nothing was begun, try again soon."""
 
 
 class TransferError(KVStoreError):

@@ -39,6 +39,7 @@ from kvstore.mover_link import MoverLink
 from kvstore.peer_read import PeerRead
 from kvstore.peers import Peer, PeerBook
 from kvstore.pool import Pool
+from kvstore.store_threads import Blocking, StoreThreads
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +96,13 @@ class Fetcher:
         hints: Hints,
         peers: PeerBook,
         mover: MoverLink,
+        threads: StoreThreads,
         slot_format: int,
         namespace_version: Callable[[bytes], int],
         adopt_version: Callable[[bytes, int], object],
     ) -> None:
         self.config, self.pool, self.hints, self._peers, self.mover = config, pool, hints, peers, mover
-        self._slot_format = slot_format
+        self._store_threads, self._slot_format = threads, slot_format
         self.namespace_version, self._adopt_version = namespace_version, adopt_version
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="raykv-fetch")
         self.flights = Flights(self._resume)
@@ -212,7 +214,7 @@ class Fetcher:
                 if now.epoch == peer.epoch:
                     now.release(lease_id)
 
-        threading.Thread(target=release, name="raykv-release", daemon=True).start()
+        self._store_threads.submit(Blocking.RELEASE, release, is_admitted=True)
 
     def _own_id(self) -> str:
         return self._peers.own_node_id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from kvstore.errors import (
     LayoutMismatch,
     PoolExhausted,
     StaleVersion,
+    StoreBusy,
     TransferTimeout,
 )
 from kvstore.handoff_fetch import HandoffFetcher
@@ -43,6 +43,7 @@ from kvstore.peer_control import most_for_peers_s, owner_of
 from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stages import StageBook
+from kvstore.store_threads import Blocking, StoreThreads
 from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_json
 
 if TYPE_CHECKING:
@@ -166,12 +167,14 @@ class HandoffControl:
                     raise InvalidRequest(
                         f"wanted a stage of at least one block, got {num_bytes} bytes of {block_bytes}"
                     )
-                _answer_later(connection, message, lambda: self.stages.make(uuid, num_bytes, block_bytes).to_json())
+                self._answer_later(
+                    connection, message, lambda: self.stages.make(uuid, num_bytes, block_bytes).to_json()
+                )
             case Op.HANDOFF_WARM:
                 value = unpack_json(payload)
                 stage = self.stages.get(int(value["slab"]), int(value["generation"]))
                 node_id = str(value["node"])
-                _answer_later(connection, message, lambda: self.fetcher.warm_up(node_id, stage))
+                self._answer_later(connection, message, lambda: self.fetcher.warm_up(node_id, stage))
             case _:
                 number, used = END.unpack(payload)
                 if number & CLAIM_BIT:
@@ -183,6 +186,9 @@ class HandoffControl:
     def _never_written(self, key: bytes, writer: int) -> None:
         self.table.abort(key, writer)
         self._waiting.look_again(key)
+
+    def _answer_later(self, connection: Connection, message: Message, work: Callable[[], dict[str, Any]]) -> None:
+        answer_later(self._core.threads, Blocking.STAGE, connection, message, work)
 
     def _block_bytes(self, namespace: bytes) -> int:
         known = self._core.block_bytes.get(namespace)
@@ -267,7 +273,11 @@ class HandoffControl:
         if reason == NOT_READY and not is_last:
             return False
         if claim is not None and claim.slab and wanted.to_host:
-            threading.Thread(target=self._spill, args=(connection, message, wanted, claim), daemon=True).start()
+            spill = functools.partial(self._spill, connection, message, wanted, claim)
+            if not self._core.threads.submit(Blocking.SPILL, spill):
+                self._end_remote(claim.claim_id, connection.owner, used=False)
+                reason = "busy: too many blocks of stages are being copied to memory on their node; try again soon"
+                connection.send(message.op, Flag.REPLY, message.request, self._claimed(wanted, reason, None))
         else:
             connection.send(message.op, Flag.REPLY, message.request, self._claimed(wanted, reason, claim))
         return True
@@ -385,7 +395,15 @@ class HandoffControl:
         }
 
 
-def _answer_later(connection: Connection, message: Message, work: Callable[[], dict[str, Any]]) -> None:
+def answer_later(
+    threads: StoreThreads, kind: Blocking, connection: Connection, message: Message, work: Callable[[], dict[str, Any]]
+) -> None:
+    """Answer with what `work` returns, or raises, on a thread.
+
+    Raises:
+        StoreBusy: too much of that kind waits; nothing was begun.
+    """
+
     def run() -> None:
         try:
             flag, answer = Flag.REPLY, pack_json(work())
@@ -393,4 +411,5 @@ def _answer_later(connection: Connection, message: Message, work: Callable[[], d
             flag, answer = Flag.ERROR, pack_error(error)
         connection.send(message.op, flag, message.request, answer)
 
-    threading.Thread(target=run, name="raykv-handoff", daemon=True).start()
+    if not threads.submit(kind, run):
+        raise StoreBusy(f"{message.op.name}: too many of these wait for an answer already; try again soon")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -138,29 +139,41 @@ class Hints:
             except Exception:
                 logger.exception("hints: a save could not be told that it is complete")
 
-    def locate(self, chain: Chain) -> list[tuple[str, int]]:
+    def locate(self, chain: Chain, until_s: float = math.inf) -> list[tuple[str, int]]:
         """Return (node, prefix length) of the nodes that may hold a run; empty when the directory is away.
 
         One blocking call, unless this node is the only one.
+
+        Args:
+            chain: the run.
+            until_s: when nothing is asked any more because others are still being answered.
         """
         if self.is_alone():
             return []
-        with self._ask_lock:
-            started_s = time.monotonic()
-            if started_s < self._ask_after_s:
-                return []
-            self._is_only = False
-            self._solitude.end()
-            try:
-                answer = unpack_json(self._ask(chain.encode()))
-            except KVStoreError as error:
-                hung = isinstance(error, TransferTimeout) or time.monotonic() - started_s > _RETRY_S
-                self._ask_after_s = time.monotonic() + (_RETRY_HUNG_S if hung else _RETRY_S)
-                logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
-                return []
-            self._is_only = answer.get("only") == self._node_id
-            if self._is_only and self._asker is not None:
-                self._solitude.begin(self._asker)
+        left_s = max(0.0, until_s - time.monotonic())
+        if not self._ask_lock.acquire(timeout=left_s if left_s < threading.TIMEOUT_MAX else -1):
+            return []
+        try:
+            return self._locate(chain)
+        finally:
+            self._ask_lock.release()
+
+    def _locate(self, chain: Chain) -> list[tuple[str, int]]:
+        started_s = time.monotonic()
+        if started_s < self._ask_after_s:
+            return []
+        self._is_only = False
+        self._solitude.end()
+        try:
+            answer = unpack_json(self._ask(chain.encode()))
+        except KVStoreError as error:
+            hung = isinstance(error, TransferTimeout) or time.monotonic() - started_s > _RETRY_S
+            self._ask_after_s = time.monotonic() + (_RETRY_HUNG_S if hung else _RETRY_S)
+            logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
+            return []
+        self._is_only = answer.get("only") == self._node_id
+        if self._is_only and self._asker is not None:
+            self._solitude.begin(self._asker)
         return [(str(node), int(count)) for node, count in answer["nodes"]]
 
     def _ask(self, chain: bytes) -> bytes:

@@ -32,6 +32,7 @@ _WAKE = struct.Struct("<H")
 #: A write whose KV is of now.
 _ANY_CLEARS = (1 << 64) - 1
 U64 = struct.Struct("<Q")
+_F64 = struct.Struct("<d")
 U64_F64 = struct.Struct("<Qd")
 #: By which a store knows the owner of the leases of another.
 OWNER_KEY_BYTES = 8
@@ -69,6 +70,16 @@ def pack_lease(chain: Chain, ttl_s: float) -> bytes:
 def unpack_lease(payload: bytes) -> tuple[Chain, float]:
     """Return what `pack_lease` packed."""
     return decode_chain(payload[_LEASE.size :]), _LEASE.unpack_from(payload)[0]
+
+
+def pack_lookup_all(chain: Chain, wait_s: float) -> bytes:
+    """Ask who has how much of a chain; the answer is wanted within `wait_s`, with whatever is known then."""
+    return _F64.pack(wait_s) + chain.encode()
+
+
+def unpack_lookup_all(payload: bytes) -> tuple[Chain, float]:
+    """Return what `pack_lookup_all` packed."""
+    return decode_chain(payload[_F64.size :]), _F64.unpack_from(payload)[0]
 
 
 def pack_load(chain: Chain, ttl_s: float, timeout_s: float) -> bytes:

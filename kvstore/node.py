@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import threading
@@ -34,6 +35,7 @@ from kvstore.pool_verbs import PoolVerbs
 from kvstore.presence import PresenceTable
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.socket_files import remove_stale_sockets
+from kvstore.store_threads import StoreThreads
 from kvstore.versions import NamespaceVersions
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class NodeCore(PoolVerbs):
         self.block_bytes: dict[bytes, int] = {}
         self.closed_to_peers = False
         self.mover = MoverLink(self._end_quarantine)
+        self.threads = StoreThreads()
         self._peers = PeerBook(node_id, self.epoch, self._resolver(resolve_peer), config.call_timeout_s)
         self.hints = Hints(
             node_id, resolve_directory, config.call_timeout_s, self.versions, self.hear_clearing,
@@ -159,19 +162,22 @@ class NodeCore(PoolVerbs):
         self.slot_bytes = slot_bytes
         pool = self.make_pool(num_slots, self.epoch, self.presence.counts, self.presence.clears)
         self.fetcher = Fetcher(
-            self.config, pool, self.hints, self._peers, self.mover, BLOCK_ORDER_VERSION,
+            self.config, pool, self.hints, self._peers, self.mover, self.threads, BLOCK_ORDER_VERSION,
             self.versions.get, self.hear_clearing,
         )  # fmt: skip
         self.mover.set_slots(slot_bytes, num_slots)
         self.hints.follow(pool)
         self.attached_pool = pool
 
-    def lookup_all(self, chain: Chain) -> list[tuple[str, int]]:
-        """Return (node, prefix length), this node first and as it is, the others as the directory hints."""
+    def lookup_all(self, chain: Chain, until_s: float = math.inf) -> list[tuple[str, int]]:
+        """Return (node, prefix length), this node first and as it is, the others as the directory hints.
+
+        The directory is not asked when `until_s` has passed before others were answered.
+        """
         found = [(self.node_id, self.lookup(chain))]
         if found[0][1] < len(chain):
             num_local = found[0][1]
-            others = [item for item in self.hints.locate(chain) if item[0] != self.node_id]
+            others = [item for item in self.hints.locate(chain, until_s) if item[0] != self.node_id]
             longer = [(node, count - num_local) for node, count in others if count > num_local]
             if longer:
                 self.hints.remember(chain.hash_at(num_local), longer)
@@ -326,6 +332,7 @@ class NodeCore(PoolVerbs):
             steps.callback(self._control.stop)
             steps.callback(self._peers.close)
             steps.callback(self.hints.stop)
+            steps.callback(self.threads.stop)
             if self.fetcher is not None:
                 steps.callback(self.fetcher.stop)
 

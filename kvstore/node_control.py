@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.bounds import check_seconds
-from kvstore.chain import Chain, decode_chain
+from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
@@ -29,16 +29,18 @@ from kvstore.errors import (
 )
 from kvstore.fence import MoverFence
 from kvstore.fetch import Load
-from kvstore.handoff_control import HandoffControl
+from kvstore.handoff_control import HandoffControl, answer_later
 from kvstore.messages import (
     Progress,
     pack_progress,
     unpack_load,
+    unpack_lookup_all,
 )
 from kvstore.peer_control import PeerControl
 from kvstore.pool import Pool
 from kvstore.pool_control import PoolControl
 from kvstore.pool_verbs import deadline_after
+from kvstore.store_threads import Blocking
 from kvstore.wire import (
     OWNER_KEY_DIGITS,
     STRANGER_BYTES,
@@ -134,19 +136,19 @@ class NodeControl:
                 self._load(connection, message)
                 return None
             case Op.LOOKUP_ALL:
-                chain = decode_chain(payload)
-                num_local = self._core.lookup(chain)
-                if num_local == len(chain) or self._core.hints.is_alone():
+                chain, wait_s = unpack_lookup_all(payload)
+                check_seconds("wait_s", wait_s)
+                num_local, until_s = self._core.lookup(chain), time.monotonic() + wait_s
+                run = partial(self._lookup_all, connection, message.request, chain, until_s)
+                is_sure = num_local == len(chain) or self._core.hints.is_alone()
+                if is_sure or not self._core.threads.submit(Blocking.LOOKUP, run):
                     return pack_json({"nodes": [(self._core.node_id, num_local)]})
-                threading.Thread(
-                    target=self._lookup_all, args=(connection, message.request, chain), daemon=True
-                ).start()
                 return None
             case Op.ATTACH:
                 value = unpack_json(payload)
                 return pack_json(self._core.attach(bytes.fromhex(value["namespace"]), int(value["block_bytes"])))
             case Op.STATS:
-                threading.Thread(target=self._stats, args=(connection, message), daemon=True).start()
+                answer_later(self._core.threads, Blocking.STATS, connection, message, self._core.stats)
                 return None
             case _:
                 raise ProtocolError(f"a node store does not serve {op.name} to a {connection.role}")
@@ -255,16 +257,10 @@ class NodeControl:
     def _answer_load(connection: Connection, request: int, payload: bytes, last: bool) -> None:
         connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, request, payload)
 
-    @staticmethod
-    def _reply(connection: Connection, op: Op, request: int, payload: bytes) -> None:
-        connection.send(op, Flag.REPLY, request, payload)
-
-    def _lookup_all(self, connection: Connection, request: int, chain: Chain) -> None:
+    def _lookup_all(self, connection: Connection, request: int, chain: Chain, until_s: float) -> None:
         """Ask the directory, on a thread."""
-        self._reply(connection, Op.LOOKUP_ALL, request, pack_json({"nodes": self._core.lookup_all(chain)}))
-
-    def _stats(self, connection: Connection, message: Message) -> None:
-        self._reply(connection, Op.STATS, message.request, pack_json(self._core.stats()))
+        answer = pack_json({"nodes": self._core.lookup_all(chain, until_s)})
+        connection.send(Op.LOOKUP_ALL, Flag.REPLY, request, answer)
 
     def _gone(self, connection: Connection) -> None:
         if connection.role == "mover":
