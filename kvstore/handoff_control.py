@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -212,13 +213,14 @@ class HandoffControl:
             connection.gave = message.request, functools.partial(self.fetcher.end, fetch_id, connection.owner)
             return
         # Straight out of the slots in which they were published.
-        serve = functools.partial(self._claim_here, connection, message.request, request, send)
+        serve = functools.partial(self._claim_here, connection, message.request, time.monotonic(), request, send)
         self._waiting.serve(request.key, connection, request.timeout_s, serve)
 
     def _claim_here(
         self,
         connection: Connection,
         question: int,
+        asked_s: float,
         request: FetchRequest,
         send: Callable[[bytes, bool], None],
         is_last: bool,
@@ -228,6 +230,7 @@ class HandoffControl:
         if request.epoch != core.epoch:
             report.reason = "stale: the store that had the blocks was restarted, and they are gone"
         else:
+            report.waited_s = time.monotonic() - asked_s  # First: the client counts the claim's time from then on.
             version, deadline_s = self._version(request.namespace), deadline_after(request.ttl_s)
             claim = self.table.claim(
                 request.key, connection.owner, request.namespace, version, deadline_s, is_early=request.is_early

@@ -168,7 +168,9 @@ def run_fetch(
                     stage.copier.expect(pages, ends, to_slots=False)
             stage_copier = stage.copier if stage else None
             yield from answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier, queued)
-        late = time.monotonic() > asked.at_s + config.lease_ttl_s - config.lease_margin_s
+        # The claim was made when the question had waited so long in the store, which got it after it was asked here.
+        claimed_s = asked.at_s + float(answer.report.get("waited_s", 0.0))
+        late = time.monotonic() > claimed_s + config.lease_ttl_s - config.lease_margin_s
         asked.end = END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks)
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.

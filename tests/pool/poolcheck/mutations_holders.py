@@ -199,7 +199,7 @@ HOLDERS = (
         "peers share one owner",
         "TensorRT-LLM: unpin takes raw ids",
         "kvstore.peer_control",
-        'return f"store-{epoch.hex()}"',
+        'return f"store-{key.hex()}"',
         'return "peers"',
         f"{PEERS}::test_a_peer_cannot_release_the_lease_of_another_by_its_id",
     ),
