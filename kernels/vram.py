@@ -133,24 +133,40 @@ class CopyQueue:
         """Queue copies of (target, source, bytes) from memory of GPU `source`; return a mark behind them.
 
         Raises:
-            RuntimeError: the driver refused; what was queued goes on.
+            RuntimeError: the driver refused. What was queued until then has ended: this waits for it.
         """
-        driver, event = _driver(), ctypes.c_void_p()
+        driver = _driver()
         with _current(self.ordinal):
             if source not in self._sources:
                 # Without it copies go through host memory; where it cannot be had, they do.
                 driver.cuCtxEnablePeerAccess(_primary_context(source), ctypes.c_uint(0))
                 self._sources.add(source)
-            for target, at, num_bytes in runs:
-                status = driver.cuMemcpyAsync(
-                    ctypes.c_uint64(target), ctypes.c_uint64(at), ctypes.c_size_t(num_bytes), self._stream
-                )
-                _check(status, "cuMemcpyAsync")
-            _check(driver.cuEventCreate(ctypes.byref(event), ctypes.c_uint(_NO_TIMING)), "cuEventCreate")
-            self._next += 1
-            self._events[self._next] = event
-            _check(driver.cuEventRecord(event, self._stream), "cuEventRecord")
+            try:
+                event = self._queue(runs)
+            except RuntimeError:
+                # An error of this is the device's own, on which nothing runs then. A device that hangs holds up the
+                # mover, whose store gives the READ up and ends it.
+                driver.cuStreamSynchronize(self._stream)
+                raise
+        self._next += 1
+        self._events[self._next] = event
         return self._next
+
+    def _queue(self, runs: list[tuple[int, int, int]]) -> ctypes.c_void_p:
+        """Queue copies, and return an event behind them."""
+        driver, event = _driver(), ctypes.c_void_p()
+        for target, at, num_bytes in runs:
+            status = driver.cuMemcpyAsync(
+                ctypes.c_uint64(target), ctypes.c_uint64(at), ctypes.c_size_t(num_bytes), self._stream
+            )
+            _check(status, "cuMemcpyAsync")
+        _check(driver.cuEventCreate(ctypes.byref(event), ctypes.c_uint(_NO_TIMING)), "cuEventCreate")
+        try:
+            _check(driver.cuEventRecord(event, self._stream), "cuEventRecord")
+        except RuntimeError:
+            driver.cuEventDestroy_v2(event)
+            raise
+        return event
 
     def reached(self, mark: int) -> bool:
         """Whether everything before a mark is in place; then the mark is forgotten.

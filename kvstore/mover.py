@@ -196,7 +196,7 @@ class Mover:
         for waking in list(self._woken):
             assert waking.handle is not None, "posted"
             try:
-                if self._transport.poll(waking.handle) is ReadState.RUNNING:
+                if self._transport.poll(waking.handle) is not ReadState.DONE:
                     continue
             except TransferError as error:
                 logger.debug("mover: a lane was not woken: %s", error)
@@ -297,7 +297,11 @@ class Mover:
     def _collect(self, job: _Job) -> None:
         done: list[int] = []
         try:
-            while job.running and self._transport.poll(job.running[0][0]) is not ReadState.RUNNING:
+            while job.running and (state := self._transport.poll(job.running[0][0])) is not ReadState.RUNNING:
+                if state is ReadState.LOST:
+                    raise TransferError(
+                        f"READ from {job.read.request.peer} failed after a part of it was posted, which may still write"
+                    )
                 handle, job.done_blocks = job.running.popleft()
                 done.append(handle)
         finally:
@@ -347,7 +351,7 @@ class Mover:
     def _is_terminal(self, handle: int) -> bool:
         """Whether the engine is through with a READ; if so its handle is released."""
         try:
-            if self._transport.poll(handle) is ReadState.RUNNING:
+            if self._transport.poll(handle) is not ReadState.DONE:
                 return False
         except TransferError as error:
             logger.debug("mover: abandoned READ ended: %s", error)

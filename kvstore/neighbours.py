@@ -29,7 +29,7 @@ class StageMemory(Protocol):
         """Queue copies of (address here, address there, bytes) and return a mark behind them.
 
         Raises:
-            RuntimeError: the driver refused; what was queued goes on.
+            RuntimeError: the driver refused; what was queued until then has ended.
         """
 
     def copies_done(self, mark: int) -> bool:

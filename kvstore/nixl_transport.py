@@ -10,6 +10,7 @@ Three things differ from NIXL's own Python wrapper, each measured (docs/adr/0004
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sys
 import time
@@ -22,7 +23,9 @@ import numpy as np
 from kvstore.config import set_ucx_defaults
 from kvstore.errors import PeerLost, RegistrationFailed, TransferError, TransferTimeout
 from kvstore.pauses import give_way
-from kvstore.transport import PeerDescription, ReadRequest, ReadState, ReadTotals
+from kvstore.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, count_runs
+
+logger = logging.getLogger(__name__)
 
 #: The progress thread wakes on events and at least this often.
 PROGRESS_DELAY_US = 100_000
@@ -161,6 +164,9 @@ class NixlTransport:
         self._local_lists: dict[int, int] = {}
         self._peers: dict[str, tuple[str, PeerDescription, dict[int, int]]] = {}
         self._handles: dict[int, str] = {}
+        #: READs of which the engine may have started a part before it refused the rest; it cannot stop that part.
+        self._lost: set[int] = set()
+        self._dead_peers: set[str] = set()
         self._slot_bytes = self._num_slots = 0
         self._server = _make_agent(self._nixl, name, address, num_bytes, gpu, progress_delay_us)
         self._reader = self._server
@@ -190,6 +196,7 @@ class NixlTransport:
     def forget_peer(self, peer: str) -> None:
         """Release the peer's lists, then invalidate its metadata."""
         known = self._peers.pop(peer, None)
+        self._dead_peers.discard(peer)
         if known is None:
             return
         for handle in known[2].values():
@@ -202,13 +209,15 @@ class NixlTransport:
     def post(self, request: ReadRequest) -> int:
         """Make a request from the prepared lists and post it.
 
-        On a same-host lane the copy runs inside this call.
+        On a same-host lane the copy runs inside this call. A request of several descriptors that is refused may have
+        been started in part, and the engine lets go of that part without stopping it: such a READ is LOST.
         """
         known = self._peers.get(request.peer)
         if known is None:
             raise PeerLost(f"wanted a peer that was added, got {request.peer!r}")
+        if request.peer in self._dead_peers:
+            raise PeerLost(f"READ from {request.peer}: it disconnected before")  # Before a part can be started.
         name, description, lists = known
-        handle = 0
         try:
             size = request.block_bytes
             if size not in self._local_lists:
@@ -223,13 +232,30 @@ class NixlTransport:
                 self._nixl.NIXL_READ, self._local_lists[size], request.local_slots, lists[size],
                 request.remote_slots, request.notification, [self._backend], False,
             )  # fmt: skip
+        except Exception as error:
+            raise translate_error(error, f"READ from {request.peer}") from error
+        try:
             self._agent.postXferReq(handle, request.notification)
         except Exception as error:
-            if handle:
+            failure = self._failure(error, request.peer)
+            if self._num_descriptors(request, description) == 1:
                 self._agent.releaseXferReq(handle)
-            raise translate_error(error, f"READ from {request.peer}") from error
+                raise failure from error
+            logger.warning("%s; a part of it may still write, so this process has to end", failure)
+            self._lost.add(handle)
         self._handles[handle] = request.peer
         return int(handle)
+
+    def _num_descriptors(self, request: ReadRequest, description: PeerDescription) -> int:
+        """Return how many the engine has left of a request, which merges blocks without gaps on both sides."""
+        is_dense = request.block_bytes == self._slot_bytes == description.slot_bytes
+        return count_runs(request.local_slots, request.remote_slots) if is_dense else len(request.local_slots)
+
+    def _failure(self, error: Exception, peer: str) -> TransferError:
+        failure = translate_error(error, f"READ from {peer}")
+        if isinstance(failure, PeerLost):
+            self._dead_peers.add(peer)
+        return failure
 
     def _prepare(self, agent: str, address: int, size: int, stride: int, count: int, gpu: int) -> int:
         row = np.array([[address, size, gpu, stride, count]], dtype=np.uint64)
@@ -238,10 +264,12 @@ class NixlTransport:
 
     def poll(self, handle: int) -> ReadState:
         """Ask the engine; its exceptions are terminal failures."""
+        if handle in self._lost:
+            return ReadState.LOST
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
-            raise translate_error(error, f"READ from {self._handles.get(handle)}") from error
+            raise self._failure(error, self._handles[handle]) from error
         if status == self._nixl.NIXL_IN_PROG:
             return ReadState.RUNNING
         if status == self._nixl.NIXL_SUCCESS:
@@ -278,7 +306,7 @@ class NixlTransport:
         """
         handle = self.post(request)
         deadline_s = time.monotonic() + timeout_s
-        while self.poll(handle) is ReadState.RUNNING:
+        while self.poll(handle) is not ReadState.DONE:
             if time.monotonic() > deadline_s:
                 raise TransferTimeout(f"READ from {request.peer}: not terminal after {timeout_s} s")
             give_way()

@@ -26,9 +26,13 @@ _COUNT = struct.Struct("<I")
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A READ in parts: `left` of them may still write; `error` is of the first that failed."""
+    """A READ in parts: `left` of them may still write; `error` is of the first that failed.
+
+    With one part that `is_lost` it never comes to its end, but all that is to be known of it is known.
+    """
 
     left: int
+    is_lost: bool = False
     totals: ReadTotals = field(default_factory=ReadTotals)
     error: TransferError | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -42,6 +46,11 @@ class _Read:
             self.left -= 1
             if self.left == 0:
                 self.ended.set()
+
+    def lose_part(self) -> None:
+        """Note that a part failed and may write for as long as this process lives."""
+        self.is_lost = True
+        self.ended.set()
 
 
 class _Reader:
@@ -97,8 +106,12 @@ class _Reader:
     def _has_ended(self, handle: int, read: _Read) -> bool:
         error = None
         try:
-            if self.transport.poll(handle) is ReadState.RUNNING:
+            state = self.transport.poll(handle)
+            if state is ReadState.RUNNING:
                 return False
+            if state is ReadState.LOST:
+                read.lose_part()
+                return True  # Nothing more will be heard of it.
         except TransferError as failure:
             error = failure
         before = replace(self.transport.totals)
@@ -211,6 +224,8 @@ class ParallelTransport:
             return self._usual.poll(read)
         if not read.ended.wait(_LOOK_S):
             return ReadState.RUNNING
+        if read.is_lost:
+            return ReadState.LOST
         if read.error is not None:
             raise read.error
         return ReadState.DONE

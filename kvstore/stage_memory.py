@@ -42,7 +42,7 @@ class GpuStage:
         """Queue copies of (address here, address there, bytes) and return a mark behind them.
 
         Raises:
-            RuntimeError: the driver refused; what was queued goes on.
+            RuntimeError: the driver refused; what was queued until then has ended.
         """
         return self._copies.copy(runs, source_gpu)
 

@@ -18,10 +18,12 @@ IndexArray = npt.NDArray[np.int32]
 
 
 class ReadState(Enum):
-    """Where a posted READ is; anything but RUNNING is terminal: nothing writes any more."""
+    """Where a posted READ is; DONE alone, and an error of `poll`, are terminal: nothing writes any more."""
 
     RUNNING = "running"
     DONE = "done"
+    LOST = "lost"
+    """It failed, but a part of it may still write for as long as this process lives. It is never released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,8 @@ class Transport(Protocol):
 
     def post(self, request: ReadRequest) -> int:
         """Start a READ and return its handle, which must be polled until terminal and then released.
+
+        A READ of which a part may have been started when it failed has a handle too, and is LOST.
 
         Raises:
             PeerLost: the peer is unknown or gone; nothing was started.

@@ -117,7 +117,7 @@ HOLDERS = (
         "kvstore.jobs",
         (
             "                with contextlib.suppress(KVStoreError):\n"
-            "                    connection.call(Op.ABORT_STORE, end, timeout_s=call_timeout_s)\n"
+            "                    yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)\n"
             "                raise\n"
         ),
         "                raise\n",
