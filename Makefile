@@ -10,9 +10,10 @@ VLLM ?=
 VLLM_BIN := .venv-vllm$(if $(VLLM),-$(VLLM))/bin
 ARGS ?=
 MINUTES ?= 10
+FRAMES ?= 20000
 PROCESSES ?= 2
 
-.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench bench-serving soak clean
+.PHONY: help setup demo test test-gpu mutants check lint format wheel test-vllm example-vllm demo-vllm bench bench-serving soak fuzz clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -79,6 +80,9 @@ bench: setup  ## measure transfers and control calls into benchmarks/results/
 
 soak: setup  ## two nodes, clients that verify every byte, random kills; MINUTES=10, ARGS="--seed 1 --json"
 	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+
+fuzz: setup  ## frames made wrong at every port of a store and a directory; FRAMES=20000, ARGS="--seed 1 --json"
+	@$(BIN)/python -m tests.fuzz --frames $(FRAMES) $(ARGS)
 
 clean:  ## remove build products and caches; environments stay (rm -rf .venv*)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

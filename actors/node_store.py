@@ -18,15 +18,24 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.mover import Mover
-from kvstore.chain import Chain
+from kvstore.bounds import (
+    MAX_CHAIN_BYTES,
+    MAX_OWNER_CHARS,
+    check_bytes,
+    check_count,
+    check_digest,
+    check_seconds,
+)
+from kvstore.chain import Chain, decode_chain
 from kvstore.config import StoreConfig
-from kvstore.errors import NamespaceMismatch
+from kvstore.errors import InvalidRequest, NamespaceMismatch
 from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.hashing import BlockHashes
 from kvstore.mover_keeper import MoverKeeper, StartedMover
 from kvstore.node import NodeCore
 from kvstore.peers import PeerAddress
 from kvstore.pool_verbs import deadline_after
+from kvstore.wire import clip
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +100,7 @@ class NodeStore:
 
     def ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena."""
+        check_seconds("timeout_s", timeout_s)
         return self._core.wait_ready(timeout_s)
 
     def control_path(self) -> str:
@@ -130,20 +140,20 @@ class NodeStore:
 
     def lease(self, hashes: BlockHashes, owner: str, ttl_s: float = 30.0) -> Grant:
         """Pin the readable prefix of a chain for `ttl_s` seconds."""
-        return self._core.lease(_chain(hashes), f"ray:{owner}", ttl_s)
+        return self._core.lease(_chain(hashes), _owner(owner), ttl_s)
 
     def renew(self, lease_id: int, owner: str, ttl_s: float = 30.0, epoch: bytes | None = None) -> bool:
         """Extend a lease; whether it was still held, in this life of the store if `epoch` is given."""
-        return self._core.renew(lease_id, f"ray:{owner}", ttl_s, epoch)
+        return self._core.renew(lease_id, _owner(owner), ttl_s, epoch)
 
     def release(self, lease_id: int, owner: str, epoch: bytes | None = None) -> bool:
         """Drop a lease or a pin; whether it was still held by this owner, in this life of the store."""
-        return self._core.release(lease_id, f"ray:{owner}", epoch)
+        return self._core.release(lease_id, _owner(owner), epoch)
 
     def pin(self, hashes: BlockHashes, owner: str, ttl_s: float, soft: bool = False) -> Grant:
         """Keep the readable prefix of a chain here for `ttl_s` seconds; nobody sees when this owner dies."""
         deadline_after(ttl_s)
-        return self._core.pin(_chain(hashes), f"ray:{owner}", PinKind.SOFT if soft else PinKind.HARD, ttl_s)
+        return self._core.pin(_chain(hashes), _owner(owner), PinKind.SOFT if soft else PinKind.HARD, ttl_s)
 
     def prepare_store(
         self,
@@ -161,19 +171,19 @@ class NodeStore:
         clearing than that counts, nothing is claimed and the ticket's `num_clears` is another.
         """
         deadline_after(ttl_s)
-        return self._core.prepare_store(_chain(hashes), f"ray:{owner}", num_parts, part, ttl_s, num_clears)
+        return self._core.prepare_store(_chain(hashes), _owner(owner), num_parts, part, ttl_s, num_clears)
 
     def complete_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
     ) -> int:
         """Publish a write; returns how many blocks became findable. Other generations than the ticket's are refused."""
-        return self._core.complete_store(write_id, f"ray:{owner}", generations, epoch)
+        return self._core.complete_store(write_id, _owner(owner), generations, epoch)
 
     def abort_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
     ) -> int:
         """Give a write up; returns how many slots came back."""
-        return self._core.abort_store(write_id, f"ray:{owner}", generations, epoch)
+        return self._core.abort_store(write_id, _owner(owner), generations, epoch)
 
     def clear(self, namespace: bytes, version: int | None = None) -> int:
         """Make a namespace a miss here; returns how many blocks that concerned.
@@ -181,26 +191,36 @@ class NodeStore:
         Left out, `version` is the next one that this store knows of. Another has to be later than what it knows, or
         StaleVersion is raised and nothing is cleared. `Store.clear` reaches all nodes.
         """
+        check_digest("namespace", namespace)
         return self._core.clear(namespace, version)
 
     def version(self, namespace: bytes) -> int:
         """Return the version of the last clearing of a namespace that this store knows of."""
+        check_digest("namespace", namespace)
         return self._core.versions.get(namespace)
 
     def num_clears(self, namespace: bytes) -> int:
         """Return what `prepare_store` takes as `num_clears`; to be asked for before KV is computed for a store."""
+        check_digest("namespace", namespace)
         return self._core.num_clears(namespace)
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
         """Grant nothing to workers any more; returns hot chains for a peer to adopt."""
+        check_count("max_bytes", max_bytes, 0, 1 << 62)
         return self._core.begin_drain(max_bytes)
 
     def adopt(self, chains: list[bytes], timeout_s: float) -> int:
         """Fetch chains from other nodes; returns how many blocks are here now."""
+        check_seconds("timeout_s", timeout_s)
+        if not isinstance(chains, list):
+            raise InvalidRequest(f"chains: wanted what begin_drain() returned, got {type(chains).__name__}")
+        for chain in chains:
+            decode_chain(check_bytes("chain", chain, MAX_CHAIN_BYTES))
         return self._core.adopt(chains, timeout_s)
 
     def drain(self, timeout_s: float) -> dict[str, int]:
         """Grant nothing any more and wait for leases and writes to end; returns what is left."""
+        check_seconds("timeout_s", timeout_s)
         return self._core.drain(timeout_s)
 
     def undrain(self) -> None:
@@ -233,3 +253,10 @@ def _chain(hashes: BlockHashes) -> Chain:
     if not isinstance(hashes, BlockHashes):
         raise NamespaceMismatch(f"hashes: wanted BlockHashes of a Namespace, got {type(hashes).__name__}")
     return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+
+
+def _owner(name: str) -> str:
+    """Return an owner that no worker and no peer can be."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_OWNER_CHARS:
+        raise InvalidRequest(f"owner: wanted 1 to {MAX_OWNER_CHARS} characters, got {clip(name)}")
+    return f"ray:{name}"

@@ -162,15 +162,34 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
         raise ConfigError(f"could not allocate {num_bytes} bytes of shared memory: {error}; lower capacity=") from error
 
 
+def check_memory(fd: int) -> None:
+    """Make sure that a file is memory which a store of this user made: nobody can shrink it under a reader.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid() or not seals & fcntl.F_SEAL_SHRINK:
+        raise ConfigError(
+            f"wanted sealed memory of user {os.geteuid()}, got a file of user {owner} with seals {seals:#x}; "
+            "this is no store of this version"
+        )
+
+
 def attach_arena(fd: int, num_bytes: int) -> Arena:
     """Map a slab whose descriptor came from its node store; `fd` is closed, however this ends.
 
     So no forked child of this process keeps the slab's pages: it has neither the mapping nor a descriptor.
 
     Raises:
-        ConfigError: the file has another size than the store says.
+        ConfigError: the file has another size than the store says, or is no memory of a store.
     """
     try:
+        check_memory(fd)
         got = os.fstat(fd).st_size
         if got != num_bytes:
             raise ConfigError(f"arena: wanted {num_bytes} bytes, got a file of {got}; reconnect to the store")

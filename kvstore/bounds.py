@@ -14,8 +14,22 @@ MAX_SLOTS = 1 << 23
 MIN_BLOCK_BYTES = 512
 #: The most namespaces that one life of a store attaches.
 MAX_NAMESPACES = 1 << 16
+#: The longest run of blocks in one message, or argument, of a worker, a peer or a Ray caller: 262,144 blocks.
+MAX_CHAIN_BYTES = 8 << 20
+MAX_OWNER_CHARS = 200
 #: Digests of namespaces and hashes of blocks.
 DIGEST_BYTES = 32
+
+
+def check_bytes(name: str, value: object, most: int) -> bytes:
+    """Return bytes that are not too many.
+
+    Raises:
+        InvalidRequest: they are, or are none.
+    """
+    if not isinstance(value, bytes) or len(value) > most:
+        raise InvalidRequest(f"{name}: wanted at most {most} bytes, got {clip(value)}")
+    return value
 
 
 def check_seconds(name: str, value: object, most_s: float = MAX_TTL_S) -> float:

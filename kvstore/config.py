@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,14 +139,17 @@ def socket_dir() -> Path:
     """Return this user's private folder for control sockets, made on first use.
 
     Raises:
-        ConfigError: the folder belongs to somebody else or is open to others.
+        ConfigError: the folder belongs to somebody else, is open to others, or is a link or no folder.
     """
     path = Path(os.environ.get("RAYKV_SOCKET_DIR") or f"{tempfile.gettempdir()}/raykv-{os.getuid()}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = path.stat()
-    if info.st_uid != os.getuid() or info.st_mode & 0o077:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    # Not stat(): a link in a folder where all may write can be made, and turned elsewhere later, by any user.
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        kind = "folder" if stat.S_ISDIR(info.st_mode) else "link" if stat.S_ISLNK(info.st_mode) else "file"
         raise ConfigError(
-            f"{path} must belong to user {os.getuid()} with mode 0700, got user {info.st_uid} "
+            f"{path}: wanted a folder of user {os.getuid()} with mode 0700, got a {kind} of user {info.st_uid} with "
             f"mode {info.st_mode & 0o777:o}; remove it or set RAYKV_SOCKET_DIR"
         )
     return path

@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 from kvstore.control_client import ControlClient
-from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning
+from kvstore.errors import ConfigError, KVStoreError, PeerLost, StoreNotRunning
 from kvstore.remote_socket import prepare_remote
 from kvstore.wire import (
     RECEIVE_BYTES,
@@ -32,6 +32,7 @@ def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tupl
 
     Raises:
         StoreNotRunning: nobody listens there.
+        ConfigError: what listens there is a process of another user; it was told nothing.
         IncompatibleStore: the store has another protocol version or configuration.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -41,6 +42,13 @@ def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tupl
     except OSError as error:
         sock.close()
         raise StoreNotRunning(f"no node store answers at {path} ({error}); start one with kvstore.start()") from error
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if uid != os.geteuid():
+        sock.close()
+        raise ConfigError(
+            f"{path}: wanted a store of user {os.geteuid()}, got a process of user {uid}; run workers as the user that "
+            "runs Ray"
+        )
     client = ControlClient(sock, f"node store at {path}")
     fds: list[int] = []
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.bounds import check_seconds
+from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connection import Connection
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Of one message, by the role of who sends it: a run of 262,144 blocks.
-_MAX_BYTES = {"client": 8 << 20, "peer": 8 << 20, "presence": STRANGER_BYTES}
+#: Of one message, by the role of who sends it.
+_MAX_BYTES = {"client": MAX_CHAIN_BYTES, "peer": MAX_CHAIN_BYTES, "presence": STRANGER_BYTES}
 
 
 class NodeControl:
@@ -275,7 +275,8 @@ class NodeControl:
 
     def _holds(self, connection: Connection) -> bool:
         if connection.role == "mover":
-            return True  # What it posted may still write until its process is gone.
+            # What it posted may still write until its process is gone. One that was turned away posted nothing.
+            return self._core.mover.is_present(connection)
         pool = self._core.attached_pool
         if connection.role != "client" or pool is None:
             return False

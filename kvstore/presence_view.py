@@ -11,6 +11,7 @@ import select
 
 import numpy as np
 
+from kvstore.arena import check_memory
 from kvstore.clears import CLEARS_BYTES, ClearCounts
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
@@ -30,6 +31,7 @@ class PresenceView:
         timeout_s: for the connection.
 
     Raises:
+        ConfigError: what answers there is no store of this user.
         StoreNotRunning: nobody answers.
         StoreUnavailable: it is another life of the store.
     """
@@ -37,8 +39,12 @@ class PresenceView:
     def __init__(self, control_path: str, epoch: str, *, timeout_s: float) -> None:
         self._connection, fd = connect_local(control_path, _HELLO, timeout_s=timeout_s)
         try:
+            check_memory(fd)
             size, flags = os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
+        except BaseException:
+            self._connection.close()
+            raise
         finally:
             os.close(fd)
         withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), size)
@@ -95,6 +101,7 @@ def map_clears(control_path: str, epoch: str, *, timeout_s: float) -> ClearCount
     connection, fd = connect_local(control_path, _HELLO, timeout_s=timeout_s)
     connection.close()
     try:
+        check_memory(fd)
         memory = mmap.mmap(fd, HEAD_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:
         os.close(fd)

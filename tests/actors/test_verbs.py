@@ -301,3 +301,35 @@ def test_pools_are_whole_after_all_that(store, node_ids, get):
         handle = kvstore.node_store(node_id)
         get(handle.check_integrity.remote())
         assert counts(get, handle) == _NOTHING_HELD
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda handle, chain: handle.lease.remote(chain, "m", float("inf")),
+        lambda handle, chain: handle.lease.remote(chain, "m", 1e300),
+        lambda handle, chain: handle.lease.remote(chain, "m", float("nan")),
+        lambda handle, chain: handle.lease.remote(chain, "x" * 1000),
+        lambda handle, chain: handle.lease.remote(chain, None),
+        lambda handle, chain: handle.lease.remote("abc", "m"),
+        lambda handle, chain: handle.pin.remote(chain, "m", 1e300),
+        lambda handle, chain: handle.attach.remote("x", 64),
+        lambda handle, chain: handle.attach.remote(b"z" * 32, -64),
+        lambda handle, chain: handle.clear.remote("n" * 32),
+        lambda handle, chain: handle.clear.remote(b"n" * 32, 2**64),
+        lambda handle, chain: handle.clear.remote(b"n" * 32, -1),
+        lambda handle, chain: handle.clear.remote(b"n"),
+        lambda handle, chain: handle.begin_drain.remote(-1),
+        lambda handle, chain: handle.adopt.remote([b"abc"], 1.0),
+        lambda handle, chain: handle.adopt.remote("abc", 1.0),
+        lambda handle, chain: handle.drain.remote(float("nan")),
+    ],
+)
+def test_calls_that_cannot_be_are_refused_with_a_type_and_change_nothing(engines, handle, get, chain, store, ask):
+    before = counts(get, handle)
+    with pytest.raises((InvalidRequest, NamespaceMismatch)):
+        get(ask(handle, chain))
+    assert counts(get, handle) == before
+    # Not drained, and the link to the directory lives.
+    engines[0].save(chain)
+    assert max(length for _, length in store.locate(chain)) == len(chain)

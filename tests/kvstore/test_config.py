@@ -133,3 +133,19 @@ def test_ucx_settings_of_the_user_win(monkeypatch):
     assert os.environ["UCX_TLS"].split(",") == ["tcp", "cuda_copy"]
     for key in (*config.UCX_DEFAULTS, "UCX_TLS", "NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):
         monkeypatch.delenv(key, raising=False)
+
+
+def test_a_link_is_no_folder_for_sockets(tmp_path, monkeypatch):
+    """Another user can make one in a folder where all may write, and turn it elsewhere later."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    for name, target in (("link", private), ("dangling", tmp_path / "nothing")):
+        (tmp_path / name).symlink_to(target)
+        monkeypatch.setenv("RAYKV_SOCKET_DIR", str(tmp_path / name))
+        with pytest.raises(ConfigError, match="got a link"):
+            config.socket_dir()
+    assert not (tmp_path / "nothing").exists()
+    (tmp_path / "file").touch(mode=0o600)
+    monkeypatch.setenv("RAYKV_SOCKET_DIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="got a file"):
+        config.socket_dir()

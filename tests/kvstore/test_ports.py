@@ -8,14 +8,18 @@ import logging
 import os
 import resource
 import socket
+import subprocess
+import sys
+import tempfile
 
 import pytest
 
 from kvstore import control_connection, strangers
+from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local, connect_remote
 from kvstore.control_server import ControlServer
-from kvstore.errors import IncompatibleStore, KVStoreError, PeerLost, ProtocolError
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, PeerLost, ProtocolError
 from kvstore.messages import U64, pack_lease
 from kvstore.wire import HEADER, STRANGER_BYTES, Decoder, Op, clip, pack_error, unpack_error
 
@@ -357,3 +361,39 @@ def test_errors_on_the_wire_are_short():
     assert len(pack_error(ProtocolError("x" * 10**6))) < 3000
     text = str(unpack_error(json.dumps({"error": "PeerLost", "text": "x" * 10**6}).encode()))
     assert len(text) < 3000
+
+
+_POSES_AS_A_STORE = """
+import os, socket, sys
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+os.setgroups([]), os.setgid(12345), os.setuid(12345)
+sock.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o777)
+sock.listen(1)
+print("listens", flush=True)
+client, _ = sock.accept()
+print(len(client.recv(1 << 16)), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_store_of_another_user_is_told_nothing(tmp_path_factory):
+    with tempfile.TemporaryDirectory(prefix="rku", dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        command = [sys.executable, "-c", _POSES_AS_A_STORE, f"{folder}/s"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "listens\n"
+            with pytest.raises(ConfigError, match="got a process of user 12345"):
+                connect_local(f"{folder}/s", {"role": "client"}, timeout_s=5.0)
+            assert process.stdout.readline() == "0\n", "it was told something"
+
+
+def test_only_sealed_memory_of_a_store_is_mapped(store):
+    plain = os.memfd_create("plain")
+    os.ftruncate(plain, 1 << 16)
+    read_fd, write_fd = os.pipe()
+    os.close(write_fd)
+    for fd in (plain, read_fd):
+        with pytest.raises(ConfigError, match="sealed memory"):
+            attach_arena(fd, 1 << 16)
+    attach_arena(os.dup(store.arena.fd), store.arena.num_bytes).close()

@@ -1,0 +1,110 @@
+"""Frames of a real cluster at work, recorded where they pass: what each role says, and what it is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from unittest import mock
+
+from kvstore.chain import Chain
+from kvstore.control_connection import Connection
+from kvstore.control_server import ControlServer
+from kvstore.handoff_messages import END, pack_soon
+from kvstore.messages import NOTIFICATION, U64
+from kvstore.wire import Flag, Message, Op, pack_json
+from tests.kvstore.conftest import Cluster
+
+#: So many different frames of one kind are kept.
+_MOST_OF_A_KIND = 12
+
+
+class Recorder:
+    """Frames by who sends them: a role, or the answers to that role."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, list[Message]] = defaultdict(list)
+        self._num_of_kind: dict[tuple[str, Op, Flag], int] = defaultdict(int)
+
+    def note(self, sender: str, message: Message) -> None:
+        """Keep a frame, if few of its kind were kept."""
+        kind = (sender, message.op, message.flag)
+        if self._num_of_kind[kind] < _MOST_OF_A_KIND and message not in self.said[sender]:
+            self._num_of_kind[kind] += 1
+            self.said[sender].append(message)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note all that control servers of this process hear and say."""
+        serve, send = ControlServer._serve, Connection.send
+
+        def heard(server: ControlServer, connection: Connection, message: Message) -> None:
+            role = connection.role
+            serve(server, connection, message)
+            self.note(role or connection.role or "stranger", message)
+
+        def said(connection: Connection, op: Op, flag: Flag, request: int, payload: bytes, fds=()) -> bool:
+            self.note(f"to {connection.role}", Message(op, flag, request, payload))
+            return send(connection, op, flag, request, payload, fds)
+
+        with mock.patch.object(ControlServer, "_serve", heard), mock.patch.object(Connection, "send", said):
+            yield
+
+
+def record(cluster: Cluster) -> Recorder:
+    """Have nodes "a" and "b" of a cluster do all that they can, and return what was said."""
+    recorder = Recorder()
+    with recorder.listening():
+        here, there = cluster.worker("a", 16, seed=1), cluster.worker("b", 16, seed=2)
+        hashes = cluster.hashes(6)
+        here.save(hashes, range(6))
+        there.client.lookup(hashes)
+        there.load(hashes, range(6))
+        here.load(hashes, range(6))
+        with here.client.lease(hashes, ttl_s=0.5) as lease:
+            lease.renew(0.5)
+        here.client.unpin(here.client.pin(hashes, ttl_s=0.5))
+        there.client.prefetch(cluster.hashes(6, seed=1)).result(10)
+        for reader in (here, there):
+            reader.client.fetch(here.client.publish(range(4), ttl_s=5.0), range(4)).result(10)
+        here.client.withdraw(here.client.publish([1, 2], ttl_s=5.0))
+        here.client.stats()
+        cluster.nodes["a"].clear(cluster.space.digest)
+        there.save(cluster.hashes(2, seed=3), range(2))
+        here.load(cluster.hashes(2, seed=3), range(2))
+    _add_what_needs_gpus(recorder, cluster)
+    return recorder
+
+
+def _add_what_needs_gpus(recorder: Recorder, cluster: Cluster) -> None:
+    """Frames of hand-offs between GPUs, and others that a healthy cluster says seldom."""
+    key, run = bytes(range(32)), recorder.said["client"][0].payload
+    epoch, hashes = cluster.nodes["a"].epoch, cluster.hashes(3)
+    chain = Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data).encode()
+    stage = {"slab": 1, "generation": 1, "uuid": "u", "num_bytes": 4096, "block_bytes": 512, "node": "b"}
+    description = {"agent": "YQ==", "address": 4096, "gpu": 0, "slot_bytes": 512, "num_slots": 80, "num_warm": 4}
+    extra = {
+        "client": [
+            (Op.LOOKUP_ALL, chain), (Op.AWAIT_STORE, pack_lease_of(chain)), (Op.HANDOFF_STAGE, pack_json(stage)),
+            (Op.HANDOFF_WARM, pack_json(stage)), (Op.HANDOFF_SOON, pack_soon("b", 1, 1, 1)), (Op.HANDOFF_PACKING, key),
+            (Op.HANDOFF_END, END.pack(1 << 63 | 5, True)), (Op.LOOKUP, run),
+        ],
+        "peer": [
+            (Op.PEER_STAGES, b""), (Op.PEER_CLAIM_END, END.pack(1 << 63 | 5, True)), (Op.PEER_RELEASE, U64.pack(1)),
+        ],
+        "mover": [
+            (Op.MOVER_NOTIFICATIONS, NOTIFICATION.pack(1, epoch, b"reader78")), (Op.MOVER_STAGE, pack_json(stage)),
+            (Op.MOVER_SPILL, b"{}"), (Op.MOVER_TERMINAL, U64.pack(3)), (Op.MOVER_STATS, pack_json({"num_reads": 1})),
+        ],
+        "to peer": [(Op.PEER_STAGES, pack_json({"stages": [stage | description]}))],
+    }  # fmt: skip
+    for sender, frames in extra.items():
+        flag = Flag.REPLY if sender.startswith("to ") else Flag.REQUEST
+        for op, payload in frames:
+            recorder.note(sender, Message(op, flag, 1, payload))
+
+
+def pack_lease_of(chain: bytes) -> bytes:
+    """Return a question that waits for half a second at most."""
+    return struct.pack("<d", 0.5) + chain
