@@ -92,6 +92,11 @@ def decode_chain(payload: bytes | memoryview) -> Chain:
     return Chain(namespace, parent, start, data)
 
 
+def namespace_in(payload: bytes | memoryview) -> bytes:
+    """Return only the namespace of the run that `Chain.encode` wrote, and `decode_hashes` has found to be one."""
+    return bytes(payload[:HASH_BYTES])
+
+
 def decode_hashes(payload: bytes | memoryview) -> bytes:
     """Return only the hashes of the run that `Chain.encode` wrote.
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.runs import SlotList
 
@@ -65,6 +66,10 @@ class EvictionOrder:
         stamp, current = self.stamp[slot], self._current
         if 0 < stamp <= self.passed and not (current and current[-1] == slot):
             heapq.heappush(self._late, (stamp, slot))
+
+    def forget(self, slots: npt.NDArray[np.intp]) -> None:
+        """Take slots out of the order."""
+        self._stamps[slots] = 0
 
     def oldest(self) -> Iterator[int]:
         """Take slots out of the order, oldest touch first; what is not asked for stays in it."""

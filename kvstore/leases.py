@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.chain import Chain
 from kvstore.errors import LeaseReleased
 from kvstore.grants import Grant, PinKind
 from kvstore.runs import SlotList, join
@@ -50,16 +51,16 @@ class LeaseTable:
         """Number of slots that hard pins hold."""
         return len(self._hard)
 
-    def pin(self, data: bytes, owner: str, deadline_s: float, kind: PinKind) -> Grant:
+    def pin(self, chain: Chain, owner: str, deadline_s: float, kind: PinKind) -> Grant:
         """Pin the readable prefix of a chain under a new lease, as far as the budgets go."""
-        slots, num_refused = self._affordable(self._table.find_prefix(data), kind)
+        slots, num_refused = self._affordable(self._table.find_prefix(chain.namespace, chain.data), kind)
         generations = self._table.lives(slots)
         stamp = self._hold(slots, kind)
         lease_id = self._new_id()
         self._leases[lease_id] = _Lease(owner, deadline_s, kind, slots, generations, stamp)
         return Grant(lease_id, slots.packed, generations, num_refused, self._epoch)
 
-    def grow(self, lease_id: int, data: bytes, owner: str, deadline_s: float) -> Grant:
+    def grow(self, lease_id: int, chain: Chain, owner: str, deadline_s: float) -> Grant:
         """Pin the readable prefix of a chain under a lease that is held, and renew it.
 
         Raises:
@@ -68,7 +69,7 @@ class LeaseTable:
         lease = self.find(lease_id, owner)
         if lease is None:
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
-        slots, num_refused = self._affordable(self._table.find_prefix(data), lease.kind)
+        slots, num_refused = self._affordable(self._table.find_prefix(chain.namespace, chain.data), lease.kind)
         generations = self._table.lives(slots)
         self._hold(slots, lease.kind)
         lease.slots = join([lease.slots, slots])

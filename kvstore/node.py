@@ -198,7 +198,9 @@ class NodeCore(PoolVerbs):
             StaleVersion: it is not later; nothing changed.
             InvalidRequest: it is no version, or far ahead of the last; nothing changed.
         """
-        cleared = self._clear(namespace, lambda: self.versions.advance(namespace, version) > 0)
+        cleared = self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0)
+        if cleared and self.attached_pool is not None:
+            self.attached_pool.sweep_all()
         assert cleared is not None, "every version that is noted is above 0"
         return cleared
 
@@ -208,15 +210,17 @@ class NodeCore(PoolVerbs):
         Raises:
             InvalidRequest: it is far ahead of what is known here; nothing changed.
         """
-        self._clear(namespace, lambda: self.versions.hear(namespace, version))
+        # The slots come back by and by: this may be the control thread, for which that would take long.
+        if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)):
+            self._control.wake()
 
     def num_clears(self, namespace: bytes) -> int:
         """Return how often a namespace was cleared here, for `prepare_store`."""
         return 0 if self.attached_pool is None else self.attached_pool.num_clears(namespace)
 
-    def _clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
+    def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
         pool = self.attached_pool
-        cleared = pool.clear(namespace, is_news) if pool is not None else 0 if is_news() else None
+        cleared = pool.begin_clear(namespace, is_news) if pool is not None else 0 if is_news() else None
         if cleared is None:
             return None
         # Also with nothing to drop: the directory tells stores that have not heard.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count as count_from
@@ -20,8 +21,10 @@ from kvstore.chain import Chain
 from kvstore.clears import ClearCounts
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.grants import Grant, PinKind, PoolStats, StoreTicket
+from kvstore.hot_chains import hot_chains
 from kvstore.leases import LeaseTable
 from kvstore.presence import PresenceCounts
+from kvstore.slot_checks import check_slots
 from kvstore.slots import SlotTable
 from kvstore.watches import WatchTable
 from kvstore.writes import WriteTable, WriteTerms
@@ -29,6 +32,10 @@ from kvstore.writes import WriteTable, WriteTerms
 __all__ = ["Grant", "PinKind", "Pool", "PoolStats", "StoreTicket"]
 
 _NEVER_S = float("inf")
+#: Of what was cleared so many slots come back in one step, which takes a millisecond or two.
+_SWEPT_AT_ONCE = 2048
+#: Between two steps, so that those who wait for the lock get it.
+_PAUSE_S = 1e-4
 
 
 class Pool:
@@ -64,6 +71,7 @@ class Pool:
         self._yield = yield_point
         self._table = SlotTable(num_slots, presence)
         self._watches = WatchTable()
+        self._swept_at_once = _SWEPT_AT_ONCE
         new_id = count_from(secrets.randbits(48) + 1).__next__
         most = num_slots if max_pinned is None else max_pinned
         hard = most // 2 if max_hard_pinned is None else max_hard_pinned
@@ -76,13 +84,13 @@ class Pool:
 
     def lookup(self, chain: Chain) -> int:
         """Return how many leading blocks of the run are readable here. Changes nothing."""
-        return self.num_ready(chain.data)
+        return self.num_ready(chain.namespace, chain.data)
 
-    def num_ready(self, data: bytes) -> int:
+    def num_ready(self, namespace: bytes, data: bytes) -> int:
         """Return how many leading blocks are readable here, given only their hashes, back to back. Changes nothing."""
         self._yield("lookup")
         with self._lock:
-            return self._table.num_ready(data)
+            return self._table.num_ready(namespace, data)
 
     def pin_prefix(self, chain: Chain, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
@@ -104,8 +112,8 @@ class Pool:
         self._yield("pin_prefix")
         with self._lock:
             if lease_id:
-                return self._leases.grow(lease_id, chain.data, owner, deadline_s)
-            return self._leases.pin(chain.data, owner, deadline_s, PinKind.LEASE)
+                return self._leases.grow(lease_id, chain, owner, deadline_s)
+            return self._leases.pin(chain, owner, deadline_s, PinKind.LEASE)
 
     def pin(self, chain: Chain, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
         """Keep the readable prefix of a run here, strongly (HARD) or by preference (SOFT), until it is released.
@@ -119,7 +127,7 @@ class Pool:
         _check_deadline(deadline_s)
         self._yield("pin")
         with self._lock:
-            grant = self._leases.pin(chain.data, owner, deadline_s, kind)
+            grant = self._leases.pin(chain, owner, deadline_s, kind)
             if grant.slots:
                 return grant
             self._leases.release(grant.lease_id, owner)
@@ -293,9 +301,9 @@ class Pool:
         hashes = chain.hashes()
         self._yield("watch")
         with self._lock:
-            table, watch_id = self._table, self._new_id()
-            pending = set(filter(table.writing.__contains__, hashes))
-            lost = {own for own in hashes if own not in pending and own not in table.ready}
+            space, watch_id = self._table.space_of(chain.namespace), self._new_id()
+            pending = set(filter(space.writing.__contains__, hashes))
+            lost = {own for own in hashes if own not in pending and own not in space.ready}
             self._watches.add(watch_id, hashes, pending, lost, then)
             calls = self._watches.take_calls()
         return _after(calls, watch_id)
@@ -344,7 +352,17 @@ class Pool:
         return _after(calls, num_dropped)
 
     def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
-        """Make every block of a namespace unfindable at once; returns how many there were.
+        """Make every block of a namespace unfindable at once, and give their slots back, some at a time.
+
+        As `begin_clear`, and then `sweep` until nothing is left, so that the lock is never held for long.
+        """
+        num_cleared = self.begin_clear(namespace, is_news)
+        if num_cleared:
+            self.sweep_all()
+        return num_cleared
+
+    def begin_clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
+        """Make every block of a namespace unfindable in one step; `sweep` gives their slots back.
 
         Pinned readers finish on the old bytes; unfinished writes will publish nothing.
 
@@ -364,6 +382,23 @@ class Pool:
             num_cleared = self._writes.clear(namespace)
             calls = self._watches.take_calls()
         return _after(calls, num_cleared)
+
+    def sweep(self) -> bool:
+        """Give some slots of what was cleared back; whether there are more. A claim that is short of slots does too."""
+        self._yield("sweep")
+        with self._lock:
+            self._writes.sweep(self._swept_at_once)
+            return self._writes.has_cleared()
+
+    def sweep_all(self) -> None:
+        """Give all slots of what was cleared back, but let others have the lock in between."""
+        while self.sweep():
+            time.sleep(_PAUSE_S)
+
+    def has_cleared(self) -> bool:
+        """Whether `sweep` has something to do."""
+        with self._lock:
+            return self._writes.has_cleared()
 
     def num_clears(self, namespace: bytes) -> int:
         """Return how often a namespace was cleared here, or another that shares its counter."""
@@ -386,12 +421,12 @@ class Pool:
         """Return all findable hashes and forget pending events: a consistent snapshot."""
         with self._lock:
             self._table.take_events()
-            return list(self._table.ready)
+            return [own for space in self._table.spaces.values() for own in space.ready]
 
     def hot_chains(self, max_blocks: int) -> list[Chain]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
-            return self._table.hot_chains(max_blocks)
+            return hot_chains(self._table, max_blocks)
 
     def num_leases(self) -> int:
         """Return how many leases are held."""
@@ -438,7 +473,7 @@ class Pool:
         with self._lock:
             refs: Counter[int] = Counter()
             self._leases.check(refs)
-            self._table.check(self._writes.check(refs))
+            check_slots(self._table, self._writes.check(refs))
             held = {slot: count for slot, count in enumerate(self._table.ref_count) if count}
             assert refs == held, f"held {refs}, counted {held}"
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.bounds import check_seconds
-from kvstore.chain import decode_hashes
+from kvstore.chain import decode_hashes, namespace_in
 from kvstore.control_connection import Connection, Handler
 from kvstore.errors import ConfigError
 from kvstore.grants import Grant
@@ -55,7 +55,7 @@ class PoolControl:
 
     def _lookup(self, connection: Connection, message: Message) -> bytes:
         pool, hashes = self._core.attached_pool, decode_hashes(message.payload)
-        return U64.pack(0 if pool is None else pool.num_ready(hashes))
+        return U64.pack(0 if pool is None else pool.num_ready(namespace_in(message.payload), hashes))
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         chain, ttl_s = unpack_lease(message.payload)
@@ -118,7 +118,7 @@ class PoolControl:
     def wants_ticks(self) -> bool:
         """Whether something here or in the pool ends with time."""
         pool = self._core.attached_pool
-        return bool(self._waiting) or (pool is not None and pool.has_deadlines())
+        return bool(self._waiting) or (pool is not None and (pool.has_deadlines() or pool.has_cleared()))
 
     def tick(self, now_s: float) -> None:
         """End what is over."""
@@ -126,6 +126,7 @@ class PoolControl:
         if pool is None:
             return
         pool.expire(now_s)
+        pool.sweep()
         for watch_id in [watch_id for watch_id, deadline_s in self._waiting.items() if deadline_s < now_s]:
             del self._waiting[watch_id]
             pool.end_watch(watch_id)

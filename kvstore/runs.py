@@ -7,7 +7,9 @@ that they are ready; what it does not know is looked up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ from kvstore.chain import HASH_BYTES
 from kvstore.grants import PackedInts
 
 _WORDS = HASH_BYTES // 8
+#: So many slots are compared at once.
+_STRETCH = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +82,29 @@ def join(pieces: list[SlotList]) -> SlotList:
 
 
 @dataclass(slots=True, eq=False)
+class Parts:
+    """How far the ranks are that write the blocks of one claim in parts, block by block.
+
+    Args:
+        num_parts: of a block.
+        deadline_s: when blocks are given up for which not all ranks have come.
+        num_writers: how many ranks write a block now.
+        num_done: how many have written it.
+        is_open: it is neither published nor given back.
+        num_open: for how many that is so.
+        came: by part, for which blocks its rank has come.
+    """
+
+    num_parts: int
+    deadline_s: float
+    num_writers: npt.NDArray[np.int32]
+    num_done: npt.NDArray[np.int32]
+    is_open: npt.NDArray[np.bool_]
+    num_open: int
+    came: dict[int, npt.NDArray[np.bool_]]
+
+
+@dataclass(slots=True, eq=False)
 class Run:
     """Blocks of one claim.
 
@@ -86,12 +113,14 @@ class Run:
         slots: slot of each.
         whole: the same.
         num_ready: so many from the front are ready, in these slots; never too many.
+        parts: of blocks that ranks are writing.
     """
 
     data: bytes
     slots: list[int]
     whole: SlotList
     num_ready: int = 0
+    parts: Parts | None = None
 
     def num_shared(self, place: int, data: bytes, at: int) -> int:
         """Return how many blocks from `place` on are ready and the same as those of other hashes from `at` on.
@@ -111,6 +140,18 @@ class Run:
         theirs = np.frombuffer(data, np.uint64, most * _WORDS, at * HASH_BYTES)
         return int((ours != theirs).argmax()) // _WORDS
 
+    def num_same(self, place: int, slots: Sequence[int | None], at: int) -> int:
+        """Return how many slots from `at` on are those from `place` on here; they are the same there."""
+        most, count = min(len(self.slots) - place, len(slots) - at), 1
+        while count < most:
+            end = min(count + _STRETCH, most)
+            if self.slots[place + count : place + end] != slots[at + count : at + end]:
+                break
+            count = end
+        while count < most and self.slots[place + count] == slots[at + count]:
+            count += 1
+        return count
+
     def published(self, slots: list[int]) -> None:
         """Note that blocks of it became ready, if they follow those of which it is known."""
         end = self.num_ready + len(slots)
@@ -121,3 +162,12 @@ class Run:
         """Note that a block is not ready any more."""
         if place < self.num_ready:
             self.num_ready = place
+
+
+class Segment(NamedTuple):
+    """Some blocks of a claim that follow each other: from `place` on there, from `at` on in a list of slots."""
+
+    run: Run
+    place: int
+    at: int
+    length: int

@@ -1,21 +1,24 @@
 """The slots of a pool in columns, its free list and its index. No locking here: the pool holds its lock.
 
-A slot's state is where it is listed: free, being written (its hash in `writing`, or the slot in `doomed`),
-ready (its hash in `ready`, or the slot in `unfindable`), or set aside. `check` proves that each is in exactly
-one of them. Ready slots with a reader are called pinned, those without idle.
+A slot's state is where it is listed: free, being written (its hash in `writing` of its space, or the slot in
+`doomed`), ready (its hash in `ready` of its space, or the slot in `unfindable`), or set aside. kvstore.slot_checks
+proves that each is in exactly one of them. Ready slots with a reader are called pinned, those without idle.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+from itertools import islice
 
 import numpy as np
 
-from kvstore.chain import HASH_BYTES, Chain
+from kvstore.chain import HASH_BYTES
 from kvstore.eviction import EvictionOrder
 from kvstore.presence import PresenceCounts
-from kvstore.runs import Run, SlotList, join
+from kvstore.runs import Run, Segment, SlotList, join
+from kvstore.spaces import NOTHING, Space
 
 NO_SLOTS = SlotList.of([])
 _ONE = np.int32(1)
@@ -23,6 +26,8 @@ _ONE = np.int32(1)
 _OWN_COUNTERS = 16
 #: So many hashes of events are kept at least; in larger pools as many as there are slots.
 _FEWEST_EVENTS = 1 << 14
+#: So many that are empty may be kept, and as many again as were not when it was looked last.
+_FEW_SPACES = 64
 
 
 class SlotTable:
@@ -31,7 +36,8 @@ class SlotTable:
     `ref_count` counts readers. `generation` counts lives: it grows each time a slot is claimed. `parent` is the
     hash of the block before this one in its chain, the namespace's digest at a root. `num_children` counts the
     blocks, ready or being written, that hang on a block: it is not evicted before them. For a parent that is not
-    here `orphans` counts them, until it comes. `soft` counts the soft pins of a slot.
+    here its space counts them, until it comes. `soft` counts the soft pins of a slot.
+    `space` is the index of the block's namespace, in which it is; those of `cleared` are swept some at a time.
     `run` says with which others a slot was claimed, `place` where it stands among them.
     `doomed` slots are being written and will never be published; `unfindable` ones were cleared while pinned.
 
@@ -48,7 +54,10 @@ class SlotTable:
         self.presence = PresenceCounts(bytearray(_OWN_COUNTERS)) if presence is None else presence
         self.block_hash = [b""] * num_slots
         self.parent = [b""] * num_slots
-        self.namespace = [b""] * num_slots
+        self.space: list[Space | None] = [None] * num_slots
+        self.spaces: dict[bytes, Space] = {}
+        self.cleared: deque[Space] = deque()
+        self._num_spaces_kept = 0
         self.run: list[Run | None] = [None] * num_slots
         self.place = [0] * num_slots
         self.generation = array("I", bytes(4 * num_slots))
@@ -56,17 +65,14 @@ class SlotTable:
         # The same memory, for all slots of a chain at once.
         self._generations = np.frombuffer(self.generation, np.uint32)
         self._ref_counts = np.frombuffer(self.ref_count, np.int32)
-        self.ready: dict[bytes, int] = {}
-        self.writing: dict[bytes, int] = {}
         self.num_children = [0] * num_slots
-        self.orphans: Counter[bytes] = Counter()
         self.soft: dict[int, int] = {}
         self.doomed: set[int] = set()
         self.unfindable: set[int] = set()
         self.order = EvictionOrder(num_slots)
         #: What became findable (True) or stopped being so, in order; kept with the change that it tells of. Of more
         #: hashes than `_max_events` that nobody has come for none is kept: then only a snapshot says it.
-        self.events: list[tuple[bool, list[bytes]]] = []
+        self.events: list[tuple[bool, Collection[bytes]]] = []
         self._num_events, self._max_events = 0, max(num_slots, _FEWEST_EVENTS)
         # Soft-pinned slots whose turn came, with their stamp; they go when nothing else is left.
         self._spared: OrderedDict[int, int] = OrderedDict()
@@ -81,19 +87,23 @@ class SlotTable:
         """Number of free slots."""
         return len(self._free)
 
-    def num_ready(self, data: bytes) -> int:
+    def space_of(self, namespace: bytes) -> Space:
+        """Return the index of a namespace, to read it."""
+        return self.spaces.get(namespace, NOTHING)
+
+    def num_ready(self, namespace: bytes, data: bytes) -> int:
         """Return how many leading blocks are ready, up to the first that is not; `data` has their hashes."""
-        count, at = len(data) // HASH_BYTES, 0
-        while at < count and (slot := self.ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
+        count, at, ready = len(data) // HASH_BYTES, 0, self.space_of(namespace).ready
+        while at < count and (slot := ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
             run = self.run[slot]
             assert run is not None, "ready, and never claimed"
             at += run.num_shared(self.place[slot], data, at)
         return at
 
-    def find_prefix(self, data: bytes) -> SlotList:
+    def find_prefix(self, namespace: bytes, data: bytes) -> SlotList:
         """Return the slots of the leading blocks that are ready; a block that is named twice is there twice."""
-        count, at, pieces = len(data) // HASH_BYTES, 0, []
-        while at < count and (slot := self.ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
+        count, at, pieces, ready = len(data) // HASH_BYTES, 0, [], self.space_of(namespace).ready
+        while at < count and (slot := ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
             run, place = self.run[slot], self.place[slot]
             assert run is not None, "ready, and never claimed"
             length = run.num_shared(place, data, at)
@@ -120,13 +130,23 @@ class SlotTable:
             Slots in ascending order for the leading blocks, in their new generation and being written.
         """
         claimed = self._take(len(hashes))
-        self.writing.update(zip(hashes, claimed, strict=False))
         self.num_writing += len(claimed)
         if claimed:
-            self._fill_in(claimed, hashes[: len(claimed)], parents[: len(claimed)], namespace)
+            space = self._open(namespace)
+            space.writing.update(zip(hashes, claimed, strict=False))
+            self._fill_in(claimed, hashes[: len(claimed)], parents[: len(claimed)], space)
         return claimed
 
-    def _fill_in(self, claimed: list[int], hashes: list[bytes], parents: list[bytes], namespace: bytes) -> None:
+    def _open(self, namespace: bytes) -> Space:
+        space = self.spaces.get(namespace)
+        if space is None:
+            if len(self.spaces) > 2 * self._num_spaces_kept + _FEW_SPACES:
+                self.spaces = {name: space for name, space in self.spaces.items() if len(space)}
+                self._num_spaces_kept = len(self.spaces)
+            space = self.spaces[namespace] = Space(namespace)
+        return space
+
+    def _fill_in(self, claimed: list[int], hashes: list[bytes], parents: list[bytes], space: Space) -> None:
         count, first, num_children = len(claimed), claimed[0], self.num_children
         run = Run(b"".join(hashes), claimed, SlotList.of(claimed))
         self._generations[run.whole.index] += 1
@@ -134,26 +154,28 @@ class SlotTable:
             # Neighbours, each hanging on the one before: column by column.
             end = first + count
             self.block_hash[first:end], self.parent[first:end] = hashes, parents
-            self.namespace[first:end], self.run[first:end] = [namespace] * count, [run] * count
+            self.space[first:end], self.run[first:end] = [space] * count, [run] * count
             self.place[first:end], num_children[first : end - 1] = range(count), [1] * (count - 1)
-            if parents[0] != namespace:
-                self._hang_on(parents[0])
+            if parents[0] != space.namespace:
+                self._hang_on(parents[0], space)
         else:
             last, last_slot = b"", -1
             for place, (slot, own, parent) in enumerate(zip(claimed, hashes, parents, strict=True)):
-                self.block_hash[slot], self.parent[slot], self.namespace[slot] = own, parent, namespace
+                self.block_hash[slot], self.parent[slot], self.space[slot] = own, parent, space
                 self.run[slot], self.place[slot] = run, place
                 if parent is last:
                     num_children[last_slot] += 1
-                elif parent != namespace:
-                    self._hang_on(parent)
+                elif parent != space.namespace:
+                    self._hang_on(parent, space)
                 last, last_slot = own, slot
-        if self.orphans and not self.orphans.keys().isdisjoint(hashes):
+        if space.orphans and not space.orphans.keys().isdisjoint(hashes):
             for slot in claimed:
-                num_children[slot] += self.orphans.pop(self.block_hash[slot], 0)
+                num_children[slot] += space.orphans.pop(self.block_hash[slot], 0)
 
     def _take(self, wanted: int) -> list[int]:
         free = self._free
+        while len(free) < wanted and self.sweep(wanted - len(free)):
+            pass  # Some of it is read. What is evicted afterwards was not cleared.
         if not self._free_is_sorted:
             free.sort(reverse=True)
             self._free_is_sorted = True
@@ -179,51 +201,52 @@ class SlotTable:
         self._generations[listed.index] += 1
         if wanted > num_free:  # What was evicted still has the names of the blocks that were there.
             for slot in taken:
-                self.block_hash[slot] = self.parent[slot] = self.namespace[slot] = b""
+                self.block_hash[slot] = self.parent[slot] = b""
+                self.space[slot] = None
         return taken, listed
 
-    def _hang_on(self, parent: bytes) -> None:
-        above = self.ready.get(parent, self.writing.get(parent))
+    def _hang_on(self, parent: bytes, space: Space) -> None:
+        above = space.ready.get(parent, space.writing.get(parent))
         if above is None:
-            self.orphans[parent] += 1
+            space.orphans[parent] += 1
         else:
             self.num_children[above] += 1
 
-    def _leave_parent(self, slot: int) -> None:
+    def _leave_parent(self, slot: int, space: Space) -> None:
         parent = self.parent[slot]
-        if parent == self.namespace[slot]:
+        if parent == space.namespace:
             return
-        above = self.ready.get(parent)
+        above = space.ready.get(parent)
         if above is not None:
             self.num_children[above] -= 1
             if not self.num_children[above] and not self.ref_count[above]:
                 self.order.offer(above)
-        elif parent in self.writing:
-            self.num_children[self.writing[parent]] -= 1
-        elif self.orphans[parent] > 1:
-            self.orphans[parent] -= 1
+        elif parent in space.writing:
+            self.num_children[space.writing[parent]] -= 1
+        elif space.orphans[parent] > 1:
+            space.orphans[parent] -= 1
         else:
-            del self.orphans[parent]
+            del space.orphans[parent]
 
     def _evict(self, wanted: int) -> list[int]:
-        ready, ref_count, block_hash, num_children = self.ready, self.ref_count, self.block_hash, self.num_children
+        spaces, ref_count, block_hash, num_children = self.space, self.ref_count, self.block_hash, self.num_children
         stamp, soft = self.order.stamp, self.soft
         evicted: list[int] = []
         hashes: list[bytes] = []
         while len(evicted) < wanted:
             for slot in self.order.oldest():
-                own = block_hash[slot]
-                if ref_count[slot] or num_children[slot] or own not in ready:
+                own, space = block_hash[slot], spaces[slot]
+                if ref_count[slot] or num_children[slot] or space is None or own not in space.ready:
                     continue
                 if slot in soft:
                     self._spared[slot] = stamp[slot]
                     self._spared.move_to_end(slot)
                     continue
                 # At once: the order may name this slot twice, and nobody must get it twice.
-                del ready[own]
+                del space.ready[own]
                 stamp[slot] = 0
-                self._not_ready(slot)
-                self._leave_parent(slot)
+                self._not_ready(slot, space)
+                self._leave_parent(slot, space)
                 hashes.append(own)
                 evicted.append(slot)
                 if len(evicted) == wanted:
@@ -235,21 +258,21 @@ class SlotTable:
             self.num_evicted += len(hashes)
         return evicted
 
-    def take_events(self) -> list[tuple[bool, list[bytes]]] | None:
+    def take_events(self) -> list[tuple[bool, Collection[bytes]]] | None:
         """Return and forget what became findable or stopped being so; None when it was too much to be kept."""
         events, was_too_much = self.events, self._num_events > self._max_events
         self.events, self._num_events = [], 0
         return None if was_too_much else events
 
-    def _tell(self, present: bool, hashes: list[bytes]) -> None:
+    def _tell(self, present: bool, hashes: Collection[bytes]) -> None:
         self._num_events += len(hashes)
         if self._num_events <= self._max_events:
             self.events.append((present, hashes))
         else:
             self.events.clear()
 
-    def _not_ready(self, slot: int) -> None:
-        if self.parent[slot] == self.namespace[slot]:
+    def _not_ready(self, slot: int, space: Space) -> None:
+        if self.parent[slot] == space.namespace:
             self.presence.drop(self.block_hash[slot])
         run = self.run[slot]
         if run is not None:
@@ -266,23 +289,25 @@ class SlotTable:
         return False
 
     def _is_evictable(self, slot: int) -> bool:
-        own = self.block_hash[slot]
-        return self.ready.get(own) == slot and not self.ref_count[slot] and not self.num_children[slot]
+        own, space = self.block_hash[slot], self.space[slot]
+        is_ready = space is not None and not space.is_cleared and space.ready.get(own) == slot
+        return is_ready and not self.ref_count[slot] and not self.num_children[slot]
 
-    def publish(self, hashes: list[bytes], slots: list[int], stamp: int) -> None:
+    def publish(self, space: Space, hashes: list[bytes], slots: list[int], stamp: int) -> None:
         """Make fully written blocks readable.
 
         Args:
+            space: of the blocks, not cleared.
             hashes: blocks, all of them being written.
             slots: slot of each.
             stamp: of the touch that came with their claim.
         """
-        writing = self.writing
+        writing = space.writing
         for own in hashes:
             del writing[own]
-        if self.parent[slots[0]] == self.namespace[slots[0]]:  # Only what a write begins with can be a chain's first.
+        if self.parent[slots[0]] == space.namespace:  # Only what a write begins with can be a chain's first.
             self.presence.add(hashes[0])
-        self.ready.update(zip(hashes, slots, strict=True))
+        space.ready.update(zip(hashes, slots, strict=True))
         run = self.run[slots[0]]
         if run is not None:
             run.published(slots)
@@ -295,10 +320,12 @@ class SlotTable:
 
     def doom(self, slot: int) -> None:
         """Make sure that a block which is being written is never published; its writers go on holding the slot."""
-        if slot not in self.doomed:
-            del self.writing[self.block_hash[slot]]
-            self._leave_parent(slot)
-            self._forget(slot)
+        space = self.space[slot]
+        if space is not None and slot not in self.doomed:
+            del space.writing[self.block_hash[slot]]
+            if not space.is_cleared:
+                self._leave_parent(slot, space)
+            self._forget(slot, space)
             self.doomed.add(slot)
 
     def end_unnamed(self, slots: list[int], *, aside: bool = False) -> None:
@@ -325,16 +352,33 @@ class SlotTable:
         self.num_quarantined -= 1
         self._free_up(slot)
 
-    def _forget(self, slot: int) -> None:
+    def _forget(self, slot: int, space: Space) -> None:
         if self.num_children[slot]:
-            self.orphans[self.block_hash[slot]] = self.num_children[slot]
+            space.orphans[self.block_hash[slot]] = self.num_children[slot]
             self.num_children[slot] = 0
-        self.block_hash[slot] = self.parent[slot] = self.namespace[slot] = b""
+        self.block_hash[slot] = self.parent[slot] = b""
+        self.space[slot] = None
         self.order.stamp[slot] = 0
 
     def _free_up(self, slot: int) -> None:
         self._free.append(slot)
         self._free_is_sorted = False
+
+    def segments(self, slots: Sequence[int | None]) -> list[Segment]:
+        """Return the stretches of slots that are neighbours in one claim, in order; where there is none, none."""
+        found: list[Segment] = []
+        at = 0
+        while at < len(slots):
+            slot = slots[at]
+            if slot is None:
+                at += 1
+                continue
+            run, place = self.run[slot], self.place[slot]
+            assert run is not None, "a slot that was never claimed"
+            count = run.num_same(place, slots, at)
+            found.append(Segment(run, place, at, count))
+            at += count
+        return found
 
     # Reading.
 
@@ -403,92 +447,53 @@ class SlotTable:
                 if self._spared.pop(slot, None) is not None:
                     self.order.offer(slot)
 
-    def clear(self, namespace: bytes) -> tuple[int, dict[bytes, int]]:
-        """Make every block of a namespace unfindable; its unfinished writes will publish nothing.
+    # Clearing.
+
+    def detach(self, namespace: bytes) -> Space:
+        """Let nothing of a namespace be found any more, in one step; its slots come back with `sweep`.
 
         Returns:
-            (how many blocks there were, slot of each that was being written).
+            What there was of it. What of that was being written stays so until its writers say so.
         """
-        mine = [slot for slot, own in enumerate(self.namespace) if own == namespace and self.block_hash[slot]]
-        removed: list[bytes] = []
-        lost: dict[bytes, int] = {}
-        for slot in mine:
-            own = self.block_hash[slot]
-            if own in self.writing:
-                lost[own] = slot
-                self.doom(slot)
-                continue
-            removed.append(own)
-            del self.ready[own]
-            self._not_ready(slot)
-            self._leave_parent(slot)
-            self._forget(slot)
-            self.soft.pop(slot, None)
-            if self.ref_count[slot]:
-                self.unfindable.add(slot)
-            else:
-                self._free_up(slot)
-        if removed:
-            self._tell(False, removed)
-        return len(mine), lost
+        space = self.spaces.pop(namespace, None)
+        if space is None:
+            return NOTHING
+        space.is_cleared, space.unswept = True, iter(space.ready.values())
+        if space.ready:
+            self._tell(False, space.ready)
+        self.cleared.append(space)
+        return space
 
-    def hot_chains(self, max_blocks: int) -> list[Chain]:
-        """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
-        leaves = [slot for slot in self.ready.values() if not self.num_children[slot]]
-        leaves.sort(key=self.order.stamp.__getitem__, reverse=True)
-        chains: list[Chain] = []
-        seen: set[int] = set()
-        for leaf in leaves:
-            path: list[int] = []
-            at: int | None = leaf
-            while at is not None:
-                path.append(at)
-                at = self.ready.get(self.parent[at])
-            root, namespace = path[-1], self.namespace[leaf]
-            if self.parent[root] != namespace or len(seen.union(path)) > max_blocks:
-                continue
-            seen.update(path)
-            chains.append(Chain(namespace, namespace, 0, b"".join(self.block_hash[at] for at in reversed(path))))
-        return chains
+    def sweep(self, num_slots: int) -> int:
+        """Free so many slots of what was cleared, or set them aside for their last reader; returns how many."""
+        left = num_slots
+        for space in self.cleared:
+            if space.unswept is not None:
+                slots = list(islice(space.unswept, left))
+                if len(slots) < left:
+                    space.unswept = None
+                self._free_cleared(space, slots)
+                left -= len(slots)
+                if not left:
+                    break
+        return num_slots - left
 
-    def check(self, aside: set[int]) -> None:
-        """Assert that each slot is in exactly one state and that counts, links and order agree with that.
-
-        Args:
-            aside: the slots that are quarantined.
-        """
-        states = {
-            "free": self._free, "writing": [*self.writing.values(), *self.doomed], "quarantined": list(aside),
-            "ready": [*self.ready.values(), *self.unfindable],
-        }  # fmt: skip
-        listed = Counter(slot for slots in states.values() for slot in slots)
-        assert listed == Counter(range(self.num_slots)), f"not in exactly one state: {states}"
-        assert len(states["writing"]) == self.num_writing, "writing count"
-        assert len(aside) == self.num_quarantined, "quarantine count"
-        assert sum(refs > 0 for refs in self.ref_count) == self.num_pinned, "pinned count"
-        assert min(self.ref_count) >= 0, "ref count below 0"
-        pinned = {slot for slot, refs in enumerate(self.ref_count) if refs}
-        assert pinned <= set(states["ready"]), "pinned but not ready"
-        assert self.unfindable <= pinned, "ready, idle and not findable"
-        findable = self.ready | self.writing
-        assert len(findable) == len(self.ready) + len(self.writing), "ready and being written"
-        assert {slot: own for slot, own in enumerate(self.block_hash) if own} == {
-            slot: own for own, slot in findable.items()
-        }, "index names another block"
-        children = Counter(self.parent[slot] for slot in findable.values() if self.parent[slot] != self.namespace[slot])
-        counted = {own: self.num_children[slot] for own, slot in findable.items() if self.num_children[slot]}
-        assert not counted.keys() & self.orphans.keys(), "children counted twice"
-        assert children == counted | self.orphans, f"children: {children}, counted {counted}, {self.orphans}"
-        assert not any(self.num_children[slot] for slot in {*range(self.num_slots)} - {*findable.values()}), "children"
-        for run in {run for own, slot in findable.items() if (run := self.run[slot]) is not None}:
-            known = [run.data[at : at + HASH_BYTES] for at in range(0, run.num_ready * HASH_BYTES, HASH_BYTES)]
-            assert [self.ready.get(own) for own in known] == run.slots[: run.num_ready], "a run knows too much"
-        for own, slot in self.ready.items():
-            run = self.run[slot]
-            assert run is not None, "ready, and never claimed"
-            assert run.slots[self.place[slot]] == slot, "a slot is not where its run has it"
-            assert run.data[self.place[slot] * HASH_BYTES :][:HASH_BYTES] == own, "a run has another hash"
-        self.presence.check(own for own, slot in self.ready.items() if self.parent[slot] == self.namespace[slot])
-        assert set(self.soft) <= set(self.ready.values()), "soft pin of a block that is not there"
-        waiting = {slot for slot, stamp in self._spared.items() if stamp == self.order.stamp[slot]}
-        self.order.check({slot for slot in self.ready.values() if self._is_evictable(slot)} - waiting)
+    def _free_cleared(self, space: Space, slots: list[int]) -> None:
+        block_hash, parent, spaces, num_children = self.block_hash, self.parent, self.space, self.num_children
+        for slot in [slot for slot in slots if parent[slot] == space.namespace]:
+            self.presence.drop(block_hash[slot])
+        for slot in slots:
+            block_hash[slot] = parent[slot] = b""
+            spaces[slot] = None
+            num_children[slot] = 0
+        index = np.array(slots, np.intp)
+        self.order.forget(index)
+        if self.soft:
+            for slot in slots:
+                self.soft.pop(slot, None)
+        is_read = self._ref_counts[index] > 0
+        if is_read.any():
+            self.unfindable.update(index[is_read].tolist())
+            slots = index[~is_read].tolist()
+        self._free += slots
+        self._free_is_sorted = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -39,12 +39,13 @@ class WatchTable:
             self._watches[watch_id].lost |= self._watches[watch_id].pending
             self._fire(watch_id)
 
-    def settled(self, hashes: list[bytes], published: bool) -> None:
+    def settled(self, hashes: Collection[bytes], published: bool) -> None:
         """Note that blocks are not being written any more."""
         if not self._watches:
             return
+        known = hashes if isinstance(hashes, dict) else set(hashes)
         for watch_id, watch in list(self._watches.items()):
-            mine = watch.pending.intersection(hashes)
+            mine = {own for own in watch.pending if own in known}
             watch.pending -= mine
             if not published:
                 watch.lost |= mine

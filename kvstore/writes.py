@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from kvstore.chain import Chain
 from kvstore.clears import ClearCounts
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.grants import PackedInts, StoreTicket
-from kvstore.runs import SlotList
+from kvstore.part_runs import PartRuns
+from kvstore.runs import Segment, SlotList
 from kvstore.slots import NO_SLOTS, SlotTable
+from kvstore.spaces import NOTHING, Space
 
 
 @functools.lru_cache(maxsize=64)
@@ -53,19 +55,12 @@ class _Write:
     #: Blocks of the chain that were here: pinned, so that making room cannot evict them.
     kept: SlotList
     stamp: int
+    #: In which claims the slots are, where their blocks are written in parts.
+    segments: list[Segment]
+    space: Space
     num_done: int = 0
     #: Of blocks that will never be published: `hashes` is empty.
     unnamed: bool = False
-
-
-@dataclass(slots=True)
-class _Parts:
-    """A block that is written in several parts; kept until no rank can write to its slot any more."""
-
-    num_parts: int
-    deadline_s: float
-    writers: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
 
 
 class WriteTable:
@@ -84,12 +79,12 @@ class WriteTable:
         table: SlotTable,
         epoch: bytes,
         new_id: Callable[[], int],
-        on_settled: Callable[[list[bytes], bool], None],
+        on_settled: Callable[[Collection[bytes], bool], None],
         clears: ClearCounts,
     ) -> None:
         self._table, self._epoch, self._new_id, self._on_settled = table, epoch, new_id, on_settled
         self._writes: dict[int, _Write] = {}
-        self._parts: dict[int, _Parts] = {}
+        self._parts = PartRuns(table)
         self._aside: dict[str, list[int]] = {}
         self._clears = clears
 
@@ -99,11 +94,13 @@ class WriteTable:
     def has_deadlines(self) -> bool:
         """Whether any write ends by itself."""
         ends = (min(write.terms.deadline_s, write.terms.parts_deadline_s) for write in self._writes.values())
-        return bool(self._parts) or min(ends, default=float("inf")) < float("inf")
+        return len(self._parts) > 0 or min(ends, default=float("inf")) < float("inf")
 
     def prepare(self, chain: Chain, hashes: list[bytes], terms: WriteTerms, *, needs_parent: bool) -> StoreTicket:
         """Claim a slot for each block that is not here, or join those who write it; see `Pool.prepare_store`."""
-        table, ready, writing = self._table, self._table.ready, self._table.writing
+        table = self._table
+        space = table.space_of(chain.namespace)
+        ready, writing = space.ready, space.writing
         if chain.start and needs_parent and chain.parent not in ready and chain.parent not in writing:
             raise ChainBroken(
                 f"wanted a run that begins at the root or after a resident block, got one that begins at "
@@ -119,14 +116,19 @@ class WriteTable:
             table.pin_all(kept)
         joined: list[int] = []
         if writing and not writing.keys().isdisjoint(hashes):
-            under_way = {i: writing[own] for i, own in enumerate(hashes) if own in writing}
-            joined = [i for i, slot in under_way.items() if self._can_join(slot, terms)]
-            found = [under_way.get(i, slot) for i, slot in enumerate(found)]
-        indexes, end = self._claim(chain, hashes, found)
+            under_way = list(map(writing.get, hashes))
+            for segment in table.segments(under_way):
+                joined += self._parts.joinable(segment, terms.part, terms.num_parts)
+                begin, end = segment.at, segment.at + segment.length
+                found[begin:end] = under_way[begin:end]
+        indexes, end = self._claim(chain, hashes, found, terms)
         if joined:
             indexes = sorted([*indexes, *(i for i in joined if i < end)])
         run: list[int] = found[:end]  # type: ignore[assignment]  # Up to there no slot is missing.
         slots = run if len(indexes) == end else [run[i] for i in indexes]
+        # After a claim the namespace may have another index than before it had any.
+        space = table.space_of(chain.namespace)
+        ready, writing = space.ready, space.writing
         listed = table.listed(slots)
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
             stamp = table.order.touch(table.listed([above, *run]))
@@ -139,8 +141,9 @@ class WriteTable:
         if indexes:
             write_id, generations = self._new_id(), table.lives(listed)
             own = hashes if len(indexes) == len(hashes) else [hashes[i] for i in indexes]
-            self._writes[write_id] = _Write(terms, own, slots, generations, kept, stamp)
-            self._enter_parts(slots, terms)
+            segments = table.segments(slots) if terms.num_parts > 1 else []
+            self._parts.come(segments, terms.part)
+            self._writes[write_id] = _Write(terms, own, slots, generations, kept, stamp, segments, space)
         elif here:
             table.unpin_all(kept, stamp)
         return StoreTicket(
@@ -170,6 +173,7 @@ class WriteTable:
     def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
         table = self._table
+        self._sweep_writing(num_blocks - table.num_free)
         slots, listed = table.claim_unnamed(num_blocks)
         if len(slots) < num_blocks:
             table.end_unnamed(slots)
@@ -178,7 +182,7 @@ class WriteTable:
                 "or add capacity"
             )
         write_id, generations = self._new_id(), table.lives(listed)
-        self._writes[write_id] = _Write(terms, [], slots, generations, NO_SLOTS, 0, unnamed=True)
+        self._writes[write_id] = _Write(terms, [], slots, generations, NO_SLOTS, 0, [], NOTHING, unnamed=True)
         return StoreTicket(
             write_id=write_id,
             indexes=_positions(num_blocks),
@@ -189,7 +193,9 @@ class WriteTable:
             epoch=self._epoch,
         )
 
-    def _claim(self, chain: Chain, hashes: list[bytes], found: list[int | None]) -> tuple[Sequence[int], int]:
+    def _claim(
+        self, chain: Chain, hashes: list[bytes], found: list[int | None], terms: WriteTerms
+    ) -> tuple[Sequence[int], int]:
         """Claim slots for the blocks that have none in `found`, and fill them in.
 
         Returns:
@@ -197,27 +203,23 @@ class WriteTable:
         """
         parents = [chain.parent, *hashes[:-1]]
         if found.count(None) == len(found):
-            claimed = self._table.claim(hashes, parents, chain.namespace)
+            claimed = self._claim_slots(hashes, parents, chain.namespace, terms)
             found[: len(claimed)] = claimed
             return range(len(claimed)), len(claimed)
         missing = [i for i, slot in enumerate(found) if slot is None]
-        claimed = self._table.claim([hashes[i] for i in missing], [parents[i] for i in missing], chain.namespace)
+        own, above = [hashes[i] for i in missing], [parents[i] for i in missing]
+        claimed = self._claim_slots(own, above, chain.namespace, terms)
         for i, slot in zip(missing, claimed, strict=False):
             found[i] = slot
         end = missing[len(claimed)] if len(claimed) < len(missing) else len(found)
         return missing[: len(claimed)], end
 
-    def _enter_parts(self, slots: list[int], terms: WriteTerms) -> None:
-        if terms.num_parts > 1:
-            for slot in slots:
-                parts = self._parts.setdefault(slot, _Parts(terms.num_parts, terms.parts_deadline_s))
-                parts.writers.add(terms.part)
-
-    def _can_join(self, slot: int, terms: WriteTerms) -> bool:
-        parts = self._parts.get(slot)
-        if parts is None or parts.num_parts != terms.num_parts:
-            return False
-        return terms.part not in parts.writers and terms.part not in parts.done
+    def _claim_slots(self, hashes: list[bytes], parents: list[bytes], namespace: bytes, terms: WriteTerms) -> list[int]:
+        self._sweep_writing(len(hashes) - self._table.num_free)
+        claimed = self._table.claim(hashes, parents, namespace)
+        if claimed and terms.num_parts > 1 and (run := self._table.run[claimed[0]]) is not None:
+            self._parts.begin(run, terms.num_parts, terms.parts_deadline_s)
+        return claimed
 
     def find(self, write_id: int, owner: str, epoch: bytes | None, generations: bytes | None) -> _Write | None:
         """Return a write if `owner` holds it.
@@ -236,6 +238,8 @@ class WriteTable:
 
     def complete(self, write_id: int, write: _Write, count: int | None) -> int:
         """Publish the leading `count` blocks of a write, or take its part as done; returns how many became readable."""
+        if write.space.is_cleared:
+            self.doom(write.slots[write.num_done :])
         if write.terms.num_parts > 1:
             if count is not None:
                 raise InvalidRequest(f"count: wanted None for a write of {write.terms.num_parts} parts, got {count}")
@@ -254,35 +258,22 @@ class WriteTable:
                 table.end_writing(slot)
             hashes, slots = [hashes[i] for i in alive], [slots[i] for i in alive]
         if slots:
-            table.publish(hashes, slots, write.stamp)
+            table.publish(write.space, hashes, slots, write.stamp)
             self._on_settled(hashes, True)
         if end == len(write.slots):
             self._end(write_id)
         return len(slots)
 
     def _complete_part(self, write_id: int, write: _Write) -> int:
-        table, hashes, slots = self._table, [], []
-        for own, slot in zip(write.hashes, write.slots, strict=True):
-            parts = self._parts[slot]
-            parts.writers.remove(write.terms.part)
-            parts.done.add(write.terms.part)
-            if slot in table.doomed:
-                self._leave(slot, parts)
-            elif len(parts.done) == parts.num_parts:
-                del self._parts[slot]
-                hashes.append(own)
-                slots.append(slot)
+        whole = self._parts.end(write.segments, write.slots, done=True)
+        hashes, slots = write.hashes, write.slots
+        if len(whole) < len(slots):
+            hashes, slots = [hashes[i] for i in whole], [slots[i] for i in whole]
         if slots:
-            table.publish(hashes, slots, write.stamp)
+            self._table.publish(write.space, hashes, slots, write.stamp)
             self._on_settled(hashes, True)
         self._end(write_id)
         return len(slots)
-
-    def _leave(self, slot: int, parts: _Parts) -> None:
-        """A rank is through with a doomed slot; the last one frees it."""
-        if not parts.writers:
-            del self._parts[slot]
-            self._table.end_writing(slot)
 
     def abort(self, write_id: int, write: _Write, quarantine: str = "") -> int:
         """Give up what a write has not published; see `Pool.abort_store`."""
@@ -301,19 +292,23 @@ class WriteTable:
 
     def _abort_named(self, write: _Write, pending: list[int], quarantine: str) -> None:
         table = self._table
-        self.doom([slot for slot in pending if slot not in table.doomed])
+        self.doom(pending)
+        if write.segments:
+            self._parts.end(write.segments, write.slots, done=False)
+            return
         for slot in pending:
-            if (parts := self._parts.get(slot)) is not None:
-                parts.writers.discard(write.terms.part)
-                self._leave(slot, parts)
-            else:
-                table.end_writing(slot, aside=bool(quarantine))
+            table.end_writing(slot, aside=bool(quarantine))
 
     def doom(self, slots: list[int]) -> None:
-        """Make sure that blocks which are being written are never published."""
-        lost = [self._table.block_hash[slot] for slot in slots]
+        """Make sure that blocks which are being written are never published; those that are doomed stay so."""
+        table, lost = self._table, []
         for slot in slots:
-            self._table.doom(slot)
+            space = table.space[slot]
+            if space is None or slot in table.doomed:
+                continue
+            if not space.is_cleared:  # Of a clearing who waits has heard, and may wait for the same blocks again.
+                lost.append(table.block_hash[slot])
+            table.doom(slot)
         if lost:
             self._on_settled(lost, False)
 
@@ -334,21 +329,39 @@ class WriteTable:
 
     def expire(self, now_s: float) -> int:
         """Give up blocks whose parts did not all come, and writes past their own deadline; returns how many writes."""
-        for slot in [slot for slot, parts in self._parts.items() if parts.deadline_s < now_s]:
-            if slot not in self._table.doomed:
-                self.doom([slot])
-            self._leave(slot, self._parts[slot])
+        for run, place in self._parts.overdue(now_s):
+            self.doom([run.slots[place]])
+            self._parts.leave(run, place)
         return self._abort_all([i for i, write in self._writes.items() if write.terms.deadline_s < now_s])
 
     def clear(self, namespace: bytes) -> int:
-        """Make a namespace a miss; returns how many blocks that concerned."""
-        num_cleared, lost = self._table.clear(namespace)
-        for slot in lost.values():
-            if (parts := self._parts.get(slot)) is not None:
-                self._leave(slot, parts)
-        if lost:
-            self._on_settled(list(lost), False)
-        return num_cleared
+        """Make a namespace a miss; returns how many blocks that concerned. Their slots come back with `sweep`."""
+        space = self._table.detach(namespace)
+        if space.writing:
+            self._on_settled(space.writing, False)
+        return len(space)
+
+    def has_cleared(self) -> bool:
+        """Whether slots of what was cleared have not come back yet."""
+        return bool(self._table.cleared)
+
+    def sweep(self, num_slots: int) -> None:
+        """Give so many slots of what was cleared back, or as soon as their last writer or reader ends."""
+        table = self._table
+        self._sweep_writing(num_slots - table.sweep(num_slots))
+        while table.cleared and table.cleared[0].unswept is None and not table.cleared[0].writing:
+            table.cleared.popleft()
+
+    def _sweep_writing(self, num_slots: int) -> None:
+        table = self._table
+        for space in table.cleared:
+            while space.writing and num_slots > 0:
+                slot = space.writing[next(reversed(space.writing))]
+                run, place = table.run[slot], table.place[slot]
+                table.doom(slot)
+                if run is not None:
+                    self._parts.leave(run, place)
+                num_slots -= 1
 
     def _abort_all(self, write_ids: list[int]) -> int:
         for write_id in write_ids:
@@ -370,11 +383,9 @@ class WriteTable:
             assert table.lives(table.listed(write.slots)) == write.generations or write.num_done, (
                 "a claimed slot began a new life"
             )
-        for slot, parts in self._parts.items():
-            assert writers[slot] == len(parts.writers), f"slot {slot}: {parts} and {writers[slot]} writers"
-            assert len(parts.done | parts.writers) <= parts.num_parts, f"slot {slot}: {parts}"
-            assert slot not in table.doomed or parts.writers, f"slot {slot}: doomed and nobody writes it"
-        assert all(n == 1 for slot, n in writers.items() if slot not in self._parts), "a slot is written by two"
-        being_written = {*table.writing.values(), *table.doomed}
-        assert being_written == {*writers, *self._parts}, "writers of unknown slots, or none"
+        in_parts = self._parts.check(writers)
+        assert all(n == 1 for slot, n in writers.items() if slot not in in_parts), "a slot is written by two"
+        spaces = [*table.spaces.values(), *table.cleared]
+        being_written = {slot for space in spaces for slot in space.writing.values()} | table.doomed
+        assert being_written == {*writers, *in_parts}, "writers of unknown slots, or none"
         return {slot for slots in self._aside.values() for slot in slots}

@@ -3,6 +3,7 @@ from collections import Counter
 import pytest
 
 from kvstore.runs import SlotList
+from kvstore.slot_checks import check_slots
 from kvstore.slots import SlotTable
 
 SPACE = b"n" * 32
@@ -22,8 +23,8 @@ def claim(table: SlotTable, count: int, seed: int = 0) -> tuple[list[bytes], lis
 def ready(table: SlotTable, count: int, seed: int = 0) -> list[int]:
     """Claim and publish a chain of slots."""
     hashes, slots, stamp = claim(table, count, seed)
-    table.publish(hashes, slots, stamp)
-    table.check(set())
+    table.publish(table.spaces[SPACE], hashes, slots, stamp)
+    check_slots(table, set())
     return slots
 
 
@@ -38,10 +39,10 @@ def test_claims_are_lowest_first_and_sorted():
     assert (hashes, slots) == (names(4), [0, 1, 2, 3])
     for slot in (2, 0, 3):
         give_back(table, slot)
-    table.check(set())
+    check_slots(table, set())
     assert claim(table, 2, seed=1)[1] == [0, 2]
     assert table.num_writing == 3
-    table.check(set())
+    check_slots(table, set())
 
 
 def test_claim_takes_free_slots_before_it_evicts():
@@ -50,9 +51,9 @@ def test_claim_takes_free_slots_before_it_evicts():
     ready(table, 2)
     assert claim(table, 2, seed=1)[1] == [1, 2]
     assert table.num_evicted == 1
-    assert table.ready == {hashes[0]: 0}
+    assert table.space_of(SPACE).ready == {hashes[0]: 0}
     assert table.events == [(True, hashes), (False, hashes[1:])]
-    table.check(set())
+    check_slots(table, set())
 
 
 def test_claim_gives_what_there_is():
@@ -63,7 +64,7 @@ def test_claim_gives_what_there_is():
     assert claim(table, 3, seed=1)[1] == []
     table.unpin_all(chain.part(1, 2), stamp)
     assert claim(table, 3, seed=2)[1] == [1]
-    table.check(set())
+    check_slots(table, set())
 
 
 def test_room_for_pins_counts_only_new_ones():
@@ -83,12 +84,13 @@ def test_a_slot_that_cannot_be_found_is_freed_by_its_last_reader():
     table.pin_all(chain)
     table.pin_all(chain)
     stamp = table.order.touch(chain)
-    assert table.clear(SPACE) == (1, {})
+    assert len(table.detach(SPACE)) == 1
+    assert (table.sweep(4), table.sweep(4)) == (1, 0)
     table.unpin_all(chain, stamp)
     assert table.num_free == 0
     table.unpin_all(chain, stamp)
     assert table.num_free == 1
-    table.check(set())
+    check_slots(table, set())
 
 
 def test_generations_grow_with_every_claim_and_only_then():
@@ -110,7 +112,7 @@ def test_generations_grow_with_every_claim_and_only_then():
         lambda t: t.ref_count.__setitem__(3, 1),
         lambda t: t.num_children.__setitem__(0, 0),
         lambda t: t.parent.__setitem__(1, SPACE),
-        lambda t: t.ready.popitem(),
+        lambda t: t.spaces[SPACE].ready.popitem(),
         lambda t: t.order.stamp.__setitem__(1, 0),
         lambda t: t.order._log.clear(),
         lambda t: t._free.append(0),
@@ -118,7 +120,7 @@ def test_generations_grow_with_every_claim_and_only_then():
         lambda t: t.unfindable.add(0),
         lambda t: t.doomed.add(3),
         lambda t: t.soft.__setitem__(3, 1),
-        lambda t: t.writing.update({names(2)[0]: 0}),
+        lambda t: t.spaces[SPACE].writing.update({names(2)[0]: 0}),
         lambda t: t.block_hash.__setitem__(0, b"x" * 32),
         lambda t: setattr(t, "num_writing", 1),
         lambda t: setattr(t, "num_quarantined", 1),
@@ -130,19 +132,19 @@ def test_check_sees_damage(damage):
     ready(table, 2)
     damage(table)
     with pytest.raises(AssertionError):
-        table.check(set())
+        check_slots(table, set())
 
 
 def test_links_are_counted_by_hash_so_that_a_parent_may_come_and_go():
     table = SlotTable(4)
     hashes, slots, stamp = claim(table, 3)
     give_back(table, slots[0])
-    table.publish(hashes[1:], slots[1:], stamp)
-    table.check(set())
-    assert (table.orphans, table.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
+    table.publish(table.spaces[SPACE], hashes[1:], slots[1:], stamp)
+    check_slots(table, set())
+    assert (table.space_of(SPACE).orphans, table.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
     again = table.claim(hashes[:1], [SPACE], SPACE)
-    table.publish(hashes[:1], again, table.order.touch(SlotList.of(again)))
-    table.check(set())
-    assert (table.orphans, table.num_children) == (Counter(), [1, 1, 0, 0])
+    table.publish(table.spaces[SPACE], hashes[:1], again, table.order.touch(SlotList.of(again)))
+    check_slots(table, set())
+    assert (table.space_of(SPACE).orphans, table.num_children) == (Counter(), [1, 1, 0, 0])
     claim(table, 2, seed=1)
     assert table.events[-1] == (False, hashes[2:]), "the leaf, although its root was touched last"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import pool, slots
+from poolcheck.chains import NAMESPACES
 from poolcheck.explore import explore, replay
 from poolcheck.handoff_scenarios import HANDOFFS
 from poolcheck.run import Run, ScheduleFailed
@@ -106,7 +107,7 @@ def test_a_schedule_that_does_not_fit_is_refused():
 def what_is_left(world):
     table = world.pool._table
     slots = zip(table.block_hash, table.generation, table.ref_count, table.order.stamp, strict=True)
-    return bytes(world.memory), tuple(slots), tuple(table.ready.items()), world.pool.stats()
+    return bytes(world.memory), tuple(slots), tuple(table.space_of(NAMESPACES[0]).ready.items()), world.pool.stats()
 
 
 @pytest.mark.parametrize("name", ["claim_pin_evict", "clear_under_reader", "write_clear_read", "two_writers"])

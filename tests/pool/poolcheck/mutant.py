@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from poolcheck.patch import Patch
 
 POOL, SLOTS, LEASES, WRITES = "kvstore.pool", "kvstore.slots", "kvstore.leases", "kvstore.writes"
+PART_RUNS = "kvstore.part_runs"
 RUNS, PRESENCE, VERSIONS = "kvstore.runs", "kvstore.presence", "kvstore.versions"
 EXPLORER = "tests/pool/test_explorer.py::test_every_schedule_up_to_three_preemptions"
 LINES = "tests/pool/test_explorer.py::test_a_preemption_at_every_line_of_the_pool"
@@ -18,6 +19,7 @@ POOL_RULES = "tests/kvstore/test_pool.py"
 POOL_PINS, POOL_WRITES = "tests/kvstore/test_pool_pins.py", "tests/kvstore/test_pool_writes.py"
 PEERS, RUN_RULES = "tests/kvstore/test_peer_control.py", "tests/kvstore/test_runs.py"
 PRESENCE_RULES, CLEARING = "tests/kvstore/test_presence.py", "tests/kvstore/test_clearing.py"
+SWEEPING = "tests/kvstore/test_sweeping.py"
 
 #: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
 GAP = Patch(

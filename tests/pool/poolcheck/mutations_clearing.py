@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poolcheck.mutant import CLEARING, POOL, VERSIONS, Mutant, bug
+from poolcheck.mutant import CLEARING, EXPLORER, POOL, SLOTS, SWEEPING, VERSIONS, WRITES, Mutant, bug
 
 CLEARINGS: tuple[Mutant, ...] = (
     bug(
@@ -36,6 +36,38 @@ CLEARINGS: tuple[Mutant, ...] = (
         "            self._clears.add(namespace)\n",
         "",
         f"{CLEARING}::test_a_save_that_waits_for_a_thread_while_its_namespace_is_cleared_stores_nothing",
+    ),
+    bug(
+        "who waits for new blocks hears of the old ones' end",
+        "ours",
+        WRITES,
+        "            if not space.is_cleared:  # Of a clearing",
+        "            if True:  # Of a clearing",
+        f"{SWEEPING}::test_a_write_that_a_clearing_met_publishes_nothing_before_and_after_it_is_swept",
+    ),
+    bug(
+        "blocks are evicted while cleared ones take room",
+        "ours",
+        SLOTS,
+        "        while len(free) < wanted and self.sweep(wanted - len(free)):\n",
+        "        while False:\n",
+        f"{SWEEPING}::test_a_claim_that_is_short_of_slots_takes_what_was_cleared_and_evicts_nothing",
+    ),
+    bug(
+        "what is swept and read is freed",
+        "LMCache: memory freed under a transfer",
+        SLOTS,
+        "            slots = index[~is_read].tolist()\n",
+        "",
+        f"{EXPLORER}[clear_in_pieces]",
+    ),
+    bug(
+        "what was cleared is counted on",
+        "ours: what says at once that a chain is not here goes on to count what is not",
+        SLOTS,
+        "            self.presence.drop(block_hash[slot])\n",
+        "            pass\n",
+        f"{EXPLORER}[clear_in_pieces]",
     ),
     bug(
         "an older clearing is dropped without a word",

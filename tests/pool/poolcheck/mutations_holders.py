@@ -29,9 +29,9 @@ HOLDERS = (
             GAP,
             Patch(
                 LEASES,
-                "        slots, num_refused = self._affordable(self._table.find_prefix(data), kind)\n",
+                "self._affordable(self._table.find_prefix(chain.namespace, chain.data), kind)\n",
                 (
-                    "        slots, num_refused = self._affordable(self._table.find_prefix(data), kind)\n"
+                    "self._affordable(self._table.find_prefix(chain.namespace, chain.data), kind)\n"
                     "        self._table.gap()\n"
                 ),
             ),
@@ -99,8 +99,9 @@ HOLDERS = (
         "lookup that pins",
         "LMCache, Mooncake: what is looked up stays pinned",
         POOL,
-        "            return self._table.num_ready(data)\n",
-        '            return len(self._leases.pin(data, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
+        "            return self._table.num_ready(namespace, data)\n",
+        "            asked = Chain(namespace, namespace, 0, data)\n"
+        '            return len(self._leases.pin(asked, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
         MODEL,
     ),
     bug(
@@ -167,8 +168,8 @@ HOLDERS = (
         "hard pin treated as soft",
         "ours",
         POOL,
-        "grant = self._leases.pin(chain.data, owner, deadline_s, kind)",
-        "grant = self._leases.pin(chain.data, owner, deadline_s, PinKind.SOFT)",
+        "grant = self._leases.pin(chain, owner, deadline_s, kind)",
+        "grant = self._leases.pin(chain, owner, deadline_s, PinKind.SOFT)",
         f"{POOL_PINS}::test_a_hard_pin_is_never_evicted_and_ends_only_by_hand_or_with_its_owner",
     ),
     bug(

@@ -79,6 +79,27 @@ def write_clear_read(run: Run):
     return [writer, clearer, lambda: world.read("ab", "r")], at_end
 
 
+def clear_in_pieces(run: Run):
+    """What is cleared comes back block by block, while it is read, and while others store the same and need room."""
+    world = World(run, 3)
+    world.pool._swept_at_once = 1
+    world.store("ab", "before")
+    stored_again: list[bool] = []
+
+    def clearer():
+        world.pool.begin_clear(NAMESPACES[0])
+        num_found = world.pool.lookup(chain_of("a"))
+        assert stored_again or not num_found, "a block outlived the clearing"
+        while world.pool.sweep():
+            pass
+
+    def writer():
+        stored_again.append(True)  # Or soon: from now on the same may be found.
+        world.store("abc", "w")
+
+    return [clearer, writer, lambda: world.read("ab", "r")], lambda: world.at_rest("abc")
+
+
 def clear_under_reader(run: Run):
     """A cleared block that is read keeps its slot; the same block is stored again meanwhile."""
     world = World(run, 2)
@@ -349,6 +370,7 @@ SCENARIOS = {
         two_readers_and_eviction,
         two_writers_one_victim,
         write_clear_read,
+        clear_in_pieces,
         clear_under_reader,
         cancelled_transfer,
         expire_renew_evict,
