@@ -109,7 +109,8 @@ class Arena:
         A page that a mapping touches for the first time costs a fault, and a READ through the kernel costs
         one on both sides for each page: 20 times slower than the copy itself when measured.
         """
-        self.advise(_MADV_POPULATE_WRITE)
+        with contextlib.suppress(ValueError):  # Closed before this began.
+            self.advise(_MADV_POPULATE_WRITE)
 
     def advise(self, advice: int) -> bool:
         """Apply an madvise to the whole mapping, in pieces; False when the kernel declines one of them."""

@@ -405,13 +405,15 @@ class Client(HandoffVerbs):
         """That life of the store is over: unmap its memory, or the next life may find no room beside it."""
 
         def unmap(jobs: JobThreads) -> None:
-            if self._presence is not None:
-                self._presence.close()
-            self._clears.leave()
-            jobs.shutdown()  # Those that run fail by themselves; the ones after them never reach the memory.
-            if self._stage_link is not None:
-                self._stage_link.close()
-            self._unmap(copies_are_over=True)
+            with contextlib.ExitStack() as steps:
+                # From the last to the first; each is done whatever the others raise.
+                steps.callback(self._unmap, copies_are_over=True)
+                if self._stage_link is not None:
+                    steps.callback(self._stage_link.close)
+                steps.callback(jobs.shutdown)  # Those that run fail; the ones after them never reach the memory.
+                steps.callback(self._clears.leave)
+                if self._presence is not None:
+                    steps.callback(self._presence.close)
 
         with self._lock:
             if self._lost:

@@ -133,7 +133,7 @@ class ArenaPinning:
             try:
                 self._register(*self._range(piece))
                 state = _State.REGISTERED
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 - whoever waits has to hear of it, of this piece and the next.
                 state, self._why = _State.REFUSED, str(error)
                 logger.warning("a piece of the store's memory could not be pinned: %s", error)
             with self._changed:

@@ -117,6 +117,7 @@ class StoreConnections:
         if self._calls.closed:
             check_process(self._pid)
             with self._renewing:
+                self.check_open()  # Closed meanwhile, nobody would give back what is granted now.
                 broken = self._calls
                 if broken.closed:
                     self._calls = self.connect(broken, broken.unheard or broken.next_question)

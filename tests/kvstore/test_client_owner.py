@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
-from kvstore.errors import InvalidRequest, ProtocolError, TransferTimeout
+from kvstore.errors import InvalidRequest, PeerLost, ProtocolError, StoreUnavailable, TransferTimeout
 
 PATIENCE_S = 0.3
 
@@ -218,3 +218,21 @@ def test_an_exception_in_the_middle_of_a_call_does_not_shift_the_answers(core, w
         client.lease(cluster.hashes(10))
     assert len(client.lease(cluster.hashes(2))) == 2
     assert core.pool.num_leases() == 1, "the one of which nobody heard is given back"
+
+
+def test_a_call_that_meets_a_close_is_granted_nothing_that_nobody_gives_back(core, worker, cluster, wait_until):
+    """It has passed the first check, then the client is closed by another thread, and its connection with it."""
+    store = worker.client._store
+    next_connection = store._for_calls
+
+    def close_first():
+        store._for_calls = next_connection
+        worker.client.close()
+        return next_connection()
+
+    store._for_calls = close_first
+    with pytest.raises((StoreUnavailable, PeerLost)):
+        worker.client.pin(cluster.hashes(4))
+    wait_until(lambda: not any(c.role == "client" for c in core._control._server._connections))
+    assert core.pool.num_leases() == 0
+    assert all(connection.closed for connection in store._open)

@@ -100,6 +100,22 @@ def test_a_refused_piece_fails_its_slots_only():
     assert driver.live == {}
 
 
+def test_what_nobody_expected_of_a_driver_fails_that_piece_and_no_other():
+    driver, register = Driver(), Driver.register
+
+    def fail(address, num_bytes):
+        if address == BASE + (8 << 20):
+            raise OSError("nobody expected that")
+        register(driver, address, num_bytes)
+
+    driver.register = fail
+    pinned = pinning(driver)
+    pinned.wait(np.array([0, 7, 12, 39]), 10)
+    with pytest.raises(RegistrationFailed, match="nobody expected"):
+        pinned.wait(np.array([9]), 10)
+    assert pinned.close()
+
+
 def test_close_ends_waits_and_registers_nothing_more():
     driver, failed = Driver(), []
     driver.held = True

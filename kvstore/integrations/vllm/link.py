@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvstore.api import connect
 from kvstore.client import Client
 from kvstore.errors import KVStoreError, StoreDraining, StoreNotRunning, StoreUnavailable
+from kvstore.guard import Guard
 from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.options import Options
 from kvstore.part import Part
@@ -96,13 +97,20 @@ class StoreLink:
 
     def _reopen(self, old: Client) -> None:
         pause_s = _FIRST_PAUSE_S
-        old.close(_CLOSE_S)
+        try:
+            old.close(_CLOSE_S)
+        except Exception:
+            logger.exception("the client of a store that ended could not be closed")
+        opening = Guard(logger, "looking for the store")
         while not self._stopping.wait(pause_s):
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
                 client = self._open()
             except KVStoreError as error:
                 logger.info("the store is not back yet: %s", error)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            except Exception as error:  # noqa: BLE001 - without this thread the engine never has a store again.
+                opening.failed(error)
                 continue
             with self._lock:
                 if not self._stopping.is_set():
