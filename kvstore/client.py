@@ -6,6 +6,7 @@ through the arena that both map. Jobs run on threads of the client, each with a 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,6 +33,8 @@ class JobThreads:
         self._callbacks = ThreadPoolExecutor(1, thread_name_prefix="raykv-callbacks")
         self._callback_thread = 0
         self._parking = Parking()
+        # Its thread would outlive a client that is collected; nothing is parked then, or it would have this.
+        weakref.finalize(self, self._parking.close).atexit = False
         self._works: set[Work[Any]] = set()
         self._all_ended = threading.Condition()
         self._closed = False
@@ -57,7 +60,10 @@ class JobThreads:
     def start_asked(self, work: Work[Any], awaited: Awaited) -> None:
         """Do work when the answer is there that it has asked for already; see `start` for what is raised."""
         self._enter(work)
-        work.park(awaited, lambda each: self._park(work, each))
+        try:
+            work.park(awaited, lambda each: self._park(work, each))
+        except (OSError, RuntimeError):
+            self._run(self._copying, self._go_on, work)  # It waits there.
         work.future.add_done_callback(lambda future: self.wake(work) if future.cancelled() else None)
 
     def publish(self, work: Work[Any]) -> None:

@@ -24,7 +24,8 @@ class Parking:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Of a kind that one thread may take twice: what is collected while it is held may close this.
+        self._lock = threading.RLock()
         self._epoll: select.epoll | None = None
         self._wake_fd = -1
         #: By descriptor: a number of its own, and what is called.
@@ -48,16 +49,19 @@ class Parking:
 
         Returns:
             What ends this; after it `then` may still be called, if that had begun.
+
+        Raises:
+            OSError, RuntimeError: there is no descriptor or thread for it; nothing is parked.
         """
         with self._lock:
             epoll = self._epoll if self._epoll is not None else self._start()
+            epoll.register(fd, select.EPOLLIN)
             number = next(self._numbers)
             self._parked[fd] = number, then
             heapq.heappush(self._deadlines, (until_s, number, fd))
-            epoll.register(fd, select.EPOLLIN)
-            is_first = until_s < self._sleeps_until_s
-        if is_first:
-            os.eventfd_write(self._wake_fd, 1)
+            if until_s < self._sleeps_until_s:
+                # With the lock held, or the thread could end meanwhile, and the number be another file's.
+                os.eventfd_write(self._wake_fd, 1)
         return partial(self._leave, fd, number)
 
     def close(self) -> None:
@@ -70,10 +74,16 @@ class Parking:
                 os.eventfd_write(self._wake_fd, 1)
 
     def _start(self) -> select.epoll:
-        self._epoll, self._wake_fd = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
-        threading.Thread(target=self._run, args=(self._epoll,), name="raykv-waiting", daemon=True).start()
-        return self._epoll
+        with contextlib.ExitStack() as undo:
+            wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, wake_fd)
+            epoll = undo.enter_context(select.epoll())
+            epoll.register(wake_fd, select.EPOLLIN)
+            # It takes the lock before it looks at anything here.
+            threading.Thread(target=self._run, args=(epoll,), name="raykv-waiting", daemon=True).start()
+            undo.pop_all()
+        self._epoll, self._wake_fd = epoll, wake_fd
+        return epoll
 
     def _leave(self, fd: int, number: int) -> None:
         with self._lock:
@@ -85,7 +95,8 @@ class Parking:
         if found is None or self._epoll is None or number not in (None, found[0]):
             return None
         del self._parked[fd]
-        self._epoll.unregister(fd)
+        with contextlib.suppress(OSError):  # Closed all the same, it is watched no more.
+            self._epoll.unregister(fd)
         return found[1]
 
     def _run(self, epoll: select.epoll) -> None:
@@ -114,3 +125,4 @@ class Parking:
                     then()
                 except Exception:
                     logger.exception("what was parked could not go on")
+            found, then = [], None  # While this sleeps it keeps nobody's client alive.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import threading
 import time
@@ -12,6 +13,8 @@ from typing import Generic, NamedTuple, TypeVar
 from kvstore.control_client import Answers, ControlClient
 from kvstore.errors import TransferTimeout
 from kvstore.wire import Op
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -107,16 +110,24 @@ class Work(Generic[T]):
         """Do it up to its end, or until it waits for others; whether it ended here.
 
         Args:
-            park: has `go_on` called again when what is waited for is there; returns what ends that.
+            park: has `go_on` called again when what is waited for is there; returns what ends that. What it cannot
+                park is waited for here.
         """
         if not self._take():
             return False
         while (awaited := self._step()) is not None:
             with self._lock:  # So that it is not taken again before it is known how to end its waiting.
                 if not self._looks_again:
-                    self._is_taken, self._unpark = False, park(awaited)
-                    return False
-                self._looks_again = False
+                    try:
+                        self._unpark = park(awaited)
+                    except (OSError, RuntimeError) as error:
+                        logger.warning("a job holds a thread while it waits, for it cannot be parked: %s", error)
+                    else:
+                        self._is_taken = False
+                        return False
+                is_parked_nowhere, self._looks_again = not self._looks_again, False
+            if is_parked_nowhere:
+                awaited.wait()
         return True
 
     def park(self, awaited: Awaited, park: Callable[[Awaited], Callable[[], None]]) -> None:

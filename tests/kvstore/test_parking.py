@@ -1,5 +1,7 @@
 """One thread that watches for all that waits."""
 
+import functools
+import gc
 import os
 import socket
 import threading
@@ -7,7 +9,9 @@ import time
 
 import pytest
 
+from kvstore.job_threads import JobThreads
 from kvstore.parking import Parking
+from kvstore.work import Awaited, Work
 
 
 @pytest.fixture
@@ -88,7 +92,7 @@ def test_one_that_fails_does_not_end_the_thread(parking, pair, caplog):
     assert "could not go on" in caplog.text
 
 
-def test_it_has_no_thread_before_it_is_used_and_leaves_none_and_no_descriptor(pair):
+def test_it_has_no_thread_before_it_is_used_and_leaves_none_and_no_descriptor(pair, wait_until):
     def threads():
         return {thread for thread in threading.enumerate() if thread.name == "raykv-waiting"}
 
@@ -100,4 +104,73 @@ def test_it_has_no_thread_before_it_is_used_and_leaves_none_and_no_descriptor(pa
     parking.close()
     thread.join(5)
     assert not thread.is_alive()
-    assert len(os.listdir("/proc/self/fd")) == before
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # Fewer where an earlier one ended meanwhile.
+
+
+def test_a_descriptor_that_was_closed_while_it_was_parked_holds_up_no_other(parking, pair):
+    gone, other = socket.socketpair()
+    called, last = threading.Event(), threading.Event()
+    parking.park(gone.fileno(), time.monotonic() + 0.05, called.set)
+    gone.close()
+    other.close()
+    assert called.wait(5), "its time is over all the same"
+    parking.park(pair[0].fileno(), time.monotonic() + 0.05, last.set)
+    assert last.wait(5), "the thread goes on"
+
+
+def test_without_a_thread_nothing_is_parked_and_the_next_one_starts_it(parking, pair, monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        parking.park(pair[0].fileno(), far(), lambda: None)
+    monkeypatch.undo()
+    assert len(parking) == 0
+    assert len(os.listdir("/proc/self/fd")) <= before
+    called = threading.Event()
+    parking.park(pair[0].fileno(), time.monotonic() + 0.05, called.set)
+    assert called.wait(5)
+
+
+@pytest.mark.parametrize("error", [OSError("no descriptor is left"), RuntimeError("can't start new thread")])
+def test_work_that_cannot_be_parked_is_done_all_the_same(pair, error, wait_until):
+    def refuse(fd, until_s, then):
+        raise error
+
+    def steps():
+        yield Awaited(pair[0].fileno(), far())
+        return pair[0].recv(1)
+
+    threads = JobThreads()
+    threads._parking.park = refuse
+    begun, early = Work(steps), Work(steps, 60.0)
+    threads.start(begun)
+    threads.start_asked(early, Awaited(pair[0].fileno(), far()))
+    pair[1].send(b"ab")
+    assert {begun.future.result(5), early.future.result(5)} == {b"a", b"b"}
+    threads.shutdown()
+
+
+def test_the_thread_of_a_client_that_is_collected_ends(pair, wait_until):
+    threads = JobThreads()
+    steps = iter(())
+
+    def wait_once():
+        yield Awaited(pair[0].fileno(), time.monotonic() + 0.01)
+        return list(steps)
+
+    work = Work(wait_once)
+    threads.start(work)
+    assert work.future.result(5) == []
+    wait_until(functools.partial(lambda works: not works, threads._works))
+
+    def num_waiting():
+        return sum(thread.name == "raykv-waiting" for thread in threading.enumerate())
+
+    before = num_waiting()
+    del threads, work
+    gc.collect()
+    wait_until(lambda: num_waiting() == before - 1)
