@@ -88,7 +88,7 @@ class HandoffControl:
         self.stages = StageBook(core.config, core.mover)
         self.fetcher = HandoffFetcher(
             core.config, core.node_id, lambda: core.pool, core.peers, core.mover, self.stages, self._version,
-            core.hear_clearing, server,
+            core.hear_clearing, server, core.threads,
         )  # fmt: skip
 
     def _version(self, namespace: bytes) -> int:
@@ -376,13 +376,14 @@ class HandoffControl:
 
     def wants_ticks(self) -> bool:
         """Whether something here ends with time."""
-        return len(self.table) > 0 or len(self._waiting) > 0
+        return len(self.table) > 0 or len(self._waiting) > 0 or len(self.fetcher) > 0
 
     def tick(self, now_s: float) -> None:
         """End what is over."""
         for claim_id in self.table.expire(now_s):
             self._claim_ended(claim_id)
         self._waiting.tick(now_s)
+        self.fetcher.tick(now_s)
 
     def stats(self) -> dict[str, Any]:
         """Return counts."""

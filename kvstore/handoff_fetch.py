@@ -1,11 +1,10 @@
-"""The fetches of one node that need a peer: who has begun them, on which threads they run, when they are over."""
+"""The fetches of one node that need a peer: who has begun them, what of them runs on threads, when they are over."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvstore.config import StoreConfig
@@ -17,12 +16,14 @@ from kvstore.pool import Pool
 from kvstore.remote_fetch import RemoteFetch, Send
 from kvstore.stage_lanes import StageLanes
 from kvstore.stages import Stage, StageBook
+from kvstore.store_threads import Blocking, StoreThreads
 
-_NUM_THREADS = 32
+#: Of one node at once; each may hold a connection to its source.
+_MOST_FETCHES = 4096
 
 
 class HandoffFetcher:
-    """The fetches of one node that need a peer, a thread each while they ask and wait.
+    """The fetches of one node that need a peer; they hold no thread while they wait.
 
     Args:
         config: of the store.
@@ -34,6 +35,7 @@ class HandoffFetcher:
         namespace_version: how often a namespace was cleared, as this node knows.
         adopt_version: called when a peer knows of a later clearing.
         server: of the control thread.
+        threads: for what blocks.
     """
 
     def __init__(
@@ -47,12 +49,12 @@ class HandoffFetcher:
         namespace_version: Callable[[bytes], int],
         adopt_version: Callable[[bytes, int], object],
         server: ControlServer,
+        threads: StoreThreads,
     ) -> None:
         self.config, self.node_id, self.pool, self.peers, self.mover = config, node_id, pool, peers, mover
         self.stages, self.lanes = stages, StageLanes(config, mover)
         self.namespace_version, self.adopt_version = namespace_version, adopt_version
-        self.server = server
-        self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="raykv-handoff")
+        self.server, self._threads = server, threads
         self._lock = threading.Lock()
         self._fetches: dict[int, RemoteFetch] = {}
         self._ids = itertools.count(1)
@@ -67,7 +69,7 @@ class HandoffFetcher:
         return {"lanes": [{"gb_per_s": lane.gb_per_s, "why_not": lane.why_not} for lane in lanes]}
 
     def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> int:
-        """Fetch, what waits for others on a thread; the client gets a last message in any case.
+        """Fetch, on the control thread as far as nobody has to be waited for; the client is answered in any case.
 
         Returns:
             What `end` takes.
@@ -76,10 +78,23 @@ class HandoffFetcher:
         fetch = RemoteFetch(self, fetch_id, request, owner, block_bytes, send)
         with self._lock:
             self._fetches[fetch_id] = fetch
-        if request.from_slab and request.slab:
-            fetch.begin()
-        self._threads.submit(fetch.run)
+        if len(self._fetches) > _MOST_FETCHES:
+            fetch.refuse(f"busy: {_MOST_FETCHES} fetches of this node wait for others already; try again soon")
+        elif not fetch.begin():
+            self.submit(fetch.start)
+        self.server.wake()
         return fetch_id
+
+    def submit(self, step: Callable[[], object]) -> None:
+        """Have a thread do a step of a fetch that has begun."""
+        self._threads.submit(Blocking.FETCH, step, is_admitted=True)
+
+    def tick(self, now_s: float) -> None:
+        """See which fetches wait too long; on the control thread."""
+        with self._lock:
+            fetches = list(self._fetches.values())
+        for fetch in fetches:
+            fetch.tick(now_s)
 
     def end(self, fetch_id: int, owner: str) -> None:
         """The client copies nothing more; the slots are free once nothing writes to them."""
@@ -110,5 +125,8 @@ class HandoffFetcher:
             self._fetches.pop(fetch_id, None)
 
     def stop(self) -> None:
-        """Begin no more fetches."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Let go of the connections of fetches that wait, once the control thread has ended."""
+        with self._lock:
+            fetches = list(self._fetches.values())
+        for fetch in fetches:
+            fetch.close()

@@ -111,8 +111,8 @@ class NodeControl:
 
     def stop(self) -> None:
         """Close all connections and end the thread."""
-        self.handoffs.fetcher.stop()
         self._server.stop()
+        self.handoffs.fetcher.stop()
 
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
         op, payload = message.op, message.payload

@@ -76,6 +76,13 @@ class Peer:
         while self.spare:
             self.spare.pop().close()
 
+    def known_transport(self, generation: int) -> tuple[str, PeerDescription] | None:
+        """Return what `transport` does if nobody has to be asked for it."""
+        found = self._transport
+        if found is None or found[0] != generation:
+            return None
+        return f"{self.node_id}/{self.epoch.hex()}/{generation}", found[1]
+
     def transport(self, generation: int, timeout_s: float) -> tuple[str, PeerDescription]:
         """Return (name, description) of the peer's slab as of one life of its mover; asked for once."""
         if self._transport is None or self._transport[0] != generation:

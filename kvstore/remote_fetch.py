@@ -7,8 +7,8 @@ The slots are in the client's stage where the lane between the GPUs is a real on
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +18,7 @@ import numpy as np
 
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.handoff_claim import SourceClaim
-from kvstore.handoff_messages import END, FetchRequest, PeerClaimed
-from kvstore.latch import Latch
+from kvstore.handoff_messages import FetchRequest, PeerClaimed
 from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, MoverDone, Progress, pack_progress
 from kvstore.peer_words import check_slots
@@ -28,7 +27,6 @@ from kvstore.pool import Pool
 from kvstore.segments import plan_chunks, plan_stage_chunks
 from kvstore.stage_lanes import StageLane
 from kvstore.transport import IndexArray, PeerDescription, ReadRequest
-from kvstore.wire import Op
 
 if TYPE_CHECKING:
     from kvstore.handoff_fetch import HandoffFetcher
@@ -38,8 +36,7 @@ logger = logging.getLogger(__name__)
 #: Between stages the store is not to be woken for each chunk, which takes a tenth of what the chunk does.
 _AWAKE_S = 1e-3
 _MOVER_GRACE_S = 1.0
-#: A fetch that failed waits so long for the source to hear of it: one that is tried at once is not to meet its claim.
-_TELL_WITHIN_S = 0.5
+_NO_STAGE = "this client has no stage on its GPU; attach the hand-off"
 Send = Callable[[bytes, bool], None]
 """Tells the client one piece of the answer, and whether it is the last."""
 
@@ -47,6 +44,8 @@ Send = Callable[[bytes, bool], None]
 class RemoteFetch:
     """One fetch: the slots that it fills, the claim at the source, the READ, and the client that copies out.
 
+    It holds no thread while it waits: the control thread hears the source and the mover, and has a thread do what may
+    block, one step after the other.
     The slots go when both the READ and the client are through with them; while a READ may still write, to quarantine.
     """
 
@@ -58,57 +57,112 @@ class RemoteFetch:
         self._block_bytes, self._write_owner = block_bytes, f"handoff-fetch-{fetch_id}"
         self._version = fetcher.namespace_version(request.namespace)
         self._deadline_s = time.monotonic() + request.timeout_s
-        self._claim = SourceClaim(fetcher, request, block_bytes, self._version, self._deadline_s)
+        self._claim = SourceClaim(
+            fetcher, request, block_bytes, self._version, self._deadline_s, self._heard, lambda: not self._client_left
+        )
         self._report = LoadReport()
         self._lock = threading.Lock()
-        self._read_ended = Latch()
-        self._is_over = self._is_told = self._client_left = self._is_free = False
+        self._is_over = self._is_told = self._client_left = self._is_free = self._has_read_ended = False
         self._write_id = self._read_id = self._given_up = 0
+        self._read_until_s = math.inf
         self._slots: IndexArray = np.empty(0, np.int32)
         self._pool: Pool | None = None
-        self._begun: Peer | None = None
+        self._peer: Peer | None = None
+        self._found: PeerClaimed | KVStoreError | None = None
         self._lane: StageLane | None = None
         self._why_host = self._no_room = ""
         self._num_ready = 0
         self._told_s = 0.0
         self._error: KVStoreError | None = None
 
-    def begin(self) -> None:
-        """Do on the control thread what waits for nobody, so that no thread is to be woken for it; `run` does the rest.
+    def begin(self) -> bool:
+        """Ask the source on the control thread, if nobody has to be waited for; else `start` does, on a thread.
 
-        Where the lane between the stages is known the source is asked, and the READ posted as soon as it answers.
+        The READ is posted as soon as it answers, where the way to it is known.
         """
         fetcher, request = self._fetcher, self._request
         peer = fetcher.peers.known(self._node_id)
-        if peer is None or peer.epoch != request.epoch:
-            return
+        if peer is None or peer.epoch != request.epoch or not peer.spare:
+            return False
+        lane: StageLane | None = None
         try:
-            stage = fetcher.stages.get(request.slab, request.generation)
-        except PeerLost:
-            return
-        lane = fetcher.lanes.known(peer, request.from_slab, stage)
-        if lane is None or lane.why_not or self._waits_for_transfers(stage.pool):
-            return
-        if self._claim.begin(peer, self._claimed_early):
-            self._begun, self._lane, self._pool = peer, lane, stage.pool
-            self._reserve(stage.pool)
-            self._claim.look()  # Slots take as long to choose as the source to answer.
-
-    def _claimed_early(self, claimed: PeerClaimed) -> None:
-        """Post the READ; on the control thread. What is not simple, or does not work, `run` comes to."""
-        peer, lane = self._begun, self._lane
-        assert peer is not None
-        assert lane is not None, "only what goes over a lane begins early"
-        if claimed.reason or self._no_room or self._client_left or claimed.namespace_version > self._version:
-            return
-        if (claimed.slab, claimed.mover_generation) == (self._request.from_slab, lane.generation):
-            with contextlib.suppress(KVStoreError):
-                self._post(peer, lane.name, lane.description, claimed, may_wait=False)
-
-    def run(self) -> None:
-        """Fetch everything, or say why not."""
+            pool = fetcher.pool()
+            if request.from_slab and request.slab:
+                stage = fetcher.stages.get(request.slab, request.generation)
+                lane, pool = fetcher.lanes.known(peer, request.from_slab, stage), stage.pool
+                if lane is None or lane.why_not:
+                    return False
+            elif request.from_slab:
+                self._why_host = _NO_STAGE
+        except KVStoreError:
+            return False
+        if self._waits_for_transfers(pool):
+            return False
+        connection = peer.spare.pop()
         try:
-            reason = self._fetch()
+            self._lane, self._pool = lane, pool
+            self._claim.ask(peer, connection, to_host=lane is None)
+        except KVStoreError:
+            self._lane = self._pool = None
+            return False
+        self._peer = peer
+        self._reserve(pool)
+        self._claim.look()  # Slots take as long to choose as the source to answer.
+        return True
+
+    def start(self) -> None:
+        """Ask the source, on a thread."""
+        self._step(self._start)
+
+    def tick(self, now_s: float) -> None:
+        """See whether the source or the mover is late; on the control thread."""
+        self._claim.tick(now_s)
+        if self._read_id and now_s > self._read_until_s and self._end_read():
+            if self._fetcher.mover.abandon(self._read_id):
+                self._given_up = self._read_id
+            self._error = TransferTimeout("the mover did not report on a READ in time")
+            self._fetcher.submit(self._after_read_step)
+
+    def close(self) -> None:
+        """Let go of what only this fetch has: the store ends."""
+        self._claim.close()
+
+    def _heard(self, found: PeerClaimed | KVStoreError) -> None:
+        """Post the READ; on the control thread. What is not simple, or does not work, a thread comes to."""
+        self._found = found
+        if not self._post_at_once(found):
+            self._fetcher.submit(self._claimed_step)
+
+    def _post_at_once(self, found: PeerClaimed | KVStoreError) -> bool:
+        peer, lane = self._peer, self._lane
+        if isinstance(found, KVStoreError) or peer is None:
+            return False
+        if found.reason or self._no_room or self._client_left or found.namespace_version > self._version:
+            return False
+        if lane is not None:
+            if (found.slab, found.mover_generation) != (self._request.from_slab, lane.generation):
+                return False
+            source = lane.name, lane.description
+        elif (known := peer.known_transport(found.mover_generation)) is not None:
+            source = known
+        else:
+            return False
+        try:
+            self._post(peer, *source, found, may_wait=False)
+        except KVStoreError:
+            return False
+        return True
+
+    def _claimed_step(self) -> None:
+        self._step(self._claimed)
+
+    def _after_read_step(self) -> None:
+        self._step(self._after_read)
+
+    def _step(self, step: Callable[[], str | None]) -> None:
+        """Do what waits for somebody, on a thread, and end the fetch unless it goes on by itself."""
+        try:
+            reason = step()
         except TransferTimeout as error:
             reason = f"timeout: {error}"
         except (TransferError, StoreUnavailable) as error:
@@ -118,12 +172,21 @@ class RemoteFetch:
         except Exception as error:
             logger.exception("a fetch failed unexpectedly")
             reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            self._end(reason)
+
+    def refuse(self, reason: str) -> None:
+        """End before anything began."""
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
         if reason:
             logger.warning("fetch of %d blocks from node %s: %s", self._request.num_blocks, self._node_id, reason)
         with self._lock:
             self._is_over = True
         if not self._is_told:
             self._tell_last(reason, self._num_ready)
+        self._claim.leave()
         self._free_if_through()
 
     def _tell_last(self, reason: str, first: int) -> None:
@@ -167,27 +230,23 @@ class RemoteFetch:
     def _node_id(self) -> str:
         return self._request.node_id
 
-    def _fetch(self) -> str:
-        fetcher, request, peer, pool = self._fetcher, self._request, self._begun, self._pool
-        if peer is None or pool is None:
-            if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
-                return "peer_lost: the node failed a moment ago and is left alone; try again soon"
-            peer = fetcher.peers.of_life(self._node_id, request.epoch)
-            if peer.epoch != request.epoch:
-                return "stale: the store that had the blocks was restarted, and they are gone"
-            pool = self._pool = self._choose(peer)
-            if self._waits_for_transfers(pool):
-                return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
-        try:
-            reason = self._claim_and_read(peer, pool)
-        except TransferError:
-            if fetcher.mover.own is not None:
-                # Without a mover of its own this node has not learnt anything about the peer.
-                fetcher.peers.failed(self._node_id)
-            raise
-        if not reason:
-            fetcher.peers.succeeded(self._node_id)
-        return reason
+    def _start(self) -> str | None:
+        fetcher, request = self._fetcher, self._request
+        if time.monotonic() > self._deadline_s:
+            return "timeout: its time ended before a thread of the store was free for it"
+        if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
+            return "peer_lost: the node failed a moment ago and is left alone; try again soon"
+        peer = fetcher.peers.of_life(self._node_id, request.epoch)
+        if peer.epoch != request.epoch:
+            return "stale: the store that had the blocks was restarted, and they are gone"
+        pool = self._pool = self._choose(peer)
+        if self._waits_for_transfers(pool):
+            return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
+        connection = fetcher.peers.take_spare(peer)
+        self._peer = peer
+        self._reserve(pool)  # First: from then on the control thread goes on.
+        self._claim.ask(peer, connection, to_host=self._lane is None)
+        return None
 
     def _waits_for_transfers(self, pool: Pool) -> bool:
         return pool.num_quarantined >= self._fetcher.config.max_quarantined_fraction * pool.num_slots
@@ -208,7 +267,7 @@ class RemoteFetch:
                 return stage.pool
             self._why_host = lane.why_not
         elif request.from_slab:
-            self._why_host = "this client has no stage on its GPU; attach the hand-off"
+            self._why_host = _NO_STAGE
         return fetcher.pool()
 
     def _reserve(self, pool: Pool) -> None:
@@ -222,36 +281,51 @@ class RemoteFetch:
         else:
             self._write_id, self._slots = ticket.write_id, np.asarray(ticket.slots, dtype=np.int32)
 
-    def _claim_and_read(self, peer: Peer, pool: Pool) -> str:
-        fetcher, request = self._fetcher, self._request
-        claimed = self._claim.take(
-            peer,
-            to_host=self._lane is None,
-            meanwhile=lambda: self._reserve(pool),
-            is_wanted=lambda: not self._client_left,
-        )
-        if claimed.namespace_version > self._version:
-            fetcher.adopt_version(request.namespace, claimed.namespace_version)
-        if claimed.reason:
-            return claimed.reason
-        if self._lane is not None and not claimed.slab:
+    def _claimed(self) -> str | None:
+        """Go on after the answer of the source, where the control thread could not."""
+        fetcher, peer, pool, found = self._fetcher, self._peer, self._pool, self._found
+        assert peer is not None
+        assert pool is not None
+        if isinstance(found, KVStoreError):
+            self._note_failure(found)
+            raise found
+        assert found is not None, "heard"
+        if found.namespace_version > self._version:
+            fetcher.adopt_version(self._request.namespace, found.namespace_version)
+        if found.reason:
+            return found.reason
+        if self._lane is not None and not found.slab:
             self._leave_stage(pool)
         if self._no_room:
-            self._give_back(peer, claimed.claim_id)
+            self._claim.give_back(found.claim_id, used=False)
             return self._no_room
-        arrived = False
         try:
-            self._read(peer, claimed)
-            arrived = self._num_ready == request.num_blocks
-        finally:
-            # Of a READ between stages nobody else tells the source that it is over.
-            if self._lane is not None or not arrived:
-                self._give_back(peer, claimed.claim_id, used=arrived)
+            self._post(peer, *self._source(peer, found), found)
+        except BaseException as error:
+            self._note_failure(error)
+            self._claim.give_back(found.claim_id, used=False)
+            raise
+        return None
+
+    def _after_read(self) -> str:
+        arrived = self._num_ready == self._request.num_blocks
+        found = self._found
+        assert isinstance(found, PeerClaimed), "nothing else is read"
+        # Of a READ between stages nobody else tells the source that it is over.
+        if self._lane is not None or not arrived:
+            self._give_back(found.claim_id, used=arrived)
         if self._error is not None:
+            self._note_failure(self._error)
             raise self._error
-        return (
-            "" if arrived else "lease_expired: the blocks came after the claim on them was over, so they do not count"
-        )
+        if not arrived:
+            return "lease_expired: the blocks came after the claim on them was over, so they do not count"
+        self._fetcher.peers.succeeded(self._node_id)
+        return ""
+
+    def _note_failure(self, error: BaseException) -> None:
+        # Without a mover of its own this node has not learnt anything about the peer.
+        if isinstance(error, TransferError) and self._fetcher.mover.own is not None:
+            self._fetcher.peers.failed(self._node_id)
 
     def _leave_stage(self, stage: Pool) -> None:
         """Go through host memory after all: under a ticket that names its stage the publisher has filled its arena."""
@@ -261,16 +335,6 @@ class RemoteFetch:
         self._why_host = "the stage of the publisher had no room"
         self._pool = self._fetcher.pool()
         self._reserve(self._pool)
-
-    def _read(self, peer: Peer, claimed: PeerClaimed) -> None:
-        if not self._read_id:
-            self._post(peer, *self._source(peer, claimed), claimed)
-        # The mover reports by itself when time is up; this wait is for a mover that does not.
-        left_s = min(self._claim.valid_until_s, self._deadline_s) - time.monotonic()
-        if not self._read_ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
-            if self._fetcher.mover.abandon(self._read_id):
-                self._given_up = self._read_id
-            raise TransferTimeout("the mover did not report on a READ in time")
 
     def _post(
         self, peer: Peer, name: str, description: PeerDescription, claimed: PeerClaimed, *, may_wait: bool = True
@@ -293,6 +357,8 @@ class RemoteFetch:
             notification=notification,
         )
         ends = np.asarray(self._chunk_ends(), dtype=np.int32)
+        # The mover reports by itself when time is up; that is for a mover that does not.
+        self._read_until_s = now_s + max(left_s, 0.0) + _MOVER_GRACE_S
         self._read_id = fetcher.mover.read(
             request, description, self._on_done, chunk_ends=ends, timeout_s=max(left_s, 1e-3), may_wait=may_wait,
             generation=0 if self._lane is None else self._request.generation,
@@ -322,7 +388,7 @@ class RemoteFetch:
             self._error = error
             if not done.terminal:
                 self._given_up = done.read_id
-            self._read_ended.set()
+            self._read_is_over()
             return
         now_s, first = time.monotonic(), self._num_ready
         same_weights = self._fetcher.namespace_version(self._request.namespace) == self._version
@@ -336,7 +402,17 @@ class RemoteFetch:
         if self._lane is not None:
             self._fetcher.server.stay_awake(0.0 if done.last else _AWAKE_S)
         if done.last:
-            self._read_ended.set()
+            self._read_is_over()
+
+    def _read_is_over(self) -> None:
+        if self._end_read():
+            self._fetcher.submit(self._after_read_step)
+
+    def _end_read(self) -> bool:
+        """Whether this is the first that ends the READ, which is over by itself or taken for it."""
+        with self._lock:
+            had_ended, self._has_read_ended = self._has_read_ended, True
+        return not had_ended
 
     def _note(self, done: MoverDone, now_s: float, num_blocks: int) -> None:
         report = self._report
@@ -345,26 +421,17 @@ class RemoteFetch:
         self._told_s, report.peers = now_s, [self._node_id]
         report.num_descriptors = done.num_descriptors
 
-    def _give_back(self, peer: Peer, claim_id: int, *, used: bool = False) -> None:
+    def _give_back(self, claim_id: int, *, used: bool) -> None:
         """Tell the source that the blocks are here, or let another fetch have them.
 
         Not while a READ that was given up may still be reading them.
         """
-
-        def tell() -> None:
-            with contextlib.suppress(KVStoreError):
-                now = self._fetcher.peers.get(peer.node_id)
-                if now.epoch != peer.epoch:
-                    return
-                if used:
-                    now.client.send(Op.PEER_CLAIM_END, END.pack(claim_id, used))
-                else:
-                    now.client.call(Op.PEER_CLAIM_END, END.pack(claim_id, used), timeout_s=self._claim.call_s())
-
-        teller = threading.Thread(target=tell, name="raykv-release", daemon=True)
-        if self._given_up:
-            self._fetcher.mover.when_terminal({self._given_up}, teller.start)
+        if not self._given_up:
+            self._claim.give_back(claim_id, used=used)
             return
-        teller.start()
-        if not used:
-            teller.join(_TELL_WITHIN_S)
+
+        def late() -> None:
+            self._claim.give_back(claim_id, used=used)
+            self._claim.leave()
+
+        self._fetcher.mover.when_terminal({self._given_up}, lambda: self._fetcher.submit(late))

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvstore.config import StoreConfig
 from kvstore.errors import PeerLost, TransferTimeout
-from kvstore.handoff_claim import _EarlyClaim
-from kvstore.handoff_messages import PeerClaimed, pack_peer_claimed
+from kvstore.handoff_claim import SourceClaim
+from kvstore.handoff_messages import FetchRequest, PeerClaimed, pack_peer_claimed
+from kvstore.handoff_table import NOT_READY
 from kvstore.results import MissReason
 from tests.kvstore.test_handoff import fetch, reason, same
 from tests.kvstore.test_results import kept_work, see_done
@@ -26,12 +28,12 @@ def warm(pair, wait_until):  # noqa: F811
 
 
 @pytest.fixture
-def threads(cluster, warm):
+def threads(cluster, warm, wait_until):
     """What the threads of node b were to run, in place of those."""
-    given = []
-    cluster.nodes["b"]._control.handoffs.fetcher._threads = SimpleNamespace(
-        submit=given.append, shutdown=lambda **how: None
-    )
+    given, fetcher = [], cluster.nodes["b"]._control.handoffs.fetcher
+    (peer,) = fetcher.peers._peers.values()
+    wait_until(lambda: peer.spare)
+    fetcher._threads = SimpleNamespace(submit=lambda kind, run, is_admitted: given.append(run))
     return given
 
 
@@ -54,6 +56,7 @@ def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, 
         result = fetch(target, source.client.publish(range(10)), range(40, 50))
     assert (result.num_blocks, result.route, result.num_lease_calls) == (10, "gpu", 1)
     assert all(same(source, range(10), target, range(40, 50)))
+    wait_until(lambda: threads)
     (run,) = threads
     run()
     nothing_held(cluster, wait_until)
@@ -67,6 +70,7 @@ def test_a_fetch_that_came_before_its_blocks_were_published_needs_no_thread(clus
     assert source.client.publish(range(10), ticket=ticket) == ticket
     assert (job.result(10).num_blocks, job.result(10).route) == (10, "gpu")
     assert all(same(source, range(10), target, range(40, 50)))
+    wait_until(lambda: threads)
     (run,) = threads
     run()
     nothing_held(cluster, wait_until)
@@ -224,12 +228,13 @@ def test_a_fetch_that_is_given_up_before_it_began_leaves_nothing(cluster, warm, 
 
 
 class Connection:
-    """A connection to a source that answers when `come` is called."""
+    """A connection to a source whose answer is `answer` once the test sets it."""
 
     def __init__(self):
-        self.closed, self.answer = False, None
+        self.closed, self.answer, self.num_asked, self.said = False, None, 0, []
 
     def ask(self, op, question, progress):
+        self.num_asked += 1
         return self
 
     def fileno(self):
@@ -238,53 +243,129 @@ class Connection:
     def take(self):
         if self.closed:
             raise PeerLost("closed")
-        return self.answer
+        answer, self.answer = self.answer, None
+        return answer
 
     def close(self):
-        self.closed = True
+        self.said.append("question closed")
 
 
 @pytest.fixture
-def early():
+def asked():
     """A claim that was asked for: its connection, what it told, and the descriptors that are watched."""
     told, watched, connection = [], {}, Connection()
-    server = SimpleNamespace(watch=watched.__setitem__, unwatch=watched.pop)
-    fetcher = SimpleNamespace(server=server, peers=SimpleNamespace(keep_spare=lambda *args: None))
-    claim = _EarlyClaim(fetcher, SimpleNamespace(node_id="a"), connection, 3, told.append, lambda: None)
-    claim.ask(b"")
-    return SimpleNamespace(claim=claim, connection=connection, told=told, watched=watched)
+    server = SimpleNamespace(watch=watched.__setitem__, unwatch=watched.pop, stay_awake=lambda seconds: None)
+    config = StoreConfig(capacity_bytes=1 << 20, call_timeout_s=2.0)
+    fetcher = SimpleNamespace(server=server, config=config, mover=SimpleNamespace(expect_read=lambda word: None))
+    request = FetchRequest(
+        key=bytes(16), namespace=bytes(32), epoch=bytes(8), node_id="a", num_blocks=3, ttl_s=30.0, timeout_s=5.0,
+        from_slab=0, slab=0, generation=0, is_early=True,
+    )  # fmt: skip
+    wanted = [True]
+    claim = SourceClaim(fetcher, request, 512, 0, time.monotonic() + 5.0, told.append, lambda: wanted[0])
+    claim.ask(SimpleNamespace(node_id="a"), connection, to_host=True)
+    return SimpleNamespace(claim=claim, connection=connection, told=told, watched=watched, wanted=wanted)
 
 
 def answer(reason=""):
+    slots = () if reason else np.arange(3, dtype=np.int32)
     return pack_peer_claimed(
-        PeerClaimed(
-            claim_id=5, epoch=bytes(8), namespace_version=0, mover_generation=1, slots=np.arange(3), reason=reason
-        )
+        PeerClaimed(claim_id=5, epoch=bytes(8), namespace_version=0, mover_generation=1, slots=slots, reason=reason)
     )
 
 
-def test_an_answer_is_told_once_before_it_is_returned(early):
-    early.watched[7]()
-    assert (early.told, list(early.watched)) == ([], [7]), "it was only part of it"
-    early.connection.answer = answer()
-    look = early.watched[7]
+def test_an_answer_is_told_once(asked):
+    look = asked.watched[7]
+    look()
+    assert (asked.told, list(asked.watched)) == ([], [7]), "it was only part of it"
+    asked.connection.answer = answer()
     look()
     look()
-    assert ([claimed.claim_id for claimed in early.told], early.watched) == ([5], {})
-    assert early.claim.wait(time.monotonic()).claim_id == 5
+    assert ([claimed.claim_id for claimed in asked.told], asked.watched) == ([5], {})
 
 
-def test_an_answer_that_comes_after_it_was_given_up_begins_nothing(early):
-    with pytest.raises(TransferTimeout):
-        early.claim.wait(time.monotonic() + 0.01)
-    early.connection.closed, early.connection.answer = False, answer()
-    early.watched[7]()
-    assert (early.told, early.watched) == ([], {})
+def test_a_source_that_has_not_all_blocks_is_asked_again_without_a_thread(asked):
+    for count in range(2, 5):
+        asked.claim.asked_s -= 0.5
+        asked.connection.answer = answer(NOT_READY)
+        asked.watched[7]()
+        assert (asked.connection.num_asked, asked.told) == (count, [])
+    asked.connection.answer = answer(NOT_READY)
+    asked.watched[7]()
+    assert asked.connection.num_asked == 4, "one that answers at once is not asked at once"
+    asked.claim.tick(time.monotonic() + 0.01)
+    assert asked.connection.num_asked == 5
+    asked.connection.answer = answer()
+    asked.watched[7]()
+    assert [claimed.claim_id for claimed in asked.told] == [5]
 
 
-def test_a_connection_that_breaks_ends_the_wait(early):
-    early.connection.closed = True
-    early.watched[7]()
-    with pytest.raises(PeerLost):
-        early.claim.wait(time.monotonic() + 10)
-    assert (early.told, early.watched) == ([], {})
+@pytest.mark.parametrize("how", ["time", "client"])
+def test_a_source_is_not_asked_again_for_nobody(asked, how):
+    if how == "time":
+        asked.claim._deadline_s = time.monotonic() - 1
+    else:
+        asked.wanted[0] = False
+    asked.connection.answer = answer(NOT_READY)
+    asked.watched[7]()
+    assert [claimed.reason for claimed in asked.told] == [f"timeout: {NOT_READY}"]
+    assert (asked.connection.num_asked, asked.watched) == (1, {})
+
+
+def test_an_answer_that_does_not_come_is_given_up_and_its_connection(asked):
+    asked.claim.tick(time.monotonic() + 1.0)
+    assert asked.told == []
+    asked.claim.tick(time.monotonic() + 3.0)
+    assert [type(told) for told in asked.told] == [TransferTimeout]
+    assert (asked.watched, asked.connection.said) == ({}, ["question closed"])
+    asked.connection.answer = answer()
+    asked.claim.look()
+    asked.claim.tick(time.monotonic() + 9.0)
+    assert len(asked.told) == 1
+
+
+def test_a_connection_that_breaks_ends_the_claim(asked):
+    asked.connection.closed = True
+    asked.watched[7]()
+    assert [type(told) for told in asked.told] == [PeerLost]
+    assert asked.watched == {}
+
+
+@pytest.mark.parametrize("num", [33, 200])
+def test_fetches_that_wait_for_their_blocks_hold_up_no_ready_one(cluster, wait_until, num):
+    for node in "ab":
+        cluster.add(node, capacity_bytes=1 << 19, transfer_timeout_s=20.0)
+    source, target = cluster.worker("a", seed=1), cluster.worker("b", num_blocks=300, seed=2)
+    assert fetch(target, source.client.publish([70]), [250]).num_blocks == 1
+    early = [source.client.prepare_ticket(1) for _ in range(num)]
+    before = threading.active_count()
+    jobs = [target.client.fetch(ticket, [i]) for i, ticket in enumerate(early)]
+    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == num)
+    assert threading.active_count() - before <= 16 + 5, "those that connect, and those of the client"
+    for i in range(3):
+        result = target.client.fetch(source.client.publish([71]), [260 + i], timeout_s=5.0).result(10)
+        assert result.num_blocks == 1
+    for i in (0, num // 2, num - 1):
+        source.client.publish([i % 80], ticket=early[i])
+        assert jobs[i].result(20).num_blocks == 1
+        assert all(same(source, [i % 80], target, [i]))
+    for job in jobs:
+        job.abandon(1)
+    for ticket in early:
+        source.client.withdraw(ticket)
+    nothing_held(cluster, wait_until)
+
+
+def test_more_fetches_than_a_node_bears_are_told_so(cluster, wait_until, monkeypatch):
+    monkeypatch.setattr("kvstore.handoff_fetch._MOST_FETCHES", 2)
+    for node in "ab":
+        cluster.add(node, transfer_timeout_s=20.0)
+    source, target = cluster.worker("a", seed=1), cluster.worker("b", seed=2)
+    early = [source.client.prepare_ticket(1) for _ in range(2)]
+    jobs = [target.client.fetch(ticket, [i]) for i, ticket in enumerate(early)]
+    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 2)
+    assert reason(fetch(target, source.client.publish([1]), [5])) is MissReason.BUSY
+    for i, ticket in enumerate(early):
+        source.client.publish([i], ticket=ticket)
+    assert [job.result(10).num_blocks for job in jobs] == [1, 1]
+    assert fetch(target, source.client.publish([1]), [5]).num_blocks == 1
