@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 import traceback
 
@@ -22,7 +23,8 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-import kvstore.integrations.vllm  # noqa: F401
+import kvstore.client
+import kvstore.integrations.vllm
 
 DEVICE = os.environ.get("RAYKV_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
@@ -66,6 +68,34 @@ def tracked_by_rank(worker):
     return sum(len(held) for held in (rank._loads, rank._landing, rank._saves, rank._unsent, rank.publishing))
 
 
+def hold_saves_of(worker, until_wanted):
+    rank, run_save = get_kv_transfer_group()._worker, kvstore.client.run_save
+    end_saves, may_save = rank.end_saves, threading.Event()
+
+    def held(*args):
+        may_save.wait(60.0)  # Before it copies, when it can be given up.
+        return (yield from run_save(*args))
+
+    def let_go():
+        may_save.set()
+        kvstore.client.run_save = run_save
+        rank.__dict__.pop("end_saves", None)
+
+    kvstore.client.run_save, rank.let_saves = held, let_go
+
+    def end(req_ids):
+        if req_ids:  # Each step ends those of nobody.
+            may_save.set()
+        end_saves(req_ids)
+
+    if until_wanted:
+        rank.end_saves = end
+
+
+def let_saves_of(worker):
+    get_kv_transfer_group()._worker.let_saves()
+
+
 def take_store_of(worker, rank):
     if worker.rank == rank:
         get_kv_transfer_group()._worker._client = lambda: None
@@ -99,8 +129,9 @@ class EngineProcess:
         if settings.get("pipeline_parallel_size", 1) > 1:
             # vLLM 0.28 makes what later stages receive into while it compiles, and here nothing is compiled.
             self.engine.collective_rpc(make_buffers)
-        self.core = self.engine.engine_core.engine_core
-        self.scheduler = self.core.scheduler
+        #: None where the engine's core is a process of its own.
+        self.core = getattr(self.engine.engine_core, "engine_core", None)
+        self.scheduler = self.core.scheduler if self.core else None
         self.num_preemptions = 0
         self.finished, self._first_s = {}, {}
 
@@ -177,10 +208,32 @@ class EngineProcess:
             "transfer": output.kv_transfer_params,
         }  # fmt: skip
 
+    def run_and_reset(self, prompts, **options):
+        """Answer prompts, and empty the engine's own cache at once; returns the answers, and whether that was done."""
+        for name, tokens, more in prompts:
+            self.add(name, tokens, **(options | more))
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    self.finished[output.request_id] = self._answer(output)
+        is_empty = self.empty()
+        return [self.finished.pop(name) for name, _, _ in prompts], is_empty
+
+    def empty(self, connector=False):
+        """Empty the engine's own cache, without a step before it; returns whether that was done."""
+        return self.engine.reset_prefix_cache(**({"reset_connector": True} if connector else {}))
+
+    def hold_saves(self, until_wanted=False):
+        """Let the copies of saves wait, until `let_saves`, or until somebody waits for their end."""
+        self.engine.collective_rpc(hold_saves_of, args=(until_wanted,))
+
+    def let_saves(self):
+        """Let them go on, from now on without a wait."""
+        self.engine.collective_rpc(let_saves_of)
+
     def reset(self, connector=False):
         self.settle()
-        options = {"reset_connector": True} if connector else {}
-        return self.engine.reset_prefix_cache(**options)
+        return self.empty(connector)
 
     # Questions.
 

@@ -33,12 +33,14 @@ class EngineError(Exception):
 class Engine:
     """The near end of one engine; any verb of `EngineProcess` is a method."""
 
-    def __init__(self, model, log, **settings):
+    def __init__(self, model, log, *, has_core_process=False, **settings):
         self._connection, far = _processes.Pipe()
         self._log = Path(log)
         # One with several workers starts processes of its own, which a daemon must not.
         is_alone = settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1) == 1
-        self.process = _processes.Process(target=_serve, args=(far, str(log), dict(os.environ)), daemon=is_alone)
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(has_core_process))}
+        is_alone = is_alone and not has_core_process
+        self.process = _processes.Process(target=_serve, args=(far, str(log), environment), daemon=is_alone)
         self.process.start()
         far.close()
         self.begin("start", model, **settings)

@@ -321,3 +321,52 @@ def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended,
     worker.begin(ended.side._plan)
     assert len(begun) == (0 if is_cleared else 1)
     assert worker._report.saves_ended == ({"r": 1} if is_cleared else {})
+
+
+# What vLLM says of a request, and what is stored of it.
+
+
+@pytest.fixture
+def surprised(ended):
+    """A request of which 32 tokens are in the engine's own cache and 16 are loaded; says what a step lets be saved."""
+    side, tracked = ended.side, ended.tracked
+    side._lookups = SimpleNamespace(num_unhashed_tokens=0)
+    tracked.num_engine_tokens, tracked.num_external_tokens, tracked.num_planned_tokens = 32, 16, 0
+
+    def step(begin, count, ids=(5, 6, 7, 8)):
+        new = SimpleNamespace(req_id="r", block_ids=(list(ids),), num_computed_tokens=begin)
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=count, scheduled_new_reqs=[new], preempted_req_ids=None,
+            num_scheduled_tokens={"r": count},
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[]),
+        )  # fmt: skip
+        return [len(save.hashes) for save in side.plan(output).saves]
+
+    return SimpleNamespace(step=step, side=side, tracked=tracked, request=ended.request)
+
+
+def test_what_is_known_to_be_computed_is_saved(surprised):
+    assert surprised.step(48, 16) == [4]
+    assert "num_unsaved_requests" not in surprised.side._stats.total()
+
+
+@pytest.mark.parametrize(
+    ("begin", "count", "ids"),
+    [
+        (49, 15, (5, 6, 7, 8)),  # Who computed the one before?
+        (48, 17, (5, 6, 7, 8)),  # More tokens than blocks.
+        (48, 16, (5, 0, 7, 8)),  # A place without a block.
+    ],
+)
+def test_surprises_of_vllm_are_never_stored(surprised, begin, count, ids):
+    assert surprised.step(begin, count, ids) == []
+    surprised.side.ended(surprised.request, list(ids))
+    assert not surprised.side._plan.late_saves
+    assert surprised.side._stats.total()["num_unsaved_requests"] == 1
+
+
+def test_of_a_request_that_ended_with_other_blocks_nothing_more_is_saved(surprised):
+    surprised.tracked.num_planned_tokens = 64
+    surprised.side.ended(surprised.request, [5, 6, 9, 8])
+    assert not surprised.side._plan.late_saves
+    assert surprised.side._stats.total()["num_unsaved_requests"] == 1

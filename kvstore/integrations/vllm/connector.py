@@ -68,6 +68,10 @@ class RaykvConnector(KVConnectorBase_V1):
                 publishes=bool(transfer.is_kv_producer),
                 emits_events=bool(getattr(events, "enable_kv_cache_events", False)),
                 stats=self.stats,
+                keeps_memory=not any(
+                    getattr(vllm_config.model_config, name, False)
+                    for name in ("enable_sleep_mode", "enable_cumem_allocator")
+                ),
             )
         else:
             tp_rank, pp_rank = _ranks()
@@ -138,6 +142,14 @@ class RaykvConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Say whether a request's blocks have to stay for copies under way, and what the decode engine gets."""
         return self._side().ended(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether steps are wanted although no request is left: to hear that the last saves have ended."""
+        return self._side().ending.has_news_to_come
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks of ended requests come back by themselves, so that none need be taken from others."""
+        return self._side().ending.has_pending_frees
 
     def take_events(self) -> Iterable[Any]:
         """Return KV cache events of what came into the store."""

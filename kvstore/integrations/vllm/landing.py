@@ -81,6 +81,18 @@ class Landing:
         for req_id in [req_id for req_id in req_ids if req_id in self._loads]:
             self._end(req_id, timeout_s)
 
+    def has_landed(self, req_id: str, wait_s: float) -> bool:
+        """Whether no load of a request is among them any more; waits so long for it. Raises as `poll`."""
+        load = self._loads.get(req_id)
+        if load is None:
+            return True
+        ended = threading.Event()
+        load.job.add_done_callback(lambda _: ended.set())
+        if not load.job.done() and not ended.wait(wait_s):
+            return False
+        self._end(req_id, wait_s)
+        return True
+
     def take_changes(self) -> Counter[str]:
         """Return, for each request, how many more loads land than at the last time; see `WorkerReport.landing`."""
         changes, self._changes = self._changes, Counter()

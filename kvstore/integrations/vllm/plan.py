@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -101,6 +101,37 @@ class Hook:
         return Hook, ()
 
 
+class Copies(Protocol):
+    """What a worker does at once about its copies, when the scheduler's half in its own process asks for it."""
+
+    def end_saves(self, req_ids: Collection[str]) -> None:
+        """Return when no save of some requests reads their blocks any more.
+
+        Raises:
+            CopyStuck: one still does.
+        """
+
+    def drop_saves(self) -> None:
+        """End all saves; those that have not copied are not made."""
+
+    def has_landed(self, req_id: str, wait_s: float) -> bool:
+        """Whether no load of a request is under way any more; waits so long for it."""
+
+
+class Door:
+    """The way to a worker's copies; one that was sent to another process leads nowhere.
+
+    Args:
+        copies: of the worker.
+    """
+
+    def __init__(self, copies: Copies | None = None) -> None:
+        self.copies = copies
+
+    def __reduce__(self) -> tuple[type[Door], tuple[()]]:
+        return Door, ()
+
+
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
     """What the scheduler's half tells the workers' in one step.
@@ -188,8 +219,10 @@ class WorkerHello(KVConnectorHandshakeMetadata):
         space: what the blocks of this engine mean; all workers must have found the same.
         desks: where this worker publishes, by its rank.
         launcher_pid: the process that launches its steps on a GPU; 0 where they run on the CPU.
+        door: to its copies, for a scheduler in its own process.
     """
 
     space: Namespace
     desks: dict[int, Desk] = field(default_factory=dict)
     launcher_pid: int = 0
+    door: Door = field(default_factory=Door)

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvstore.errors import KVStoreError
 from kvstore.hashing import Namespace
+from kvstore.integrations.vllm.ending import Ending
 from kvstore.integrations.vllm.events import stored_event
 from kvstore.integrations.vllm.handoffs import HandoffSide
 from kvstore.integrations.vllm.keys import PromptHashes
@@ -55,6 +56,8 @@ class SchedulerSide:
         publishes: whether it may be asked to hand blocks off.
         emits_events: whether anybody reads KV cache events.
         stats: gets times and counts.
+        keeps_memory: whether the cache's memory stays while the engine has nothing to do, as with sleep mode it does
+            not.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class SchedulerSide:
         publishes: bool,
         emits_events: bool,
         stats: Stats,
+        keeps_memory: bool = True,
     ) -> None:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
         self._loads, self._saves, self._publishes = loads, saves, publishes
@@ -77,8 +81,8 @@ class SchedulerSide:
         self._lookups: Lookups | None = None
         self._handoffs: HandoffSide | None = None
         self._tracked: dict[str, Tracked] = {}
-        #: Ended, with copies under way.
-        self._ending: dict[str, Tracked] = {}
+        #: Those that ended, with copies under way.
+        self._ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
         self._plan = StepPlan()
         self._answered = Wakeup()
         #: Whether the engine's steps are launched by this process, on a GPU.
@@ -102,6 +106,7 @@ class SchedulerSide:
         )
         for hello in found:
             self._handoffs.learn(hello.desks)
+        self._ending.open([hello.door for hello in found])
         self._is_launching = all(hello.launcher_pid == os.getpid() for hello in found)
         self._lookups = Lookups(
             self._link, self._options.remote, self._options.lookup_wait_s, self._stats, self._answered
@@ -120,6 +125,8 @@ class SchedulerSide:
         """Have a new request looked up, so that the answer is there when vLLM asks."""
         if self._handoffs is None or request.request_id in self._tracked or getattr(request, "resumable", False):
             return
+        if request.request_id in self._ending:  # Of the same name: reports could not tell them apart.
+            return
         tracked = self._tracked[request.request_id] = Tracked(request, may_load=self._loads, may_save=self._saves)
         if request.skip_reading_prefix_cache:
             tracked.may_load = False
@@ -132,7 +139,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._space is None:
             return 0, False
-        tracked.num_engine_tokens = num_engine_tokens
+        tracked.num_engine_tokens, tracked.num_external_tokens = num_engine_tokens, 0
         size, now_s = self._space.shape.block_size, time.monotonic()
         question = tracked.question
         if question is None or (
@@ -171,12 +178,13 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load once vLLM has given it blocks; called again, with 0, when the load is through."""
         tracked = self._tracked.get(request.request_id)
+        self._ending.given(blocks, 0 if tracked is None else tracked.num_engine_tokens)
         if not num_external_tokens or tracked is None or tracked.hashes is None or self._space is None:
             return
         size = self._space.shape.block_size
         num_blocks = -(-(tracked.num_engine_tokens + num_external_tokens) // size)
         ids = list(blocks.get_block_ids()[0])[: -(-num_blocks * size // self._engine_block_size)]
-        tracked.is_loading = True
+        tracked.is_loading, tracked.num_external_tokens = True, num_external_tokens
         handover, tracked.arriving = tracked.arriving, None  # A ticket is good for one fetch.
         self._plan.loads.append(
             LoadPlan(
@@ -200,6 +208,7 @@ class SchedulerSide:
         plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
         if plan.settle:
             self._stats.count("num_preempted", len(plan.settle))
+        self._ending.settle(plan, output.scheduled_cached_reqs.new_block_ids)
         for req_id in plan.settle:
             if (tracked := self._tracked.get(req_id)) and not tracked.is_loading:
                 tracked.num_saved = tracked.num_planned_tokens = 0
@@ -217,6 +226,7 @@ class SchedulerSide:
                 begins[req_id] = begin
         for req_id, begin in begins.items():
             end = begin + output.num_scheduled_tokens[req_id]
+            self._leave_unsaved(req_id, self._tracked[req_id].why_unsure(begin, end, self._engine_block_size))
             self._plan_save(plan.saves, req_id, begin, end)
             if self._handoffs is not None:
                 self._handoffs.plan(plan, self._tracked[req_id], begin, end)
@@ -237,6 +247,8 @@ class SchedulerSide:
         if tracked is None:
             return False, None
         if block_ids and not tracked.is_loading:
+            is_alike = all(own == its for own, its in zip(tracked.block_ids, block_ids, strict=False))
+            self._leave_unsaved(request.request_id, "" if is_alike else "vLLM ended it with other blocks than it gave")
             # Its hashes may have come after its last step was planned.
             end = tracked.num_planned_tokens
             self._plan_save(self._plan.late_saves, request.request_id, end, end)
@@ -245,9 +257,7 @@ class SchedulerSide:
         # vLLM keeps the blocks of a load under way by itself.
         if tracked.is_loading or not tracked.is_copied:
             return False, params
-        self._plan.ending.add(request.request_id)
-        self._ending[request.request_id] = tracked
-        return True, params
+        return self._ending.add(self._plan, tracked), params
 
     def heard(self, received: set[str], report: WorkerReport | None) -> None:
         """Take in what the workers did."""
@@ -273,13 +283,18 @@ class SchedulerSide:
                 tracked.num_saves_open -= report.saves_ended[req_id]
                 tracked.num_landing += report.landing[req_id]
                 if not tracked.is_copied:
-                    self._ending.pop(req_id, None)
+                    self._ending.forget(req_id)
         if report.num_drops and self._num_drops_open:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
             if not self._num_drops_open:
                 # A save that was on its way while the cache was cleared may have come after that.
                 self._clearing = threading.Thread(target=self._clear, name="raykv-clear", daemon=True)
                 self._clearing.start()
+
+    @property
+    def ending(self) -> Ending:
+        """Those that ended, with copies under way."""
+        return self._ending
 
     def take_events(self) -> list[Any]:
         """Return the events since the last time."""
@@ -292,7 +307,8 @@ class SchedulerSide:
         Returns:
             False when a node could not be asked, or a load of old blocks is still under way.
         """
-        if any(tracked.num_saves_open for tracked in (*self._tracked.values(), *self._ending.values())):
+        self._ending.drop_saves()
+        if any(tracked.num_saves_open for tracked in (*self._tracked.values(), *self._ending)):
             self._plan.drop_saves, self._num_drops_open = True, self._num_workers
         is_loading = False
         for tracked in self._tracked.values():
@@ -333,6 +349,14 @@ class SchedulerSide:
             plan.launched = Hook(self._lookups.hash_rest)
         else:
             self._lookups.hash_rest()
+
+    def _leave_unsaved(self, req_id: str, why: str) -> None:
+        """Store no more of a request whose blocks may not be what their hashes say; nothing happens without a why."""
+        tracked = self._tracked[req_id]
+        if why and (tracked.may_save or tracked.may_publish):
+            tracked.may_save = tracked.may_publish = False
+            self._stats.count("num_unsaved_requests")
+            logger.warning("no more of request %s is saved: %s", req_id, why)
 
     def _plan_save(self, saves: list[SavePlan], req_id: str, begin: int, end: int) -> None:
         """Plan what becomes whole while a request computes tokens [begin, end)."""

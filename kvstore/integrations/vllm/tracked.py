@@ -20,6 +20,7 @@ class Tracked:
     hashes: BlockHashes | None = None
     block_ids: list[int] = field(default_factory=list)
     num_engine_tokens: int = 0  # in the engine's own prefix cache, when vLLM asked last
+    num_external_tokens: int = 0  # behind those, that were planned to be loaded since
     num_planned_tokens: int = 0  # that are computed when the last planned step is
     num_saved: int = 0
     num_saves_open: int = 0  # on all workers
@@ -31,11 +32,30 @@ class Tracked:
     arriving: Handover | None = None  # brought along, and not asked for yet
     leaving: Handover | None = None  # published, for another engine
     is_fetching: bool = False
+    is_freed: bool = False  # ended; vLLM may give its blocks to others, and its saves end before they are overwritten
 
     @property
     def is_copied(self) -> bool:
         """Whether copies of its blocks may go on that vLLM does not know of."""
         return bool(self.num_saves_open or self.num_landing)
+
+    def why_unsure(self, begin: int, end: int, engine_block_size: int) -> str:
+        """Return why blocks up to token `end` may not hold KV of the request; empty when they do.
+
+        Args:
+            begin: first token that the step computes, as vLLM says.
+            end: behind the last one.
+            engine_block_size: tokens of vLLM's blocks.
+        """
+        num_known = max(self.num_planned_tokens, self.num_engine_tokens + self.num_external_tokens)
+        if begin > num_known:
+            return f"vLLM goes on from token {begin}, and only {num_known} are known to be computed, cached or loaded"
+        ids = self.block_ids[: -(-end // engine_block_size)]
+        if len(ids) * engine_block_size < end:
+            return f"vLLM computes up to token {end}, and gave {len(ids)} blocks of {engine_block_size}"
+        if 0 in ids:
+            return "vLLM has put its block 0, which stands for none, where tokens were"
+        return ""
 
     def is_covered(self, block_size: int, num_engine_tokens: int) -> bool:
         """Whether the engine's own cache has all that the store could have of the prompt."""

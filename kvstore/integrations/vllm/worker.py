@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from kvstore.integrations.vllm.interior import TokenRows, axes_inside, order_ins
 from kvstore.integrations.vllm.landing import Landing, Running, count_load, wait_idle
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options
-from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan, SavePlan, StepPlan, WorkerHello, WorkerReport
+from kvstore.integrations.vllm.plan import Door, LoadPlan, PublishPlan, SavePlan, StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.publishing import Publishing
 from kvstore.integrations.vllm.space import in_order_of_layers, make_space
 from kvstore.integrations.vllm.stats import Stats
@@ -115,20 +115,32 @@ class WorkerSide:
         if self.space is None:
             return None
         pid = os.getpid() if self._is_on_gpu else 0
-        return WorkerHello(self.space, self.publishing.news(self._client()), launcher_pid=pid)
+        return WorkerHello(self.space, self.publishing.news(self._client()), launcher_pid=pid, door=Door(self))
 
     def settle(self, plan: StepPlan) -> None:
         """Make sure that nothing reads blocks any more that are overwritten in this step; may be called again."""
-        for req_id in plan.settle & self._saves.keys():
-            self._end_saves(req_id, _SETTLE_S)
+        self.end_saves(plan.settle)
         self._landing.settle(plan.settle, _STUCK_S)
+
+    def end_saves(self, req_ids: Collection[str]) -> None:
+        """Wait a little for the saves of some requests, and give up those that take longer; see `Copies`."""
+        for req_id in self._saves.keys() & set(req_ids):
+            self._end_saves(req_id, _SETTLE_S)
+
+    def drop_saves(self) -> None:
+        """End all saves; see `Copies`."""
+        for req_id in list(self._saves):
+            self._end_saves(req_id, 0.0)
+
+    def has_landed(self, req_id: str, wait_s: float) -> bool:
+        """Whether no load of a request is under way any more; see `Copies`."""
+        return self._landing.has_landed(req_id, wait_s)
 
     def begin(self, plan: StepPlan) -> None:
         """Start what a step begins with, before anything is computed in it."""
         self.settle(plan)
         if plan.drop_saves:
-            for req_id in list(self._saves):
-                self._end_saves(req_id, 0.0)
+            self.drop_saves()
             self._report.num_drops += 1
         if plan.withdrawn:
             self._stats.count("num_withdrawn", self.publishing.withdraw(plan.withdrawn))
