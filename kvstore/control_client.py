@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -203,6 +204,15 @@ class ControlClient:
     def next_question(self) -> int:
         """The number of the question that is asked next."""
         return self._request + 1
+
+    def has_ended(self) -> bool:
+        """Whether this connection is closed, or the other side is gone as far as the kernel knows; from any thread."""
+        look = select.poll()
+        try:
+            look.register(self._sock.fileno(), select.POLLRDHUP)
+        except (OSError, ValueError):
+            return True
+        return self.closed or bool(look.poll(0))
 
     def fileno(self) -> int:
         """Return the descriptor, which can be read when something came or the other side ended."""

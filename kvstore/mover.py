@@ -88,6 +88,8 @@ class Mover:
         self._jobs: dict[str, deque[_Job]] = {}
         self._told_of: set[str] = set()
         self._to_add: dict[str, PeerDescription] = {}
+        #: Lives of peers that are over, until no READ of theirs goes on.
+        self._to_forget: set[str] = set()
         self._last_read_id = 0
         self._moved_s = 0.0
         self._abandoned: dict[int, _Abandoned] = {}
@@ -169,6 +171,10 @@ class Mover:
             self._transport.set_slots(int(value["slot_bytes"]), int(value["num_slots"]))
         elif message.op is Op.MOVER_ADD_PEER:
             self._add_peer(message)
+        elif message.op is Op.MOVER_FORGET_PEER:
+            self._told_of.discard(peer := message.payload.decode())
+            self._to_forget.add(peer)
+            self._waking = {word: it for word, it in self._waking.items() if it.request.peer != peer}
         elif message.op is Op.MOVER_STATS:
             totals, woken = self._transport.totals, self._woken_totals
             answer = {
@@ -221,8 +227,12 @@ class Mover:
 
     def _add_peer(self, message: Message) -> None:
         value = unpack_json(message.payload)
-        self._told_of.add(str(value["peer"]))
-        self._to_add[str(value["peer"])] = PeerDescription(
+        peer = str(value["peer"])
+        self._told_of.add(peer)
+        if peer in self._to_forget:
+            self._to_forget.remove(peer)  # It is still there: a READ of it goes on.
+            return
+        self._to_add[peer] = PeerDescription(
             agent=base64.b64decode(value["agent"]),
             address=int(value["address"]),
             slot_bytes=int(value["slot_bytes"]),
@@ -244,10 +254,23 @@ class Mover:
             self._release_woken()  # Not while a READ is to come soon, or goes on, which it would hold up.
         if self._abandoned:
             self._poll_abandoned()
+        if self._to_forget:
+            self._forget_peers()
         if self._num_remote_leases:
             notes = [n for n in self._transport.notifications() if len(n) == NOTIFICATION.size]
             if notes:
                 self._send(Op.MOVER_NOTIFICATIONS, b"".join(notes))
+
+    def _forget_peers(self) -> None:
+        busy = {*self._jobs, *(left.peer for left in self._abandoned.values())}
+        busy.update(waking.request.peer for waking in self._woken)
+        for peer in self._to_forget - busy:
+            self._to_forget.discard(peer)
+            if self._to_add.pop(peer, None) is None:
+                try:
+                    self._transport.forget_peer(peer)
+                except TransferError as error:
+                    logger.debug("mover: %s", error)
 
     def _advance_job(self, job: _Job) -> None:
         read = job.read

@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,16 @@ logger = logging.getLogger(__name__)
 OnDone = Callable[[MoverDone, KVStoreError | None], None]
 
 
+#: Of so many slabs of peers a mover keeps the engine's data.
+_MAX_PEERS = 1024
+
+
+def _node_and_life(peer: str) -> tuple[str, list[str]]:
+    """Return the node, and the epoch and mover's generation, in a peer's name: node/epoch/generation[/slabs]."""
+    parts = peer.split("/")
+    return parts[0], parts[1:3]
+
+
 class MoverLink:
     """One mover at a time; a new one is a new generation with no memory of the old one's peers.
 
@@ -55,7 +66,8 @@ class MoverLink:
         self._reads: dict[int, tuple[OnDone, int]] = {}
         self._abandoned: dict[int, float] = {}
         self._waiting: list[tuple[set[int], Callable[[], None]]] = []
-        self._known_peers: set[str] = set()
+        #: Lives of peers that the mover was told of, the last used last.
+        self._known_peers: OrderedDict[str, None] = OrderedDict()
         self._ids = itertools.count(1)
         self._ready = threading.Event()
         self._stats_ready = threading.Event()
@@ -183,7 +195,7 @@ class MoverLink:
             if self._connection is not None:
                 raise ProtocolError("this store has a mover; another comes only after that one is gone")
             self._generation = own.generation
-            self._connection, self._known_peers, self._fenced = connection, set(), False
+            self._connection, self._known_peers, self._fenced = connection, OrderedDict(), False
             self._tell_slots(connection)
             self._own = own
         self._ready.set()
@@ -230,6 +242,17 @@ class MoverLink:
         self._ended(abandoned)
         return True
 
+    def _forget_peers(self, connection: Connection, newcomer: str) -> None:
+        """Have the mover forget other lives of a node that has a new one, and what was not used for longest."""
+        node, life = _node_and_life(newcomer)
+        known = [(peer, *_node_and_life(peer)) for peer in self._known_peers]
+        gone = [peer for peer, its_node, its_life in known if its_node == node and its_life != life]
+        kept = [peer for peer, its_node, its_life in known if its_node != node or its_life == life]
+        gone += kept[: max(0, len(kept) + 1 - _MAX_PEERS)]
+        for peer in gone:
+            del self._known_peers[peer]
+            connection.send(Op.MOVER_FORGET_PEER, Flag.ONE_WAY, 0, peer.encode())
+
     def read(
         self,
         request: ReadRequest,
@@ -257,8 +280,11 @@ class MoverLink:
             connection = self._of_life(generation)
             read_id = next(self._ids)
             self._reads[read_id] = (on_done, len(request.local_slots))
-            if request.peer not in self._known_peers:
-                self._known_peers.add(request.peer)
+            if request.peer in self._known_peers:
+                self._known_peers.move_to_end(request.peer)
+            else:
+                self._forget_peers(connection, request.peer)
+                self._known_peers[request.peer] = None
                 description = {
                     "peer": request.peer,
                     "agent": base64.b64encode(peer.agent).decode(),

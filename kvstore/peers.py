@@ -23,6 +23,8 @@ from kvstore.transport import PeerDescription
 from kvstore.wire import Op
 
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
+#: So long after its back-off nobody remembers that a node failed.
+_FORGIVEN_AFTER_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,11 @@ class PeerBook:
             if old is not None and not old.client.closed:
                 client.close()
                 return old
+            ended = [self._peers.pop(known) for known, old in [*self._peers.items()] if old.client.has_ended()]
             self._peers[node_id] = peer
+        for old in ended:
+            # Of nodes that nobody may ask again: each would keep a descriptor for ever.
+            old.close()
         return peer
 
     def of_life(self, node_id: str, epoch: bytes) -> Peer:
@@ -217,7 +223,9 @@ class PeerBook:
         with self._lock:
             peer = self._peers.pop(node_id, None)
             count, until_s = self._failures.get(node_id, (0, 0.0))
-            if (now_s := time.monotonic()) >= until_s:
+            now_s = time.monotonic()
+            self._failures = {n: f for n, f in self._failures.items() if f[1] + _FORGIVEN_AFTER_S > now_s}
+            if now_s >= until_s:
                 pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
                 self._failures[node_id] = (count + 1, now_s + pause_s)
         if peer is not None:

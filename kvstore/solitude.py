@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
 from collections.abc import Callable
 
 from kvstore.control_client import ControlClient
+
+logger = logging.getLogger(__name__)
 
 _LOOK_MS = 5_000
 
@@ -30,9 +33,14 @@ class Solitude:
             return  # It is closed already.
         with self._lock:
             self._number += 1
-            self._say(True)
             watch = threading.Thread(target=self._watch, args=(fd, self._number), name="raykv-alone", daemon=True)
-            watch.start()
+            try:
+                watch.start()
+            except RuntimeError as error:
+                os.close(fd)  # Without a watch nobody would take it back.
+                logger.warning("this node is not said to be alone: %s", error)
+                return
+            self._say(True)
 
     def end(self) -> None:
         """Take it back; nothing happens where it was not said."""
@@ -41,13 +49,13 @@ class Solitude:
             self._say(False)
 
     def _watch(self, fd: int, number: int) -> None:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
         try:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
             while not poll.poll(_LOOK_MS) and number == self._number:
                 pass
         finally:
             os.close(fd)
-        with self._lock:
-            if number == self._number:
-                self._say(False)
+            with self._lock:
+                if number == self._number:
+                    self._say(False)

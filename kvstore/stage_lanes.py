@@ -63,6 +63,11 @@ def _key(peer: Peer, slab: int, stage: Stage) -> _Key:
     return peer.node_id, peer.epoch, slab, stage.slab, stage.generation
 
 
+def _is_beside(known: _Key, key: _Key) -> bool:
+    """Whether a lane may be of use while another one is: not of other lives of the same two movers."""
+    return known[-1] == key[-1] and (known[0] != key[0] or known[1] == key[1])
+
+
 def _read_of_nothing(name: str, description: PeerDescription, stage: Stage, count: int) -> ReadRequest:
     """Return a READ of slots that hold nobody's blocks: of the peer's stage these are the last ones."""
     end = description.num_slots
@@ -140,9 +145,9 @@ class StageLanes:
 
     def _remember(self, key: _Key, lane: StageLane) -> None:
         with self._lock:
-            # Those into the stages of an earlier mover of this node are of no use to anybody.
-            self._lanes = {known: old for known, old in self._lanes.items() if known[-1] == key[-1]} | {key: lane}
-            for old in [known for known in self._measuring if known[-1] != key[-1]]:
+            # Those into the stages of an earlier mover of this node, or from an earlier life of a peer, are of no use.
+            self._lanes = {known: old for known, old in self._lanes.items() if _is_beside(known, key)} | {key: lane}
+            for old in [known for known in self._measuring if not _is_beside(known, key)]:
                 del self._measuring[old]
 
     def _measure(

@@ -74,6 +74,7 @@ class Op(IntEnum):
     MOVER_SPILL = 39
     MOVER_SOON = 60
     MOVER_WAKE = 62
+    MOVER_FORGET_PEER = 65
     LOCATE = 40
     PUBLISH = 41
     HANDOFF_PREPARE = 50

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from directory_client import connect
 
 from kvstore.chain import Chain
 from kvstore.directory import DirectoryServer
@@ -16,6 +17,7 @@ from kvstore.hints import Hints
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
 from kvstore.presence import ALONE_AT
+from kvstore.solitude import Solitude
 from kvstore.versions import NamespaceVersions
 from kvstore.wire import Op
 from poolcheck.chains import chain_of, store
@@ -227,6 +229,41 @@ def test_after_the_directory_was_restarted_nothing_of_another_node_is_surely_abs
     cluster.directory._settled_at_s = 0.0
     core.hints.locate(chain)
     assert core.hints.is_alone()
+
+
+@pytest.fixture
+def solitude(directory):
+    said, address = [], directory.address()
+    made = Solitude(said.append)
+    yield made, said, connect(address)
+    made.end()
+
+
+def test_nobody_is_said_to_be_alone_without_a_thread_that_takes_it_back(solitude, monkeypatch):
+    (alone, said, connection), before = solitude, len(os.listdir("/proc/self/fd"))
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    alone.begin(connection)
+    assert said == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    connection.close()
+
+
+def test_it_is_taken_back_whatever_ends_the_thread_that_watches(solitude, monkeypatch, wait_until):
+    alone, said, connection = solitude
+
+    class Broken:
+        def register(self, *_):
+            raise OSError("what nobody thought of")
+
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    monkeypatch.setattr("kvstore.solitude.select.poll", Broken)
+    alone.begin(connection)
+    wait_until(lambda: said == [True, False])
+    connection.close()
 
 
 @pytest.fixture

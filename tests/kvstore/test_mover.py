@@ -300,6 +300,51 @@ def test_a_peer_that_could_not_be_added_is_added_for_the_next_read(pair):
     assert pair.slots()[0] == 4
 
 
+def read_of(pair, peer, local=0, remote=3):
+    _, heard, ended = pair.read([local], [remote], peer=peer)
+    assert ended.wait(3)
+    assert heard[-1][1] is None
+    return peer
+
+
+def test_of_a_peer_that_has_a_new_life_the_earlier_ones_are_forgotten(pair, wait_until):
+    for epoch in range(20):
+        read_of(pair, f"a/{epoch:016x}/1")
+        read_of(pair, f"a/{epoch:016x}/2")
+        read_of(pair, f"a/{epoch:016x}/2/1>1")
+    kept = [f"a/{19:016x}/2", f"a/{19:016x}/2/1>1"]
+    other = read_of(pair, "b/0000/1")
+    wait_until(lambda: sorted(pair.transport._peers) == [*kept, other])
+    mover = pair.movers[-1][0]
+    assert mover._told_of == {*kept, other}
+    assert mover._to_forget == set()
+    read_of(pair, f"a/{3:016x}/1")
+
+
+def test_only_so_many_peers_are_kept_the_last_used_ones(pair, monkeypatch, wait_until):
+    monkeypatch.setattr("kvstore.mover_link._MAX_PEERS", 3)
+    for node in "abcad":
+        read_of(pair, f"{node}/0/1")
+    wait_until(lambda: sorted(pair.transport._peers) == ["a/0/1", "c/0/1", "d/0/1"])
+    read_of(pair, "b/0/1", local=7)
+    assert pair.slots()[7] == 4
+
+
+def test_a_peer_is_not_forgotten_while_a_read_of_it_may_go_on(pair, give_up, wait_until):
+    read_of(pair, "a/0/1")
+    pair.transport.running = True
+    stalled = pair.read([0], [3], peer="a/0/1")
+    give_up(stalled, num_posted=2)
+    pair.transport.running = False
+    pair.transport.stopped_peers = {"a/0/1"}
+    read_of(pair, "a/1/1")
+    mover = pair.movers[-1][0]
+    wait_until(lambda: mover._to_forget == {"a/0/1"})
+    assert set(pair.transport._peers) == {"a/0/1", "a/1/1"}
+    pair.transport.stopped_peers = set()
+    wait_until(lambda: set(pair.transport._peers) == {"a/1/1"})
+
+
 def test_a_peer_that_cannot_be_added_is_lost(pair):
     pair.network.slabs.pop(b"peer")
     _, heard, ended = pair.read([0], [0])

@@ -46,3 +46,28 @@ def test_who_cannot_be_reached_is_left_alone(book):
     with pytest.raises(PeerLost, match="other is away"):
         book.get("other")
     assert not book.is_usable("other")
+
+
+def test_nodes_that_failed_long_ago_are_not_remembered(book):
+    for number in range(100):
+        book.failed(f"n{number}")
+    book.now_s += 601.0
+    book.failed("other")
+    assert list(book._failures) == ["other"]
+    assert not book.is_usable("other")
+
+
+def test_connections_to_stores_that_ended_are_closed_when_another_is_made(cluster):
+    core = cluster.add("a", mover=False)
+    lost = []
+    for number in range(3):
+        cluster.add(f"n{number}", mover=False)
+        lost.append(core.peers.get(f"n{number}"))
+        cluster.stop_node(f"n{number}")
+    cluster.add("b", mover=False)
+    peer = core.peers.get("b")
+    assert [old.client.closed for old in lost] == [True] * 3
+    assert list(core.peers._peers) == ["b"]
+    assert not peer.client.has_ended()
+    peer.close()
+    assert peer.client.has_ended()

@@ -136,8 +136,8 @@ HOLDERS = (
         "alone for ever",
         "ours: what another node has is said to be absent",
         "kvstore.solitude",
-        "            if number == self._number:\n                self._say(False)\n",
-        "            pass\n",
+        "                if number == self._number:\n                    self._say(False)\n",
+        "                pass\n",
         f"{PRESENCE_RULES}::test_other_nodes_count_until_the_directory_knows_of_none_and_from_the_moment_it_does",
     ),
     bug(
