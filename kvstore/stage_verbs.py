@@ -22,6 +22,10 @@ from kvstore.stage_copier import EngineCaches
 from kvstore.store_connections import StoreConnections
 from kvstore.work import Work
 
+#: Of the whole process, which is to be ended: a client that was collected would unmap what a device may still write
+#: to, and give its slots back.
+_with_stuck_copies: set[StageVerbs] = set()
+
 
 class StageVerbs(ABC):
     """Attaching to a stage; connections, jobs and the registered cache are the client's."""
@@ -76,6 +80,7 @@ class StageVerbs(ABC):
             yield
         except CopyStuck:
             self._stuck = True
+            _with_stuck_copies.add(self)
             raise
 
     @abstractmethod

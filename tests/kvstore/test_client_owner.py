@@ -9,9 +9,10 @@ import threading
 
 import pytest
 
+from kvstore import stage_verbs
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
-from kvstore.errors import InvalidRequest, PeerLost, ProtocolError, StoreUnavailable, TransferTimeout
+from kvstore.errors import CopyStuck, InvalidRequest, PeerLost, ProtocolError, StoreUnavailable, TransferTimeout
 
 PATIENCE_S = 0.3
 
@@ -236,3 +237,23 @@ def test_a_call_that_meets_a_close_is_granted_nothing_that_nobody_gives_back(cor
     wait_until(lambda: not any(c.role == "client" for c in core._control._server._connections))
     assert core.pool.num_leases() == 0
     assert all(connection.closed for connection in store._open)
+
+
+def test_a_client_whose_copies_are_stuck_is_not_collected_and_keeps_its_slots(core, cluster, wait_until, monkeypatch):
+    worker = cluster.worker("a", 8)
+
+    def stick(*args):
+        raise CopyStuck("the device does not come to an end")
+
+    monkeypatch.setattr(stage_verbs, "_with_stuck_copies", set())
+    monkeypatch.setattr(worker.client._copier, "into_slots", stick)
+    with pytest.raises(CopyStuck):
+        worker.save(cluster.hashes(3, seed=3), range(3))
+    assert stage_verbs._with_stuck_copies == {worker.client}
+    num_connections = len(core._control._server._connections)
+    cluster.clients.remove(worker.client)
+    del worker
+    gc.collect()
+    cluster.client("a").stats()  # What a collected one had said before is heard by then.
+    assert core.pool.stats().num_writing == 3
+    assert len(core._control._server._connections) >= num_connections
