@@ -503,6 +503,41 @@ def test_a_refused_launch_is_an_error_of_the_job_and_nothing_of_it_is_stored(mak
     cluster.check()
 
 
+@pytest.mark.parametrize("refuses_events", [False, True])
+def test_a_publication_of_which_a_part_is_queued_keeps_its_slots_until_the_device_is_through(
+    make_engine, cluster, monkeypatch, refuses_events
+):
+    engine = make_engine()
+    copies, begin = engine.client._copier._saves.copies, engine.client._copier._saves.begin
+    save, queued = copies.save, []
+
+    def refused(spans, slots, ids):
+        torch.cuda._sleep(LONG_CYCLES)
+        save(spans, slots, ids)
+        mark = torch.cuda.current_stream().record_event()
+        if refuses_events:
+            patch.setattr(torch.cuda.Stream, "record_event", no_event)
+        queued.append(mark)
+        raise RuntimeError("too many resources requested for launch")
+
+    def no_event(self, *args):
+        raise RuntimeError("no event can be had")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "save", refused)
+        publication = engine.client.begin_publish(range(6))
+        while not queued:
+            time.sleep(0.001)
+        while not queued[0].query():
+            assert cluster.nodes["a"].pool.stats().num_writing == 6, "its kernels may still write there"
+            time.sleep(0.01)
+        with pytest.raises(KernelError, match="too many resources"):
+            publication.job.result(20)
+    assert begin.query()
+    assert cluster.nodes["a"].pool.stats().num_writing == 0
+    assert engine.client.publish(range(6)).num_blocks == 6
+
+
 def test_a_device_without_memory_for_the_buffers_refuses_the_cache(make_engine, monkeypatch):
     monkeypatch.setattr(cuda_copier, "CHUNK_BYTES", 1 << 42)
     with pytest.raises(KernelError, match="memory"):
