@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvstore.control_client import ControlClient, Question
 from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.handoff_messages import END, FetchRequest, PeerClaim, PeerClaimed, pack_peer_claim, pack_soon
-from kvstore.handoff_table import NOT_READY
+from kvstore.handoff_records import NOT_READY
 from kvstore.peer_words import claimed_of
 from kvstore.peers import Peer
 from kvstore.shape import BLOCK_ORDER_VERSION

@@ -36,7 +36,8 @@ from kvstore.handoff_messages import (
     unpack_peer_claim,
     unpack_prepare_handoff,
 )
-from kvstore.handoff_table import CLAIM_BIT, NOT_READY, Claim, HandoffTable, Place
+from kvstore.handoff_records import CLAIM_BIT, NOT_READY, Claim, Place
+from kvstore.handoff_table import HandoffTable
 from kvstore.handoff_waiting import WaitingClaims
 from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, U64, Progress, pack_ints, pack_progress

@@ -16,86 +16,12 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
-from kvstore.pool import Pool
+from kvstore.handoff_records import CLAIM_BIT, NOT_READY, REASONS, Claim, Handoff, Move, Place
 
 #: Of how many tickets that are over it is remembered why.
 _MAX_REMEMBERED = 4096
-#: Set in the id of every claim, and in no lease's, so that one notification can name either.
-CLAIM_BIT = 1 << 63
-
-#: Of a ticket whose blocks are being written, or will be: ask again.
-NOT_READY = "not_ready: the blocks of this ticket are not all there yet"
-_REASONS = {
-    "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
-    "expired": "expired: nobody fetched the blocks of this ticket in time; publish with a longer ttl_s",
-    "withdrawn": "withdrawn: the publisher took the blocks of this ticket back, or could not copy them",
-    "owner_gone": "owner_gone: the client that published the blocks of this ticket was closed or died",
-    "peer_lost": "peer_lost: the blocks were in the memory of a GPU, and the mover that kept it has died",
-    "cleared": "cleared: the namespace was cleared after the blocks were published",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The right to read published blocks, alone: `slots` keep their bytes until it ends."""
-
-    claim_id: int
-    slots: Sequence[int]
-    slab: int = 0
-    generation: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where slots for hand-offs are.
-
-    Args:
-        pool: of the slots.
-        max_slots: how many of them hand-offs may hold at once.
-        slab: 0 is the arena, others are stages.
-        generation: the life of the mover that a stage ends with.
-    """
-
-    pool: Pool
-    max_slots: int
-    slab: int = 0
-    generation: int = 0
-
-
-@dataclass(slots=True)
-class _Move:
-    """Where a claim's blocks are copied to; the slots are not given back while a mover may write to them (`busy`)."""
-
-    place: Place
-    write_id: int
-    owner: str
-    slots: Sequence[int]
-    busy: bool = True
-    over: bool = False
-
-
-@dataclass(slots=True)
-class _Handoff:
-    key: bytes
-    writer: int
-    place: Place
-    namespace: bytes
-    version: int
-    owner: str
-    write_owner: str
-    write_id: int
-    slots: Sequence[int]
-    #: Its publisher may still write to the slots.
-    is_written: bool = True
-    deadline_s: float = float("inf")
-    claim_id: int = 0
-    claim_owner: str = ""
-    claim_deadline_s: float = float("inf")
-    #: Why it goes as soon as nobody writes or reads it any more.
-    over: str = ""
 
 
 class HandoffTable:
@@ -103,9 +29,9 @@ class HandoffTable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._handoffs: dict[bytes, _Handoff] = {}
-        self._claims: dict[int, _Handoff] = {}
-        self._moves: dict[int, _Move] = {}
+        self._handoffs: dict[bytes, Handoff] = {}
+        self._claims: dict[int, Handoff] = {}
+        self._moves: dict[int, Move] = {}
         self._over: OrderedDict[bytes, str] = OrderedDict()
         self._numbers = itertools.count(1)
         self._num_slots: Counter[int] = Counter()
@@ -151,7 +77,7 @@ class HandoffTable:
                     "they may; fetch or withdraw some, raise max_handoff_fraction, or attach a larger stage"
                 )
             ticket = place.pool.reserve(num_blocks, write_owner)
-            self._handoffs[key] = _Handoff(
+            self._handoffs[key] = Handoff(
                 key, writer, place, namespace, version, owner, write_owner, ticket.write_id, ticket.slots
             )  # fmt: skip
             self._num_slots[place.slab] += num_blocks
@@ -211,7 +137,7 @@ class HandoffTable:
             self._end(handoff, "withdrawn")
             return True
 
-    def _written_by(self, key: bytes, writer: int) -> _Handoff | None:
+    def _written_by(self, key: bytes, writer: int) -> Handoff | None:
         handoff = self._handoffs.get(key)
         return handoff if handoff is not None and handoff.is_written and handoff.writer == writer else None
 
@@ -237,9 +163,9 @@ class HandoffTable:
             if handoff is not None and handoff.version != version and not handoff.claim_id:
                 self._end(handoff, "cleared")
             if handoff is not None and handoff.over:
-                return _REASONS[handoff.over]
+                return REASONS[handoff.over]
             if key in self._over:
-                return _REASONS[self._over[key]]
+                return REASONS[self._over[key]]
             is_written = handoff is not None and handoff.is_written and handoff.namespace == namespace
             if is_written or (handoff is None and is_early):
                 return NOT_READY
@@ -249,7 +175,7 @@ class HandoffTable:
                 return "used: another fetch of this ticket is under way"
             if handoff.deadline_s < time.monotonic():
                 self._end(handoff, "expired")
-                return _REASONS["expired"]
+                return REASONS["expired"]
             handoff.claim_id = CLAIM_BIT | next(self._numbers)
             handoff.claim_owner, handoff.claim_deadline_s = owner, deadline_s
             self._claims[handoff.claim_id] = handoff
@@ -313,7 +239,7 @@ class HandoffTable:
             if held + count > place.max_slots:
                 raise PoolExhausted(f"wanted {count} slots in the arena for blocks of a GPU, but hand-offs hold {held}")
             ticket = place.pool.reserve(count, owner)
-            self._moves[claim_id] = _Move(place, ticket.write_id, owner, ticket.slots)
+            self._moves[claim_id] = Move(place, ticket.write_id, owner, ticket.slots)
             self._num_slots[place.slab] += count
             return ticket.slots
 
@@ -324,7 +250,7 @@ class HandoffTable:
                 move.busy = False
                 self._end_move(claim_id, move)
 
-    def _end_move(self, claim_id: int, move: _Move) -> None:
+    def _end_move(self, claim_id: int, move: Move) -> None:
         if move.over and not move.busy:
             del self._moves[claim_id]
             self._num_slots[move.place.slab] -= len(move.slots)
@@ -346,7 +272,7 @@ class HandoffTable:
                 self._end(handoff, "expired")
             return claim_ids
 
-    def _end_claim(self, handoff: _Handoff, over: str) -> None:
+    def _end_claim(self, handoff: Handoff, over: str) -> None:
         del self._claims[handoff.claim_id]
         if (move := self._moves.get(handoff.claim_id)) is not None:
             move.over = True
@@ -356,7 +282,7 @@ class HandoffTable:
         if handoff.over:
             self._end(handoff, handoff.over)
 
-    def _end(self, handoff: _Handoff, over: str) -> None:
+    def _end(self, handoff: Handoff, over: str) -> None:
         handoff.over = handoff.over or over
         if handoff.is_written or handoff.claim_id:
             return

@@ -11,7 +11,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.handoff_claim import SourceClaim
 from kvstore.handoff_messages import FetchRequest, PeerClaimed, pack_peer_claimed
-from kvstore.handoff_table import NOT_READY
+from kvstore.handoff_records import NOT_READY
 from kvstore.results import MissReason
 from tests.kvstore.test_handoff import fetch, reason, same
 from tests.kvstore.test_results import kept_work, see_done

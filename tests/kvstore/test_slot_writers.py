@@ -11,7 +11,8 @@ import torch
 from kvstore.cuda_order import CudaOrder
 from kvstore.errors import CopyStuck, KernelError, StoreUnavailable, TransferTimeout
 from kvstore.handoff_messages import pack_abort_handoff, pack_complete_handoff
-from kvstore.handoff_table import HandoffTable, Place
+from kvstore.handoff_records import Place
+from kvstore.handoff_table import HandoffTable
 from kvstore.messages import U64
 from kvstore.pool import Pool
 from kvstore.results import MissReason
