@@ -270,6 +270,8 @@ class Store:
             )
 
     def _again(self) -> str:
+        if self._session.is_own:
+            return "kvstore.start()"
         return f"kvstore.connect({self.config.name!r}, address={self.address!r})"
 
     def _handles(self) -> dict[str, Any]:

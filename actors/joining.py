@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from ray import exceptions as ray_errors
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from kvstore.actors.calls import RAY_NAMESPACE, node_address
 from kvstore.actors.ray_sessions import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
@@ -78,10 +79,14 @@ def join_ray(address: str | None, *, may_start: bool) -> Joined:
         return Joined(current_session(), True, why, passed_by)
     assert named is not None
     check_answers(named)
+    _show_token()
     try:
         _init_ray(RAY_NAMESPACE, address=named)
     except (ConnectionError, RuntimeError, ValueError, ray_errors.RayError) as error:
-        raise StoreNotRunning(f"no Ray cluster answers at {named!r}: {error}") from error
+        raise StoreNotRunning(
+            f"no Ray cluster lets this process in at {named!r}: {error}; if something runs there, does it want another "
+            "token (~/.ray/auth_token, RAY_AUTH_TOKEN), or has this process another RAY_AUTH_MODE?"
+        ) from error
     return Joined(current_session(), False, why)
 
 
@@ -168,6 +173,18 @@ def check_answers(address: str) -> None:
         raise StoreNotRunning(
             f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"
         ) from error
+
+
+def _show_token() -> None:
+    """Have Ray show the user's token, if there is one and nobody said whether; a cluster that wants none ignores it.
+
+    `ray start` and a new Ray ask for the token as soon as there is one; joining, Ray would not show it by itself.
+    """
+    if "RAY_AUTH_MODE" in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return
+    # As Ray does it for a Ray that it starts.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    Config.initialize("")
 
 
 def ensure_token() -> None:
