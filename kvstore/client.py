@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from kvstore import clock
 from kvstore.chain import HASH_BYTES, Chain
 from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
@@ -229,7 +229,7 @@ class Client(HandoffVerbs):
         if not ttl_s > 0:
             raise InvalidRequest(f"ttl_s: wanted more than 0 seconds, got {ttl_s}")
         chain = self._chain(hashes)
-        asked_s = time.monotonic()
+        asked_s = clock.now_s()
         grant = unpack_grant(self._store.call(Op.LEASE, pack_lease(chain, ttl_s)))
         return Lease(
             grant.lease_id,
@@ -298,7 +298,7 @@ class Client(HandoffVerbs):
         pages = self._pages(copier, block_ids, chain)
         copier.check_unchanged()
         guard, limit_s = CopyGuard(pages.order), self._store.call_timeout_s
-        deadline_s = time.monotonic() + self.config.transfer_timeout_s
+        deadline_s = clock.now_s() + self.config.transfer_timeout_s
 
         def run() -> Steps[SaveResult]:
             with self._store.for_jobs.taken() as connection, self._noting_stuck():
@@ -370,10 +370,10 @@ class Client(HandoffVerbs):
             return
         if not self._store.end():
             return
-        ended, deadline_s = threading.Event(), time.monotonic() + timeout_s
+        ended, deadline_s = threading.Event(), clock.now_s() + timeout_s
         threading.Thread(target=self._end_jobs, args=(ended,), daemon=True).start()
         ended.wait(timeout_s)
-        self._jobs.await_callbacks(max(0.0, deadline_s - time.monotonic()))
+        self._jobs.await_callbacks(max(0.0, deadline_s - clock.now_s()))
         if self._presence is not None:
             self._presence.close()
         if self._stage_link is not None:
@@ -453,12 +453,12 @@ class Client(HandoffVerbs):
     ) -> Job[LoadResult]:
         order = pages.order if pages is not None else None
         guard, num_skipped = CopyGuard(order), skip_tokens // self.space.shape.block_size
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = clock.now_s() + timeout_s
 
         def run() -> Steps[LoadResult]:
             if num_skipped >= len(chain):
                 return LoadResult(num_blocks=len(chain))
-            if (left_s := deadline_s - time.monotonic()) <= 0:
+            if (left_s := deadline_s - clock.now_s()) <= 0:
                 return failed_load(num_skipped, pages, len(chain), TIMED_OUT_IN_QUEUE)
             try:
                 with self._store.for_jobs.taken() as connection, self._noting_stuck():

@@ -8,10 +8,10 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
+from kvstore import clock
 from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.forks import check_process
 from kvstore.wire import (
@@ -115,15 +115,15 @@ class ControlClient:
         request = self._send(op, REQUEST, payload)
         if meanwhile is not None:
             meanwhile()
-        asked_s = time.monotonic()
+        asked_s = clock.now_s()
         data = self._wait(timeout_s, awake_s)
         if (answer := self._short(data, request)) is not None:
             self.unheard = 0
             return answer
-        message = self._receive(request, asked_s + timeout_s - time.monotonic(), data)
+        message = self._receive(request, asked_s + timeout_s - clock.now_s(), data)
         while message.flag is PROGRESS:
             progress()
-            message = self._receive(request, asked_s + timeout_s - time.monotonic())
+            message = self._receive(request, asked_s + timeout_s - clock.now_s())
         self.unheard = 0
         return message
 
@@ -276,16 +276,16 @@ class ControlClient:
         self, request: int, timeout_s: float, data: memoryview | None = None, *, awake_s: float = 0.0
     ) -> Message:
         """Return the next message of an answer; `data` came already."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = clock.now_s() + timeout_s
         while (message := self._take(request, data)) is None:
-            data = self._wait(deadline_s - time.monotonic(), awake_s)
+            data = self._wait(deadline_s - clock.now_s(), awake_s)
         return message
 
     def _receive_soon(self, request: int, wait_s: float, awake_s: float) -> Message | None:
         """Return the next message of an answer if it comes soon: without sleeping for `awake_s`, then for `wait_s`."""
-        until_s = time.monotonic() + awake_s if awake_s > 0 else 0.0
+        until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
         while True:
-            is_awake = bool(until_s) and time.monotonic() < until_s
+            is_awake = bool(until_s) and clock.now_s() < until_s
             data = self._read(None if is_awake else wait_s)
             if data is None and not is_awake:
                 return None
@@ -308,8 +308,8 @@ class ControlClient:
     def _wait(self, timeout_s: float, awake_s: float = 0.0) -> memoryview:
         """Return what comes next, until the next wait; for `awake_s` it is asked for without sleeping."""
         awake_s = min(awake_s, timeout_s)
-        until_s = time.monotonic() + awake_s if awake_s > 0 else 0.0
-        while until_s and time.monotonic() < until_s:
+        until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
+        while until_s and clock.now_s() < until_s:
             if (data := self._read(None)) is not None:
                 return data
         data = self._read(timeout_s - awake_s)
@@ -400,7 +400,7 @@ class Answers:
         self._client, self._request, self._timeout_s = client, request, timeout_s
         self._finished = self._closed = False
         #: When the next piece is late.
-        self.until_s = time.monotonic() + timeout_s
+        self.until_s = clock.now_s() + timeout_s
         #: For so long each next piece is asked for without sleeping; set by a reader that knows that it comes soon.
         self.awake_s = 0.0
 
@@ -454,7 +454,7 @@ class Answers:
         self._finished = message.flag in (Flag.REPLY, Flag.ERROR)
         if self._finished:
             self._client.unheard = 0
-        self.until_s = time.monotonic() + self._timeout_s
+        self.until_s = clock.now_s() + self._timeout_s
         if message.flag is Flag.ERROR:
             self.close()
             raise unpack_error(message.payload)

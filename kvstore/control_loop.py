@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvstore import clock
 from kvstore.guard import Guard
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class ControlLoop:
     @staticmethod
     def now_s() -> float:
         """Return the time that ticks go by."""
-        return time.monotonic()
+        return clock.now_s()
 
     def is_own_thread(self) -> bool:
         """Whether the caller is this thread."""
@@ -84,7 +85,7 @@ class ControlLoop:
 
     def stay_awake(self, seconds: float) -> None:
         """Have the thread ask for messages without sleeping for so long, because one comes soon; 0 ends that."""
-        self._awake_until_s = time.monotonic() + seconds if seconds else 0.0
+        self._awake_until_s = clock.now_s() + seconds if seconds else 0.0
         if seconds:
             self.wake()
 
@@ -176,7 +177,7 @@ class ControlLoop:
                     self._calls.failed(error)
                     if then in (self._when_ready.get(fd), self._when_writable.get(fd)):
                         self.unwatch(fd)
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             wait_s = next_tick_s - now_s
             if wait_s <= 0:
                 wait_s, pause_s = self._tick(bool(ready))
@@ -216,7 +217,7 @@ class ControlLoop:
         while self._awake_until_s:
             if found := self._epoll.poll(0):
                 return found
-            if time.monotonic() > self._awake_until_s:
+            if clock.now_s() > self._awake_until_s:
                 self._awake_until_s = 0.0
         return self._epoll.poll(wait_s)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import time
 from dataclasses import dataclass
 
+from kvstore import clock
 from kvstore.announcements import Batch, unpack_batch
 from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
@@ -68,7 +68,7 @@ class DirectoryServer:
         self._token = secrets.token_hex(16)
         self._host = host
         self._settle_s = settle_s
-        self._settled_at_s = time.monotonic() + settle_s
+        self._settled_at_s = clock.now_s() + settle_s
         self._links: dict[str, _Link] = {}
         self._lives = itertools.count(1)
         self._versions = NamespaceVersions()
@@ -137,7 +137,7 @@ class DirectoryServer:
     def _only_node(self) -> str:
         """Return the only node that has a store, as far as can be known; nothing if there may be others."""
         nodes = self.index.nodes()
-        return nodes[0] if len(nodes) == 1 and time.monotonic() >= self._settled_at_s else ""
+        return nodes[0] if len(nodes) == 1 and clock.now_s() >= self._settled_at_s else ""
 
     def _publish(self, link: _Link, batch: Batch) -> bytes:
         """Take a batch in; returns the versions that this connection has not been told."""
@@ -185,7 +185,7 @@ class DirectoryServer:
         link = self._links.pop(connection.owner, None)
         if link is not None and (link.life or link.coming):
             # It may come back, with what it holds.
-            self._settled_at_s = time.monotonic() + self._settle_s
+            self._settled_at_s = clock.now_s() + self._settle_s
             self._forget(link, link.life)
             self._forget(link, link.coming)
 

@@ -8,9 +8,9 @@ says when it is gone, its slots are free, and the node store brings up another o
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
+from kvstore import clock
 from kvstore.config import StoreConfig
 from kvstore.mover_link import MoverLink
 from kvstore.pool import Pool
@@ -41,12 +41,12 @@ class MoverFence:
 
     def check(self) -> None:
         """Kill the mover if a bound is passed."""
-        if reason := self._reason(time.monotonic()):
+        if reason := self._reason(clock.now_s()):
             self.kill(reason)
 
     def kill(self, reason: str) -> None:
         """Kill the mover, unless that was done a moment ago."""
-        now_s, pid = time.monotonic(), self._mover.pid
+        now_s, pid = clock.now_s(), self._mover.pid
         if pid == self._killed_pid and now_s < self._again_s:
             return
         self._killed_pid, self._again_s = pid, now_s + _GONE_WITHIN_S

@@ -10,13 +10,13 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore import clock
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.errors import (
@@ -147,7 +147,7 @@ class Fetcher:
     def _fill(self, load: Load) -> str | None:
         """Fetch until everything is pinned; returns why it ended early, "" at the end, None when parked."""
         while load.num_ready < len(load.chain):
-            if time.monotonic() > load.deadline_s:
+            if clock.now_s() > load.deadline_s:
                 return "timeout"
             if self.namespace_version(load.chain.namespace) != load.version:
                 return "cleared"
@@ -186,7 +186,7 @@ class Fetcher:
             if remembered:
                 return ""
             return load.fell_short or ("peer_lost" if set(found) - {self._own_id()} else "not_found")
-        if time.monotonic() > load.deadline_s:
+        if clock.now_s() > load.deadline_s:
             return "timeout"
         tried.add(usable[0])
         try:
@@ -203,7 +203,7 @@ class Fetcher:
 
     def call_s(self, load: Load) -> float:
         """Return how long a call to a peer may take for this load, seconds."""
-        return min(self.config.call_timeout_s, max(load.deadline_s - time.monotonic(), _LEAST_CALL_S))
+        return min(self.config.call_timeout_s, max(load.deadline_s - clock.now_s(), _LEAST_CALL_S))
 
     def release_at_peer(self, peer: Peer, lease_id: int) -> None:
         """Give a lease back to a peer after all, on a thread: its connection may have to be made anew."""
@@ -222,7 +222,7 @@ class Fetcher:
     def _fetch_from(self, load: Load, chain: Chain, node_id: str, num_hinted: int) -> str:
         """Lease a run at one peer and read what it grants; returns why it fell short, or nothing."""
         peer = self._peers.get(node_id)
-        asked_s = time.monotonic()
+        asked_s = clock.now_s()
         ttl_s = min(self.config.lease_ttl_s, load.ttl_s)
         valid_until_s = asked_s + ttl_s - self.config.lease_margin_s
         wanted = PeerLease(
@@ -265,7 +265,7 @@ class Fetcher:
         rest = load.chain.tail(load.num_ready)
         if limit is not None:
             rest = rest.head(limit - load.num_ready)
-        deadline_s = time.monotonic() + load.ttl_s
+        deadline_s = clock.now_s() + load.ttl_s
         grant = self.pool.pin_prefix(rest, load.owner, deadline_s, load.lease_id)
         # Asked after the pin: a clearing is noted before new blocks can be stored. What it pinned goes with the lease.
         if self.namespace_version(load.chain.namespace) != load.version:

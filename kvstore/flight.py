@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from kvstore import clock
 
 if TYPE_CHECKING:
     from kvstore.fetch import Load
@@ -68,7 +69,7 @@ class Flights:
         """Resume the parked loads whose own time is over, whatever becomes of their flights."""
         if self.num_waiting == 0:
             return
-        now_s, overdue = time.monotonic(), []
+        now_s, overdue = clock.now_s(), []
         with self._lock:
             for flight in set(self._flights.values()):
                 overdue += [load for load in flight.waiting if load.deadline_s < now_s]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvstore import clock
 from kvstore.control_client import ControlClient, Question
 from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.handoff_messages import END, FetchRequest, PeerClaim, PeerClaimed, pack_peer_claim, pack_soon
@@ -68,7 +68,7 @@ class SourceClaim:
 
     def call_s(self) -> float:
         """Return how long a call may take."""
-        left_s = self._deadline_s - time.monotonic()
+        left_s = self._deadline_s - clock.now_s()
         return min(self._fetcher.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
 
     def ask(self, peer: Peer, connection: ControlClient, *, to_host: bool) -> None:
@@ -91,7 +91,7 @@ class SourceClaim:
         config, connection = self._fetcher.config, self._connection
         assert connection is not None, "taken by `ask`"
         self.num_calls += 1
-        self.asked_s = time.monotonic()
+        self.asked_s = clock.now_s()
         self.valid_until_s = self.asked_s + config.lease_ttl_s - config.lease_margin_s
         left_s, call_s = max(0.0, self._deadline_s - self.asked_s), self.call_s()
         wait_s = min(left_s, call_s / 2, _MOST_WAIT_S, _WAIT_SHARE * config.lease_ttl_s)
@@ -133,9 +133,9 @@ class SourceClaim:
         self._question = None
         if isinstance(found, PeerClaimed) and found.reason == NOT_READY:
             self._end(question)
-            if time.monotonic() > self._deadline_s or not self._is_wanted():
+            if clock.now_s() > self._deadline_s or not self._is_wanted():
                 self._then(found._replace(reason=f"timeout: {NOT_READY}"))
-            elif time.monotonic() < self.asked_s + _PAUSE_S:
+            elif clock.now_s() < self.asked_s + _PAUSE_S:
                 self._again_s = self.asked_s + _PAUSE_S
             else:
                 self._ask_again()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore import clock
 from kvstore.bounds import check_seconds
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
@@ -214,7 +214,7 @@ class HandoffControl:
             connection.gave = message.request, functools.partial(self.fetcher.end, fetch_id, connection.owner)
             return
         # Straight out of the slots in which they were published.
-        serve = functools.partial(self._claim_here, connection, message.request, time.monotonic(), request, send)
+        serve = functools.partial(self._claim_here, connection, message.request, clock.now_s(), request, send)
         self._waiting.serve(request.key, connection, request.timeout_s, serve)
 
     def _claim_here(
@@ -231,7 +231,7 @@ class HandoffControl:
         if request.epoch != core.epoch:
             report.reason = "stale: the store that had the blocks was restarted, and they are gone"
         else:
-            report.waited_s = time.monotonic() - asked_s  # First: the client counts the claim's time from then on.
+            report.waited_s = clock.now_s() - asked_s  # First: the client counts the claim's time from then on.
             version, deadline_s = self._version(request.namespace), deadline_after(request.ttl_s)
             claim = self.table.claim(
                 request.key, connection.owner, request.namespace, version, deadline_s, is_early=request.is_early

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import dataclass
 
+from kvstore import clock
 from kvstore.config import StoreConfig
 from kvstore.control_client import Answers, ControlClient
 from kvstore.engine_copy import EngineCopier, EnginePages
@@ -113,7 +113,7 @@ def ask_fetch(
     Raises:
         PeerLost: the connection broke; it is closed.
     """
-    ttl_s, asked_s = config.lease_ttl_s, time.monotonic()
+    ttl_s, asked_s = config.lease_ttl_s, clock.now_s()
     request = FetchRequest(
         key=ticket.key,
         namespace=ticket.namespace,
@@ -170,7 +170,7 @@ def run_fetch(
             yield from answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier, queued)
         # The claim was made when the question had waited so long in the store, which got it after it was asked here.
         claimed_s = asked.at_s + float(answer.report.get("waited_s", 0.0))
-        late = time.monotonic() > claimed_s + config.lease_ttl_s - config.lease_margin_s
+        late = clock.now_s() > claimed_s + config.lease_ttl_s - config.lease_margin_s
         asked.end = END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks)
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+from kvstore import clock
 from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
 from kvstore.handoff_records import CLAIM_BIT, NOT_READY, REASONS, Claim, Handoff, Move, Place
 
@@ -173,7 +173,7 @@ class HandoffTable:
                 return "not_found: this store has no such ticket; it may be forged, or too long over"
             if handoff.claim_id:
                 return "used: another fetch of this ticket is under way"
-            if handoff.deadline_s < time.monotonic():
+            if handoff.deadline_s < clock.now_s():
                 self._end(handoff, "expired")
                 return REASONS["expired"]
             handoff.claim_id = CLAIM_BIT | next(self._numbers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 
+from kvstore import clock
 from kvstore.control_client import ControlClient
 from kvstore.engine_copy import engine_pages, ordered
 from kvstore.errors import CopyStuck, KVStoreError, PeerLost, StoreUnavailable
@@ -66,7 +66,7 @@ class HandoffVerbs(PublishVerbs):
                         connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
             check_ticket(ticket, self.space, self.part.ranks)
             limit_s = self.config.transfer_timeout_s if timeout_s is None else timeout_s
-            deadline_s = time.monotonic() + limit_s
+            deadline_s = clock.now_s() + limit_s
             stage = held.enter_context(link.using()) if link is not None else None
             pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
             check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)
@@ -84,7 +84,7 @@ class HandoffVerbs(PublishVerbs):
         def run() -> Steps[FetchResult]:
             try:
                 if not asked:
-                    if (left_s := deadline_s - time.monotonic()) <= 0:
+                    if (left_s := deadline_s - clock.now_s()) <= 0:
                         return failed_fetch(pages, ticket, num_skipped, TIMED_OUT_IN_QUEUE)
                     connection = mapped.enter_context(self._store.for_fetches.taken())
                     asked.append(self._ask_fetch(mapped, connection, stage, ticket, left_s))

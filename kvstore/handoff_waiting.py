@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore import clock
 from kvstore.control_connection import Connection
 
 
@@ -44,7 +44,7 @@ class WaitingClaims:
             soon: says that the answer is not far, so that nobody has to be woken who needs it.
         """
         if not serve(wait_s <= 0):
-            claim = _Claim(connection, time.monotonic() + wait_s, serve, soon)
+            claim = _Claim(connection, clock.now_s() + wait_s, serve, soon)
             self._claims.setdefault(key, []).append(claim)
 
     def are_soon(self, key: bytes) -> None:
@@ -55,7 +55,7 @@ class WaitingClaims:
     def look_again(self, key: bytes) -> None:
         """Something became of a ticket's blocks."""
         if key in self._claims:
-            self._serve_all(key, time.monotonic())
+            self._serve_all(key, clock.now_s())
 
     def tick(self, now_s: float) -> None:
         """Answer those that waited long enough, and those to whose ticket something else happened."""

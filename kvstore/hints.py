@@ -10,10 +10,10 @@ import logging
 import math
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore import clock
 from kvstore.announcements import Announcements, pack_batch
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
@@ -114,7 +114,7 @@ class Hints:
             if not self._stopping:
                 self._pending = True
                 if then is not None and not at_once:
-                    self._waiting.append(_Waiting(then, self._num_begun + 1, time.monotonic() + _ANSWER_WITHIN_S))
+                    self._waiting.append(_Waiting(then, self._num_begun + 1, clock.now_s() + _ANSWER_WITHIN_S))
                 self._condition.notify()
         if at_once and then is not None:
             then()
@@ -126,7 +126,7 @@ class Hints:
 
     def answer_overdue(self) -> None:
         """Call back who waited long enough; the directory will hear later."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         self._answer(lambda waiting: waiting.until_s < now_s)
 
     def _answer(self, is_due: Callable[[_Waiting], bool]) -> None:
@@ -150,7 +150,7 @@ class Hints:
         """
         if self.is_alone():
             return []
-        left_s = max(0.0, until_s - time.monotonic())
+        left_s = max(0.0, until_s - clock.now_s())
         if not self._ask_lock.acquire(timeout=left_s if left_s < threading.TIMEOUT_MAX else -1):
             return []
         try:
@@ -159,7 +159,7 @@ class Hints:
             self._ask_lock.release()
 
     def _locate(self, chain: Chain) -> list[tuple[str, int]]:
-        started_s = time.monotonic()
+        started_s = clock.now_s()
         if started_s < self._ask_after_s:
             return []
         self._is_only = False
@@ -167,8 +167,8 @@ class Hints:
         try:
             answer = unpack_json(self._ask(chain.encode()))
         except KVStoreError as error:
-            hung = isinstance(error, TransferTimeout) or time.monotonic() - started_s > _RETRY_S
-            self._ask_after_s = time.monotonic() + (_RETRY_HUNG_S if hung else _RETRY_S)
+            hung = isinstance(error, TransferTimeout) or clock.now_s() - started_s > _RETRY_S
+            self._ask_after_s = clock.now_s() + (_RETRY_HUNG_S if hung else _RETRY_S)
             logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
             return []
         self._is_only = answer.get("only") == self._node_id
@@ -197,12 +197,12 @@ class Hints:
         # No lock, here and in `recall`: each step is one operation on the dict, and a lost hint costs a question.
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.clear()
-        self._remembered[block_hash] = (time.monotonic() + _REMEMBERED_S, nodes)
+        self._remembered[block_hash] = (clock.now_s() + _REMEMBERED_S, nodes)
 
     def recall(self, block_hash: bytes) -> list[tuple[str, int]]:
         """Return, once, what `remember` was told a moment ago; empty otherwise."""
         until_s, nodes = self._remembered.pop(block_hash, (0.0, []))
-        return nodes if time.monotonic() < until_s else []
+        return nodes if clock.now_s() < until_s else []
 
     def stop(self) -> None:
         """End the thread and close the connections."""

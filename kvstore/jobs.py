@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from kvstore import clock
 from kvstore.chain import Chain
 from kvstore.config import StoreConfig
 from kvstore.control_client import Answers, ControlClient
@@ -91,11 +91,11 @@ class CopyGuard:
     def abandon(self, timeout_s: float) -> bool:
         """Let no copy begin any more, and wait for those that run; False when one outlasts the time."""
         self._abandoned = True
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = clock.now_s() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             return False
         self._lock.release()
-        return self._order is None or self._order.settle(max(0.0, deadline_s - time.monotonic()))
+        return self._order is None or self._order.settle(max(0.0, deadline_s - clock.now_s()))
 
 
 def run_save(
@@ -121,7 +121,7 @@ def run_save(
         part: the part of each block that the engine holds.
         guard: stands before each copy.
         call_timeout_s: for each call.
-        deadline_s: until when others are waited for, on the monotonic clock.
+        deadline_s: until when others are waited for, of kvstore.clock.
         num_clears: of the namespace, from when the save was asked for.
 
     Raises:
@@ -160,11 +160,11 @@ def run_save(
                 raise
         lost = num_published < len(ticket.indexes)
         if lost or ticket.num_awaited:
-            left_s = max(0.0, deadline_s - time.monotonic())
+            left_s = max(0.0, deadline_s - clock.now_s())
             question = pack_lease(chain.head(num_blocks), left_s)
             answer = yield from asking(connection, Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
             num_stored = U64.unpack(answer)[0]
-            if num_stored < num_blocks and not lost and time.monotonic() < deadline_s:
+            if num_stored < num_blocks and not lost and clock.now_s() < deadline_s:
                 num_written += num_published
                 continue
             num_blocks = num_stored
@@ -200,7 +200,7 @@ def run_load(
     """
     first = skip_tokens // pages.stored_block_size if pages is not None else 0
     ttl_s = config.lease_ttl_s
-    valid_until_s = time.monotonic() + ttl_s - config.lease_margin_s
+    valid_until_s = clock.now_s() + ttl_s - config.lease_margin_s
     answer = Answer(reason="store_lost: the node store ended the load early")
     try:
         pieces = connection.call_stream(
@@ -209,7 +209,7 @@ def run_load(
 
         def queued() -> None:
             is_whole = first + answer.num_ready == len(chain) and not answer.reason
-            if on_queued is not None and is_whole and time.monotonic() < valid_until_s:
+            if on_queued is not None and is_whole and clock.now_s() < valid_until_s:
                 on_queued()
 
         yield from answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
@@ -233,7 +233,7 @@ def run_load(
         with contextlib.suppress(KVStoreError):
             connection.send(Op.RELEASE, U64.pack(answer.number))
         raise
-    if time.monotonic() > valid_until_s:
+    if clock.now_s() > valid_until_s:
         # The store may have reused slots while they were copied out: nothing of it counts.
         answer.num_ready, answer.report["reason"] = 0, "lease_expired"
     usable = first + answer.num_ready

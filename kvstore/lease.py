@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from kvstore import clock
 from kvstore.errors import LeaseExpired, LeaseReleased
 from kvstore.hashing import BlockHashes
 
@@ -17,7 +17,7 @@ class Lease:
     Args:
         hashes: the pinned blocks, a prefix of what was asked for.
         slots: slot of each in the node's arena.
-        deadline_s: on this process's monotonic clock, taken before the lease was asked for, so that it is
+        deadline_s: of kvstore.clock, taken before the lease was asked for, so that it is
             never later than the store's.
         margin_s: by how much it is earlier.
     """
@@ -47,7 +47,7 @@ class Lease:
 
     def held(self) -> bool:
         """Whether it is neither released nor past its deadline, as far as this process knows."""
-        return not self._released and time.monotonic() < self._deadline_s
+        return not self._released and clock.now_s() < self._deadline_s
 
     def block(self, index: int) -> memoryview:
         """Return the bytes of block `index`, read-only, in the stored order; valid while the lease is held.
@@ -66,7 +66,7 @@ class Lease:
         """Extend to `ttl_s` from now, never shortening; whether it was still held."""
         if self._released:
             return False
-        asked_s = time.monotonic()
+        asked_s = clock.now_s()
         held = self._renew(self.lease_id, ttl_s)
         if held:
             self._deadline_s = max(self._deadline_s, asked_s + ttl_s - self._margin_s)

@@ -7,7 +7,6 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import clock
 from kvstore.control_connection import Connection
 from kvstore.errors import KVStoreError, PeerLost, ProtocolError, TransferTimeout
 from kvstore.messages import (
@@ -211,7 +211,7 @@ class MoverLink:
             if done.last and on_done is not None:
                 del self._reads[done.read_id]
                 if not done.terminal:
-                    self._abandoned[done.read_id] = time.monotonic()
+                    self._abandoned[done.read_id] = clock.now_s()
             is_late = on_done is None and done.last and done.terminal and done.read_id in self._abandoned
         if on_done is not None:
             on_done(done, error)
@@ -315,7 +315,7 @@ class MoverLink:
         """Stop waiting for a READ that did not report in time; True if it may still write."""
         with self._reads_lock:
             if self._reads.pop(read_id, None) is not None:
-                self._abandoned[read_id] = time.monotonic()
+                self._abandoned[read_id] = clock.now_s()
             return read_id in self._abandoned
 
     def expect_notifications(self, num_leases: int) -> None:
@@ -377,7 +377,7 @@ class MoverLink:
             flag, payload = answer.get(timeout=timeout_s)
         except queue.Empty:
             with self._reads_lock:
-                self._abandoned[request] = time.monotonic()
+                self._abandoned[request] = clock.now_s()
             self.when_terminal({request}, on_terminal)
             raise TransferTimeout(f"the mover did not answer {op.name} within {timeout_s} s") from None
         finally:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from kvstore import clock
 from kvstore.arena import Arena, create_arena
 from kvstore.bounds import MAX_NAMESPACES, MAX_SLOTS, MIN_BLOCK_BYTES, check_count, check_digest
 from kvstore.chain import Chain, decode_chain
@@ -243,15 +244,15 @@ class NodeCore(PoolVerbs):
         """Fetch chains from whoever has them; returns how many blocks are here now."""
         if self.fetcher is None:
             return 0
-        deadline_s, arrived = time.monotonic() + timeout_s, 0
+        deadline_s, arrived = clock.now_s() + timeout_s, 0
         for encoded in chains:
-            chain, left_s = decode_chain(encoded), deadline_s - time.monotonic()
+            chain, left_s = decode_chain(encoded), deadline_s - clock.now_s()
             if left_s <= 0:
                 break
             if chain.namespace not in self.block_bytes:
                 continue
             ended, version = threading.Event(), self.versions.get(chain.namespace)
-            grant = self.pool.pin_prefix(chain, "adopt", time.monotonic() + self.config.lease_ttl_s)
+            grant = self.pool.pin_prefix(chain, "adopt", clock.now_s() + self.config.lease_ttl_s)
             load = Load(
                 chain=chain, block_bytes=self.block_bytes[chain.namespace], owner="adopt",
                 lease_id=grant.lease_id, ttl_s=self.config.lease_ttl_s, deadline_s=deadline_s, version=version,
@@ -267,8 +268,8 @@ class NodeCore(PoolVerbs):
     def drain(self, timeout_s: float) -> dict[str, int]:
         """Grant nothing any more, to peers either, and wait for leases and writes; returns what is left."""
         self._draining = self.closed_to_peers = True
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
+        deadline_s = clock.now_s() + timeout_s
+        while clock.now_s() < deadline_s:
             left = self._left()
             if not any(left.values()):
                 break

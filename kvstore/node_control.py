@@ -9,13 +9,13 @@ import contextlib
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore import clock
 from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds
 from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
@@ -138,7 +138,7 @@ class NodeControl:
             case Op.LOOKUP_ALL:
                 chain, wait_s = unpack_lookup_all(payload)
                 check_seconds("wait_s", wait_s)
-                num_local, until_s = self._core.lookup(chain), time.monotonic() + wait_s
+                num_local, until_s = self._core.lookup(chain), clock.now_s() + wait_s
                 run = partial(self._lookup_all, connection, message.request, chain, until_s)
                 is_sure = num_local == len(chain) or self._core.hints.is_alone()
                 if is_sure or not self._core.threads.submit(Blocking.LOOKUP, run):
@@ -237,7 +237,7 @@ class NodeControl:
             owner=connection.owner,
             lease_id=grant.lease_id,
             ttl_s=ttl_s,
-            deadline_s=time.monotonic() + timeout_s,
+            deadline_s=clock.now_s() + timeout_s,
             version=version,
             send=lambda payload, last: self._answer_load(connection, message.request, payload, last),
             is_open=lambda: not connection.closed,
@@ -291,7 +291,7 @@ class NodeControl:
         return self._pool.wants_ticks() or self.handoffs.wants_ticks()
 
     def _tick(self) -> None:
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         with contextlib.ExitStack() as parts:
             # From the last to the first; each is done whatever the others raise.
             parts.callback(self._peers.tick, now_s)

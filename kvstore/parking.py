@@ -10,9 +10,10 @@ import math
 import os
 import select
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
+
+from kvstore import clock
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Parking:
 
         Args:
             fd: nothing else is parked with it; it stays open until `then` is called, or what is returned.
-            until_s: on the monotonic clock, when `then` is called at the latest.
+            until_s: of kvstore.clock, when `then` is called at the latest.
             then: what goes on.
 
         Returns:
@@ -105,7 +106,7 @@ class Parking:
             ready = epoll.poll(wait_s)
             with self._lock:
                 found = [self._take(fd) for fd, _ in ready]
-                now_s = time.monotonic()
+                now_s = clock.now_s()
                 while self._deadlines and self._deadlines[0][0] <= now_s:
                     _, number, fd = heapq.heappop(self._deadlines)
                     found.append(self._take(fd, number))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import clock
 from kvstore.chain import Chain
 from kvstore.errors import KVStoreError, LeaseError, PeerLost, TransferError, TransferTimeout
 from kvstore.flight import Flight
@@ -107,7 +107,7 @@ class PeerRead:
         Raises:
             TransferError: the peer or the mover failed; what may still be written is quarantined.
         """
-        self._grant, self._told_s = grant, time.monotonic()
+        self._grant, self._told_s = grant, clock.now_s()
         self._chain = self._chain.head(len(grant.slots))
         if self._error is not None:
             raise self._error
@@ -171,7 +171,7 @@ class PeerRead:
         *,
         with_notification: bool,
     ) -> None:
-        load, now_s = self._load, time.monotonic()
+        load, now_s = self._load, clock.now_s()
         left_s = min(self._valid_until_s, load.deadline_s, now_s + self._config.transfer_timeout_s) - now_s
         note = b""
         if with_notification:
@@ -208,7 +208,7 @@ class PeerRead:
             # Everything arrived by other ways meanwhile, or no slot could be had.
             return "" if self._fetcher.pin_more(load) else "busy"
         # The mover reports by itself when time is up; this wait is for a mover that does not.
-        left_s = min(self._valid_until_s, load.deadline_s) - time.monotonic()
+        left_s = min(self._valid_until_s, load.deadline_s) - clock.now_s()
         if not self._ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
             for segment in [s for s in self._segments if not s.ended]:
                 # Quarantined first: the READ may turn terminal between these two lines.
@@ -228,7 +228,7 @@ class PeerRead:
             return
         fetcher = self._fetcher
         covered = (
-            time.monotonic() < self._valid_until_s
+            clock.now_s() < self._valid_until_s
             and fetcher.namespace_version(self._chain.namespace) == self._load.version
         )
         if covered:
@@ -249,7 +249,7 @@ class PeerRead:
 
     def _note(self, done: MoverDone, num_published: int) -> None:
         """Account for a chunk before the client hears of it: the last word to the client carries the report."""
-        report, now_s = self._load.report, time.monotonic()
+        report, now_s = self._load.report, clock.now_s()
         self._num_published += num_published
         report.num_bytes += num_published * self._load.block_bytes
         report.read_s += now_s - self._told_s

@@ -9,10 +9,10 @@ import contextlib
 import hashlib
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstore import clock
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_remote
@@ -115,7 +115,7 @@ class PeerBook:
         """Whether a node may be asked now: not this one, not backed off."""
         if node_id == self.own_node_id:
             return False
-        return time.monotonic() >= self._failures.get(node_id, (0, 0.0))[1]
+        return clock.now_s() >= self._failures.get(node_id, (0, 0.0))[1]
 
     def known(self, node_id: str) -> Peer | None:
         """Return a peer, this node as its own too, if a connection is open and it did not fail of late."""
@@ -223,7 +223,7 @@ class PeerBook:
         with self._lock:
             peer = self._peers.pop(node_id, None)
             count, until_s = self._failures.get(node_id, (0, 0.0))
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             self._failures = {n: f for n, f in self._failures.items() if f[1] + _FORGIVEN_AFTER_S > now_s}
             if now_s >= until_s:
                 pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]

@@ -98,7 +98,7 @@ class Pool:
         Args:
             chain: the blocks wanted.
             owner: who holds the lease; only it can release it.
-            deadline_s: on the monotonic clock; the lease is never reclaimed before.
+            deadline_s: of kvstore.clock; the lease is never reclaimed before.
             lease_id: adds the blocks to this lease instead of making one.
 
         Returns:
@@ -487,4 +487,4 @@ def _after(calls: list[Callable[[], None]], result: int) -> int:
 
 def _check_deadline(deadline_s: float) -> None:
     if not deadline_s > -_NEVER_S:
-        raise InvalidRequest(f"deadline_s: wanted a time on the monotonic clock, got {deadline_s}")
+        raise InvalidRequest(f"deadline_s: wanted a time of kvstore.clock, got {deadline_s}")

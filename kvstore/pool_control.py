@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore import clock
 from kvstore.bounds import check_seconds
 from kvstore.chain import decode_hashes, namespace_in
 from kvstore.control_connection import Connection, Handler
@@ -106,7 +106,7 @@ class PoolControl:
         check_seconds("timeout_s", timeout_s)
         watch_id = self._core.pool.watch(chain, lambda count: self._reply_when_known(connection, message, count))
         # Not forgotten when it is told earlier: ending a watch that ended does nothing.
-        self._waiting[watch_id] = time.monotonic() + timeout_s
+        self._waiting[watch_id] = clock.now_s() + timeout_s
 
     def _reply_when_known(self, connection: Connection, message: Message, value: int) -> None:
         def reply() -> None:

@@ -6,9 +6,9 @@ Times are given as seconds from now, since callers have clocks of their own; the
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
+from kvstore import clock
 from kvstore.bounds import MAX_TTL_S
 from kvstore.chain import Chain
 from kvstore.clears import ClearCounts
@@ -177,11 +177,11 @@ class PoolVerbs:
 
 
 def deadline_after(ttl_s: float, most_s: float = MAX_TTL_S) -> float:
-    """Return the time on the monotonic clock that lies `ttl_s` seconds ahead.
+    """Return the time of kvstore.clock that lies `ttl_s` seconds ahead.
 
     Raises:
         InvalidRequest: that is no time, or too far. Refused and not cut down: who asks counts on what it asked for.
     """
     if not (isinstance(ttl_s, int | float) and 0 < ttl_s <= most_s):
         raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, at most {most_s:g}, got {clip(ttl_s)}")
-    return time.monotonic() + ttl_s
+    return clock.now_s() + ttl_s

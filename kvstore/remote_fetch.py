@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore import clock
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.handoff_claim import SourceClaim
 from kvstore.handoff_messages import FetchRequest, PeerClaimed
@@ -56,7 +56,7 @@ class RemoteFetch:
         self._fetcher, self._id, self._request, self._send = fetcher, fetch_id, request, send
         self._block_bytes, self._write_owner = block_bytes, f"handoff-fetch-{fetch_id}"
         self._version = fetcher.namespace_version(request.namespace)
-        self._deadline_s = time.monotonic() + request.timeout_s
+        self._deadline_s = clock.now_s() + request.timeout_s
         self._claim = SourceClaim(
             fetcher, request, block_bytes, self._version, self._deadline_s, self._heard, lambda: not self._client_left
         )
@@ -232,7 +232,7 @@ class RemoteFetch:
 
     def _start(self) -> str | None:
         fetcher, request = self._fetcher, self._request
-        if time.monotonic() > self._deadline_s:
+        if clock.now_s() > self._deadline_s:
             return "timeout: its time ended before a thread of the store was free for it"
         if self._node_id != fetcher.node_id and not fetcher.peers.is_usable(self._node_id):
             return "peer_lost: the node failed a moment ago and is left alone; try again soon"
@@ -340,7 +340,7 @@ class RemoteFetch:
         self, peer: Peer, name: str, description: PeerDescription, claimed: PeerClaimed, *, may_wait: bool = True
     ) -> None:
         """Have the mover read, as far as the claim and the client's patience go."""
-        fetcher, config, now_s = self._fetcher, self._fetcher.config, time.monotonic()
+        fetcher, config, now_s = self._fetcher, self._fetcher.config, clock.now_s()
         left_s = min(self._claim.valid_until_s, self._deadline_s, now_s + config.transfer_timeout_s) - now_s
         notification = b""
         if self._lane is None:
@@ -390,7 +390,7 @@ class RemoteFetch:
                 self._given_up = done.read_id
             self._read_is_over()
             return
-        now_s, first = time.monotonic(), self._num_ready
+        now_s, first = clock.now_s(), self._num_ready
         same_weights = self._fetcher.namespace_version(self._request.namespace) == self._version
         if now_s < self._claim.valid_until_s and same_weights and done.num_blocks > first:
             self._num_ready = done.num_blocks

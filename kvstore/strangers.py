@@ -6,9 +6,9 @@ Everything that a stranger may cost is bounded: kvstore.wire.STRANGER_BYTES of m
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
+from kvstore import clock
 from kvstore.control_connection import Connection
 from kvstore.guard import LogLimit
 
@@ -41,7 +41,7 @@ class Strangers:
 
     def came(self, connection: Connection) -> None:
         """Note a new connection."""
-        self._until_s[connection] = time.monotonic() + HELLO_WITHIN_S
+        self._until_s[connection] = clock.now_s() + HELLO_WITHIN_S
         if connection.local:
             self._make_room([c for c in self._until_s if c.local], MAX_LOCAL)
             return

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import select
 import threading
-import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Generic, NamedTuple, TypeVar
 
+from kvstore import clock
 from kvstore.control_client import Answers, ControlClient
 from kvstore.errors import TransferTimeout
 from kvstore.wire import Op
@@ -32,7 +32,7 @@ class Awaited(NamedTuple):
         """Wait for it on the calling thread."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
-        poll.poll(max(0.0, 1e3 * (self.until_s - time.monotonic())))
+        poll.poll(max(0.0, 1e3 * (self.until_s - clock.now_s())))
 
 
 #: Yields what it waits for, and returns the result. Any thread may do the next step, but one at a time.
@@ -47,11 +47,11 @@ def in_one_step(run: Callable[[], T]) -> Steps[T]:
 
 def asking(connection: ControlClient, op: Op, payload: bytes, *, timeout_s: float) -> Steps[bytes]:
     """Ask the store, and return the answer's payload; see `ControlClient.call` for what is raised."""
-    question, until_s = connection.ask(op, payload), time.monotonic() + timeout_s
+    question, until_s = connection.ask(op, payload), clock.now_s() + timeout_s
     try:
         answer = question.take(min(timeout_s, _PATIENCE_S))
         while answer is None:
-            if time.monotonic() >= until_s:
+            if clock.now_s() >= until_s:
                 raise TransferTimeout(f"{connection.name}: no answer in time; the connection was closed")
             yield Awaited(connection.fileno(), until_s)
             answer = question.take(_PATIENCE_S)
@@ -69,7 +69,7 @@ def next_piece(pieces: Answers, check: Callable[[], None]) -> Steps[tuple[bool, 
     """
     while (piece := pieces.take(_PATIENCE_S)) is None:
         check()
-        if time.monotonic() >= pieces.until_s:
+        if clock.now_s() >= pieces.until_s:
             pieces.close()
             raise TransferTimeout("the node store did not go on with its answer in time; the connection was closed")
         yield Awaited(pieces.fileno(), pieces.until_s)

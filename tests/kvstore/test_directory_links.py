@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from directory_client import batch, connect, publish, tell
 
+from kvstore import clock
 from kvstore.directory import SETTLE_S, DirectoryServer
 from kvstore.errors import PeerLost, ProtocolError
 from kvstore.pool import Pool
@@ -171,7 +170,7 @@ def test_a_new_directory_says_of_no_node_that_it_is_the_only_one_until_others_ha
         client = connect(directory.address())
         tell(client, 1, whole=True)
         assert asked_for_only(client) == "", "stores of an earlier directory may be on their way"
-        later_s = time.monotonic() + SETTLE_S
+        later_s = clock.now_s() + SETTLE_S
         monkeypatch.setattr(directory, "_settled_at_s", later_s - SETTLE_S)
         assert asked_for_only(client) == "a"
         client.close()

@@ -1,12 +1,12 @@
 """Fetches over a lane that is known: asked for and begun on the control thread, and safe when anything is late."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvstore import clock
 from kvstore.config import StoreConfig
 from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.handoff_claim import SourceClaim
@@ -164,7 +164,7 @@ def test_a_source_that_does_not_answer_costs_its_time_and_no_slot(cluster, warm,
     # The right that nobody took note of ends with its time; until then nobody else has it.
     core = cluster.nodes["a"]
     assert core.stats()["num_handoffs"] == 1
-    control.tick(time.monotonic() + core.config.lease_ttl_s + 1)
+    control.tick(clock.now_s() + core.config.lease_ttl_s + 1)
     source.client.withdraw(ticket)
     nothing_held(cluster, wait_until)
 
@@ -262,7 +262,7 @@ def asked():
         from_slab=0, slab=0, generation=0, is_early=True,
     )  # fmt: skip
     wanted = [True]
-    claim = SourceClaim(fetcher, request, 512, 0, time.monotonic() + 5.0, told.append, lambda: wanted[0])
+    claim = SourceClaim(fetcher, request, 512, 0, clock.now_s() + 5.0, told.append, lambda: wanted[0])
     claim.ask(SimpleNamespace(node_id="a"), connection, to_host=True)
     return SimpleNamespace(claim=claim, connection=connection, told=told, watched=watched, wanted=wanted)
 
@@ -293,7 +293,7 @@ def test_a_source_that_has_not_all_blocks_is_asked_again_without_a_thread(asked)
     asked.connection.answer = answer(NOT_READY)
     asked.watched[7]()
     assert asked.connection.num_asked == 4, "one that answers at once is not asked at once"
-    asked.claim.tick(time.monotonic() + 0.01)
+    asked.claim.tick(clock.now_s() + 0.01)
     assert asked.connection.num_asked == 5
     asked.connection.answer = answer()
     asked.watched[7]()
@@ -303,7 +303,7 @@ def test_a_source_that_has_not_all_blocks_is_asked_again_without_a_thread(asked)
 @pytest.mark.parametrize("how", ["time", "client"])
 def test_a_source_is_not_asked_again_for_nobody(asked, how):
     if how == "time":
-        asked.claim._deadline_s = time.monotonic() - 1
+        asked.claim._deadline_s = clock.now_s() - 1
     else:
         asked.wanted[0] = False
     asked.connection.answer = answer(NOT_READY)
@@ -313,14 +313,14 @@ def test_a_source_is_not_asked_again_for_nobody(asked, how):
 
 
 def test_an_answer_that_does_not_come_is_given_up_and_its_connection(asked):
-    asked.claim.tick(time.monotonic() + 1.0)
+    asked.claim.tick(clock.now_s() + 1.0)
     assert asked.told == []
-    asked.claim.tick(time.monotonic() + 3.0)
+    asked.claim.tick(clock.now_s() + 3.0)
     assert [type(told) for told in asked.told] == [TransferTimeout]
     assert (asked.watched, asked.connection.said) == ({}, ["question closed"])
     asked.connection.answer = answer()
     asked.claim.look()
-    asked.claim.tick(time.monotonic() + 9.0)
+    asked.claim.tick(clock.now_s() + 9.0)
     assert len(asked.told) == 1
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 
 import pytest
 
+from kvstore import clock
 from kvstore.flight import Flights
 from kvstore.results import MissReason
 
@@ -28,7 +28,7 @@ def flights(resumed):
 
 
 def later(seconds: float = 60.0) -> Parked:
-    return Parked(time.monotonic() + seconds)
+    return Parked(clock.now_s() + seconds)
 
 
 def test_the_first_leads_and_the_others_are_parked_until_it_leaves(flights, resumed):
@@ -122,9 +122,9 @@ def test_each_waits_for_as_long_as_it_wants(cluster, wait_until, gate):
     one.save(hashes, range(4))
     leading = first.client.load(hashes, range(4), timeout_s=20)
     wait_until(lambda: gate.num_waiting == 1)
-    started_s = time.monotonic()
+    started_s = clock.now_s()
     result = second.load(hashes, range(4), timeout_s=0.3)
-    assert 0.3 <= time.monotonic() - started_s < 2
+    assert 0.3 <= clock.now_s() - started_s < 2
     assert [failure.reason for failure in result.failed] == [MissReason.TIMEOUT] * 4
     assert core.fetcher.flights.num_waiting == 0
     gate.opened.set()

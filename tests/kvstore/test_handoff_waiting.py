@@ -1,8 +1,8 @@
-import time
 from types import SimpleNamespace
 
 import pytest
 
+from kvstore import clock
 from kvstore.handoff_waiting import WaitingClaims
 
 
@@ -50,7 +50,7 @@ def test_a_claim_is_answered_when_its_blocks_come(blocks, reader):
 
 
 def test_a_claim_that_waited_long_enough_is_told_so(blocks, reader):
-    waiting, now_s = WaitingClaims(), time.monotonic()
+    waiting, now_s = WaitingClaims(), clock.now_s()
     waiting.serve(b"key", reader, 60.0, blocks.serve)
     waiting.tick(now_s + 59.0)
     assert len(waiting) == 1

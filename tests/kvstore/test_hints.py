@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 
 import pytest
 from directory_client import connect
 
+from kvstore import clock
 from kvstore.chain import Chain
 from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
@@ -47,8 +47,8 @@ def test_a_directory_that_hangs_is_waited_for_a_second_and_then_not_at_all(deaf,
     hints = hints_of(lambda: deaf)
     hints.start(0.0)
     hints.follow(Pool(4))
-    heard, asked_s = [], time.monotonic()
-    hints.publish_soon(lambda: heard.append(time.monotonic()))
+    heard, asked_s = [], clock.now_s()
+    hints.publish_soon(lambda: heard.append(clock.now_s()))
     assert hints.num_waiting == 2, "who made contact, and this one"
 
     def answered():
@@ -60,7 +60,7 @@ def test_a_directory_that_hangs_is_waited_for_a_second_and_then_not_at_all(deaf,
     assert hints.num_waiting == 0
     # Once it is known to be away nobody waits for it any more.
     wait_until(lambda: hints._is_away)
-    hints.publish_soon(lambda: heard.append(time.monotonic()))
+    hints.publish_soon(lambda: heard.append(clock.now_s()))
     assert len(heard) == 2
 
 
@@ -84,11 +84,11 @@ def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf,
     refusing, hanging = hints_of(refuse), hints_of(lambda: deaf, 0.3)
     for hints in (refusing, hanging):
         assert hints.locate(chain) == []
-    now_s = time.monotonic()
+    now_s = clock.now_s()
     assert refusing._ask_after_s - now_s <= 1.0 < 4.0 < hanging._ask_after_s - now_s <= 5.0
-    started_s = time.monotonic()
+    started_s = clock.now_s()
     assert hanging.locate(chain) == []
-    assert time.monotonic() - started_s < 0.1
+    assert clock.now_s() - started_s < 0.1
     hanging._thread.start()
 
 
@@ -283,8 +283,8 @@ def test_what_a_lookup_found_is_recalled_once(own_hints):
 
 def test_what_was_found_long_ago_is_not(own_hints, monkeypatch):
     own_hints.remember(b"x", [("b", 3)])
-    later_s = time.monotonic() + 3.0
-    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    later_s = clock.now_s() + 3.0
+    monkeypatch.setattr("kvstore.clock.now_s", lambda: later_s)
     assert own_hints.recall(b"x") == []
 
 

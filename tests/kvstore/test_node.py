@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from kvstore import clock
 from kvstore.chain import Chain
 from kvstore.client import Client
 from kvstore.errors import (
@@ -643,7 +644,7 @@ def test_back_off_grows_and_ends_with_a_success(cluster, monkeypatch):
     two_nodes(cluster)
     book = cluster.nodes["b"]._peers
     now_s = [1000.0]
-    monkeypatch.setattr("kvstore.peers.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("kvstore.clock.now_s", lambda: now_s[0])
     pauses = []
     for _ in range(6):
         book.failed("a")
@@ -778,8 +779,8 @@ def test_a_block_counts_only_if_the_lease_covered_its_read(cluster, monkeypatch)
     one, two = cluster.worker("a", seed=1), cluster.worker("b", seed=2)
     hashes = cluster.hashes(3)
     one.save(hashes, range(3))
-    late_s, clock = [0.0], time.monotonic
-    monkeypatch.setattr("kvstore.fetch.time.monotonic", lambda: clock() + late_s[0])
+    late_s, real = [0.0], clock.now_s
+    monkeypatch.setattr("kvstore.clock.now_s", lambda: real() + late_s[0])
     read = cluster.nodes["b"].mover.read
 
     def read_late(*args, **more):

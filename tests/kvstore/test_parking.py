@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kvstore import clock
 from kvstore.job_threads import JobThreads
 from kvstore.parking import Parking
 from kvstore.work import Awaited, Work
@@ -30,7 +31,7 @@ def pair():
 
 
 def far():
-    return time.monotonic() + 60
+    return clock.now_s() + 60
 
 
 def test_what_is_parked_goes_on_once_when_there_is_something_to_read(parking, pair):
@@ -56,13 +57,13 @@ def test_what_is_parked_goes_on_when_the_other_side_ends(parking, pair):
 
 def test_each_goes_on_when_its_own_time_is_over(parking):
     pairs, order, ended = [socket.socketpair() for _ in range(3)], [], threading.Event()
-    began_s = time.monotonic()
+    began_s = clock.now_s()
     for (here, _), after_s in zip(pairs, (0.3, 0.1, 0.2), strict=True):
         call = lambda after_s=after_s: (order.append(after_s), len(order) == 3 and ended.set())  # noqa: E731
         parking.park(here.fileno(), began_s + after_s, call)
     assert ended.wait(5)
     assert order == [0.1, 0.2, 0.3]
-    assert time.monotonic() - began_s >= 0.3
+    assert clock.now_s() - began_s >= 0.3
     for pair in pairs:
         for end in pair:
             end.close()
@@ -83,7 +84,7 @@ def test_what_left_is_not_called_and_its_descriptor_may_be_parked_again(parking,
 def test_one_that_fails_does_not_end_the_thread(parking, pair, caplog):
     here, there = pair
     called = threading.Event()
-    parking.park(here.fileno(), time.monotonic(), lambda: 1 // 0)
+    parking.park(here.fileno(), clock.now_s(), lambda: 1 // 0)
     there.send(b"x")
     while len(parking):
         time.sleep(0.005)
@@ -110,11 +111,11 @@ def test_it_has_no_thread_before_it_is_used_and_leaves_none_and_no_descriptor(pa
 def test_a_descriptor_that_was_closed_while_it_was_parked_holds_up_no_other(parking, pair):
     gone, other = socket.socketpair()
     called, last = threading.Event(), threading.Event()
-    parking.park(gone.fileno(), time.monotonic() + 0.05, called.set)
+    parking.park(gone.fileno(), clock.now_s() + 0.05, called.set)
     gone.close()
     other.close()
     assert called.wait(5), "its time is over all the same"
-    parking.park(pair[0].fileno(), time.monotonic() + 0.05, last.set)
+    parking.park(pair[0].fileno(), clock.now_s() + 0.05, last.set)
     assert last.wait(5), "the thread goes on"
 
 
@@ -131,7 +132,7 @@ def test_without_a_thread_nothing_is_parked_and_the_next_one_starts_it(parking, 
     assert len(parking) == 0
     assert len(os.listdir("/proc/self/fd")) <= before
     called = threading.Event()
-    parking.park(pair[0].fileno(), time.monotonic() + 0.05, called.set)
+    parking.park(pair[0].fileno(), clock.now_s() + 0.05, called.set)
     assert called.wait(5)
 
 
@@ -159,7 +160,7 @@ def test_the_thread_of_a_client_that_is_collected_ends(pair, wait_until):
     steps = iter(())
 
     def wait_once():
-        yield Awaited(pair[0].fileno(), time.monotonic() + 0.01)
+        yield Awaited(pair[0].fileno(), clock.now_s() + 0.01)
         return list(steps)
 
     work = Work(wait_once)

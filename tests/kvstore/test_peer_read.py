@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from kvstore import clock as leases
 from kvstore.errors import PeerLost
 from kvstore.hints import Hints
 from kvstore.peers import Peer
@@ -144,10 +145,8 @@ def test_a_read_that_ends_after_its_lease_publishes_nothing(cluster, monkeypatch
         now_s = 0.0
 
     clock = Clock()
-    import time
-
-    real = time.monotonic
-    monkeypatch.setattr("kvstore.peer_read.time.monotonic", lambda: real() + clock.now_s)
+    real = leases.now_s
+    monkeypatch.setattr("kvstore.clock.now_s", lambda: real() + clock.now_s)
     monkeypatch.setattr(cluster.nodes["b"].mover, "read", late)
     before = two.bytes()
     result = two.load(hashes, range(4))

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from kvstore import peers
 from kvstore.errors import PeerLost
 from kvstore.peers import PeerBook
 
@@ -18,7 +17,7 @@ def book(monkeypatch):
 
     made = PeerBook("own", b"ownepoch", nowhere, 1.0)
     made.now_s = 100.0
-    monkeypatch.setattr(peers.time, "monotonic", lambda: made.now_s)
+    monkeypatch.setattr("kvstore.clock.now_s", lambda: made.now_s)
     yield made
     made.close()
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore import clock
 from kvstore.config import StoreConfig
 from kvstore.copier import HostCopier
 from kvstore.errors import ConfigError, CopyStuck, InvalidRequest, KernelError, RegistrationFailed, StoreUnavailable
@@ -444,7 +445,7 @@ class MoverWithReadsGivenUp:
         return False
 
     def abandoned_since_s(self):
-        return time.monotonic()
+        return clock.now_s()
 
     def fence(self):
         self.num_killed += 1
