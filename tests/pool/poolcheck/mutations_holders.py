@@ -21,6 +21,8 @@ from poolcheck.mutant import (
 )
 from poolcheck.patch import Patch
 
+OWNERS = "tests/kvstore/test_client_owner.py"
+
 HOLDERS = (
     Mutant(
         name="two-step pin",
@@ -243,6 +245,22 @@ HOLDERS = (
         "        if self._mover.fence():\n",
         "        if True:\n",
         f"{WIRE}::test_a_spoilt_message_at_every_step_leaves_nothing[dropped]",
+    ),
+    bug(
+        "late grant kept",
+        "ours",
+        "kvstore.control_server",
+        "                if gave is not None and gave[0] >= since:\n",
+        "                if False:\n",
+        f"{OWNERS}::test_what_comes_after_its_caller_gave_up_is_given_back[pin]",
+    ),
+    bug(
+        "heard grant taken back",
+        "ours",
+        "kvstore.control_server",
+        "gave[0] >= since",
+        "gave[0] >= 0",
+        f"{OWNERS}::test_a_pin_is_given_back_over_another_connection_than_it_was_taken",
     ),
     bug(
         "goodbye lost after a reset",
