@@ -1,7 +1,7 @@
 """The client: what a worker process uses to save and load the blocks of its engine.
 
 It talks to the store of its own node only. One control call a request in the common case; bytes go
-through the arena that both map. Jobs run on threads of the client, each with a connection of its own.
+through the arena that both map. Jobs run on threads of the client, and hold none while they wait; see kvstore.work.
 """
 
 from __future__ import annotations
