@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 
+from kvstore.bounds import MAX_NAMESPACES
 from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
 from kvstore.wire import clip
 
@@ -42,7 +43,8 @@ class NamespaceVersions:
 
         Raises:
             StaleVersion: it is not later than what was known; nothing changed.
-            InvalidRequest: it is no version or no namespace, or too far ahead of what was known; nothing changed.
+            InvalidRequest: it is no version or no namespace, or too far ahead of what was known, or the first of one
+                namespace too many; nothing changed.
         """
         if not isinstance(namespace, bytes) or len(namespace) != _NAMESPACE_BYTES:
             raise InvalidRequest(f"namespace: wanted {_NAMESPACE_BYTES} bytes, got {clip(namespace)}")
@@ -57,6 +59,12 @@ class NamespaceVersions:
                 )
             if version <= known:
                 raise StaleVersion(f"version: wanted a later one than {known}, got {version}; nothing was cleared")
+            # They are kept for good: one that is forgotten would begin anew, below what others know.
+            if len(self._known) >= MAX_NAMESPACES and namespace not in self._known:
+                raise InvalidRequest(
+                    f"wanted to note the first clearing of a namespace, but {MAX_NAMESPACES} others were cleared "
+                    "since this store began; restart it on all nodes"
+                )
             self._serial += 1
             self._known[namespace] = version, self._serial
             return version

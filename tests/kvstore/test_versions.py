@@ -63,3 +63,15 @@ def test_what_is_no_namespace_is_refused(namespace):
     with pytest.raises(InvalidRequest, match="wanted 32 bytes"):
         versions.advance(namespace)
     assert versions.since(0) == (0, {})
+
+
+def test_so_many_namespaces_are_known_and_no_more(monkeypatch):
+    monkeypatch.setattr("kvstore.versions.MAX_NAMESPACES", 3)
+    versions, names = NamespaceVersions(), [bytes([i]) * 32 for i in range(4)]
+    for name in names[:3]:
+        versions.advance(name)
+    with pytest.raises(InvalidRequest, match="3 others were cleared"):
+        versions.advance(names[3])
+    versions.hear_all({names[3]: 5, names[0]: 2})
+    assert versions.since(0)[1] == {names[0]: 2, names[1]: 1, names[2]: 1}
+    assert versions.get(names[3]) == 0
