@@ -1,6 +1,7 @@
 """Slots of a hand-off belong to their publisher until its copies have ended: what ends before is only marked."""
 
 import math
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvstore.control_connection import Connection
 from kvstore.cuda_order import CudaOrder
 from kvstore.errors import CopyStuck, KernelError, StoreUnavailable, TransferTimeout
 from kvstore.handoff_messages import pack_abort_handoff, pack_complete_handoff
@@ -17,7 +19,7 @@ from kvstore.messages import U64
 from kvstore.pool import Pool
 from kvstore.results import MissReason
 from kvstore.stage_copier import StageCopier
-from kvstore.wire import Op
+from kvstore.wire import FRAGMENT_BYTES, Decoder, Flag, Op
 from tests.kvstore.test_handoff import fetch, is_empty, reason, same
 
 
@@ -144,6 +146,21 @@ def test_slots_whose_answer_came_too_late_come_back_at_once(cluster, three, monk
             publisher.client.begin_publish(range(4))
     assert told.is_set()
     assert is_empty(core)
+
+
+def test_of_an_answer_that_was_sent_in_part_nothing_is_heard():
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        here.setblocking(False)
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, FRAGMENT_BYTES)
+        connection, decoder = Connection(here, "publisher", local=True), Decoder()
+        connection.send(Op.HANDOFF_PREPARE, Flag.REPLY, 1, bytes(4 * FRAGMENT_BYTES))
+        connection.shut_down()
+        packets = []
+        while packet := there.recv(2 * FRAGMENT_BYTES):
+            packets.append(packet)
+        assert 1 <= len(packets) < 4, "a part of it went out"
+        assert [decoder.packet(memoryview(packet)) for packet in packets] == [None] * len(packets)
 
 
 def test_a_claim_is_ended_by_its_reader_alone():
