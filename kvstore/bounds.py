@@ -14,8 +14,9 @@ MAX_SLOTS = 1 << 23
 MIN_BLOCK_BYTES = 512
 #: The most namespaces that one life of a store attaches.
 MAX_NAMESPACES = 1 << 16
-#: The longest run of blocks in one message, or argument, of a worker, a peer or a Ray caller: 262,144 blocks.
-MAX_CHAIN_BYTES = 8 << 20
+#: The longest run of blocks in one message, or argument, of a worker, a peer or a Ray caller: 131,072 blocks.
+#: The control thread takes some milliseconds for as many, and everybody else waits.
+MAX_CHAIN_BYTES = 4 << 20
 MAX_OWNER_CHARS = 200
 #: Digests of namespaces and hashes of blocks.
 DIGEST_BYTES = 32

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from kvstore import clock
+from kvstore.bounds import MAX_CHAIN_BYTES
 from kvstore.chain import HASH_BYTES, Chain
 from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
@@ -504,6 +505,11 @@ class Client(HandoffVerbs):
             raise NamespaceMismatch(
                 f"wanted hashes of namespace {self.space.digest.hex()[:12]} ({self.space.model!r}), got some of "
                 f"{hashes.namespace_digest.hex()[:12]}; make them with this client's space"
+            )
+        if len(hashes.data) > MAX_CHAIN_BYTES:
+            raise InvalidRequest(
+                f"hashes: wanted at most {MAX_CHAIN_BYTES // HASH_BYTES} in one call, got {len(hashes)}; "
+                "pass them in shorter runs"
             )
         return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
 

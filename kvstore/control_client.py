@@ -122,8 +122,10 @@ class ControlClient:
             return answer
         message = self._receive(request, asked_s + timeout_s - clock.now_s(), data)
         while message.flag is PROGRESS:
+            if (left_s := asked_s + timeout_s - clock.now_s()) <= 0:
+                raise TransferTimeout(f"{self.name}: no answer in time, but only word that it comes soon")
             progress()
-            message = self._receive(request, asked_s + timeout_s - clock.now_s())
+            message = self._receive(request, left_s)
         self.unheard = 0
         return message
 

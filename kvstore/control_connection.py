@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 #: What may wait here for a client that does not read, besides what its socket holds; then it is cut. A message goes
 #: out whole when nothing waits before it.
-MAX_UNSENT_BYTES = 8 << 20
+MAX_UNSENT_BYTES = 4 << 20
 #: What one packet costs here besides its bytes.
 _PACKET_BYTES = 128
 

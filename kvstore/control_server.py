@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 _GOODBYE, _HELLO = Op.GOODBYE, Op.HELLO
 #: Of one connection, before others have their turn.
 _MESSAGES_A_ROUND = 32
+#: Of a stream at once. It may hold thousands of small messages, and all others wait while it is taken apart.
+_STREAM_BYTES = 32 << 10
 
 
 class ControlServer:
@@ -169,7 +171,7 @@ class ControlServer:
             if connection.pending:
                 self._serve_pending(connection)
                 return
-            data = self._received[: connection.sock.recv_into(self._received)]
+            data = self._received[: connection.sock.recv_into(self._received, 0 if connection.local else _STREAM_BYTES)]
             if not data:
                 self._close(connection)
                 return
@@ -275,7 +277,8 @@ class ControlServer:
                 self._log.take_held_back(),
                 "control: the connection of %s, a %s, is cut: %s (%d more not logged)",
             )
-            logger.warning(text, connection.owner, connection.role, clip(error, 300), more, exc_info=error)
+            trace = None if isinstance(error, KVStoreError) else error
+            logger.warning(text, connection.owner, connection.role, clip(error, 300), more, exc_info=trace)
         self._close(connection)
 
     def _close(self, connection: Connection) -> None:

@@ -19,6 +19,7 @@ from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
 from kvstore.directory_index import DirectoryIndex
 from kvstore.errors import IncompatibleStore, ProtocolError
+from kvstore.messages import OWNER_KEY_BYTES
 from kvstore.peers import PeerAddress
 from kvstore.versions import NamespaceVersions, pack_versions
 from kvstore.wire import Message, Op, clip, is_secret, pack_json, unpack_json
@@ -31,6 +32,8 @@ SETTLE_S = 15.0
 #: Between two steps in which entries of forgotten stores are taken out; a step takes some milliseconds.
 _SWEEP_EVERY_S = 0.05
 _EPOCH_BYTES, _MAX_NODE_ID = 8, 200
+#: A batch has some thousand blocks, and the versions of all namespaces at most.
+_MAX_MESSAGE_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class _Link:
 
     node_id: str
     epoch: bytes
+    #: Drawn by the store. Many know its epoch, and this tells whether an earlier connection was its own.
+    owner: bytes
     connection: Connection
     sequence: int = 0
     life: int = 0
@@ -54,8 +59,8 @@ class DirectoryServer:
     """Serves one index to the stores of a cluster over TCP.
 
     What a connection announces is of the node and the epoch that it named in its HELLO, and it alone takes that
-    back: by its end, or by the next announcement of the same epoch. So a store that says it is of another's node
-    adds wrong hints at worst.
+    back: by its end, or by the next announcement of the same epoch and owner. So a store that says it is of another's
+    node adds wrong hints at worst.
 
     Args:
         host: address of this node, as other nodes reach it.
@@ -75,8 +80,9 @@ class DirectoryServer:
         #: Connections that were told which node is the only one; closed when there is another.
         self._lonely: dict[str, Connection] = {}
         self._server = ControlServer(
-            self._serve, self._gone, self.index.sweep, lambda: self.index.is_sweeping, _SWEEP_EVERY_S
-        )
+            self._serve, self._gone, self.index.sweep, lambda: self.index.is_sweeping, _SWEEP_EVERY_S,
+            max_bytes={"store": _MAX_MESSAGE_BYTES},
+        )  # fmt: skip
         self._server.listen_remote(host)
         self._server.start()
 
@@ -124,14 +130,15 @@ class DirectoryServer:
             )
         if not is_secret(value.get("token"), self._token):
             raise IncompatibleStore("wrong token; connect through the cluster that runs this directory")
-        node_id, epoch = value.get("node"), _epoch_in(value)
-        if not isinstance(node_id, str) or not 0 < len(node_id) <= _MAX_NODE_ID or len(epoch) != _EPOCH_BYTES:
+        node_id, epoch, owner = value.get("node"), _bytes_in(value, "epoch"), _bytes_in(value, "owner")
+        is_node = isinstance(node_id, str) and 0 < len(node_id) <= _MAX_NODE_ID
+        if not is_node or len(epoch) != _EPOCH_BYTES or len(owner) != OWNER_KEY_BYTES:
             raise ProtocolError(
-                f"wanted a node of at most {_MAX_NODE_ID} characters and an epoch of {_EPOCH_BYTES} bytes in "
-                f"hexadecimal, got {clip(node_id)} and {clip(value.get('epoch'))}"
+                f"wanted a node of at most {_MAX_NODE_ID} characters, an epoch and an owner of {_EPOCH_BYTES} bytes "
+                f"in hexadecimal, got {clip(node_id)}, {clip(value.get('epoch'))} and {clip(value.get('owner'))}"
             )
         connection.role = "store"
-        self._links[connection.owner] = _Link(node_id, epoch, connection)
+        self._links[connection.owner] = _Link(str(node_id), epoch, owner, connection)
         return pack_json({"protocol": PROTOCOL_VERSION})
 
     def _only_node(self) -> str:
@@ -169,7 +176,8 @@ class DirectoryServer:
         self._forget(link, link.coming)
         link.coming = next(self._lives)
         for other in self._links.values():
-            if other is not link and other.sequence and (other.node_id, other.epoch) == (link.node_id, link.epoch):
+            is_same = (other.node_id, other.epoch, other.owner) == (link.node_id, link.epoch, link.owner)
+            if is_same and other is not link and other.sequence:
                 # The same store over an earlier connection, whose end was not seen here.
                 self._forget(other, other.coming)
                 self._forget(link, link.life)
@@ -190,8 +198,8 @@ class DirectoryServer:
             self._forget(link, link.coming)
 
 
-def _epoch_in(hello: dict[str, object]) -> bytes:
+def _bytes_in(hello: dict[str, object], name: str) -> bytes:
     try:
-        return bytes.fromhex(str(hello.get("epoch")))
+        return bytes.fromhex(str(hello.get(name)))
     except ValueError:
         return b""

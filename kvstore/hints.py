@@ -21,11 +21,12 @@ from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_remote
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.guard import Guard
+from kvstore.messages import OWNER_KEY_BYTES
 from kvstore.peers import PeerAddress
 from kvstore.pool import Pool
 from kvstore.solitude import Solitude
 from kvstore.versions import NamespaceVersions, unpack_versions
-from kvstore.wire import Op, unpack_json
+from kvstore.wire import Op, unpack_json, unpacked
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ _RETRY_HUNG_S = 5.0
 _HEARTBEAT_S = 5.0
 #: How long a lookup's answer may stand in for asking again, and how many are kept.
 _REMEMBERED_S, _MAX_REMEMBERED = 2.0, 1024
+#: Of one answer of the directory, which has the best nodes first.
+_MAX_NODES = 256
 #: Who waits for a batch to be published waits no longer than this, plus a tick of the control thread.
 _ANSWER_WITHIN_S = 1.0
 
@@ -72,6 +75,8 @@ class Hints:
     ) -> None:
         self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
         self._epoch = secrets.token_bytes(8) if epoch is None else epoch
+        #: By which the directory knows that connections are of this store: its epoch is known to many.
+        self._owner_key = secrets.token_bytes(OWNER_KEY_BYTES)
         self._versions, self._clear, self._told = versions, clear, 0
         self._announcements = Announcements()
         self._condition = threading.Condition()
@@ -165,16 +170,16 @@ class Hints:
         self._is_only = False
         self._solitude.end()
         try:
-            answer = unpack_json(self._ask(chain.encode()))
+            nodes, only = unpacked(lambda answer: _located(answer, len(chain)), self._ask(chain.encode()))
         except KVStoreError as error:
             hung = isinstance(error, TransferTimeout) or clock.now_s() - started_s > _RETRY_S
             self._ask_after_s = clock.now_s() + (_RETRY_HUNG_S if hung else _RETRY_S)
             logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
             return []
-        self._is_only = answer.get("only") == self._node_id
+        self._is_only = only == self._node_id
         if self._is_only and self._asker is not None:
             self._solitude.begin(self._asker)
-        return [(str(node), int(count)) for node, count in answer["nodes"]]
+        return nodes
 
     def _ask(self, chain: bytes) -> bytes:
         """Ask over the connection that there is, or over a new one when that has been closed.
@@ -224,6 +229,7 @@ class Hints:
             "token": address.token,
             "node": self._node_id,
             "epoch": self._epoch.hex(),
+            "owner": self._owner_key.hex(),
         }
         return connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
 
@@ -285,3 +291,10 @@ class Hints:
         self._told = told
         self._versions.hear_all(news, self._clear)
         return True
+
+
+def _located(payload: bytes, num_blocks: int) -> tuple[list[tuple[str, int]], str]:
+    """Return (nodes that may have the begin of a run, and how much of it; the only node that has anything)."""
+    value = unpack_json(payload)
+    found = [(str(node), min(int(count), num_blocks)) for node, count in value["nodes"][:_MAX_NODES]]
+    return [(node, count) for node, count in found if count > 0], str(value.get("only"))

@@ -217,7 +217,7 @@ def unpack_peer_lease(payload: bytes) -> PeerLease:
     """Return what `pack_peer_lease` packed."""
     block_bytes, slot_format, version, ttl_s = _PEER_LEASE.unpack_from(payload)
     return PeerLease(
-        chain=decode_chain(payload[_PEER_LEASE.size :]),
+        chain=decode_chain(memoryview(payload)[_PEER_LEASE.size :]),
         block_bytes=block_bytes,
         slot_format=slot_format,
         namespace_version=version,

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Of one message, by the role of who sends it.
-_MAX_BYTES = {"client": MAX_CHAIN_BYTES, "peer": MAX_CHAIN_BYTES, "presence": STRANGER_BYTES}
+_MAX_BYTES = {"presence": STRANGER_BYTES} | dict.fromkeys(("client", "peer"), MAX_CHAIN_BYTES + STRANGER_BYTES)
 
 
 class NodeControl:

@@ -175,7 +175,7 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
     store, alone, misled = cluster.nodes["a"], cluster.nodes["no mover"], cluster.nodes["misled"]
     peer = {"role": "peer", "token": store.token, "node": "x", "epoch": b"epoch--1".hex(), "owner": b"owner--1".hex()}
     directory = cluster.directory.address()
-    link = {"role": "store", "token": directory.token, "node": "x", "epoch": b"epoch--1".hex()}
+    link = peer | {"role": "store", "token": directory.token}
     doors = {
         "client": Door(store.control_path, {"role": "client"}, said["client"]),
         "peer": Door(store.peer_address(), peer, said["peer"]),

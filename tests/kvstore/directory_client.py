@@ -13,7 +13,8 @@ from kvstore.wire import Op
 
 
 def connect(address: PeerAddress, **changes):
-    hello = {"role": "store", "protocol": PROTOCOL_VERSION, "token": address.token, "node": "a", "epoch": "00" * 8}
+    hello = {"role": "store", "protocol": PROTOCOL_VERSION, "token": address.token, "node": "a"}
+    hello |= {"epoch": "00" * 8, "owner": "11" * 8}
     return connect_remote(address.host, address.port, hello | changes, timeout_s=2.0)
 
 

@@ -152,11 +152,14 @@ def test_two_lives_of_a_node_are_found_as_one(directory):
         {"epoch": "no"},
         {"epoch": "00" * 9},
         {"epoch": 1},
+        {"owner": "no"},
     ],
     ids=str,
 )
 def test_a_store_says_which_node_and_life_it_is(directory, changes):
-    with pytest.raises(ProtocolError, match="wanted a node of at most 200 characters and an epoch of 8 bytes"):
+    with pytest.raises(
+        ProtocolError, match="wanted a node of at most 200 characters, an epoch and an owner of 8 bytes"
+    ):
         connect(directory.address(), **changes)
 
 

@@ -15,12 +15,13 @@ import tempfile
 import pytest
 
 from kvstore import control_connection, strangers
+from kvstore.announcements import Batch, pack_batch
 from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local, connect_remote
 from kvstore.control_server import ControlServer
-from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, PeerLost, ProtocolError
-from kvstore.messages import U64, pack_lease
+from kvstore.errors import ConfigError, IncompatibleStore, InvalidRequest, KVStoreError, PeerLost, ProtocolError
+from kvstore.messages import U64, PeerLease, pack_lease, pack_peer_lease
 from kvstore.wire import HEADER, STRANGER_BYTES, Decoder, Op, clip, pack_error, unpack_error
 
 HELLO = {
@@ -361,6 +362,64 @@ def test_errors_on_the_wire_are_short():
     assert len(pack_error(ProtocolError("x" * 10**6))) < 3000
     text = str(unpack_error(json.dumps({"error": "PeerLost", "text": "x" * 10**6}).encode()))
     assert len(text) < 3000
+
+
+def test_a_store_that_names_another_ones_epoch_takes_nothing_of_it_back(cluster, store, wait_until):
+    directory, run = cluster.directory, [store.hashes.data[:32]]
+    wait_until(lambda: directory.index.locate(run) == [("a", 1)])
+    address = directory.address()
+    same = {"role": "store", "node": "a", "epoch": store.epoch.hex(), "token": address.token}
+    with contextlib.closing(connect_remote(address.host, address.port, HELLO | same, timeout_s=5.0)) as impostor:
+        empty = Batch(sequence=1, begins=True, ends=True, added=[], removed=run, versions={})
+        impostor.call(Op.PUBLISH, pack_batch(empty), timeout_s=5.0)
+        assert directory.index.locate(run) == [("a", 1)]
+    assert directory.is_serving(5.0)
+    assert directory.index.locate(run) == [("a", 1)]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\xff", b"{}", b'{"nodes":7}', b'{"nodes":{"a":1}}', b'{"nodes":[["b"]]}', b'{"nodes":[["b",null]]}',
+        b'{"nodes":[["b",1e999]]}', b'{"nodes":[["b",-5],["c",0]]}', b"[" * 5000,
+    ],
+)  # fmt: skip
+def test_answers_of_a_directory_that_are_none_are_misses(cluster, store, monkeypatch, answer):
+    monkeypatch.setattr(store.hints, "_ask", lambda chain: answer)
+    monkeypatch.setattr(store.hints, "is_alone", lambda: False)
+    assert store.hints.locate(chain_of(store)) == []
+    assert store.worker.load(cluster.hashes(2, seed=9), range(2)).num_blocks == 0
+
+
+def test_what_a_directory_says_is_cut_to_what_was_asked(store, monkeypatch):
+    nodes = [[f"n{i}", 2**40] for i in range(100_000)]
+    monkeypatch.setattr(store.hints, "_ask", lambda chain: json.dumps({"nodes": nodes}).encode())
+    monkeypatch.setattr(store.hints, "is_alone", lambda: False)
+    found = store.hints.locate(chain_of(store))
+    assert len(found) == 256
+    assert {count for _, count in found} == {3}
+
+
+@pytest.mark.parametrize("num_hashes", [1 << 18, 2_000_000])
+def test_a_run_that_is_too_long_costs_its_peer_the_connection(store, num_hashes):
+    address, chain = store.peer_address(), chain_of(store)
+    chain.data = bytes(32) * num_hashes
+    lease = PeerLease(chain=chain, block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=1.0)
+    with (
+        contextlib.closing(
+            connect_remote(address.host, address.port, HELLO | {"token": address.token}, timeout_s=5.0)
+        ) as peer,
+        pytest.raises(PeerLost),
+    ):
+        peer.call(Op.PEER_LEASE, pack_peer_lease(lease), timeout_s=10.0)
+    assert store.worker.client.lookup(store.hashes).num_local == 3
+
+
+def test_a_client_refuses_a_run_that_is_too_long_by_itself(store, monkeypatch):
+    monkeypatch.setattr("kvstore.client.MAX_CHAIN_BYTES", 64)
+    with pytest.raises(InvalidRequest, match="at most 2 in one call"):
+        store.worker.client.lookup(store.hashes)
+    assert store.worker.client.lookup(store.hashes[:2]).num_local == 2
 
 
 _POSES_AS_A_STORE = """
