@@ -19,7 +19,7 @@ from typing import Any
 
 from kvstore import clock
 from kvstore.arena import Arena, create_arena
-from kvstore.bounds import MAX_NAMESPACES, MAX_SLOTS, MIN_BLOCK_BYTES, check_count, check_digest
+from kvstore.bounds import MAX_BLOCK_BYTES, MAX_NAMESPACES, MAX_SLOTS, MIN_BLOCK_BYTES, check_count, check_digest
 from kvstore.chain import Chain, decode_chain
 from kvstore.config import StoreConfig, socket_dir
 from kvstore.errors import (
@@ -126,7 +126,7 @@ class NodeCore(PoolVerbs):
             LayoutMismatch: the namespace is known with another block size in bytes; nothing changed.
         """
         check_digest("namespace", namespace)
-        check_count("block_bytes", block_bytes, MIN_BLOCK_BYTES, max(MIN_BLOCK_BYTES, self.config.capacity_bytes))
+        check_count("block_bytes", block_bytes, MIN_BLOCK_BYTES, MAX_BLOCK_BYTES)
         with self._attach_lock:
             if len(self.block_bytes) >= MAX_NAMESPACES and namespace not in self.block_bytes:
                 raise ConfigError(f"wanted at most {MAX_NAMESPACES} namespaces in a store, got one more; restart it")
