@@ -3,7 +3,7 @@
 Where the workers share the scheduler's process, vLLM gets the blocks back at once: what asks for all of them, such as
 `reset_prefix_cache`, need not wait for saves. Freed blocks keep their bytes until they are given to others, and vLLM
 says so before anything of that step is launched; the saves that read them end then. Where workers are processes of
-their own, vLLM keeps the blocks until it hears of the copies' end. Why: docs/adr/0018-blocks-of-ended-requests.md.
+their own, vLLM keeps the blocks until it hears of the copies' end. Why: docs/adr/0022-blocks-of-ended-requests.md.
 """
 
 from __future__ import annotations
