@@ -71,7 +71,7 @@ class ControlClient:
         Args:
             op: what is asked.
             payload: of the question.
-            timeout_s: for the answer.
+            timeout_s: for the answer, the wait for the questions of other threads included.
             meanwhile: called while the answer is on its way, with the connection taken. What it raises closes the
                 connection, for the answer stays unread.
             awake_s: for so long the answer is then waited for without sleeping, by who knows that it comes soon.
@@ -80,12 +80,15 @@ class ControlClient:
         Raises:
             KVStoreError: what the other side raised, of the same class.
             PeerLost: the connection broke; it is closed.
-            TransferTimeout: no answer in time; the connection is closed.
+            TransferTimeout: no answer in time; the connection is closed. Where the questions of others took all of it
+                nothing was asked, and the connection goes on.
             ForkedClient: this is a child of the process that made it.
         """
         check_process(self._pid)
+        if not self._lock.acquire(blocking=False):
+            timeout_s = self._wait_for_others(op, timeout_s)
         try:
-            with self._lock:
+            try:
                 self.num_calls += 1
                 try:
                     message = self._ask_and_wait(op, payload, timeout_s, meanwhile, awake_s, progress)
@@ -93,6 +96,8 @@ class ControlClient:
                     # Whatever that is, a signal's too: the next question would meet this one's answer.
                     self.close()
                     raise
+            finally:
+                self._lock.release()
         finally:
             if self.closed:
                 self._let_go()
@@ -101,6 +106,13 @@ class ControlClient:
         if message.flag is ERROR:
             raise unpack_error(message.payload)
         return message.payload
+
+    def _wait_for_others(self, op: Op, timeout_s: float) -> float:
+        """Take the connection when no other thread has it; returns what is left of a time."""
+        asked_s = clock.now_s()
+        if not self._lock.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
+            raise TransferTimeout(f"{self.name}: others' questions took all the time of {op.name}; it was not asked")
+        return max(0.0, timeout_s - (clock.now_s() - asked_s))
 
     def _ask_and_wait(
         self,

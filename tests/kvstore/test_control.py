@@ -254,6 +254,22 @@ def test_close_ends_the_call_of_another_thread(echo, client):
     assert client._sock.fileno() == -1
 
 
+def test_a_call_waits_for_those_of_others_no_longer_than_for_its_own_answer(echo, client, wait_until):
+    answers = []
+    other = threading.Thread(target=lambda: answers.append(client.call(Op.PIN, b"late", timeout_s=10.0)))
+    other.start()
+    wait_until(lambda: Op.PIN in echo.seen)
+    began_s = time.monotonic()
+    with pytest.raises(TransferTimeout, match="not asked"):
+        client.call(Op.LOOKUP, b"x", timeout_s=0.1)
+    assert time.monotonic() - began_s < 1.0
+    assert not client.closed
+    echo.release.set()
+    other.join(10)
+    assert answers == [b"late"], "it is not disturbed"
+    assert client.call(Op.LOOKUP, b"y", timeout_s=2.0) == b"y"
+
+
 def test_threads_share_a_connection(client):
     wrong = []
 
