@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 5.0
 #: So many failures in a row, with rests in between, and the thread does not count as serving any more.
 _MAX_FAILURES_IN_ROW = 10
+_READABLE, _WRITABLE = select.EPOLLIN, select.EPOLLOUT
 
 
 class ControlLoop:
@@ -124,12 +125,12 @@ class ControlLoop:
         self._when_ready[fd] = then
         if when_writable is not None:
             self._when_writable[fd] = when_writable
-        self._epoll.register(fd, select.EPOLLIN)
+        self._epoll.register(fd, _READABLE)
 
     def want_writable(self, fd: int, wanted: bool) -> None:
         """Say whether a watched descriptor is to be written to; from any thread."""
         with contextlib.suppress(OSError, ValueError):  # It is watched no more.
-            self._epoll.modify(fd, select.EPOLLIN | select.EPOLLOUT if wanted else select.EPOLLIN)
+            self._epoll.modify(fd, _READABLE | _WRITABLE if wanted else _READABLE)
 
     def call_again(self, fd: int) -> None:
         """Count a watched descriptor as readable in the next round: part of what came was left for then."""
@@ -161,7 +162,12 @@ class ControlLoop:
         while not self._stopping:
             try:
                 # Looked up before any is served: what one of them closes must not lend its number to another.
-                ready = self._ready(self._poll(0.0 if self._again else wait_s))
+                found = self._poll(0.0 if self._again else wait_s)
+                if len(found) == 1 and found[0][1] == _READABLE and not self._again:  # As it nearly always is.
+                    fd = found[0][0]
+                    ready = [(fd, self._when_ready[fd])]
+                else:
+                    ready = self._ready(found)
             except Exception as error:  # noqa: BLE001
                 pause_s = self._polls.failed(error)
                 if self._polls.num_in_row >= _MAX_FAILURES_IN_ROW:
@@ -169,7 +175,8 @@ class ControlLoop:
                     return
                 time.sleep(pause_s)
                 continue
-            self._polls.passed()
+            if self._polls.num_in_row:
+                self._polls.passed()
             for fd, then in ready:
                 try:
                     then()
@@ -190,12 +197,12 @@ class ControlLoop:
     def _ready(self, found: list[tuple[int, int]]) -> list[tuple[int, Callable[[], None]]]:
         ready = []
         for fd, events in found:
-            if events & select.EPOLLOUT:
+            if events & _WRITABLE:
                 ready.append((fd, self._when_writable[fd]))
-            if events & ~select.EPOLLOUT:
+            if events & ~_WRITABLE:
                 ready.append((fd, self._when_ready[fd]))
         if self._again:
-            found_fds = {fd for fd, events in found if events & ~select.EPOLLOUT}
+            found_fds = {fd for fd, events in found if events & ~_WRITABLE}
             ready += [(fd, self._when_ready[fd]) for fd in self._again - found_fds]
             self._again.clear()
         return ready

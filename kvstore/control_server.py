@@ -168,14 +168,15 @@ class ControlServer:
         if connection.closed:
             return
         try:
-            if connection.pending:
+            local = connection.local
+            if not local and connection.pending:
                 self._serve_pending(connection)
                 return
-            data = self._received[: connection.sock.recv_into(self._received, 0 if connection.local else _STREAM_BYTES)]
+            data = self._received[: connection.sock.recv_into(self._received, 0 if local else _STREAM_BYTES)]
             if not data:
                 self._close(connection)
                 return
-            if not connection.local:
+            if not local:
                 connection.pending.extend(connection.decoder.stream(data))
                 self._serve_pending(connection)
                 return
