@@ -28,6 +28,7 @@ from kvstore.errors import (
     LayoutMismatch,
     LeaseError,
     ProtocolError,
+    StaleVersion,
     StoreUnavailable,
     TransferError,
     all_error_types,
@@ -38,6 +39,7 @@ from kvstore.results import Job, LoadResult, MissReason
 _MOMENT_S = 10.0
 #: Blocks of the engine: for operations, for jobs that were given up, and never named by anything.
 _OWN, _GIVEN_UP, _CANARIES = range(0, 80), range(80, 120), range(120, 128)
+_PUBLISHES = (Verb.PUBLISH, Verb.BEGIN_PUBLISH, Verb.PUBLISH_AND_LEAVE, Verb.WITHDRAW_AT_ONCE)
 #: Errors that say that a client misused the store, which this one never does.
 _NEVER = (InvalidRequest, LayoutMismatch, ProtocolError)
 
@@ -263,6 +265,8 @@ class Worker:
         self._counts["errors", choice.verb.value, type(error).__name__] += 1
         if isinstance(error, ChainBroken) and choice.first > 0:
             return
+        if isinstance(error, StaleVersion) and choice.verb in _PUBLISHES:
+            return  # Its namespace was cleared since the blocks were written.
         if isinstance(error, (*_NEVER, JobRunning)):
             self._voice.finding(f"{choice.verb.value} raised {type(error).__name__}: {error}")
         elif isinstance(error, StoreUnavailable | TransferError):

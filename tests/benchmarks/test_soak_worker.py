@@ -203,7 +203,7 @@ def test_a_save_that_leaves_blocks_out_at_once_is_found(desk, monkeypatch):
     from kvstore import client, jobs
 
     def hasty(*args, **kwargs):
-        result = jobs.run_save(*args, **kwargs)
+        result = yield from jobs.run_save(*args, **kwargs)
         return dataclasses.replace(result, num_blocks=max(result.num_blocks - 1, 0))
 
     monkeypatch.setattr(client, "run_save", hasty)
