@@ -26,8 +26,9 @@ def main() -> int:
         os.environ["RAYKV_SOCKET_DIR"] = folder
         logging.basicConfig(filename=f"{folder}/log", level=logging.WARNING)
         sys.setswitchinterval(1e-4)  # As a node store's process does.
-        from tests.fuzz.run import fuzz
+        from tests.fuzz.run import fuzz, keep_no_freed_memory
 
+        keep_no_freed_memory()
         outcome = fuzz(seed, arguments.frames, _say)
     value = outcome.to_json() | {"provenance": provenance()}
     sys.stdout.write(json.dumps(value, indent=2 if arguments.json else None) + "\n")

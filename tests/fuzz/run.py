@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import os
 import random
 import statistics
@@ -30,6 +32,8 @@ _MAX_MORE_RSS_BYTES = 32 << 20
 _MAX_MORE_FDS, _MAX_MORE_THREADS = 24, 64
 _LEASE_S = 1.0
 _BURY_EVERY = 20
+#: Of malloc.h.
+_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 LIAR_EPOCH = b"epoch--2"
 _NUM_BLOCKS = 6
 #: Of a hundred frames, how many go where.
@@ -137,7 +141,19 @@ def bury(server: ControlServer) -> None:
     os.close(write_fd)
 
 
+def keep_no_freed_memory() -> None:
+    """Have the allocator give back what is freed, or fragments of some fifty threads would look like growth.
+
+    Before any thread is started.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_ARENA_MAX, 1)
+    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+
+
 def _counts() -> dict[str, int]:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm", encoding="ascii") as file:
         rss_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {"rss_bytes": rss_bytes, "fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
