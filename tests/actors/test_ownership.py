@@ -257,7 +257,8 @@ def test_a_stop_after_the_head_died_ends_in_bounded_time(world):
         import subprocess
         from kvstore.actors.joining import check_answers
         store = kvstore.start("16MiB")
-        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+        children = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())]
+        listed = subprocess.run(children, capture_output=True, text=True)
         (pid,) = [int(line.split()[0]) for line in listed.stdout.splitlines() if "gcs_server " in line]
         os.kill(pid, signal.SIGKILL)
         while tried(lambda: check_answers(store.address)) is None:

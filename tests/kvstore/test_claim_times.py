@@ -1,28 +1,27 @@
 """A fetch on its publisher's node counts the time of its claim from when that was made, not from its own question."""
 
-import time
-
 import pytest
 
+from kvstore import clock as clocks
 from kvstore.results import MissReason
 from tests.kvstore.test_handoff import is_empty, reason, same
 
 
 class Clock:
-    """The monotonic clock of the client's and the store's halves of a fetch, which a test may put forward."""
+    """The clock of the client's and the store's halves of a fetch, which a test may put forward."""
 
     def __init__(self):
         self.ahead_s = 0.0
 
-    def monotonic(self):
-        return time.monotonic() + self.ahead_s
+    def now_s(self):
+        return clocks.now_s() + self.ahead_s
 
 
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
     for module in ("handoff_jobs", "handoff_control"):
-        monkeypatch.setattr(f"kvstore.{module}.time", made)
+        monkeypatch.setattr(f"kvstore.{module}.clock", made)
     return made
 
 
