@@ -68,6 +68,14 @@ def tracked_by_rank(worker):
     return sum(len(held) for held in (rank._loads, rank._landing, rank._saves, rank._unsent, rank.publishing))
 
 
+def await_saves_of(worker, limit_s):
+    saves = [save for held in get_kv_transfer_group()._worker._saves.values() for save in held]
+    deadline_s = time.monotonic() + limit_s
+    while not all(save.job.done() for save in saves):
+        assert time.monotonic() < deadline_s, f"saves under way after {limit_s} s: {saves}"
+        time.sleep(0.001)
+
+
 def hold_saves_of(worker, until_wanted):
     rank, run_save = get_kv_transfer_group()._worker, kvstore.client.run_save
     end_saves, may_save = rank.end_saves, threading.Event()
@@ -222,6 +230,10 @@ class EngineProcess:
     def empty(self, connector=False):
         """Empty the engine's own cache, without a step before it; returns whether that was done."""
         return self.engine.reset_prefix_cache(**({"reset_connector": True} if connector else {}))
+
+    def await_saves(self, limit_s=30.0):
+        """Wait for the saves of requests that ended: their blocks are vLLM's by then, and the engine stands still."""
+        self.engine.collective_rpc(await_saves_of, args=(limit_s,))
 
     def hold_saves(self, until_wanted=False):
         """Let the copies of saves wait, until `let_saves`, or until somebody waits for their end."""

@@ -57,6 +57,7 @@ def test_a_load_gives_the_same_answers_alone_and_beside_others(policy, engines, 
     engine, prompts = engines[policy], [prompt_of(700, next(_seeds)) for _ in range(3)]
     wanted = plain.run([(f"wanted {at}", tokens, {}) for at, tokens in enumerate(prompts)], cold=True)
     engine.run([(f"save {at}", tokens, {}) for at, tokens in enumerate(prompts)], max_tokens=1)
+    engine.await_saves()
     for number in (1, 3):
         engine.reset()
         new = prompt_of(300, next(_seeds))

@@ -317,7 +317,7 @@ def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended,
     if is_cleared:
         ended.side.reset()
     worker, begun = WorkerSide(Options(), None, None, WHOLE, 0, True, parts.stats.Stats()), []
-    monkeypatch.setattr(worker, "_begin_save", begun.append)
+    monkeypatch.setattr(worker, "begin_save", begun.append)
     worker.begin(ended.side._plan)
     assert len(begun) == (0 if is_cleared else 1)
     assert worker._report.saves_ended == ({"r": 1} if is_cleared else {})

@@ -76,7 +76,14 @@ class Ending:
             )
         if not tracked.is_freed:
             plan.ending.add(req_id)
-        return not tracked.is_freed
+            return True
+        # No step may follow that would carry them, and its blocks still hold what it computed.
+        late = [save for save in plan.late_saves if save.req_id == req_id]
+        plan.late_saves = [save for save in plan.late_saves if save.req_id != req_id]
+        for each in self._copies:
+            for save in late:
+                each.begin_save(save)
+        return False
 
     def forget(self, req_id: str) -> None:
         """No copy of a request is under way any more."""

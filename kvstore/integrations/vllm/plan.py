@@ -111,6 +111,9 @@ class Copies(Protocol):
             CopyStuck: one still does.
         """
 
+    def begin_save(self, plan: SavePlan) -> None:
+        """Begin to save blocks that are computed, or about to be on the device."""
+
     def drop_saves(self) -> None:
         """End all saves; those that have not copied are not made."""
 

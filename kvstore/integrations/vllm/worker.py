@@ -148,7 +148,7 @@ class WorkerSide:
             if plan.drop_saves:
                 self._report.saves_ended[save.req_id] += 1
             else:
-                self._begin_save(save)
+                self.begin_save(save)
         # With nothing else to do, who waits for a load may as well help it.
         num_threads = 0 if plan.is_computing else num_idle_copy_threads()
         for load in plan.loads:
@@ -159,7 +159,7 @@ class WorkerSide:
         """Start the saves and publications of a step that was computed; vLLM keeps the blocks until they have ended."""
         begun: list[SavePlan | PublishPlan] = [*plan.publications, *plan.saves]
         for save in begun:
-            self._begin_save(save)
+            self.begin_save(save)
         if plan.launched is not None:
             plan.launched()
 
@@ -277,7 +277,8 @@ class WorkerSide:
         self._stats.count(f"num_failed_{what}")
         self._stats.count(f"num_failed_{what}_{reason}")
 
-    def _begin_save(self, plan: SavePlan | PublishPlan) -> None:
+    def begin_save(self, plan: SavePlan | PublishPlan) -> None:
+        """Begin to save or publish blocks; see `Copies`."""
         client = self._client() if self._is_saver or isinstance(plan, PublishPlan) else None
         if client is None:
             self._report.saves_ended[plan.req_id] += 1
