@@ -112,6 +112,7 @@ class JobThreads:
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
         if work.limit_s is not None:
             work.ended_elsewhere = lambda: self._run(self._copying, self._end, work)
+            work.left_elsewhere = lambda: self._run(self._copying, self._go_on, work)
 
     def _go_on(self, work: Work[Any]) -> None:
         if work.go_on(lambda awaited: self._park(work, awaited)):
@@ -126,7 +127,7 @@ class JobThreads:
         except Exception:
             logger.exception("a job that ended could not give back what it held")
         finally:
-            work.ended_elsewhere = nothing  # It refers to the work.
+            work.ended_elsewhere = work.left_elsewhere = nothing  # They refer to the work.
             self._leave(work)
 
     def _leave(self, work: Work[Any]) -> None:

@@ -17,6 +17,9 @@ from kvstore import clock
 
 logger = logging.getLogger(__name__)
 
+#: The kernel takes no sleep of more than some weeks; after this the thread looks, and sleeps on.
+LONGEST_SLEEP_S = 3600.0
+
 
 class Parking:
     """Calls what is parked when its descriptor can be read, or its time is over. For any threads.
@@ -111,7 +114,7 @@ class Parking:
                     _, number, fd = heapq.heappop(self._deadlines)
                     found.append(self._take(fd, number))
                 self._sleeps_until_s = self._deadlines[0][0] if self._deadlines else math.inf
-                wait_s = self._sleeps_until_s - now_s if self._deadlines else -1.0
+                wait_s = min(self._sleeps_until_s - now_s, LONGEST_SLEEP_S) if self._deadlines else -1.0
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
                 if self._closed and not self._parked:

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvstore import clock
 from kvstore.control_client import Answers, ControlClient
 from kvstore.errors import TransferTimeout
+from kvstore.parking import LONGEST_SLEEP_S
 from kvstore.wire import Op
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Awaited(NamedTuple):
         """Wait for it on the calling thread."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
-        poll.poll(max(0.0, 1e3 * (self.until_s - clock.now_s())))
+        poll.poll(1e3 * min(max(0.0, self.until_s - clock.now_s()), LONGEST_SLEEP_S))
 
 
 #: Yields what it waits for, and returns the result. Any thread may do the next step, but one at a time.
@@ -100,6 +101,8 @@ class Work(Generic[T]):
         self._unpark: Callable[[], None] = nothing
         #: Called once by a thread that did the work to its end while it waited for it.
         self.ended_elsewhere: Callable[[], None] = nothing
+        #: Called by such a thread when it is interrupted before the end: another one has to go on.
+        self.left_elsewhere: Callable[[], None] = nothing
         self.future: Future[T] = Future()
 
     def begin(self) -> None:
@@ -145,8 +148,14 @@ class Work(Generic[T]):
         """Do it to its end on the calling thread, unless another does; whether it was done here."""
         if not self._take():
             return False
-        while (awaited := self._step()) is not None:
-            awaited.wait()
+        try:
+            while (awaited := self._step()) is not None:
+                awaited.wait()
+        except BaseException:  # What is raised in a step is the job's; this interrupts the caller's wait (Ctrl-C).
+            with self._lock:
+                self._is_taken = False
+            self.left_elsewhere()
+            raise
         self.ended_elsewhere()
         return not self.future.cancelled()
 
@@ -161,6 +170,8 @@ class Work(Generic[T]):
 
     def _step(self) -> Awaited | None:
         """Go on to where it waits for others; None at the end."""
+        if self.future.done() and not self.future.cancelled():
+            return None
         try:
             if self._steps is None:
                 if not self.future.running() and not self.future.set_running_or_notify_cancel():

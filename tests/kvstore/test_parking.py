@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -79,6 +81,54 @@ def test_what_left_is_not_called_and_its_descriptor_may_be_parked_again(parking,
     there.send(b"x")
     assert again.wait(5)
     assert not called.is_set()
+
+
+@pytest.mark.parametrize("wait_s", [1e7, math.inf])
+def test_one_that_may_wait_for_ever_does_not_end_the_thread(wait_s, parking):
+    pairs, looked, called = [socket.socketpair() for _ in range(3)], threading.Event(), threading.Event()
+    leave = parking.park(pairs[0][0].fileno(), clock.now_s() + wait_s, lambda: None)
+    parking.park(pairs[1][0].fileno(), clock.now_s(), looked.set)
+    assert looked.wait(5)  # From here on the thread sleeps for the first one alone.
+    pairs[2][1].send(b"x")
+    parking.park(pairs[2][0].fileno(), far(), called.set)
+    assert called.wait(5)
+    leave()
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
+def test_work_that_its_waiter_leaves_goes_on_elsewhere(pair, wait_until):
+    """A signal whose handler raises, as Ctrl-C does, ends the wait for a result and not the job."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    def steps():
+        while True:
+            try:
+                return here.recv(1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                yield Awaited(here.fileno(), far())
+
+    here, there = pair
+    threads, work = JobThreads(), Work(steps, 60.0)
+    threads.start(work)
+    wait_until(lambda: threads.num_parked == 1)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            work.do()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    there.send(b"x")
+    assert work.future.result(5) == b"x"
+    threads.shutdown()
 
 
 def test_one_that_fails_does_not_end_the_thread(parking, pair, caplog):
