@@ -456,7 +456,7 @@ def test_blocks_that_come_after_the_claim_do_not_count(cluster, wait_until):
     cluster.add("b", wrap=lambda t: holds.append(Held(t)) or holds[-1], lease_ttl_s=0.6, lease_margin_s=0.2)
     source, target = cluster.worker("a", seed=1), cluster.worker("b", seed=2)
     ticket = source.client.publish(range(6), ttl_s=30)
-    threading.Timer(0.45, holds[0].go.set).start()
+    threading.Timer(1.0, holds[0].go.set).start()
     assert reason(fetch(target, ticket, range(6), timeout_s=10)) in (MissReason.LEASE_EXPIRED, MissReason.TIMEOUT)
     wait_until(lambda: is_empty(cluster.nodes["b"]))
 
