@@ -19,6 +19,7 @@ from kvstore.actors.ray_sessions import RaySession, current_session
 from kvstore.actors.supervisor import alive_nodes
 from kvstore.config import StoreConfig
 from kvstore.errors import (
+    InvalidRequest,
     KVStoreError,
     StoreNotRunning,
     WrongCluster,
@@ -122,8 +123,12 @@ class Store:
             StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
                 clearing is not known; nothing was cleared.
             StaleVersion: others went on clearing this namespace in between; some nodes may have been cleared.
+            PeerLost, TransferTimeout: Ray itself does not answer; nothing was cleared.
+            InvalidRequest: `space` is no namespace; nothing was cleared.
         """
         self._check()
+        if not isinstance(space, Namespace):
+            raise InvalidRequest(f"space: wanted a kvstore.Namespace, got {type(space).__name__}")
         directory = None
         with contextlib.suppress(StoreNotRunning):
             directory = find_actor(actor_name(self.config.name, "directory"))

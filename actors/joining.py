@@ -99,7 +99,7 @@ def find_ray() -> tuple[str | None, str]:
     """
     recorded = recorded_address()
     if recorded is None:
-        return None, "`ray start` began none on this machine"
+        return None, "`ray start` began none on this machine in the folder where Ray looks first"
     address, file = recorded
     try:
         check_answers(address)

@@ -234,6 +234,8 @@ def test_clear_makes_a_namespace_a_miss_everywhere(store, engines, chain, make_s
     engines[0].save(chain)
     engines[1].load(chain)
     with engines[0].client.lease(chain) as lease:
+        with pytest.raises(InvalidRequest, match="Namespace"):
+            store.clear(engines[0].space.model)
         assert store.clear(engines[0].space) == 64
         for engine in engines:
             assert engine.client.lookup(chain).num_blocks == 0

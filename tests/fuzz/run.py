@@ -223,7 +223,7 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
         if sent % _BURY_EVERY == 0:
             bury(store._control._server)
             bury(alone._control._server)
-        if sent == _WARM_FRAMES:
+        if sent == min(_WARM_FRAMES, outcome.num_frames // 2):
             before = _counts()
         if time.monotonic() - said_at_s > 10:
             said_at_s = time.monotonic()
