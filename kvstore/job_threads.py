@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -138,7 +139,18 @@ class JobThreads:
 
     @staticmethod
     def _run(threads: ThreadPoolExecutor, run: Callable[..., object], *args: object) -> None:
+        todo = [functools.partial(run, *args)]
+
+        def once() -> None:
+            try:
+                step = todo.pop()  # One step of the interpreter, so one of two takes it.
+            except IndexError:
+                return
+            step()
+
         try:
-            threads.submit(run, *args)
-        except RuntimeError:  # The interpreter or the client ends, and threads take nothing any more.
-            run(*args)
+            threads.submit(once)
+        except RuntimeError:
+            # The interpreter or the client ends, and threads take nothing any more. Or none can be started: then it
+            # was taken all the same, and the next thread would do it, whenever there is one.
+            once()

@@ -131,6 +131,22 @@ def test_work_that_its_waiter_leaves_goes_on_elsewhere(pair, wait_until):
     threads.shutdown()
 
 
+def test_what_no_thread_can_be_started_for_is_done_once(monkeypatch):
+    """An executor keeps what it was given when its thread cannot be started, and the next thread would do it too."""
+    threads, called, start = JobThreads(), [], threading.Thread.start
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    threads.call(lambda: called.append("first"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    threads.call(lambda: called.append("second"))
+    threads.await_callbacks(5.0)
+    assert called == ["first", "second"]
+    threads.shutdown()
+
+
 def test_one_that_fails_does_not_end_the_thread(parking, pair, caplog):
     here, there = pair
     called = threading.Event()
