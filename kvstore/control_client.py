@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore import clock
 from kvstore.errors import PeerLost, TransferTimeout
-from kvstore.forks import check_process
+from kvstore.forks import check_process, this_process
 from kvstore.wire import (
     ERROR,
     FRAGMENT_BYTES,
@@ -50,7 +50,7 @@ class ControlClient:
         self._backlog: list[Message] = []
         self._request = 0
         self._timeout_s = 0.0
-        self._pid = os.getpid()
+        self._pid = this_process()
         #: The first question of which the whole answer was not taken; 0 while there is none.
         self.unheard = 0
         self._stream = sock.family != socket.AF_UNIX
@@ -255,7 +255,7 @@ class ControlClient:
     def close(self) -> None:
         """Close the connection from any thread: a call under way ends with PeerLost; may be called again."""
         self.closed = True
-        if os.getpid() != self._pid:
+        if this_process() != self._pid:
             self._sock.close()  # A copy of the descriptor: the connection goes on for the process that made it.
             return
         with contextlib.suppress(OSError):

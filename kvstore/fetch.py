@@ -11,8 +11,8 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from kvstore.peer_read import PeerRead
 from kvstore.peers import Peer, PeerBook
 from kvstore.pool import Pool
 from kvstore.store_threads import Blocking, StoreThreads
+from kvstore.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -104,22 +105,19 @@ class Fetcher:
         self.config, self.pool, self.hints, self._peers, self.mover = config, pool, hints, peers, mover
         self._store_threads, self._slot_format = threads, slot_format
         self.namespace_version, self._adopt_version = namespace_version, adopt_version
-        self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="raykv-fetch")
-        self.flights = Flights(self._resume)
+        self._threads = ThreadPool(_NUM_THREADS, "raykv-fetch")
+        self.flights = Flights(self.submit)
         self._owners = itertools.count(1)
 
     def submit(self, load: Load) -> None:
         """Fetch what `load` misses, on a thread; its client gets a last message in any case."""
-        self._threads.submit(self._run, load)
+        if not self._threads.run(partial(self._run, load)):
+            load.report.reason = "busy: the node store ends, or can start no thread"
+            self._end(load)
 
     def stop(self) -> None:
         """Take no more loads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _resume(self, load: Load) -> None:
-        # After `stop` nothing can be submitted; the store is going, and its clients see that.
-        with contextlib.suppress(RuntimeError):
-            self._threads.submit(self._run, load)
+        self._threads.close(drop=True)
 
     def _run(self, load: Load) -> None:
         try:
@@ -132,6 +130,9 @@ class Fetcher:
         except Exception as error:
             logger.exception("a load failed unexpectedly")
             load.report.reason = f"{type(error).__name__}: {error}"
+        self._end(load)
+
+    def _end(self, load: Load) -> None:
         with load.lock:
             # Whoever pinned the last block has said the last word already.
             if not load.is_ended:

@@ -28,6 +28,15 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _withheld: WeakKeyDictionary[mmap.mmap, tuple[int, int]] = WeakKeyDictionary()
 
 
+#: Of the whole process too: its number, kept because the kernel takes longer than all else that a check does.
+_here_pid = os.getpid()
+
+
+def this_process() -> int:
+    """Return the number of this process."""
+    return _here_pid
+
+
 def check_process(pid: int) -> None:
     """Refuse what belongs to another process than this one.
 
@@ -37,10 +46,9 @@ def check_process(pid: int) -> None:
     Raises:
         ForkedClient: this is a child of that.
     """
-    here = os.getpid()
-    if here != pid:
+    if _here_pid != pid:
         raise ForkedClient(
-            f"wanted to be used in process {pid}, which made it, got process {here}, a fork of that; make a new client "
+            f"wanted to be used in process {pid}, which made it, got process {_here_pid}, a fork; make a new client "
             "in the child, or start children with the 'spawn' method and make the client there"
         )
 
@@ -62,11 +70,13 @@ def withhold(mapping: mmap.mmap, address: int, num_bytes: int) -> None:
     _withheld[mapping] = address, num_bytes
 
 
-def _keep_addresses() -> None:
+def _begin_child() -> None:
+    global _here_pid
+    _here_pid = os.getpid()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE | _MAP_NORESERVE
     for address, num_bytes in list(_withheld.values()):
         # Refused where the child has something by now, and then there is nothing to keep.
         _mmap(address, num_bytes, _PROT_NONE, flags, -1, 0)
 
 
-os.register_at_fork(after_in_child=_keep_addresses)
+os.register_at_fork(after_in_child=_begin_child)

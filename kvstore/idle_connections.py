@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import TracebackType
 
 from kvstore.control_client import ControlClient
 from kvstore.errors import CopyStuck, KVStoreError
@@ -18,13 +19,13 @@ class IdleConnections:
     Args:
         connect: opens another one; its arguments are a broken one that it replaces, and since which question nothing
             that the store gave over that is wanted any more.
-        is_closed: whether the client is, so that nobody else will close a connection that comes back.
+
+    Attributes:
+        is_closed: set when the client is: nobody else will close a connection that comes back.
     """
 
-    def __init__(
-        self, connect: Callable[[ControlClient | None, int], ControlClient], is_closed: Callable[[], bool]
-    ) -> None:
-        self._connect, self._is_closed = connect, is_closed
+    def __init__(self, connect: Callable[[ControlClient | None, int], ControlClient]) -> None:
+        self._connect, self.is_closed = connect, False
         self._idle: list[ControlClient] = []
         self._broken: list[tuple[ControlClient, int]] = []
 
@@ -44,29 +45,27 @@ class IdleConnections:
 
     def keep(self, connection: ControlClient) -> None:
         """Take a connection of `take` back, over which the store gave nothing that is still held."""
-        if self._is_closed() or len(self._idle) >= _MOST_IDLE:
+        if self.is_closed or len(self._idle) >= _MOST_IDLE:
             connection.close()
         elif not connection.closed:
             self._idle.append(connection)
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[ControlClient]:
-        """Have a connection; see `take` for what is raised."""
-        connection = self.take()
-        since, is_stuck = connection.next_question, False
-        try:
-            yield connection
-        except CopyStuck:
-            is_stuck = True  # What the store gave stays taken.
-            raise
-        finally:
-            # One that broke is replaced, which tells the store at once that nobody holds what it gave.
-            with contextlib.suppress(KVStoreError):
-                if connection.closed:
-                    if not is_stuck:
-                        self._broken.append((connection, since))
-                    connection = self._open()
-                self.keep(connection)
+    def taken(self) -> Taken:
+        """Have a connection, as a context; see `take` for what is raised when it is entered."""
+        return Taken(self)
+
+    def replace(self, connection: ControlClient, since: int, *, is_stuck: bool) -> None:
+        """Open another connection for one that broke, which tells the store at once that nobody holds what it gave.
+
+        Args:
+            connection: closed.
+            since: the first question over it of which the store takes back what it gave.
+            is_stuck: what the store gave stays taken.
+        """
+        if not is_stuck:
+            self._broken.append((connection, since))
+        with contextlib.suppress(KVStoreError):
+            self.keep(self._open())
 
     def _open(self) -> ControlClient:
         try:
@@ -78,3 +77,23 @@ class IdleConnections:
         except BaseException:
             self._broken.append(broken)  # Named by the next one: the store may only have been late.
             raise
+
+
+class Taken:
+    """One of the connections, for as long as this context lasts. No generator: each save and load enters it."""
+
+    def __init__(self, idle: IdleConnections) -> None:
+        self._idle = idle
+
+    def __enter__(self) -> ControlClient:
+        self._connection = connection = self._idle.take()
+        self._since = connection.next_question
+        return connection
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connection.closed:
+            self._idle.replace(self._connection, self._since, is_stuck=isinstance(error, CopyStuck))
+        else:
+            self._idle.keep(self._connection)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from kvstore.errors import StoreUnavailable
 from kvstore.parking import Parking
+from kvstore.thread_pool import ThreadPool
 from kvstore.work import Awaited, Work, nothing
 
 logger = logging.getLogger(__name__)
@@ -29,13 +29,14 @@ class JobThreads:
     """
 
     def __init__(self) -> None:
-        self._copying = ThreadPoolExecutor(_NUM_COPYING, thread_name_prefix="raykv-client")
-        self._publishing = ThreadPoolExecutor(_NUM_PUBLISHING, thread_name_prefix="raykv-publish")
-        self._callbacks = ThreadPoolExecutor(1, thread_name_prefix="raykv-callbacks")
+        self._copying = ThreadPool(_NUM_COPYING, "raykv-client")
+        self._publishing = ThreadPool(_NUM_PUBLISHING, "raykv-publish")
+        self._callbacks = ThreadPool(1, "raykv-callbacks")
         self._callback_thread = 0
         self._parking = Parking()
-        # Its thread would outlive a client that is collected; nothing is parked then, or it would have this.
-        weakref.finalize(self, self._parking.close).atexit = False
+        # Their threads would outlive a client that is collected; nothing is to be done then, or it would have this.
+        for threads in (self._copying, self._publishing, self._callbacks, self._parking):
+            weakref.finalize(self, threads.close).atexit = False
         self._works: set[Work[Any]] = set()
         self._all_ended = threading.Condition()
         self._closed = False
@@ -56,7 +57,7 @@ class JobThreads:
             StoreUnavailable: nothing is taken any more.
         """
         self._enter(work)
-        self._run(self._copying, self._go_on, work)
+        self._run(self._copying, partial(self._go_on, work))
 
     def start_asked(self, work: Work[Any], awaited: Awaited) -> None:
         """Do work when the answer is there that it has asked for already; see `start` for what is raised."""
@@ -64,18 +65,18 @@ class JobThreads:
         try:
             work.park(awaited, lambda each: self._park(work, each))
         except (OSError, RuntimeError):
-            self._run(self._copying, self._go_on, work)  # It waits there.
+            self._run(self._copying, partial(self._go_on, work))  # It waits there.
         work.future.add_done_callback(lambda future: self.wake(work) if future.cancelled() else None)
 
     def publish(self, work: Work[Any]) -> None:
         """Do the work of a publication; see `start` for what is raised."""
         self._enter(work)
-        self._run(self._publishing, self._go_on, work)
+        self._run(self._publishing, partial(self._go_on, work))
 
     def wake(self, work: Work[Any]) -> None:
         """Have work that waits look whether it is still wanted."""
         if work.look_again():
-            self._run(self._copying, self._go_on, work)
+            self._run(self._copying, partial(self._go_on, work))
 
     def call(self, callback: Callable[[], object]) -> None:
         """Run a caller's callback: one after the other, on a thread for which no job waits."""
@@ -86,6 +87,8 @@ class JobThreads:
                 callback()
             except Exception:
                 logger.exception("the callback of a job failed")
+            finally:
+                self._callback_thread = 0
 
         self._run(self._callbacks, run)
 
@@ -94,8 +97,8 @@ class JobThreads:
         with self._all_ended:
             self._closed = True
             self._all_ended.wait_for(lambda: not self._works)
-        self._copying.shutdown()
-        self._publishing.shutdown()
+        self._copying.close(wait=True)
+        self._publishing.close(wait=True)
         self._parking.close()
 
     def await_callbacks(self, timeout_s: float) -> None:
@@ -104,7 +107,7 @@ class JobThreads:
             called = threading.Event()
             self.call(called.set)
             called.wait(timeout_s)
-        self._callbacks.shutdown(wait=False)
+        self._callbacks.close()
 
     def _enter(self, work: Work[Any]) -> None:
         self._works.add(work)  # First, and without a lock: `shutdown` looks after it has closed.
@@ -112,15 +115,17 @@ class JobThreads:
             self._leave(work)
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
         if work.limit_s is not None:
-            work.ended_elsewhere = lambda: self._run(self._copying, self._end, work)
-            work.left_elsewhere = lambda: self._run(self._copying, self._go_on, work)
+            work.ended_elsewhere = lambda: self._run(self._copying, partial(self._end, work))
+            work.left_elsewhere = lambda: self._run(self._copying, partial(self._go_on, work))
 
     def _go_on(self, work: Work[Any]) -> None:
         if work.go_on(lambda awaited: self._park(work, awaited)):
             self._end(work)
 
     def _park(self, work: Work[Any], awaited: Awaited) -> Callable[[], None]:
-        return self._parking.park(awaited.fd, awaited.until_s, lambda: self._run(self._copying, self._go_on, work))
+        return self._parking.park(
+            awaited.fd, awaited.until_s, lambda: self._run(self._copying, partial(self._go_on, work))
+        )
 
     def _end(self, work: Work[Any]) -> None:
         try:
@@ -138,19 +143,6 @@ class JobThreads:
                 self._all_ended.notify_all()
 
     @staticmethod
-    def _run(threads: ThreadPoolExecutor, run: Callable[..., object], *args: object) -> None:
-        todo = [functools.partial(run, *args)]
-
-        def once() -> None:
-            try:
-                step = todo.pop()  # One step of the interpreter, so one of two takes it.
-            except IndexError:
-                return
+    def _run(threads: ThreadPool, step: Callable[[], object]) -> None:
+        if not threads.run(step):  # The client or the interpreter ends, or no thread can be started.
             step()
-
-        try:
-            threads.submit(once)
-        except RuntimeError:
-            # The interpreter or the client ends, and threads take nothing any more. Or none can be started: then it
-            # was taken all the same, and the next thread would do it, whenever there is one.
-            once()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -210,6 +210,8 @@ def run_load(
         def queued() -> None:
             is_whole = first + answer.num_ready == len(chain) and not answer.reason
             if on_queued is not None and is_whole and clock.now_s() < valid_until_s:
+                if copier is not None:
+                    copier.check_unchanged()
                 on_queued()
 
         yield from answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
@@ -289,7 +291,7 @@ class Answer:
         Raises:
             LayoutMismatch: the engine's tensors were replaced meanwhile.
         """
-        with contextlib.closing(pieces), finishing(copier, pages), finishing(stage_copier, pages):
+        with contextlib.closing(pieces), _Finishing(copier, stage_copier, pages):
             while not pieces.is_finished:
                 _, payload = yield from next_piece(pieces, guard.check)
                 progress = unpack_progress(payload)
@@ -308,8 +310,6 @@ class Answer:
                     self.report = unpack_report(progress.report)
             if pages is not None and pages.order is not None:
                 pages.order.end()
-            if copier is not None:
-                copier.check_unchanged()
             queued()
         if copier is not None:
             copier.check_unchanged()
@@ -320,14 +320,26 @@ class Answer:
         return {**counts, "peers": tuple(self.report.get("peers", ())), "read_s": float(self.report.get("read_s", 0.0))}
 
 
-@contextlib.contextmanager
-def finishing(copier: EngineCopier | None, pages: EnginePages | None) -> Iterator[None]:
-    """Call `finish` however the body ends, so that a device is through with it before slots or blocks are let go."""
-    try:
-        yield
-    finally:
-        if copier is not None and pages is not None:
-            copier.finish(pages)
+class _Finishing:
+    """Calls `finish` however the body ends, so that a device is through with it before slots or blocks are let go."""
+
+    def __init__(
+        self, copier: EngineCopier | None, stage_copier: EngineCopier | None, pages: EnginePages | None
+    ) -> None:
+        self._copier, self._stage_copier, self._pages = copier, stage_copier, pages
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._pages is None:
+            return
+        try:
+            if self._stage_copier is not None:
+                self._stage_copier.finish(self._pages)
+        finally:
+            if self._copier is not None:
+                self._copier.finish(self._pages)
 
 
 def failed_load(usable: int, pages: EnginePages | None, total: int, reason: str) -> LoadResult:

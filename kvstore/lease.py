@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from kvstore import clock
 from kvstore.errors import LeaseExpired, LeaseReleased
+from kvstore.forks import this_process
 from kvstore.hashing import BlockHashes
 
 
@@ -37,7 +37,7 @@ class Lease:
         self._deadline_s, self._margin_s = deadline_s, margin_s
         self._release, self._renew, self._read = release, renew, read
         self._released = lease_id == 0
-        self._pid = os.getpid()
+        self._pid = this_process()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -89,5 +89,5 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         # A forked child that leaves the block as well has nothing to give back.
-        if os.getpid() == self._pid:
+        if this_process() == self._pid:
             self.release()

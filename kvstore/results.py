@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from kvstore.errors import JobRunning
-from kvstore.forks import check_process
+from kvstore.forks import check_process, this_process
 from kvstore.work import Work
 
 T = TypeVar("T")
@@ -153,7 +152,7 @@ class Job(Generic[T]):
     ) -> None:
         self._future, self._what, self._abandon, self._wait_on = future, what, abandon, wait_on
         self._work, self._call = work, call
-        self._pid = os.getpid()
+        self._pid = this_process()
 
     def __repr__(self) -> str:
         return f"Job({self._what}, {'done' if self.done() else 'running'})"

@@ -18,7 +18,7 @@ from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_local
 from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
-from kvstore.forks import check_process
+from kvstore.forks import check_process, this_process
 from kvstore.idle_connections import IdleConnections
 from kvstore.wire import OWNER_KEY_DIGITS, Op
 
@@ -48,12 +48,12 @@ class StoreConnections:
     def __init__(self, path: str, on_lost: Callable[[], None]) -> None:
         self.path, self._on_lost = path, on_lost
         self.has_ended = self._is_lost = False
-        self._pid, self._key = os.getpid(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
+        self._pid, self._key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
         self._lock, self._renewing = threading.Lock(), threading.Lock()
         self._open: list[ControlClient] = []
-        self.for_jobs = IdleConnections(self.connect, lambda: self.has_ended)
-        self.for_fetches = IdleConnections(self.connect, lambda: self.has_ended)
-        self.for_lookups = IdleConnections(self.connect, lambda: self.has_ended)
+        self.for_jobs = IdleConnections(self.connect)
+        self.for_fetches = IdleConnections(self.connect)
+        self.for_lookups = IdleConnections(self.connect)
         self.call_timeout_s = _HELLO_TIMEOUT_S
         self._calls, fd = self._connect()
         hello = self._calls.hello
@@ -153,12 +153,14 @@ class StoreConnections:
 
     def is_inherited(self) -> bool:
         """Whether this is a child of the process that made the client, and the connections are not its own."""
-        return os.getpid() != self._pid
+        return this_process() != self._pid
 
     def end(self) -> bool:
         """Refuse everything new; jobs that run keep their connections. Whether that was not so before."""
         with self._lock:
             had_ended, self.has_ended = self.has_ended, True
+            for idle in (self.for_jobs, self.for_fetches, self.for_lookups):
+                idle.is_closed = True
         return not had_ended
 
     def close(self, *, jobs_are_over: bool) -> None:

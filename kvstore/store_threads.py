@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from functools import partial
+
+from kvstore.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,7 @@ class StoreThreads:
     """Runs what blocks, off the control thread; for any threads. A thread is started when it is needed."""
 
     def __init__(self) -> None:
-        self._threads = {
-            kind: ThreadPoolExecutor(count, thread_name_prefix=f"raykv-{kind.value}")
-            for kind, count in _NUM_THREADS.items()
-        }
+        self._threads = {kind: ThreadPool(count, f"raykv-{kind.value}") for kind, count in _NUM_THREADS.items()}
         self._lock = threading.Lock()
         self._num_pending = dict.fromkeys(Blocking, 0)
 
@@ -50,17 +49,17 @@ class StoreThreads:
             is_admitted: it goes on with what was bounded when it began, so the queue takes it in any case.
 
         Returns:
-            False when so much waits that it is not taken, or the store ends.
+            False when so much waits that it is not taken, the store ends, or no thread can be started.
         """
         with self._lock:
             if not is_admitted and self._num_pending[kind] >= _NUM_THREADS[kind] + _MAX_QUEUED:
                 return False
             self._num_pending[kind] += 1
-        try:
-            self._threads[kind].submit(self._run, kind, run)
-        except RuntimeError:  # After `stop`.
-            return False
-        return True
+        if self._threads[kind].run(partial(self._run, kind, run)):
+            return True
+        with self._lock:
+            self._num_pending[kind] -= 1
+        return False
 
     def _run(self, kind: Blocking, run: Callable[[], object]) -> None:
         try:
@@ -74,4 +73,4 @@ class StoreThreads:
     def stop(self) -> None:
         """Take nothing more; what runs is not waited for."""
         for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close(drop=True)

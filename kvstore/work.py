@@ -97,7 +97,7 @@ class Work(Generic[T]):
         self._steps: Steps[T] | None = None
         # Held for a moment only: who does the work has `_is_taken`.
         self._lock = threading.Lock()
-        self._is_taken = self._looks_again = False
+        self._is_taken = self._looks_again = self._has_begun = False
         self._unpark: Callable[[], None] = nothing
         #: Called once by a thread that did the work to its end while it waited for it.
         self.ended_elsewhere: Callable[[], None] = nothing
@@ -107,6 +107,7 @@ class Work(Generic[T]):
 
     def begin(self) -> None:
         """Say first of all that it has begun: from now on the job can be abandoned, but not cancelled."""
+        self._has_begun = True
         self.future.set_running_or_notify_cancel()
 
     def go_on(self, park: Callable[[Awaited], Callable[[], None]]) -> bool:
@@ -170,12 +171,15 @@ class Work(Generic[T]):
 
     def _step(self) -> Awaited | None:
         """Go on to where it waits for others; None at the end."""
-        if self.future.done() and not self.future.cancelled():
-            return None
         try:
             if self._steps is None:
-                if not self.future.running() and not self.future.set_running_or_notify_cancel():
-                    return None
+                if self._has_begun:
+                    if self.future.done():  # An interrupt came right behind its end.
+                        return None
+                else:
+                    self._has_begun = True
+                    if not self.future.set_running_or_notify_cancel():
+                        return None
                 self._steps = self._begin()
             return next(self._steps)
         except StopIteration as end:

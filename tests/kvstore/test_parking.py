@@ -132,7 +132,7 @@ def test_work_that_its_waiter_leaves_goes_on_elsewhere(pair, wait_until):
 
 
 def test_what_no_thread_can_be_started_for_is_done_once(monkeypatch):
-    """An executor keeps what it was given when its thread cannot be started, and the next thread would do it too."""
+    """A pool that takes it and raises all the same would have the next thread do it too."""
     threads, called, start = JobThreads(), [], threading.Thread.start
 
     def refuse(thread):
