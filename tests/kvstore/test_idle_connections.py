@@ -22,9 +22,7 @@ def idle(made):
         made.append(connection)
         return connection
 
-    found = IdleConnections(connect, lambda: found.is_client_closed)
-    found.is_client_closed = False
-    return found
+    return IdleConnections(connect)
 
 
 def test_one_job_after_the_other_has_the_same_connection(idle, made):
@@ -78,5 +76,5 @@ def test_a_store_that_is_gone_leaves_none(idle, made, monkeypatch):
 
 def test_one_that_comes_back_to_a_closed_client_is_closed(idle, made):
     with idle.taken() as connection:
-        idle.is_client_closed = True
+        idle.is_closed = True
     assert connection.closed

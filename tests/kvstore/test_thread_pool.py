@@ -46,6 +46,7 @@ def test_an_error_ends_no_thread(pool, caplog):
         assert pool.run(lambda error=error: (_ for _ in ()).throw(error("broken")))
     assert pool.run(done.set)
     assert done.wait(LIMIT_S)
+    pool.close(wait=True)
     assert caplog.text.count("unexpected error") == 2
 
 
