@@ -135,10 +135,13 @@ class Supervisor:
             try:
                 ensure(*arguments)
                 future.set_result(None)
-            except Exception as error:  # noqa: BLE001 - told to whoever reads the future.
+            except BaseException as error:  # noqa: BLE001 - told to whoever reads the future.
                 future.set_exception(error)
 
-        threading.Thread(target=run, name=f"raykv-ensure-{key[:8]}", daemon=True).start()
+        try:
+            threading.Thread(target=run, name=f"raykv-ensure-{key[:8]}", daemon=True).start()
+        except (RuntimeError, MemoryError) as error:  # No thread can be started now.
+            future.set_exception(error)  # Else it would count as running, and nobody would ever see to this node.
         return future
 
     def _watch(self) -> None:

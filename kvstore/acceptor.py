@@ -58,9 +58,10 @@ class Acceptor:
     def tick(self, now_s: float) -> None:
         """Accept again when the pause is over."""
         if self.is_paused and now_s >= self._paused_until_s:
-            self._paused_until_s = 0.0
             for listener in self._listeners:
+                self._loop.unwatch(listener.fileno())  # Of those that an earlier try came to.
                 self._watch(listener)
+            self._paused_until_s = 0.0  # Last: what could not be watched is tried again.
 
     def close(self) -> None:
         """Stop listening."""
@@ -89,16 +90,20 @@ class Acceptor:
             elif not self._make_room():
                 self._pause(error)
             return
+        except Exception as error:  # noqa: BLE001 - out of memory, say; raised, the loop would never watch this again.
+            self._pause(error)
+            return
         self._num_pauses_in_row = 0
 
-    def _pause(self, error: OSError) -> None:
+    def _pause(self, error: Exception) -> None:
         pause_s = _PAUSES_S[min(self._num_pauses_in_row, len(_PAUSES_S) - 1)]
         self._num_pauses_in_row += 1
         self._paused_until_s = self._loop.now_s() + pause_s
         for listener in self._listeners:
             self._loop.unwatch(listener.fileno())
         if self._limit.passes():
-            logger.error("control: no connection can be accepted now: %s; raise the limit (ulimit -n)", error)
+            advice = "; raise the limit (ulimit -n)" if isinstance(error, OSError) else ""
+            logger.error("control: no connection can be accepted now: %r%s", error, advice)
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> int:

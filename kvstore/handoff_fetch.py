@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ class HandoffFetcher:
         self._lock = threading.Lock()
         self._fetches: dict[int, RemoteFetch] = {}
         self._ids = itertools.count(1)
+        #: Steps for which no thread could be started.
+        self._left: deque[Callable[[], object]] = deque()
 
     def warm_up(self, node_id: str, stage: Stage) -> dict[str, Any]:
         """Warm up and measure the lanes from every stage of a node; returns the rate of each, and why not.
@@ -87,10 +90,15 @@ class HandoffFetcher:
 
     def submit(self, step: Callable[[], object]) -> None:
         """Have a thread do a step of a fetch that has begun."""
-        self._threads.submit(Blocking.FETCH, step, is_admitted=True)
+        if not self._threads.submit(Blocking.FETCH, step, is_admitted=True):
+            self._left.append(
+                step
+            )  # No thread can be started: a fetch that stopped here would hold its slots for ever.
 
     def tick(self, now_s: float) -> None:
         """See which fetches wait too long; on the control thread."""
+        for _ in range(len(self._left)):
+            self.submit(self._left.popleft())
         with self._lock:
             fetches = list(self._fetches.values())
         for fetch in fetches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import logging
 import queue
@@ -231,16 +232,22 @@ class MoverLink:
         error = PeerLost("the mover of this node died; the load continues without it")
         for waiting in questions:
             waiting.put((Flag.ERROR, pack_error(error)))
-        for read_id, (on_done, _) in reads.items():
-            failed = MoverDone(
-                read_id=read_id, num_blocks=0, last=True, terminal=True, seconds=0.0, num_descriptors=0,
-                error=pack_error(error),
-            )  # fmt: skip
-            on_done(failed, error)
+        with contextlib.ExitStack() as parts:
+            # From the last to the first; each is done whatever the others raise. What was given up is over in any
+            # case: kept, it would have the next mover killed.
+            parts.callback(self._abandoned_ended)
+            for read_id, (on_done, _) in reads.items():
+                failed = MoverDone(
+                    read_id=read_id, num_blocks=0, last=True, terminal=True, seconds=0.0, num_descriptors=0,
+                    error=pack_error(error),
+                )  # fmt: skip
+                parts.callback(on_done, failed, error)
+        return True
+
+    def _abandoned_ended(self) -> None:
         with self._reads_lock:
             abandoned = set(self._abandoned)
         self._ended(abandoned)
-        return True
 
     def _forget_peers(self, connection: Connection, newcomer: str) -> None:
         """Have the mover forget other lives of a node that has a new one, and what was not used for longest."""

@@ -29,6 +29,7 @@ from kvstore.errors import (
 )
 from kvstore.fence import MoverFence
 from kvstore.fetch import Load
+from kvstore.guard import LogLimit
 from kvstore.handoff_control import HandoffControl, answer_later
 from kvstore.messages import (
     Progress,
@@ -72,6 +73,7 @@ class NodeControl:
 
     def __init__(self, core: NodeCore, on_mover_gone: Callable[[], None]) -> None:
         self._core, self._on_mover_gone = core, on_mover_gone
+        self._is_mover_wanted, self._log = False, LogLimit()
         self._fence = MoverFence(core.config, core.mover, self._pools_read_into)
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
@@ -166,7 +168,9 @@ class NodeControl:
                 # It writes to slots, and nothing that it says of them can be believed any more.
                 self._fence.kill(str(error))
             else:
-                logger.warning("%s is turned away: %s", connection.owner, error)
+                if self._log.passes():
+                    more = self._log.take_held_back()
+                    logger.warning("%s is turned away: %s (%d more not logged)", connection.owner, error, more)
                 connection.shut_down()
 
     def _notified(self, payload: bytes) -> None:
@@ -264,14 +268,30 @@ class NodeControl:
 
     def _gone(self, connection: Connection) -> None:
         if connection.role == "mover":
-            if self._core.mover.gone(connection):
-                self.handoffs.mover_gone()
-                threading.Thread(target=self._on_mover_gone, name="raykv-mover-gone", daemon=True).start()
+            if self._core.mover.is_present(connection):
+                self._is_mover_wanted = True
+                with contextlib.ExitStack() as parts:
+                    # From the last to the first; each is done whatever the others raise.
+                    parts.callback(self._want_mover)
+                    parts.callback(self.handoffs.mover_gone)
+                    parts.callback(self._core.mover.gone, connection)
         elif self._core.attached_pool is not None and connection.role == "client" and connection.ended:
             dropped = self._core.attached_pool.release_owner(connection.owner)
             dropped += self.handoffs.release_owner(connection.owner)
             if dropped:
                 logger.info("client %s is gone: %d leases, writes and hand-offs came back", connection.owner, dropped)
+
+    def _want_mover(self) -> None:
+        """Say that the mover is gone; where no thread can be started now, the next tick says it."""
+        if not self._is_mover_wanted:
+            return
+        try:
+            threading.Thread(target=self._on_mover_gone, name="raykv-mover-gone", daemon=True).start()
+        except (RuntimeError, MemoryError) as error:
+            if self._log.passes():
+                logger.error("the mover is gone, and no thread can be started that replaces it: %s", error)
+        else:
+            self._is_mover_wanted = False
 
     def _holds(self, connection: Connection) -> bool:
         if connection.role == "mover":
@@ -284,7 +304,7 @@ class NodeControl:
 
     def _wants_ticks(self) -> bool:
         core = self._core
-        if self._fence.wants_ticks() or core.hints.num_waiting > 0:
+        if self._fence.wants_ticks() or core.hints.num_waiting > 0 or self._is_mover_wanted:
             return True
         if core.fetcher is not None and core.fetcher.flights.num_waiting > 0:
             return True
@@ -299,6 +319,7 @@ class NodeControl:
                 parts.callback(self._core.fetcher.flights.give_up_overdue)
             parts.callback(self._core.hints.answer_overdue)
             parts.callback(self._fence.check)
+            parts.callback(self._want_mover)
             parts.callback(self.handoffs.tick, now_s)
             parts.callback(self._pool.tick, now_s)
 

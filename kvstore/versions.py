@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 
 from kvstore.bounds import MAX_NAMESPACES
 from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
+from kvstore.guard import LogLimit
 from kvstore.wire import clip
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class NamespaceVersions:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._serial = 0
+        self._serial, self._log = 0, LogLimit()
         self._known: dict[bytes, tuple[int, int]] = {}
 
     def get(self, namespace: bytes) -> int:
@@ -82,12 +83,14 @@ class NamespaceVersions:
         return True
 
     def hear_all(self, versions: Mapping[bytes, int], hear: Callable[[bytes, int], object] | None = None) -> None:
-        """Note many, each with `hear`; one that cannot be is logged and keeps no other from being noted."""
+        """Note many, each with `hear`; one that cannot be keeps no other from being noted, and some are logged."""
         for namespace, version in versions.items():
             try:
                 (hear or self.hear)(namespace, version)
             except InvalidRequest as error:
-                logger.warning("namespace %s: a clearing is not taken over: %s", namespace.hex()[:12], error)
+                if self._log.passes():
+                    more, text = self._log.take_held_back(), "namespace %s: a clearing is not taken over: %s (%d more)"
+                    logger.warning(text, namespace.hex()[:12], error, more)
 
     def since(self, serial: int) -> tuple[int, dict[bytes, int]]:
         """Return (serial of the last one heard of, versions heard of after `serial`); 0 asks for all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -456,3 +457,50 @@ def test_only_sealed_memory_of_a_store_is_mapped(store):
         with pytest.raises(ConfigError, match="sealed memory"):
             attach_arena(fd, 1 << 16)
     attach_arena(os.dup(store.arena.fd), store.arena.num_bytes).close()
+
+
+def test_a_surprise_while_a_connection_is_taken_does_not_make_the_store_deaf(store, monkeypatch):
+    """Raised, the loop would watch the listener no more, and the store would still say that it serves."""
+    acceptor, failures = store._control._server._acceptor, [MemoryError(), RuntimeError("a surprise")]
+    take = acceptor._take
+
+    def fail(sock, host):
+        if failures:
+            raise failures.pop()
+        take(sock, host)
+
+    monkeypatch.setattr(acceptor, "_take", fail)
+    for _ in range(2):
+        with pytest.raises(KVStoreError):
+            local(store)
+    local(store).close()
+    with dial(store.peer_address()):
+        assert store.is_serving(5.0)
+
+
+def test_a_listener_that_cannot_be_watched_again_is_tried_again(store, monkeypatch, wait_until):
+    acceptor, failures = store._control._server._acceptor, [OSError(errno.ENOMEM, "out of memory")] * 2
+    watch = acceptor._watch
+
+    def fail(listener):
+        if failures:
+            raise failures.pop()
+        watch(listener)
+
+    monkeypatch.setattr(acceptor, "_watch", fail)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits, no_descriptors():
+        waits.connect(store.control_path)
+        wait_until(lambda: acceptor.is_paused)
+    wait_until(lambda: not failures and not acceptor.is_paused)
+    local(store).close()
+
+
+def test_processes_that_only_say_to_be_a_mover_write_little_into_the_log(store, caplog, wait_until):
+    with caplog.at_level(logging.INFO):
+        for _ in range(20):
+            sock = local(store, role="mover").detach()
+            sock.sendall(frame(Op.MOVER_STATS, b"{}", flag=1))
+            wait_until(lambda sock=sock: all_of(sock) == b"")
+            sock.close()
+    assert sum("is turned away" in record.getMessage() for record in caplog.records) == 1
+    assert store.mover_pid() == os.getpid()

@@ -54,6 +54,58 @@ def test_after_the_end_nothing_is_taken(threads):
     assert not threads.submit(Blocking.STATS, lambda: None)
 
 
+@pytest.fixture
+def no_threads(monkeypatch):
+    """No thread can be started, until it is called."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return monkeypatch.undo
+
+
+def test_what_was_not_taken_for_want_of_a_thread_is_never_run(threads, no_threads, wait_until):
+    ran, done = [], threading.Event()
+    assert not threads.submit(Blocking.SPILL, lambda: ran.append(1))
+    no_threads()
+    assert threads.submit(Blocking.SPILL, done.set)
+    assert done.wait(5)
+    wait_until(lambda: not threads._num_pending[Blocking.SPILL])
+    assert ran == []
+
+
+def test_a_load_for_which_no_thread_can_be_started_is_answered(cluster, monkeypatch, wait_until):
+    cluster.add("a")
+    core = cluster.add("b")
+    saver, loader, hashes = cluster.worker("a", 8), cluster.worker("b", 8), cluster.hashes(3)
+    saver.save(hashes, range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(core.fetcher._threads, "_start", lambda: False)
+        found = loader.load(hashes, range(3))
+    assert found.num_blocks == 0
+    assert "busy" in str(found.failed), found
+    wait_until(lambda: core.pool.num_leases() == 0)
+    assert loader.load(hashes, range(3)).num_blocks == 3
+
+
+def test_a_fetch_for_which_no_thread_can_be_started_goes_on_when_one_can(cluster, monkeypatch):
+    for node in "ab":
+        cluster.add(node)
+    publisher, reader = cluster.worker("a", 8), cluster.worker("b", 8)
+    ticket = publisher.client.publish([0, 1])
+    threads = cluster.nodes["b"].threads._threads[Blocking.FETCH]
+    start, num_left = threads._start, [2]
+
+    def refuse():
+        num_left[0] -= 1
+        return num_left[0] < 0 and start()
+
+    monkeypatch.setattr(threads, "_start", refuse)
+    assert reader.client.fetch(ticket, [0, 1]).result(10).num_blocks == 2
+    assert num_left[0] < 0
+
+
 class Directory:
     """Makes a node's questions to the directory wait until `go`."""
 

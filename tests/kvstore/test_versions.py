@@ -75,3 +75,11 @@ def test_so_many_namespaces_are_known_and_no_more(monkeypatch):
     versions.hear_all({names[3]: 5, names[0]: 2})
     assert versions.since(0)[1] == {names[0]: 2, names[1]: 1, names[2]: 1}
     assert versions.get(names[3]) == 0
+
+
+def test_of_many_clearings_that_cannot_be_taken_over_few_are_logged(caplog):
+    versions = NamespaceVersions()
+    for _ in range(3):
+        versions.hear_all({bytes([i]) * 32: 1 << 60 for i in range(50)})
+    assert len(caplog.records) == 1
+    assert versions.since(0) == (0, {})
