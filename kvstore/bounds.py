@@ -19,6 +19,8 @@ MAX_NAMESPACES = 1 << 16
 #: The longest run of blocks in one message, or argument, of a worker, a peer or a Ray caller: 131,072 blocks.
 #: The control thread takes some milliseconds for as many, and everybody else waits.
 MAX_CHAIN_BYTES = 4 << 20
+#: The most leases and pins of a pool at once, whatever they hold: each takes some hundred bytes, and ends with time.
+MAX_LEASES = 1 << 18
 MAX_OWNER_CHARS = 200
 #: Digests of namespaces and hashes of blocks.
 DIGEST_BYTES = 32

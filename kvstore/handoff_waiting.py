@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from kvstore import clock
 from kvstore.control_connection import Connection
 
+#: Of one node at once: all are looked at in each tick. As many fetches may be under way.
+_MOST_WAITING = 4096
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Claim:
@@ -22,6 +25,7 @@ class WaitingClaims:
 
     def __init__(self) -> None:
         self._claims: dict[bytes, list[_Claim]] = {}
+        self._num_waiting = 0
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -34,7 +38,7 @@ class WaitingClaims:
         serve: Callable[[bool], bool],
         soon: Callable[[], object] = lambda: None,
     ) -> None:
-        """Answer a claim now, or later.
+        """Answer a claim now, or later; now in any case when too many wait already.
 
         Args:
             key: of the ticket.
@@ -43,7 +47,8 @@ class WaitingClaims:
             serve: answers, and returns whether it did, which it has to when it is told that it is the last time.
             soon: says that the answer is not far, so that nobody has to be woken who needs it.
         """
-        if not serve(wait_s <= 0):
+        if not serve(wait_s <= 0 or self._num_waiting >= _MOST_WAITING):
+            self._num_waiting += 1
             claim = _Claim(connection, clock.now_s() + wait_s, serve, soon)
             self._claims.setdefault(key, []).append(claim)
 
@@ -64,6 +69,8 @@ class WaitingClaims:
 
     def _serve_all(self, key: bytes, now_s: float) -> None:
         waiting = self._claims.pop(key)
+        self._num_waiting -= len(waiting)
         left = [c for c in waiting if not c.connection.closed and not c.serve(now_s >= c.until_s)]
         if left:
             self._claims[key] = left
+            self._num_waiting += len(left)

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.bounds import MAX_LEASES
 from kvstore.chain import Chain
-from kvstore.errors import LeaseReleased
+from kvstore.errors import LeaseReleased, PoolExhausted
 from kvstore.grants import Grant, PinKind
 from kvstore.runs import SlotList, join
 from kvstore.slots import SlotTable
@@ -52,7 +53,16 @@ class LeaseTable:
         return len(self._hard)
 
     def pin(self, chain: Chain, owner: str, deadline_s: float, kind: PinKind) -> Grant:
-        """Pin the readable prefix of a chain under a new lease, as far as the budgets go."""
+        """Pin the readable prefix of a chain under a new lease, as far as the budgets go.
+
+        Raises:
+            PoolExhausted: there are too many leases; nothing changed.
+        """
+        if len(self._leases) >= MAX_LEASES:
+            raise PoolExhausted(
+                f"wanted at most {MAX_LEASES} leases and pins of a store at once, got one more; release those that are "
+                "not needed, and pin the blocks of a prompt once"
+            )
         slots, num_refused = self._affordable(self._table.find_prefix(chain.namespace, chain.data), kind)
         generations = self._table.lives(slots)
         stamp = self._hold(slots, kind)

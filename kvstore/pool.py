@@ -293,7 +293,8 @@ class Pool:
         Args:
             chain: what somebody else is writing, or several ranks are.
             then: called once, without the pool's lock, from whatever thread ends the waiting, perhaps this one;
-                with the number of leading blocks that were here at first or were published since.
+                with the number of leading blocks that were here at first or were published since. Now, when too many
+                wait already.
 
         Returns:
             A number for `end_watch`.
@@ -307,6 +308,10 @@ class Pool:
             self._watches.add(watch_id, hashes, pending, lost, then)
             calls = self._watches.take_calls()
         return _after(calls, watch_id)
+
+    def is_watching(self, watch_id: int) -> bool:
+        """Whether a watch has still to be told."""
+        return watch_id in self._watches
 
     def end_watch(self, watch_id: int) -> None:
         """Stop waiting: what is still being written does not count. Nothing happens if it was told before."""

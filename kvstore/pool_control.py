@@ -50,8 +50,8 @@ class PoolControl:
             Op.AWAIT_STORE: self._await_store,
             Op.UNPIN_ALL: self._unpin_all,
         }
-        # Deadline of each save that waits for others to have written the same blocks.
-        self._waiting: dict[int, float] = {}
+        # Each save that waits for others to have written the same blocks: until when, and who asked.
+        self._waiting: dict[int, tuple[float, Connection]] = {}
 
     def _lookup(self, connection: Connection, message: Message) -> bytes:
         pool, hashes = self._core.attached_pool, decode_hashes(message.payload)
@@ -105,8 +105,8 @@ class PoolControl:
         chain, timeout_s = unpack_lease(message.payload)
         check_seconds("timeout_s", timeout_s)
         watch_id = self._core.pool.watch(chain, lambda count: self._reply_when_known(connection, message, count))
-        # Not forgotten when it is told earlier: ending a watch that ended does nothing.
-        self._waiting[watch_id] = clock.now_s() + timeout_s
+        if self._core.pool.is_watching(watch_id):  # One that is told between is forgotten by the next tick.
+            self._waiting[watch_id] = clock.now_s() + timeout_s, connection
 
     def _reply_when_known(self, connection: Connection, message: Message, value: int) -> None:
         def reply() -> None:
@@ -127,6 +127,7 @@ class PoolControl:
             return
         pool.expire(now_s)
         pool.sweep()
-        for watch_id in [watch_id for watch_id, deadline_s in self._waiting.items() if deadline_s < now_s]:
-            del self._waiting[watch_id]
-            pool.end_watch(watch_id)
+        for watch_id, (deadline_s, connection) in list(self._waiting.items()):
+            if deadline_s < now_s or connection.closed or not pool.is_watching(watch_id):
+                del self._waiting[watch_id]
+                pool.end_watch(watch_id)

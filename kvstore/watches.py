@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+#: Of all watches together: each takes some 170 bytes, and a caller may name any blocks that it likes.
+_MOST_BLOCKS = 1 << 22
+
 
 @dataclass(slots=True)
 class _Watch:
@@ -21,17 +24,24 @@ class WatchTable:
 
     _watches: dict[int, _Watch] = field(default_factory=dict)
     _calls: list[Callable[[], None]] = field(default_factory=list)
+    _num_blocks: int = 0
 
     def __len__(self) -> int:
         return len(self._watches)
 
+    def __contains__(self, watch_id: int) -> bool:
+        return watch_id in self._watches
+
     def add(
         self, watch_id: int, hashes: list[bytes], pending: set[bytes], lost: set[bytes], then: Callable[[int], None]
     ) -> None:
-        """Wait until none of `pending` is being written; see `Pool.watch`."""
+        """Wait until none of `pending` is being written; see `Pool.watch`. Where too many wait it says so at once."""
         self._watches[watch_id] = _Watch(hashes, pending, lost, then)
+        self._num_blocks += len(hashes)
         if not pending:
             self._fire(watch_id)
+        elif self._num_blocks > _MOST_BLOCKS:
+            self.drop(watch_id)
 
     def drop(self, watch_id: int) -> None:
         """End a watch before its time: it says how things stand."""
@@ -59,5 +69,6 @@ class WatchTable:
 
     def _fire(self, watch_id: int) -> None:
         watch = self._watches.pop(watch_id)
+        self._num_blocks -= len(watch.hashes)
         count = sum(1 for _ in takewhile(lambda own: own not in watch.lost, watch.hashes))
         self._calls.append(lambda: watch.then(count))

@@ -1,3 +1,4 @@
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -87,3 +88,21 @@ def test_who_waits_for_a_ticket_hears_that_its_blocks_are_near_and_nobody_else(r
     waiting.look_again(b"key")
     waiting.are_soon(b"key")
     assert heard == ["one", "two"]
+
+
+def test_of_too_many_claims_the_next_ones_do_not_wait(reader, monkeypatch):
+    monkeypatch.setattr("kvstore.handoff_waiting._MOST_WAITING", 3)
+    waiting, told = WaitingClaims(), []
+
+    def serve(number, is_last):
+        if is_last:
+            told.append(number)
+        return is_last
+
+    for number in range(5):
+        waiting.serve(b"%d" % (number % 2), reader, 60.0, partial(serve, number))
+    assert told == [3, 4]
+    assert len(waiting) == 2, "three claims of two tickets"
+    waiting.tick(clock.now_s() + 61.0)
+    assert len(waiting) == 0
+    assert sorted(told) == [0, 1, 2, 3, 4]

@@ -366,3 +366,51 @@ def test_a_store_attaches_so_many_namespaces_and_no_more(cluster, core, worker, 
     with pytest.raises(ConfigError, match="namespaces"):
         core.attach(b"n" * 32, 1024)
     cluster.worker("a")  # What is known goes on.
+
+
+def test_who_waited_for_a_save_is_forgotten_when_it_is_told_or_gone(core, worker, cluster, ask, wait_until):
+    """Until its time was over it would be kept, a day at most, and the control thread would tick for it."""
+    waiting, hashes = core._control._pool._waiting, cluster.hashes(4)
+    worker.save(hashes[:2], range(2))
+    assert U64.unpack(ask(Op.AWAIT_STORE, pack_lease(run_of(hashes[:2]), 86400.0)))[0] == 2
+    assert len(waiting) == 0
+    ticket = prepare(ask, hashes[2:])
+    other, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    os.close(fd)
+    other.send(Op.AWAIT_STORE, pack_lease(run_of(hashes), 86400.0))
+    wait_until(lambda: len(waiting) == 1)
+    other.close()
+    wait_until(lambda: not waiting and not len(core.pool._watches))
+    assert complete(ask, ticket) == 2
+
+
+def test_so_many_blocks_are_waited_for_and_no_more(core, worker, cluster, ask, monkeypatch):
+    monkeypatch.setattr("kvstore.watches._MOST_BLOCKS", 5)
+    hashes, counts = cluster.hashes(3), []
+    worker.save(hashes[:1], range(1))
+    ticket = prepare(ask, hashes)
+    assert len(ticket.slots) == 2
+    core.pool.watch(run_of(hashes), counts.append)
+    core.pool.watch(run_of(hashes), counts.append)
+    assert counts == [1], "the second is told at once how things stand"
+    assert complete(ask, ticket) == 2
+    assert counts == [1, 3]
+    core.pool.watch(run_of(hashes), counts.append)
+    assert counts == [1, 3, 3]
+
+
+def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monkeypatch):
+    monkeypatch.setattr("kvstore.leases.MAX_LEASES", 3)
+    hashes = cluster.hashes(2)
+    worker.save(hashes, range(2))
+    wanted = pack_pin(run_of(hashes), PinKind.SOFT, 3600.0)
+    ids = [unpack_grant(ask(Op.PIN, wanted)).lease_id for _ in range(3)]
+    with pytest.raises(PoolExhausted, match="at most 3 leases"):
+        ask(Op.PIN, wanted)
+    with pytest.raises(PoolExhausted, match="at most 3 leases"):
+        core.lease(run_of(hashes), "ray:x", 30.0)
+    core.pool.check_integrity()
+    assert worker.client.lookup(hashes).num_local == 2
+    assert U64.unpack(ask(Op.RELEASE, U64.pack(ids[0])))[0] == 1
+    with worker.client.lease(hashes, ttl_s=30) as lease:
+        assert len(lease.slots) == 2
