@@ -13,7 +13,7 @@ import ray
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.actors.cluster import Store
-from kvstore.actors.ending import end_actors, node_stores
+from kvstore.actors.ending import end_actors, node_stores, starter_of
 from kvstore.actors.joining import Joined, join_ray
 from kvstore.actors.ray_sessions import RaySession
 from kvstore.actors.supervisor import Supervisor, alive_nodes
@@ -48,6 +48,9 @@ def _start(config: StoreConfig, timeout_s: float, session: RaySession) -> Store:
         supervisor = find_actor(name)
     except StoreNotRunning:
         _check_room(config)
+    else:
+        return _join(config, session, supervisor, own_id, deadline_s)
+    try:
         with ray_failures(name):
             supervisor = (
                 ray.remote(Supervisor)
@@ -62,17 +65,30 @@ def _start(config: StoreConfig, timeout_s: float, session: RaySession) -> Store:
                 )
                 .remote(config.to_json(), own_id)
             )
-    running = call("supervisor", supervisor.config.remote(), timeout_s)
+        return _join(config, session, supervisor, own_id, deadline_s)
+    except BaseException:  # Of who is interrupted, too: nobody else would end what this call began.
+        _end_if_started(config.name, own_id)
+        raise
+
+
+def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store:
+    with ray_failures("supervisor"):
+        asked = supervisor.config.remote()
+    running = call("supervisor", asked, max(0.0, deadline_s - time.monotonic()))
     _check_compatible(config, running)
     # Several calls may have wanted to make the supervisor at once; it knows which one did.
     store = Store(config, session, own_id if running["starter"] == own_id else None)
-    try:
-        _wait_ready(store, supervisor, deadline_s)
-    except KVStoreError:
-        if store._started_as is not None:
-            end_actors(config.name)
-        raise
+    _wait_ready(store, supervisor, deadline_s)
     return store
+
+
+def _end_if_started(name: str, own_id: str) -> None:
+    """End a store that this process began and will not have: its supervisor, which may only come up, would make it."""
+    try:
+        if starter_of(name) == own_id:
+            end_actors(name)
+    except KVStoreError as error:
+        logger.warning("store %r may have been started, and could not be asked: %s; destroy() ends it", name, error)
 
 
 def _check_room(config: StoreConfig) -> None:

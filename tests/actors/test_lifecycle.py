@@ -14,7 +14,8 @@ import pytest
 import ray
 
 import kvstore
-from kvstore.errors import ConfigError, IncompatibleStore, StoreNotRunning
+from kvstore.actors import starting
+from kvstore.errors import ConfigError, IncompatibleStore, StoreNotRunning, TransferTimeout
 
 pytestmark = pytest.mark.ray
 
@@ -112,6 +113,34 @@ NODE_STORE_BYTES = 16 << 20
 def held_memory():
     """Bytes of Ray memory that actors hold now, in the whole cluster."""
     return ray.cluster_resources()["memory"] - ray.available_resources()["memory"]
+
+
+def test_a_start_whose_time_is_over_before_anything_is_up_leaves_nothing(ray_cluster):
+    """Its supervisor, which only comes up then, would make a store that nobody has a handle of."""
+    with pytest.raises(TransferTimeout):
+        kvstore.start("16MiB", name="short", timeout_s=0.01)
+    assert named_actors("short") == []
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(ray_cluster, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(starting, "_wait_ready", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        kvstore.start("16MiB", name="interrupted")
+    assert named_actors("interrupted") == []
+
+
+def test_joining_that_is_interrupted_leaves_the_store_alone(store, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    before = epochs(store)
+    monkeypatch.setattr(starting, "_wait_ready", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        kvstore.start("16MiB")
+    assert epochs(store) == before
 
 
 def test_stop_leaves_nothing(
