@@ -131,7 +131,8 @@ def run_save(
         LayoutMismatch: the engine's tensors were replaced meanwhile; likewise.
         KVStoreError: the store failed.
     """
-    num_written = 0
+    # Written in an earlier round. What is evicted while others are waited for is written again, and counts once.
+    earlier: set[int] = set()
     request = pack_prepare(chain, part.num_parts, part.index, num_clears)
     while True:
         answer = yield from asking(connection, Op.PREPARE_STORE, request, timeout_s=call_timeout_s)
@@ -159,18 +160,19 @@ def run_save(
                     yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)
                 raise
         lost = num_published < len(ticket.indexes)
+        written = ticket.indexes if part.num_parts > 1 else ticket.indexes[:num_published]
         if lost or ticket.num_awaited:
             left_s = max(0.0, deadline_s - clock.now_s())
             question = pack_lease(chain.head(num_blocks), left_s)
             answer = yield from asking(connection, Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
             num_stored = U64.unpack(answer)[0]
             if num_stored < num_blocks and not lost and clock.now_s() < deadline_s:
-                num_written += num_published
+                earlier.update(written)
                 continue
             num_blocks = num_stored
-        if part.num_parts > 1:
-            num_published = sum(index < num_blocks for index in ticket.indexes)
-        num_written += num_published
+        num_written = len(written)
+        if num_blocks < len(chain) or earlier:
+            num_written = sum(index < num_blocks for index in earlier.union(written))
         return SaveResult(num_blocks=num_blocks, num_written=num_written, num_refused=ticket.num_refused)
 
 
