@@ -297,12 +297,15 @@ def main() -> None:
         return
     plan = [(attack, port) for port in ("store", "directory") for attack in OF_STRANGERS]
     plan += [(attack, "store") for attack in OF_OTHERS]
+    chosen = [(attack, port) for attack, port in plan if arguments.only in attack.__name__]
+    if not chosen:
+        names = ", ".join(sorted({attack.__name__ for attack, _ in plan}))
+        parser.error(f"--only: wanted a part of one of these names: {names}; got {arguments.only!r}")
     rows = []
-    for attack, port in plan:
-        if arguments.only in attack.__name__:
-            rows.append(measure(attack, port, arguments.rounds, arguments.seconds))
-            if not arguments.json:
-                print(rows[-1], flush=True)
+    for attack, port in chosen:
+        rows.append(measure(attack, port, arguments.rounds, arguments.seconds))
+        if not arguments.json:
+            print(rows[-1], flush=True)
     if arguments.json:
         print(json.dumps({"rows": rows, "provenance": provenance()}, indent=2))
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstore import clock
 from kvstore.wire import FRAGMENT_BYTES, STRANGER_BYTES, Decoder, Flag, Message, Op, encode, encode_short
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,9 @@ class Connection:
     (a remote one) or the kernel cannot name it. `ended` says that the process is gone, or said goodbye.
     `gave` is the last question that was answered with something to hold, and what takes that back: the client asks
     one thing at a time, so of no other question can the answer be lost with this connection.
-    `want_writable` has the server call `flush` when the socket takes more, or no more; any thread may call it.
+    `want_writable` has the server call `flush` when the socket takes more, or no more; any thread may call it, with
+    the lock held. While answers wait, nothing more is read from the client, unless it `reads_on`: one that does not
+    read its answers asks for nothing more.
     """
 
     sock: socket.socket
@@ -45,6 +48,11 @@ class Connection:
     pid: int = 0
     pidfd: int = -1
     role: str = ""
+    reads_on: bool = False
+    #: Answers wait for the client; only the server's thread ends that.
+    is_blocked: bool = False
+    #: When the client took something of them last.
+    taken_s: float = 0.0
     closed: bool = False
     ended: bool = False
     decoder: Decoder = field(default_factory=lambda: Decoder(STRANGER_BYTES))
@@ -72,6 +80,8 @@ class Connection:
             if not fds and len(payload) <= FRAGMENT_BYTES:
                 packet = encode_short(op, flag, request, payload)
                 with self.lock:
+                    if self.closed:  # Its descriptor's number may be another file's by now.
+                        return False
                     try:
                         sent = 0 if self._unsent else self.sock.send(packet)
                     except BlockingIOError:
@@ -81,25 +91,42 @@ class Connection:
                 return True
             packets = encode(Message(op, flag, request, payload))
             with self.lock:
+                if self.closed:
+                    return False
                 if fds:
                     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
                     sent = self.sock.sendmsg(packets[:1], [rights])
                     if sent != len(packets.pop(0)):
                         raise BlockingIOError(errno.EAGAIN, "the socket took part of a packet with descriptors")
-                self._keep(packets, 0)
-                self._flush()
+                num_out, sent = self._send_now(packets)
+                if num_out < len(packets):
+                    self._keep(packets[num_out:], sent)
         except OSError as error:
             logger.debug("%s: could not send %s: %s", self.owner, op.name, error)
             self.shut_down()
             return False
         return True
 
+    def _send_now(self, packets: list[bytes]) -> tuple[int, int]:
+        """Send what the socket takes; returns how many packets went out, and bytes of the next one."""
+        if not self._unsent:
+            for i, packet in enumerate(packets):
+                try:
+                    sent = self.sock.send(packet)
+                except BlockingIOError:
+                    return i, 0
+                if sent != len(packet):
+                    return i, sent
+            return len(packets), 0
+        return 0, 0
+
     def _keep(self, packets: list[bytes], sent: int) -> None:
         """Keep packets, the first without the bytes of it that were sent; with the lock held."""
         num_bytes = sum(len(packet) + _PACKET_BYTES for packet in packets) - sent
         if self._unsent and self._num_unsent_bytes + num_bytes > MAX_UNSENT_BYTES:
             raise OSError(errno.ENOBUFS, f"{self._num_unsent_bytes} bytes wait for it already")
-        if not self._unsent and packets:
+        if not self._unsent:
+            self.is_blocked, self.taken_s = True, clock.now_s()
             self.want_writable(True)
         for packet in packets:
             self._unsent.append(memoryview(packet)[sent:])
@@ -112,20 +139,29 @@ class Connection:
         Raises:
             OSError: the client is gone.
         """
-        with self.lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with self.lock, contextlib.suppress(BlockingIOError):
             while self._unsent:
                 packet = self._unsent[0]
                 sent = self.sock.send(packet)
+                self.taken_s = clock.now_s()
                 if sent != len(packet):
                     self._unsent[0] = packet[sent:]
                     self._num_unsent_bytes -= sent
                     continue
                 self._unsent.popleft()
                 self._num_unsent_bytes -= sent + _PACKET_BYTES
+            self._unblock()
+
+    def drop_unsent(self) -> None:
+        """Forget what waits: the client is gone; on the server's thread."""
+        with self.lock:
+            self._unsent.clear()
+            self._num_unsent_bytes = 0
+            self._unblock()
+
+    def _unblock(self) -> None:
+        if self.is_blocked:
+            self.is_blocked = False
             self.want_writable(False)
 
     def shut_down(self) -> None:

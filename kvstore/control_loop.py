@@ -120,17 +120,17 @@ class ControlLoop:
 
         It has to be unwatched before it is closed, and `then` may be called once more in that very moment. One that
         raises is watched no more: it would raise again at once, and for ever. `when_writable` is called when the
-        descriptor can be written to, while `want_writable` says so.
+        descriptor can be written to, while `want` says so.
         """
         self._when_ready[fd] = then
         if when_writable is not None:
             self._when_writable[fd] = when_writable
         self._epoll.register(fd, _READABLE)
 
-    def want_writable(self, fd: int, wanted: bool) -> None:
-        """Say whether a watched descriptor is to be written to; from any thread."""
+    def want(self, fd: int, *, readable: bool, writable: bool) -> None:
+        """Say what a watched descriptor is watched for; from any thread. Its end is seen in any case."""
         with contextlib.suppress(OSError, ValueError):  # It is watched no more.
-            self._epoll.modify(fd, _READABLE | _WRITABLE if wanted else _READABLE)
+            self._epoll.modify(fd, (_READABLE if readable else 0) | (_WRITABLE if writable else 0))
 
     def call_again(self, fd: int) -> None:
         """Count a watched descriptor as readable in the next round: part of what came was left for then."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
+from kvstore import clock
 from kvstore.acceptor import Acceptor, peer_pidfd
 from kvstore.control_connection import Connection, Handler
 from kvstore.control_loop import ControlLoop
@@ -25,6 +26,7 @@ from kvstore.guard import LogLimit
 from kvstore.remote_socket import prepare_remote
 from kvstore.socket_files import SocketFile
 from kvstore.strangers import Strangers
+from kvstore.unread import Unread
 from kvstore.wire import (
     MALFORMED,
     MAX_MESSAGE_BYTES,
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 _GOODBYE, _HELLO = Op.GOODBYE, Op.HELLO
 #: Of one connection, before others have their turn.
 _MESSAGES_A_ROUND = 32
+_ROUND_S = 5e-4
 #: Of a stream at once. It may hold thousands of small messages, and all others wait while it is taken apart.
 _STREAM_BYTES = 32 << 10
 
@@ -82,6 +85,7 @@ class ControlServer:
         self._num_connections = 0
         self._file: SocketFile | None = None
         self._strangers = Strangers(self._close)
+        self._unread = Unread(self._close)
         self._acceptor = Acceptor(self._loop, self._take, self._strangers.cut_oldest)
         self._log = LogLimit()
         #: Messages that were none of ours.
@@ -123,8 +127,14 @@ class ControlServer:
         """How many connections were cut before they had said who they are."""
         return self._strangers.num_cut
 
+    @property
+    def num_unread_cut(self) -> int:
+        """How many connections were cut because their clients did not read their answers."""
+        return self._unread.num_cut
+
     def _wants_ticks(self) -> bool:
-        return self._is_tick_wanted() or len(self._strangers) > 0 or self._acceptor.is_paused
+        has_own = len(self._strangers) > 0 or len(self._unread) > 0 or self._acceptor.is_paused
+        return has_own or self._is_tick_wanted()
 
     def _tick(self) -> None:
         with contextlib.ExitStack() as parts:
@@ -133,16 +143,16 @@ class ControlServer:
             if self._is_tick_wanted():
                 parts.callback(self._on_tick)
             parts.callback(self._strangers.tick, self._loop.now_s())
+            parts.callback(self._unread.tick, self._loop.now_s())
             parts.callback(self._acceptor.tick, self._loop.now_s())
 
     def _take(self, sock: socket.socket, host: str) -> None:
         """Take a connection that was accepted, of another host if that is named."""
         self._num_connections += 1
         fd, local = sock.fileno(), not host
-        connection = Connection(
-            sock, f"{'local' if local else 'peer'}-{self._num_connections}", local, host or "this host",
-            partial(self._loop.want_writable, fd),
-        )  # fmt: skip
+        owner = f"{'local' if local else 'peer'}-{self._num_connections}"
+        connection = Connection(sock, owner, local, host or "this host")
+        connection.want_writable = partial(self._want_writable, connection)
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         if local:
@@ -157,16 +167,29 @@ class ControlServer:
         self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
         self._strangers.came(connection)
 
+    def _want_writable(self, connection: Connection, wanted: bool) -> None:
+        (self._unread.came if wanted else self._unread.left)(connection)
+        self._loop.want(connection.sock.fileno(), readable=not wanted or connection.reads_on, writable=wanted)
+
     def _flush(self, connection: Connection) -> None:
+        if connection.closed:
+            return
         try:
             connection.flush()
         except OSError as error:
             logger.debug("%s: %s", connection.owner, error)
+            connection.drop_unsent()
             connection.shut_down()  # Whether its owner said goodbye before is still to be read.
+        if connection.pending and not connection.is_blocked:
+            self._loop.call_again(connection.sock.fileno())
 
     def _read(self, connection: Connection) -> None:
         if connection.closed:
             return
+        if connection.is_blocked and not connection.reads_on:
+            self._flush(connection)  # It is not read, so this is its end, or it was to be read before answers waited.
+            if connection.is_blocked:
+                return
         try:
             local = connection.local
             if not local and connection.pending:
@@ -206,10 +229,13 @@ class ControlServer:
 
     def _serve_pending(self, connection: Connection) -> None:
         """Serve what came, but not so much of it that others have to wait for long."""
+        until_s = clock.now_s() + _ROUND_S
         for _ in range(min(len(connection.pending), _MESSAGES_A_ROUND)):
             self._serve(connection, connection.pending.popleft())
-            if connection.closed:
+            if connection.closed or (connection.is_blocked and not connection.reads_on):
                 return
+            if clock.now_s() > until_s:
+                break
         if connection.pending:
             self._loop.call_again(connection.sock.fileno())
 
@@ -289,6 +315,7 @@ class ControlServer:
         self._strangers.left(connection)
         self.unwatch(connection.sock.fileno())
         connection.close()
+        self._unread.left(connection)  # Last: under its lock another thread may just have noted it.
         if connection.ended or not self._is_needed(connection):
             self._forget(connection)
 

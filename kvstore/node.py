@@ -300,6 +300,7 @@ class NodeCore(PoolVerbs):
             "num_abandoned_reads": self.mover.num_abandoned,
             "num_fenced_movers": self._control.num_fenced,
             "calls": self._control.num_calls,
+            "ports": self._control.port_counts,
             "pool": None if self.attached_pool is None else asdict(self.attached_pool.stats()),
             **self._control.handoffs.stats(),
             "nixl": None,

@@ -93,6 +93,17 @@ class NodeControl:
         return {op.name: count for op, count in self._server.num_served.items()}
 
     @property
+    def port_counts(self) -> dict[str, int]:
+        """What went wrong at this node's ports, each kind counted."""
+        server = self._server
+        return {
+            "num_malformed": server.num_malformed,
+            "num_strangers_cut": server.num_strangers_cut,
+            "num_unread_cut": server.num_unread_cut,
+            "num_failures": server.num_failures,
+        }
+
+    @property
     def num_fenced(self) -> int:
         """How many movers had to be killed so far."""
         return self._fence.num_fenced
@@ -191,6 +202,8 @@ class NodeControl:
             if role == "client":
                 self._join(connection, value)
             connection.role = role
+            # What the mover says frees slots: it is heard, however slowly it reads what it is asked.
+            connection.reads_on = role == "mover"
             memory = self._core.presence if role == "presence" else self._core.arena
             connection.send(Op.HELLO, Flag.REPLY, message.request, self._greeting(connection), (memory.fd,))
             return None
