@@ -171,8 +171,9 @@ def run_save(
                 continue
             num_blocks = num_stored
         num_written = len(written)
-        if num_blocks < len(chain) or earlier:
-            num_written = sum(index < num_blocks for index in earlier.union(written))
+        if earlier or part.num_parts > 1:
+            end_index = num_blocks if part.num_parts > 1 else len(chain) - ticket.num_refused
+            num_written = sum(index < end_index for index in earlier.union(written))
         return SaveResult(num_blocks=num_blocks, num_written=num_written, num_refused=ticket.num_refused)
 
 
