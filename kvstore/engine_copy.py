@@ -178,8 +178,8 @@ def engine_pages(
     wanted = -(-(offset_tokens + num_blocks * stored_block_size) // engine) if num_blocks else 0
     if len(ids) != wanted:
         raise InvalidRequest(
-            f"block_ids: wanted {wanted}, blocks of {engine} tokens for {num_blocks} hashes of {stored_block_size} "
-            f"tokens from the {offset_tokens}th token of the first block on, got {len(ids)}"
+            f"block_ids: wanted {wanted}, blocks of {engine} tokens for {num_blocks} stored blocks of "
+            f"{stored_block_size} tokens from the {offset_tokens}th token of the first block on, got {len(ids)}"
         )
     # Of ufuncs, because the methods of arrays take a way through Python.
     ids = ids.astype(np.int64)

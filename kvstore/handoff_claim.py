@@ -11,7 +11,7 @@ from kvstore import clock
 from kvstore.control_client import ControlClient, Question
 from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.handoff_messages import END, FetchRequest, PeerClaim, PeerClaimed, pack_peer_claim, pack_soon
-from kvstore.handoff_records import NOT_READY
+from kvstore.handoff_records import NOT_READY, NOT_READY_IN_TIME
 from kvstore.peer_words import claimed_of
 from kvstore.peers import Peer
 from kvstore.shape import BLOCK_ORDER_VERSION
@@ -134,7 +134,7 @@ class SourceClaim:
         if isinstance(found, PeerClaimed) and found.reason == NOT_READY:
             self._end(question)
             if clock.now_s() > self._deadline_s or not self._is_wanted():
-                self._then(found._replace(reason=f"timeout: {NOT_READY}"))
+                self._then(found._replace(reason=NOT_READY_IN_TIME))
             elif clock.now_s() < self.asked_s + _PAUSE_S:
                 self._again_s = self.asked_s + _PAUSE_S
             else:

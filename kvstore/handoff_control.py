@@ -36,7 +36,7 @@ from kvstore.handoff_messages import (
     unpack_peer_claim,
     unpack_prepare_handoff,
 )
-from kvstore.handoff_records import CLAIM_BIT, NOT_READY, Claim, Place
+from kvstore.handoff_records import CLAIM_BIT, NOT_READY, NOT_READY_IN_TIME, Claim, Place
 from kvstore.handoff_table import HandoffTable
 from kvstore.handoff_waiting import WaitingClaims
 from kvstore.load_report import LoadReport
@@ -239,7 +239,7 @@ class HandoffControl:
             if claim == NOT_READY and not is_last:
                 return False
             if isinstance(claim, str):
-                report.reason = f"timeout: {claim}" if claim == NOT_READY else claim
+                report.reason = NOT_READY_IN_TIME if claim == NOT_READY else claim
             else:
                 report.num_local, slots = len(claim.slots), np.asarray(claim.slots, dtype=np.int32)
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)

@@ -12,6 +12,11 @@ CLAIM_BIT = 1 << 63
 
 #: Of a ticket whose blocks are being written, or will be: ask again.
 NOT_READY = "not_ready: the blocks of this ticket are not all there yet"
+#: Of a fetch that has waited for them in vain.
+NOT_READY_IN_TIME = (
+    "timeout: the blocks of this ticket were not all there yet at the end of the fetch's timeout_s; fetch again, and "
+    "see whether their publisher still works"
+)
 REASONS = {
     "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
     "expired": "expired: nobody fetched the blocks of this ticket in time; publish with a longer ttl_s",

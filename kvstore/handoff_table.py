@@ -68,8 +68,11 @@ class HandoffTable:
             raise InvalidRequest(f"wanted at least 1 block to publish, got {num_blocks}")
         write_owner = f"handoff-{next(self._numbers)}"
         with self._lock:
-            if key in self._handoffs or key in self._over:
-                raise InvalidRequest("wanted a ticket that was never used, got a known one; publish anew")
+            if (state := self._state(key)) is not None:
+                raise InvalidRequest(
+                    f"wanted a ticket that was never used, got one whose blocks {state}; a ticket is published once: "
+                    "publish without ticket=, or under another one"
+                )
             held = self._num_slots[place.slab]
             if held + num_blocks > place.max_slots:
                 raise PoolExhausted(
@@ -125,25 +128,38 @@ class HandoffTable:
         """Take blocks back: no reader gets them from now on, and their slots go once nobody writes or reads them.
 
         Returns:
-            False when there are none of that key; if there never were, nobody publishes under it any more.
+            Whether this call voided the ticket: its blocks are taken back, or, if there never were any of that key,
+            nobody publishes under it any more. False when it was over before.
         """
         with self._lock:
             handoff = self._handoffs.get(key)
             if handoff is None:
-                self._void_unused(key)
-                return False
+                return self._void_unused(key)
             if handoff.over:
                 return False
             self._end(handoff, "withdrawn")
             return True
 
+    def _state(self, key: bytes) -> str | None:
+        """Return what became of a ticket, for an error; None when nobody has used it."""
+        handoff = self._handoffs.get(key)
+        over = self._over.get(key) if handoff is None else handoff.over
+        if over:
+            return "have been fetched" if over == "used" else f"are given up ({over})"
+        if handoff is None:
+            return None
+        return "are being published" if handoff.is_written else "are published and wait for their fetch"
+
     def _written_by(self, key: bytes, writer: int) -> Handoff | None:
         handoff = self._handoffs.get(key)
         return handoff if handoff is not None and handoff.is_written and handoff.writer == writer else None
 
-    def _void_unused(self, key: bytes) -> None:
-        if key not in self._over:
-            self._remember(key, "withdrawn")
+    def _void_unused(self, key: bytes) -> bool:
+        """Have nobody publish under a key; returns whether anybody might have."""
+        if key in self._over:
+            return False
+        self._remember(key, "withdrawn")
+        return True
 
     def claim(
         self, key: bytes, owner: str, namespace: bytes, version: int, deadline_s: float, *, is_early: bool = False

@@ -238,7 +238,8 @@ class PublishVerbs(StageVerbs):
         being copied for it no reader gets them, and their room comes back when the copies have ended.
 
         Returns:
-            Whether it was still held; False also for a ticket of another node.
+            Whether this call voided the ticket, published or not. False when it was over before (fetched, expired,
+            withdrawn), and for a ticket of another node or of an earlier life of this one's store.
         """
         if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
             return False

@@ -90,11 +90,11 @@ def test_a_name_is_good_for_one_publication(pair):
     source, target = pair
     ticket = named(source.client, 2)
     source.client.begin_publish([5, 6], ticket=ticket).job.result(20)
-    with pytest.raises(InvalidRequest, match="never used"):
+    with pytest.raises(InvalidRequest, match="never used, got one whose blocks are published and wait for their fetch"):
         source.client.begin_publish([7, 8], ticket=ticket)
     assert target.client.fetch(ticket, [1, 2]).result(20).num_blocks == 2
     assert target.block(1) == source.block(5)
-    with pytest.raises(InvalidRequest, match="never used"):
+    with pytest.raises(InvalidRequest, match="never used, got one whose blocks have been fetched"):
         source.client.begin_publish([7, 8], ticket=ticket)
 
 
@@ -165,6 +165,7 @@ def test_a_fetch_waits_for_a_publication_no_longer_than_it_may(cluster, pair, wa
     result = early_fetch(cluster, "a", target, ticket, [1, 2], wait_until, timeout_s=1.2).result(20)
     assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.TIMEOUT)
     assert "not all there yet" in result.failed[0].detail
+    assert "not_ready" not in result.failed[0].detail, "a word of the stores among themselves"
     assert [target.block(i) for i in (1, 2)] == had
     source.client.publish([5, 6], ttl_s=20.0, ticket=ticket)
     assert target.client.fetch(ticket, [1, 2]).result(20).num_blocks == 2, "the ticket is as good as before"
@@ -176,9 +177,10 @@ def test_who_will_not_publish_says_so(cluster, pair, wait_until, same_node):
     target = cluster.worker("a", seed=3) if same_node else target
     ticket = source.client.prepare_ticket(2)
     job = early_fetch(cluster, "a", target, ticket, [1, 2], wait_until)
-    assert not source.client.withdraw(ticket), "nothing was held"
+    assert source.client.withdraw(ticket), "the ticket is void, and was not before"
+    assert not source.client.withdraw(ticket)
     assert job.result(20).failed[0].reason is MissReason.WITHDRAWN
-    with pytest.raises(InvalidRequest, match="never used"):
+    with pytest.raises(InvalidRequest, match=r"never used, got one whose blocks are given up \(withdrawn\)"):
         source.client.publish([5, 6], ticket=ticket)
 
 

@@ -99,7 +99,9 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
         ["num_beam_groups"] if (setting("num_beam_groups") or 1) > 1 else []
     ):
         raise InvalidRequest(
-            f"{found[0]}: wanted a decoding loop of transformers itself; {_REFUSED['custom_generate']}"
+            f"{found[0]}: wanted greedy or beam search or sampling, got a setting with which generate runs another "
+            f"decoding loop, which may use the cache in another way; leave {found[0]} out (also of the "
+            "generation_config), or call model.generate, which shares nothing"
         )
     mask = options.pop("attention_mask", None)
     mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id")) if mask is None else mask
