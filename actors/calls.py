@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import ray
 from ray import exceptions as ray_errors
+from ray._private import worker as ray_worker
 
-from kvstore.errors import KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
+from kvstore.errors import ForkedClient, KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
 
 #: All actors of raykv live in this Ray namespace.
 RAY_NAMESPACE = "raykv"
@@ -18,6 +20,40 @@ RAY_NAMESPACE = "raykv"
 #: with ConnectionError in it: statuses of its core that are I/O errors. RuntimeError, SystemError, AttributeError
 #: and AssertionError: a process whose Ray has been shut down, or is being.
 _OTHER_RAY_FAILURES = (ValueError, OSError, RuntimeError, SystemError, AttributeError, AssertionError)
+
+
+def _has_rays_objects_only() -> bool:
+    """Whether Ray is initialised here, but by a parent: a fork copies no thread of it."""
+    if not ray.is_initialized():
+        return False
+    listener = getattr(ray_worker.global_worker, "listener_thread", None)  # Of drivers; workers have none.
+    return (listener is not None and not listener.is_alive()) or len(os.listdir("/proc/self/task")) == 1
+
+
+#: Of the whole process, as forks are. Asked now for those that load this module only after the fork.
+_is_fork_of_connected = _has_rays_objects_only()
+
+
+def _after_fork() -> None:
+    global _is_fork_of_connected
+    _is_fork_of_connected = _is_fork_of_connected or ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def check_not_forked() -> None:
+    """Refuse to use Ray in a fork of a process that was connected to it: calls hang there, and harm the parent's.
+
+    Raises:
+        ForkedClient: this is one.
+    """
+    if _is_fork_of_connected:
+        raise ForkedClient(
+            f"wanted a process that can use Ray, got process {os.getpid()}, a fork of one that was connected to Ray, "
+            "where Ray hangs; start processes with the method 'spawn' and connect there. A client of its own needs no "
+            "Ray: kvstore.Client(path, space), with the path of Store.control_path() in the parent"
+        )
 
 
 def actor_name(store: str, kind: str, node_id: str = "") -> str:
@@ -37,11 +73,13 @@ def ray_failures(what: str) -> Iterator[None]:
     Every use of Ray by a thread that must live is inside one. Errors of ours pass unchanged.
 
     Raises:
+        ForkedClient: this is a fork of a process that was connected to Ray.
         StoreNotRunning: this process has no Ray (any more). Asked first, because most calls would start one.
         TransferTimeout: no answer in time; also of a GCS that hangs.
         PeerLost: the actor, its process, its node or the GCS is gone, or cannot be reached.
         KVStoreError: what the actor raised: that itself if it is ours.
     """
+    check_not_forked()
     if not ray.is_initialized():
         raise StoreNotRunning(f"{what}: Ray is not initialised in this process; call kvstore.connect() first")
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, call, find_actor
+from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor, ray_failures
 from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.ending import end_actors, node_stores, starter_of, stores_here, within
 from kvstore.actors.joining import check_answers
@@ -91,10 +91,25 @@ class Store:
         """
         from kvstore.client import Client  # With it comes torch, which starting and stopping a store need not wait for.
 
+        return Client(self.control_path(node_id=node_id), space, part)
+
+    def control_path(self, *, node_id: str | None = None) -> str:
+        """Return the path of the socket of a node's store, for a `kvstore.Client` of another process of that machine.
+
+        Such a process needs no Ray: it may be spawned, or forked from this one. The path is of this life of the node's
+        store; one that is started again has another.
+
+        Args:
+            node_id: of the node; this process's own when None.
+
+        Raises:
+            StoreNotRunning: the node has no store.
+        """
         self._check()
         handle = node_store(node_id, self.config.name)
-        path = call("node store", handle.control_path.remote(), _CALL_S)
-        return Client(str(path), space, part)
+        with ray_failures("node store"):
+            asked = handle.control_path.remote()
+        return str(call("node store", asked, _CALL_S))
 
     def node_ids(self) -> list[str]:
         """Return the ids of the living nodes."""
@@ -296,6 +311,7 @@ def _end_store(name: str, only: str | None) -> list[str]:
 
 def node_store(node_id: str | None = None, name: str = "default") -> Any:
     """Return the actor handle of a node's store; see kvstore.node_store."""
+    check_not_forked()
     if not ray.is_initialized():
         raise StoreNotRunning("Ray is not initialised in this process; call kvstore.connect() first")
     wanted = node_id or ray.get_runtime_context().get_node_id()

@@ -14,7 +14,7 @@ import ray
 from ray import exceptions as ray_errors
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from kvstore.actors.calls import RAY_NAMESPACE, node_address
+from kvstore.actors.calls import RAY_NAMESPACE, check_not_forked, node_address
 from kvstore.actors.ray_sessions import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
 from kvstore.errors import ConfigError, StoreNotRunning, WrongCluster
 
@@ -50,7 +50,9 @@ def join_ray(address: str | None, *, may_start: bool) -> Joined:
         StoreNotRunning: no cluster answers.
         WrongCluster: this process is connected to another one than `address`.
         ConfigError: several run here; the address is of no use; or no token can be written.
+        ForkedClient: this is a fork of a process that was connected to Ray.
     """
+    check_not_forked()
     if ray.is_initialized():
         session = current_session()
         _check_same(address, session)

@@ -45,6 +45,7 @@ def start(
         StoreNotRunning: no Ray answers at the address, or the one that `ray start` began does not.
         WrongCluster: this process is connected to another Ray than `address`.
         IncompatibleStore: a store of this name runs with other settings; it is left alone.
+        ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
         StoreUnavailable: a node was not ready in time.
     """
     from kvstore.actors import starting
@@ -64,6 +65,7 @@ def connect(name: str = "default", *, address: str | None = None, timeout_s: flo
         ConfigError: several run on this machine, and none was named.
         WrongCluster: this process is connected to another Ray than `address`.
         IncompatibleStore: it speaks another protocol version.
+        ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
     """
     from kvstore.actors import starting
 
@@ -79,6 +81,7 @@ def node_store(node_id: str | None = None, *, name: str = "default") -> Any:
 
     Raises:
         StoreNotRunning: there is none.
+        ForkedClient: this is a fork of a process that was connected to Ray.
     """
     from kvstore.actors import cluster
 

@@ -62,7 +62,7 @@ class Client(HandoffVerbs):
     """One engine's door to the store of its node.
 
     Args:
-        control_path: the node store's socket; `Store.client` knows it.
+        control_path: the node store's socket, as `Store.control_path` returns it; `Store.client` knows it.
         space: what the blocks mean. Hashes of another namespace are refused.
         part: which part of each block this process holds, as `Part` or (tp_rank, tp_size, pp_rank, pp_size); None
             for all of it. A block can be found when all parts of it were saved.

@@ -9,7 +9,7 @@ KVStoreError
 │   ├── ChainBroken          hashes are not one contiguous run of a chain
 │   ├── StaleTicket          slots of an earlier life of the store or of the slots
 │   ├── StaleVersion         a namespace has been cleared again since
-│   └── ForkedClient         a client, lease or job used in a child of the process that made it
+│   └── ForkedClient         a client, lease, job or Ray used in a fork of the process that made it
 ├── LayoutMismatch           tensors or peers hold KV in another layout than agreed
 ├── PoolExhausted            no slot can be had now
 ├── BlockNotFound            a block that was named is not resident
@@ -75,7 +75,7 @@ class StaleVersion(InvalidRequest):
 
 
 class ForkedClient(InvalidRequest):
-    """A client, or a lease or job of it, was used in a forked child; nothing changed. Make a new client there."""
+    """A client, a lease, a job or Ray was used in a fork of the process that made it; nothing changed."""
 
 
 class LayoutMismatch(KVStoreError):
