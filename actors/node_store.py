@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.mover import Mover
+from kvstore.actors.serving import DRAIN, READY
 from kvstore.bounds import (
     MAX_CHAIN_BYTES,
     MAX_OWNER_CHARS,
@@ -98,6 +99,7 @@ class NodeStore:
         """Whether this store serves: the thread of its sockets answers within so many seconds."""
         return self._core.is_serving(within_s)
 
+    @ray.method(concurrency_group=READY)
     def ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena."""
         check_seconds("timeout_s", timeout_s)
@@ -209,6 +211,7 @@ class NodeStore:
         check_count("max_bytes", max_bytes, 0, 1 << 62)
         return self._core.begin_drain(max_bytes)
 
+    @ray.method(concurrency_group=DRAIN)
     def adopt(self, chains: list[bytes], timeout_s: float) -> int:
         """Fetch chains from other nodes; returns how many blocks are here now."""
         check_seconds("timeout_s", timeout_s)
@@ -218,6 +221,7 @@ class NodeStore:
             decode_chain(check_bytes("chain", chain, MAX_CHAIN_BYTES))
         return self._core.adopt(chains, timeout_s)
 
+    @ray.method(concurrency_group=DRAIN)
     def drain(self, timeout_s: float) -> dict[str, int]:
         """Grant nothing any more and wait for leases and writes to end; returns what is left."""
         check_seconds("timeout_s", timeout_s)

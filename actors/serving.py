@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 HEALTH = "health"
 #: Threads of an actor that only answer pings, as `ray.remote` takes it.
 HEALTH_GROUP = {HEALTH: 1}
+READY, DRAIN = "ready", "drain"
+#: Threads of a node store for verbs that wait as long as their caller says, a day at most: however many are asked, the
+#: others are answered, and a store can be found by its workers and peers.
+WAITING_GROUPS = {READY: 8, DRAIN: 4}
 #: How long the serving thread has for its answer, and what the call may take on top.
 _SERVES_WITHIN_S, _CALL_S = 3.0, 2.0
 #: From the first ping that says so, an actor whose serving thread is stuck is left this long.

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.actors.directory import Directory
 from kvstore.actors.node_store import NodeStore
-from kvstore.actors.serving import HEALTH_GROUP, ServingWatch
+from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
 from kvstore.guard import Guard
@@ -207,11 +207,12 @@ class Supervisor:
 def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) -> Any:
     """Return a named actor that answers, made if need be; `get_if_exists` may first hand back a dead one."""
     last: KVStoreError = StoreNotRunning(f"{name} could not be made")
+    groups = HEALTH_GROUP | (WAITING_GROUPS if cls is NodeStore else {})
     for _ in range(4):
         try:
             with ray_failures(name):
                 handle: Any = (
-                    ray.remote(concurrency_groups=HEALTH_GROUP)(cls)  # type: ignore[call-overload]
+                    ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]
                     .options(
                         name=name,
                         namespace=RAY_NAMESPACE,

@@ -42,6 +42,21 @@ def directory(store):
     return ray.get_actor("raykv/serving/directory", namespace="raykv")
 
 
+def test_callers_that_have_a_store_wait_keep_no_other_from_its_answers(store, node_ids, get, eventually, make_space):
+    handle, space = kvstore.node_store(node_ids[0], name="serving"), make_space()
+    with store.client(space, node_id=node_ids[0]) as client:
+        hashes = client.space.block_hashes(range(4 * space.shape.block_size))
+        write = get(handle.prepare_store.remote(hashes, "a writer", ttl_s=300.0))
+        drains = [handle.drain.remote(300.0) for _ in range(40)]
+        eventually(lambda: get(handle.stats.remote(), 10.0)["draining"])
+        assert get(handle.ready.remote(5.0), 10.0)
+        assert get(handle.peer_address.remote(), 10.0).port
+        get(handle.abort_store.remote(write.write_id, "a writer"), 10.0)
+        get(drains, 30.0)
+        get(handle.undrain.remote(), 10.0)
+        assert client.lookup(hashes).num_local == 0
+
+
 def test_a_store_and_a_directory_that_serve_nobody_are_replaced(
     store, directory, node_ids, get, eventually, make_space, chain_of, open_engine
 ):
