@@ -26,6 +26,10 @@ MAX_UNSENT_BYTES = 4 << 20
 _PACKET_BYTES = 128
 
 
+def _ignore(wanted: bool) -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class Connection:
     """One client of the server. `role` is set by its HELLO, and `owner` where several share one; else it is its own.
@@ -44,7 +48,7 @@ class Connection:
     owner: str
     local: bool
     host: str = ""
-    want_writable: Callable[[bool], None] = lambda wanted: None
+    want_writable: Callable[[bool], None] = _ignore
     pid: int = 0
     pidfd: int = -1
     role: str = ""
@@ -177,6 +181,8 @@ class Connection:
         with self.lock:
             self._unsent.clear()
             self.sock.close()
+            # It knows this connection: what came of a message, millions of bytes, would wait for a collection.
+            self.want_writable = _ignore
         self.pending.clear()
 
     def kill(self) -> bool:

@@ -86,7 +86,7 @@ def test_a_name_that_does_not_fit_is_refused(cluster, pair, change, error):
     assert cluster.nodes["a"].stats()["num_handoff_slots"] == 0
 
 
-def test_a_name_is_good_for_one_publication(pair):
+def test_a_name_is_good_for_one_publication(cluster, pair, wait_until):
     source, target = pair
     ticket = named(source.client, 2)
     source.client.begin_publish([5, 6], ticket=ticket).job.result(20)
@@ -94,6 +94,7 @@ def test_a_name_is_good_for_one_publication(pair):
         source.client.begin_publish([7, 8], ticket=ticket)
     assert target.client.fetch(ticket, [1, 2]).result(20).num_blocks == 2
     assert target.block(1) == source.block(5)
+    wait_until(lambda: cluster.nodes["a"].stats()["num_handoff_slots"] == 0)  # It hears of the end after the reader.
     with pytest.raises(InvalidRequest, match="never used, got one whose blocks have been fetched"):
         source.client.begin_publish([7, 8], ticket=ticket)
 

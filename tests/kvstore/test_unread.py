@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
+import weakref
 
 import pytest
 
@@ -198,6 +200,24 @@ def test_nothing_is_sent_or_watched_once_a_connection_is_closed():
             assert not connection.send(Op.LOOKUP, Flag.REPLY, 1, bytes(num_bytes))
         theirs.settimeout(5.0)
         assert theirs.recv(100) == b""
+
+
+def test_what_came_over_a_connection_goes_with_it(streamer, wait_until):
+    """At once, and not when the interpreter collects: a peer that is cut again and again would take all memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.closing(streamer.dial()) as client:
+            wait_until(lambda: streamer.num_connections == 1)
+            seen = [weakref.ref(connection.decoder) for connection in streamer.server._connections]
+            sock = client.detach()
+            sock.sendall(frame(Op.LOOKUP, bytes(1 << 20))[: 1 << 19])
+            sock.close()
+        wait_until(lambda: streamer.num_connections == 0)
+        streamer.gone.clear()
+        wait_until(lambda: (streamer.server.wake(), seen[0]() is None)[1])
+    finally:
+        gc.enable()
 
 
 def test_one_connection_full_of_questions_leaves_others_their_turn(streamer, monkeypatch):

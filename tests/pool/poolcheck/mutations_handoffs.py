@@ -140,8 +140,8 @@ HANDOFFS: tuple[Mutant, ...] = (
         "stuck copies free with the next job",
         "ours",
         "kvstore.idle_connections",
-        "since, is_stuck = connection.next_question, False",
-        "since, is_stuck = 0, False",
+        "self._since = connection.next_question",
+        "self._since = 0",
         f"{_WRITERS}::test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket",
     ),
 )
