@@ -94,7 +94,7 @@ class Caller:
         return ask
 
     def _lookup_ray(self, hashes: Any) -> Callable[[], int]:
-        return lambda: int(call("lookup", self._handle.lookup.remote(hashes), _TIMEOUT_S))
+        return lambda: int(call("lookup", self._handle.lookup, hashes, timeout_s=_TIMEOUT_S))
 
     def _lease_socket(self, hashes: Any) -> Callable[[], int]:
         def ask() -> int:
@@ -105,8 +105,8 @@ class Caller:
 
     def _lease_ray(self, hashes: Any) -> Callable[[], int]:
         def ask() -> int:
-            grant = call("lease", self._handle.lease.remote(hashes, "bench"), _TIMEOUT_S)
-            held = call("release", self._handle.release.remote(grant.lease_id, "bench"), _TIMEOUT_S)
+            grant = call("lease", self._handle.lease, hashes, "bench", timeout_s=_TIMEOUT_S)
+            held = call("release", self._handle.release, grant.lease_id, "bench", timeout_s=_TIMEOUT_S)
             return len(grant.slots) if held else -1
 
         return ask
@@ -125,7 +125,7 @@ def run_control(num_hashes: list[int], rounds: int, progress: Callable[[str], No
     with two_nodes() as nodes:
         store = start(StoreConfig(name="bench-control", capacity_bytes=capacity), None, _TIMEOUT_S)
         echo = on_node(Echo, nodes[0]).remote()
-        address = call("echo", echo.address.remote(), _TIMEOUT_S)
+        address = call("echo", echo.address, timeout_s=_TIMEOUT_S)
         caller = on_node(Caller, nodes[0]).remote(store, space, max(num_hashes), address)
         try:
             for count in num_hashes:
@@ -133,8 +133,8 @@ def run_control(num_hashes: list[int], rounds: int, progress: Callable[[str], No
                     for way in ("bare", "socket", "ray") if op == "lookup" else ("socket", "ray"):
                         progress(f"{op} of {count} hashes over {way}")
                         number = max(rounds // 10, 20) if way == "ray" else rounds
-                        ref = caller.measure.remote(op, way, count, number)
-                        micros = np.asarray(call(op, ref, _TIMEOUT_S)) * 1e6
+                        took_s = call(op, caller.measure, op, way, count, number, timeout_s=_TIMEOUT_S)
+                        micros = np.asarray(took_s) * 1e6
                         rows.append(
                             {
                                 "op": op,

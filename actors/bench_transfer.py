@@ -21,7 +21,7 @@ import ray
 
 from kvstore.actors.bench_cluster import on_node, two_nodes
 from kvstore.actors.bench_raw_end import POISON, RawEnd, random_bytes
-from kvstore.actors.calls import call
+from kvstore.actors.calls import answer, call
 from kvstore.actors.cluster import Store
 from kvstore.actors.starting import start
 from kvstore.config import StoreConfig
@@ -89,7 +89,7 @@ class Worker:
     def get(self, refs: list[Any]) -> float:
         """Get it on this node; returns the seconds."""
         started_s = time.perf_counter()
-        call("ray object", refs[0], _TIMEOUT_S)
+        answer("ray object", refs[0], _TIMEOUT_S)
         return time.perf_counter() - started_s
 
     def _hashes(self, round_number: int, num_blocks: int) -> Any:
@@ -176,16 +176,16 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
         _connect(huge)
         for number in range(rounds + 1):
             seen = {
-                "memcpy": call("memcpy", raw[1].memcpy.remote(load_bytes), _TIMEOUT_S),
+                "memcpy": call("memcpy", raw[1].memcpy, load_bytes, timeout_s=_TIMEOUT_S),
                 "nixl": _read_raw(raw, number, load_bytes),
             }
-            call("save", workers[0].save.remote(number, num_blocks), _TIMEOUT_S)
+            call("save", workers[0].save, number, num_blocks, timeout_s=_TIMEOUT_S)
             # One right after the other, for the sake of their ratio.
             seen["nixl_huge_pages"] = _read_raw(huge, number, load_bytes)
             seen["nixl_copied"] = _read_raw(huge, number, load_bytes, "read_and_copy")
-            seen["load"] = call("load", workers[1].load.remote(number, num_blocks), _TIMEOUT_S)
-            refs = call("put", workers[0].put.remote(number, load_bytes), _TIMEOUT_S)
-            seen["ray"] = call("get", workers[1].get.remote(refs), _TIMEOUT_S)
+            seen["load"] = call("load", workers[1].load, number, num_blocks, timeout_s=_TIMEOUT_S)
+            refs = call("put", workers[0].put, number, load_bytes, timeout_s=_TIMEOUT_S)
+            seen["ray"] = call("get", workers[1].get, refs, timeout_s=_TIMEOUT_S)
             del refs
             if number:  # The first round connects and warms up.
                 for way, seconds in seen.items():
@@ -221,12 +221,12 @@ def _raw_pair(
 
 
 def _connect(ends: list[Any]) -> None:
-    description = call("raw", ends[0].describe.remote(), _TIMEOUT_S)
-    call("raw", ends[1].add_peer.remote(description), _TIMEOUT_S)
+    description = call("raw", ends[0].describe, timeout_s=_TIMEOUT_S)
+    call("raw", ends[1].add_peer, description, timeout_s=_TIMEOUT_S)
 
 
 def _read_raw(ends: list[Any], number: int, load_bytes: int, verb: str = "read") -> float:
     start_at = (number % 2) * load_bytes
-    call("raw", ends[0].fill.remote(start_at, load_bytes, number), _TIMEOUT_S)
-    seconds: float = call("raw", getattr(ends[1], verb).remote(start_at, load_bytes, number), _TIMEOUT_S)
+    call("raw", ends[0].fill, start_at, load_bytes, number, timeout_s=_TIMEOUT_S)
+    seconds: float = call("raw", getattr(ends[1], verb), start_at, load_bytes, number, timeout_s=_TIMEOUT_S)
     return seconds

@@ -111,11 +111,24 @@ def find_actor(name: str) -> Any:
             return ray.get_actor(name, namespace=RAY_NAMESPACE)
         except ValueError as error:
             raise StoreNotRunning(
-                f"no actor {name!r} in this Ray cluster; start the store with kvstore.start()"
+                f"wanted the actor {name!r} of a store, got none in this Ray cluster; kvstore.start() starts a store, "
+                "name= says which, address= says in which cluster"
             ) from error
 
 
-def call(what: str, ref: Any, timeout_s: float) -> Any:
+def begin(what: str, method: Any, *args: Any) -> Any:
+    """Call a method of an actor; returns the reference that `answer` waits for.
+
+    Sending may fail, too, as when this process has just lost its Ray; hence no call goes out by another way.
+
+    Raises:
+        StoreNotRunning, PeerLost: it could not be sent.
+    """
+    with ray_failures(what):
+        return method.remote(*args)
+
+
+def answer(what: str, ref: Any, timeout_s: float) -> Any:
     """Wait for the answer of an actor.
 
     Raises:
@@ -123,5 +136,10 @@ def call(what: str, ref: Any, timeout_s: float) -> Any:
         TransferTimeout: no answer within `timeout_s`.
         PeerLost: the actor, its process or its node is gone.
     """
-    with ray_failures(f"{what} (within {timeout_s} s)"):
+    with ray_failures(f"{what} (within {timeout_s:g} s)"):
         return ray.get(ref, timeout=timeout_s)
+
+
+def call(what: str, method: Any, *args: Any, timeout_s: float) -> Any:
+    """Call a method of an actor, and wait for its answer; raises what `begin` and `answer` do."""
+    return answer(what, begin(what, method, *args), timeout_s)

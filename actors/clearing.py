@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.actors.calls import call
+from kvstore.actors.calls import answer, begin
 from kvstore.errors import KVStoreError, StaleVersion, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -35,19 +35,18 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
     cleared = 0
     for _ in range(_MAX_TRIES):
         version, asked = _next_version(namespace, stores, directory)
-        refs = {node: handle.clear.remote(namespace, version) for node, handle in stores.items()}
+        methods = {node: handle.clear for node, handle in stores.items()}
         if directory is not None:
-            refs[""] = directory.hear_clearing.remote(namespace, version)
+            methods[""] = directory.hear_clearing
         late = []
-        for node, ref in refs.items():
-            try:
-                answer = call(_name(node), ref, _CALL_S)
-                cleared += int(answer) if node else 0
-            except StaleVersion:
+        for node, said in _ask_all(methods, namespace, version).items():
+            if isinstance(said, StaleVersion):
                 # One that knew less a moment ago has been cleared since, by another caller or through the directory.
                 late += [node] if node not in asked else []
-            except KVStoreError as error:
-                logger.warning("clear: the %s did not answer: %s", _name(node), error)
+            elif isinstance(said, KVStoreError):
+                logger.warning("clear: the %s did not answer: %s", _name(node), said)
+            else:
+                cleared += int(said) if node else 0
         if not late:
             return cleared
     raise StaleVersion(f"wanted to clear nodes {late}, but others went on clearing them; try again")
@@ -55,21 +54,36 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
 
 def _next_version(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> tuple[int, set[str]]:
     """Return (the version after the highest that is known, who said which it knows; "" is the directory)."""
-    refs = {node: handle.version.remote(namespace) for node, handle in stores.items()}
+    methods = {node: handle.version for node, handle in stores.items()}
     if directory is not None:
-        refs[""] = directory.version.remote(namespace)
-    known, failed = {}, {}
-    for node, ref in refs.items():
-        try:
-            known[node] = int(call(_name(node), ref, _CALL_S))
-        except KVStoreError as error:
-            failed[node] = str(error)
+        methods[""] = directory.version
+    said = _ask_all(methods, namespace)
+    known = {node: int(answered) for node, answered in said.items() if not isinstance(answered, KVStoreError)}
+    failed = {node: str(error) for node, error in said.items() if isinstance(error, KVStoreError)}
     if not known.keys() & stores.keys() or ("" not in known and failed.keys() & stores.keys()):
         raise StoreUnavailable(
             f"wanted the last clearing from the directory or all of {len(stores)} stores, got none from {failed}; "
             "clear again when they answer"
         )
     return max(known.values()) + 1, known.keys() - failed.keys()
+
+
+def _ask_all(methods: Mapping[str, Any], *args: Any) -> dict[str, Any]:
+    """Call all of them at once; returns what each answered, or the error of ours that came in its place."""
+    asked: dict[str, Any] = {}
+    for node, method in methods.items():
+        try:
+            asked[node] = begin(_name(node), method, *args)
+        except KVStoreError as error:
+            asked[node] = error
+    for node, ref in asked.items():
+        if isinstance(ref, KVStoreError):
+            continue
+        try:
+            asked[node] = answer(_name(node), ref, _CALL_S)
+        except KVStoreError as error:
+            asked[node] = error
+    return asked
 
 
 def _name(node: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor, ray_failures
+from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor
 from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.ending import end_actors, node_stores, starter_of, stores_here, within
 from kvstore.actors.joining import check_answers
@@ -107,9 +107,7 @@ class Store:
         """
         self._check()
         handle = node_store(node_id, self.config.name)
-        with ray_failures("node store"):
-            asked = handle.control_path.remote()
-        return str(call("node store", asked, _CALL_S))
+        return str(call("node store", handle.control_path, timeout_s=_CALL_S))
 
     def node_ids(self) -> list[str]:
         """Return the ids of the living nodes."""
@@ -124,7 +122,7 @@ class Store:
         """
         self._check()
         handle = find_actor(actor_name(self.config.name, "directory"))
-        found: list[tuple[str, int]] = call("directory", handle.locate.remote(list(hashes)), _CALL_S)
+        found: list[tuple[str, int]] = call("directory", handle.locate, list(hashes), timeout_s=_CALL_S)
         return found
 
     def clear(self, space: Namespace) -> int:
@@ -166,15 +164,15 @@ class Store:
         handles = self._handles()
         if node_id not in handles:
             raise StoreNotRunning(f"node {node_id!r} has no store; nodes: {sorted(handles)}")
-        chains = call("drain", handles[node_id].begin_drain.remote(hand_over_bytes), _CALL_S)
+        chains = call("drain", handles[node_id].begin_drain, hand_over_bytes, timeout_s=_CALL_S)
         handed_over = 0
         others = [handle for node, handle in handles.items() if node != node_id]
         if chains and others:
             share_s = max(0.1, (deadline_s - time.monotonic()) / 2)
             with contextlib.suppress(KVStoreError):
-                handed_over = int(call("drain", others[0].adopt.remote(chains, share_s), share_s + 5))
+                handed_over = int(call("drain", others[0].adopt, chains, share_s, timeout_s=share_s + 5))
         left_s = max(0.0, deadline_s - time.monotonic())
-        left = call("drain", handles[node_id].drain.remote(left_s), left_s + _CALL_S)
+        left = call("drain", handles[node_id].drain, left_s, timeout_s=left_s + _CALL_S)
         logger.info("drained node %s: %d chains offered, %d blocks moved", node_id, len(chains), handed_over)
         return {"num_handed_over": handed_over, **left}
 
@@ -183,14 +181,14 @@ class Store:
         nodes: dict[str, Any] = {}
         for node, handle in self._handles().items():
             try:
-                nodes[node] = call(f"store of node {node}", handle.stats.remote(), _CALL_S)
+                nodes[node] = call(f"store of node {node}", handle.stats, timeout_s=_CALL_S)
             except KVStoreError as error:
                 nodes[node] = {"error": str(error)}
         supervisor = find_actor(actor_name(self.config.name, "supervisor"))
         return {
             "name": self.config.name,
             "nodes": nodes,
-            "problems": call("supervisor", supervisor.problems.remote(), _CALL_S),
+            "problems": call("supervisor", supervisor.problems, timeout_s=_CALL_S),
         }
 
     def close(self) -> None:

@@ -186,8 +186,8 @@ def _measure_idle(seconds: float) -> dict[str, float]:
     try:
         idle_client: Any = ray.remote(_IdleClient)
         worker = idle_client.options(num_cpus=0).remote(store)
-        client_pid = call("idle client", worker.pid.remote(), 30.0)
-        pids = call("node store", kvstore.node_store(name="doctor").pids.remote(), 10.0)
+        client_pid = call("idle client", worker.pid, timeout_s=30.0)
+        pids = call("node store", kvstore.node_store(name="doctor").pids, timeout_s=10.0)
         pids["client"] = client_pid
         time.sleep(_SETTLE_S)
         before, started_s = {what: _cpu_s(pid) for what, pid in pids.items()}, time.monotonic()

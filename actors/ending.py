@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
+from kvstore.actors.calls import RAY_NAMESPACE, actor_name, answer, begin, call, find_actor, ray_failures
 from kvstore.actors.supervisor import alive_nodes
 from kvstore.errors import KVStoreError, StoreNotRunning, TransferTimeout
 
@@ -27,9 +27,7 @@ def starter_of(name: str, timeout_s: float = _CALL_S) -> str | None:
         supervisor = find_actor(actor_name(name, "supervisor"))
     except StoreNotRunning:
         return None
-    with ray_failures("supervisor"):
-        asked = supervisor.config.remote()
-    return str(call("supervisor", asked, timeout_s)["starter"])
+    return str(call("supervisor", supervisor.config, timeout_s=timeout_s)["starter"])
 
 
 def node_stores(name: str) -> dict[str, Any]:
@@ -45,20 +43,20 @@ def end_actors(name: str) -> None:
     """End the actors of a store, on every node. What does not answer is killed."""
     with contextlib.suppress(KVStoreError):
         supervisor = find_actor(actor_name(name, "supervisor"))
-        with contextlib.suppress(KVStoreError), ray_failures("supervisor"):
-            call("supervisor", supervisor.stop.remote(), _CALL_S)
+        with contextlib.suppress(KVStoreError):
+            call("supervisor", supervisor.stop, timeout_s=_CALL_S)
         with ray_failures("supervisor"):
             ray.kill(supervisor)
     deadline_s = time.monotonic() + _CALL_S
     handles = node_stores(name)
     stopping = {}
     for node, handle in handles.items():
-        with contextlib.suppress(KVStoreError), ray_failures(f"store of node {node}"):
-            stopping[node] = handle.stop.remote()
+        with contextlib.suppress(KVStoreError):
+            stopping[node] = begin(f"store of node {node}", handle.stop)
     for node, handle in handles.items():
-        with contextlib.suppress(KVStoreError), ray_failures(f"store of node {node}"):
+        with contextlib.suppress(KVStoreError):
             if node in stopping:
-                call(f"store of node {node}", stopping[node], max(0.1, deadline_s - time.monotonic()))
+                answer(f"store of node {node}", stopping[node], max(0.1, deadline_s - time.monotonic()))
         with contextlib.suppress(KVStoreError), ray_failures(f"store of node {node}"):
             ray.kill(handle)
     with contextlib.suppress(KVStoreError):

@@ -72,14 +72,12 @@ class NodeStore:
 
     def _resolve_peer(self, node_id: str) -> PeerAddress:
         what, name = f"store of node {node_id}", actor_name(self._config.name, "node", node_id)
-        with ray_failures(what):
-            address: PeerAddress = call(what, find_actor(name).peer_address.remote(), self._config.call_timeout_s)
+        address: PeerAddress = call(what, find_actor(name).peer_address, timeout_s=self._config.call_timeout_s)
         return address
 
     def _resolve_directory(self) -> PeerAddress:
         name = actor_name(self._config.name, "directory")
-        with ray_failures("directory"):
-            address: PeerAddress = call("directory", find_actor(name).address.remote(), self._config.call_timeout_s)
+        address: PeerAddress = call("directory", find_actor(name).address, timeout_s=self._config.call_timeout_s)
         return address
 
     def _start_mover(self) -> StartedMover:
@@ -244,8 +242,7 @@ class _MoverActor:
 
     def wait_started(self, timeout_s: float) -> None:
         """Wait until its constructor is through."""
-        with ray_failures("mover"):
-            call("mover", self._handle.pid.remote(), timeout_s)
+        call("mover", self._handle.pid, timeout_s=timeout_s)
 
     def kill(self) -> None:
         """End its process."""

@@ -55,11 +55,10 @@ class ServingWatch:
         """
         asked_s = time.monotonic()
         try:
-            with ray_failures(what):
-                ping = handle.ping.options(concurrency_group=HEALTH).remote(_SERVES_WITHIN_S)
-                if call(what, ping, _SERVES_WITHIN_S + _CALL_S):
-                    self._since_s.pop(name, None)
-                    return True
+            ping = handle.ping.options(concurrency_group=HEALTH)
+            if call(what, ping, _SERVES_WITHIN_S, timeout_s=_SERVES_WITHIN_S + _CALL_S):
+                self._since_s.pop(name, None)
+                return True
             patience_s, why = STUCK_S, "the thread that serves its sockets is stuck"
         except TransferTimeout:
             patience_s, why = SILENT_S, "its process answers nothing"

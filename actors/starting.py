@@ -72,9 +72,7 @@ def _start(config: StoreConfig, timeout_s: float, session: RaySession) -> Store:
 
 
 def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store:
-    with ray_failures("supervisor"):
-        asked = supervisor.config.remote()
-    running = call("supervisor", asked, max(0.0, deadline_s - time.monotonic()))
+    running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
     _check_compatible(config, running)
     # Several calls may have wanted to make the supervisor at once; it knows which one did.
     store = Store(config, session, own_id if running["starter"] == own_id else None)
@@ -126,17 +124,17 @@ def _wait_ready(store: Store, supervisor: Any, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise StoreUnavailable(
-                f"not every node had a store in time: {call('supervisor', supervisor.problems.remote(), _CALL_S)}"
+                f"not every node had a store in time: {call('supervisor', supervisor.problems, timeout_s=_CALL_S)}"
             )
-        served = call("supervisor", supervisor.reconcile.remote(), left_s)
-        problems = call("supervisor", supervisor.problems.remote(), _CALL_S)
+        served = call("supervisor", supervisor.reconcile, timeout_s=left_s)
+        problems = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
         if problems and set(problems) >= set(alive_nodes()):
             raise ConfigError(f"no node could start a store: {problems}")
         handles = node_stores(store.config.name)
         if served and set(served) == set(alive_nodes()) <= set(handles):
             for node in served:
                 left_s = max(0.1, deadline_s - time.monotonic())
-                if not call(f"mover of node {node}", handles[node].ready.remote(left_s), left_s + _CALL_S):
+                if not call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + _CALL_S):
                     raise StoreUnavailable(
                         f"the mover of node {node} was not ready in time; see `kvstore doctor` and its log"
                     )
@@ -165,8 +163,7 @@ def connect(name: str, address: str | None, timeout_s: float) -> Store:
     """Find a running store; see kvstore.connect."""
     joined = join_ray(address, may_start=False)
     supervisor = find_actor(actor_name(name, "supervisor"))
-    with ray_failures("supervisor"):
-        asked = supervisor.config.remote()
-    store = Store(_check_compatible(None, call("supervisor", asked, timeout_s)), joined.session)
+    running = call("supervisor", supervisor.config, timeout_s=timeout_s)
+    store = Store(_check_compatible(None, running), joined.session)
     _log_joined(store, joined)
     return store

@@ -223,7 +223,7 @@ def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) ->
                     )
                     .remote(*args)
                 )
-                call(name, handle.ping.remote(), 30.0)
+                call(name, handle.ping, timeout_s=30.0)
             return handle
         except KVStoreError as error:
             last = error

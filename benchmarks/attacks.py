@@ -246,11 +246,22 @@ def malformed(target: Target, port: str, until_s: float) -> None:
         time.sleep(1e-3)
 
 
+def computing(target: Target, port: str, until_s: float) -> None:
+    """No attack: as many processes compute as there are processors, which shows what a busy machine costs alone."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        time.sleep(max(0.0, until_s - time.monotonic()))
+    finally:
+        for other in others:
+            other.kill()
+            other.wait(WITHIN_S)
+
+
 OF_STRANGERS: list[Callable[[Target, str, float], None]] = [
     long_hello, half_messages, fragments, nested_json, silence, slow_hello
 ]  # fmt: skip
 OF_OTHERS: list[Callable[[Target, str, float], None]] = [
-    long_chains, unread_answers, unread_answers_of_a_worker, malformed
+    long_chains, unread_answers, unread_answers_of_a_worker, malformed, computing
 ]  # fmt: skip
 
 

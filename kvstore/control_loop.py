@@ -121,11 +121,19 @@ class ControlLoop:
         It has to be unwatched before it is closed, and `then` may be called once more in that very moment. One that
         raises is watched no more: it would raise again at once, and for ever. `when_writable` is called when the
         descriptor can be written to, while `want` says so.
+
+        Raises:
+            OSError: the kernel cannot watch it, as with no memory; it is not watched.
         """
         self._when_ready[fd] = then
         if when_writable is not None:
             self._when_writable[fd] = when_writable
-        self._epoll.register(fd, _READABLE)
+        try:
+            self._epoll.register(fd, _READABLE)
+        except BaseException:
+            self._when_ready.pop(fd, None)
+            self._when_writable.pop(fd, None)
+            raise
 
     def want(self, fd: int, *, readable: bool, writable: bool) -> None:
         """Say what a watched descriptor is watched for; from any thread. Its end is seen in any case."""

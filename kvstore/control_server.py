@@ -159,12 +159,16 @@ class ControlServer:
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             connection.pid = struct.unpack("3i", credentials)[0]
             connection.pidfd = peer_pidfd(sock, connection.pid)
-            if connection.pidfd >= 0:
-                self.watch(connection.pidfd, partial(self._owner_died, connection))
         else:
             prepare_remote(sock)
+        try:
+            if local and connection.pidfd >= 0:
+                self.watch(connection.pidfd, partial(self._owner_died, connection))
+            self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
+        except BaseException:
+            self._watch_no_more(connection)  # Who accepted it closes the socket.
+            raise
         self._connections.add(connection)
-        self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
         self._strangers.came(connection)
 
     def _want_writable(self, connection: Connection, wanted: bool) -> None:

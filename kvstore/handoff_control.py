@@ -19,7 +19,6 @@ from kvstore.errors import (
     LayoutMismatch,
     PoolExhausted,
     StaleVersion,
-    StoreBusy,
     TransferTimeout,
 )
 from kvstore.handoff_fetch import HandoffFetcher
@@ -39,13 +38,14 @@ from kvstore.handoff_messages import (
 from kvstore.handoff_records import CLAIM_BIT, NOT_READY, NOT_READY_IN_TIME, Claim, Place
 from kvstore.handoff_table import HandoffTable
 from kvstore.handoff_waiting import WaitingClaims
+from kvstore.later import answer_later
 from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, U64, Progress, pack_ints, pack_progress
 from kvstore.peer_control import most_for_peers_s, owner_of
 from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stages import StageBook
-from kvstore.store_threads import Blocking, StoreThreads
+from kvstore.store_threads import Blocking
 from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_json
 
 if TYPE_CHECKING:
@@ -398,23 +398,3 @@ class HandoffControl:
                 for stage in self.stages.all()
             ],
         }
-
-
-def answer_later(
-    threads: StoreThreads, kind: Blocking, connection: Connection, message: Message, work: Callable[[], dict[str, Any]]
-) -> None:
-    """Answer with what `work` returns, or raises, on a thread.
-
-    Raises:
-        StoreBusy: too much of that kind waits; nothing was begun.
-    """
-
-    def run() -> None:
-        try:
-            flag, answer = Flag.REPLY, pack_json(work())
-        except KVStoreError as error:
-            flag, answer = Flag.ERROR, pack_error(error)
-        connection.send(message.op, flag, message.request, answer)
-
-    if not threads.submit(kind, run):
-        raise StoreBusy(f"{message.op.name}: too many of these wait for an answer already; try again soon")

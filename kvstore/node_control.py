@@ -17,7 +17,6 @@ import numpy as np
 
 from kvstore import clock
 from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds
-from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
@@ -30,7 +29,8 @@ from kvstore.errors import (
 from kvstore.fence import MoverFence
 from kvstore.fetch import Load
 from kvstore.guard import LogLimit
-from kvstore.handoff_control import HandoffControl, answer_later
+from kvstore.handoff_control import HandoffControl
+from kvstore.later import SharedAnswer, answer_all
 from kvstore.messages import (
     Progress,
     pack_progress,
@@ -77,6 +77,7 @@ class NodeControl:
         self._fence = MoverFence(core.config, core.mover, self._pools_read_into)
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
+        self._stats = SharedAnswer(core.threads, Blocking.STATS, core.stats)
         self._server = ControlServer(
             self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds, max_bytes=_MAX_BYTES
         )
@@ -152,7 +153,8 @@ class NodeControl:
                 chain, wait_s = unpack_lookup_all(payload)
                 check_seconds("wait_s", wait_s)
                 num_local, until_s = self._core.lookup(chain), clock.now_s() + wait_s
-                run = partial(self._lookup_all, connection, message.request, chain, until_s)
+                asked = [(connection, op, message.request)]
+                run = partial(answer_all, asked, lambda: {"nodes": self._core.lookup_all(chain, until_s)})
                 is_sure = num_local == len(chain) or self._core.hints.is_alone()
                 if is_sure or not self._core.threads.submit(Blocking.LOOKUP, run):
                     return pack_json({"nodes": [(self._core.node_id, num_local)]})
@@ -161,7 +163,7 @@ class NodeControl:
                 value = unpack_json(payload)
                 return pack_json(self._core.attach(bytes.fromhex(value["namespace"]), int(value["block_bytes"])))
             case Op.STATS:
-                answer_later(self._core.threads, Blocking.STATS, connection, message, self._core.stats)
+                self._stats.ask(connection, message)
                 return None
             case _:
                 raise ProtocolError(f"a node store does not serve {op.name} to a {connection.role}")
@@ -273,11 +275,6 @@ class NodeControl:
     @staticmethod
     def _answer_load(connection: Connection, request: int, payload: bytes, last: bool) -> None:
         connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, request, payload)
-
-    def _lookup_all(self, connection: Connection, request: int, chain: Chain, until_s: float) -> None:
-        """Ask the directory, on a thread."""
-        answer = pack_json({"nodes": self._core.lookup_all(chain, until_s)})
-        connection.send(Op.LOOKUP_ALL, Flag.REPLY, request, answer)
 
     def _gone(self, connection: Connection) -> None:
         if connection.role == "mover":

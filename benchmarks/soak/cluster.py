@@ -86,7 +86,7 @@ class StoreUnderTest:
 
     def ask(self, node: int, verb: str, *args: Any) -> Any:
         """Call a verb of a node's store."""
-        return call(f"store of node {node}", getattr(self.handle(node), verb).remote(*args), _CALL_S)
+        return call(f"store of node {node}", getattr(self.handle(node), verb), *args, timeout_s=_CALL_S)
 
     def write_paths(self) -> None:
         """Tell clients where the stores' sockets are now."""
@@ -102,7 +102,7 @@ class StoreUnderTest:
             found |= {f"{part} {node}": pid for part, pid in self.ask(node, "pids").items()}
         for part in ("directory", "supervisor"):
             actor = find_actor(actor_name(self.store.config.name, part))
-            found[part] = call(part, actor.__ray_call__.remote(lambda self: os.getpid()), _CALL_S)
+            found[part] = call(part, actor.__ray_call__, lambda self: os.getpid(), timeout_s=_CALL_S)
         return found
 
     # Faults.

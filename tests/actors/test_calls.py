@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray import exceptions as ray_errors
 
-from kvstore.actors.calls import call, find_actor, ray_failures
+from kvstore.actors.calls import answer, call, find_actor, ray_failures
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreNotRunning, TransferTimeout
 
 
@@ -83,7 +83,7 @@ def test_without_ray_nothing_is_asked_and_no_ray_is_started():
             import ray
             from kvstore.actors.calls import call, find_actor
             from kvstore.errors import StoreNotRunning
-            for ask in (lambda: find_actor("raykv/x/directory"), lambda: call("it", None, 1.0)):
+            for ask in (lambda: find_actor("raykv/x/directory"), lambda: call("it", None, timeout_s=1.0)):
                 try:
                     ask()
                 except StoreNotRunning:
@@ -143,4 +143,16 @@ def test_an_unknown_name_and_a_lost_reference(initialised, monkeypatch):
         find_actor("raykv/x/directory")
     monkeypatch.setattr(ray, "get", unknown)
     with pytest.raises(PeerLost, match="directory"):
-        call("directory", None, 1.0)
+        answer("directory", None, 1.0)
+
+
+class Lost:
+    """A method of an actor of a Ray that this process is no longer connected to."""
+
+    def remote(self, *args):
+        raise ConnectionError("Failed to connect")
+
+
+def test_a_call_that_cannot_be_sent_is_one_of_our_errors(initialised):
+    with pytest.raises(PeerLost, match="directory: ConnectionError"):
+        call("directory", Lost(), timeout_s=1.0)

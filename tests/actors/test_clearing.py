@@ -34,7 +34,8 @@ class Handle:
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch):
-    monkeypatch.setattr(clearing, "call", lambda what, ref, timeout_s: ref[0](*ref[1]))
+    monkeypatch.setattr(clearing, "begin", lambda what, method, *args: method.remote(*args))
+    monkeypatch.setattr(clearing, "answer", lambda what, asked, timeout_s: asked[0](*asked[1]))
 
 
 def store_of(core):
@@ -111,6 +112,24 @@ def test_a_node_that_could_not_be_asked_is_cleared_under_a_higher_version():
     directory = Handle(version=known.get, hear_clearing=known.hear)
     clear_everywhere(SPACE.digest, {"a": Handle(version=known.get, clear=known.advance), "b": back}, directory)
     assert (known.get(SPACE.digest), other.get(SPACE.digest)) == (6, 6)
+
+
+def test_a_clearing_that_cannot_be_sent_to_one_node_reaches_the_others():
+    cleared = []
+
+    class Unsendable:
+        def remote(self, *_):
+            raise PeerLost("wanted to send, cannot")
+
+    def clear(namespace, version):
+        cleared.append(version)
+        return 3
+
+    gone, here = Handle(version=lambda _: 4), Handle(version=lambda _: 6, clear=clear)
+    gone.clear = Unsendable()
+    directory = Handle(version=lambda _: 5, hear_clearing=lambda *_: cleared.append("directory"))
+    assert clear_everywhere(SPACE.digest, {"a": gone, "b": here}, directory) == 3
+    assert cleared == [7, "directory"]
 
 
 def test_a_clearing_that_others_outrun_again_and_again_is_an_error():

@@ -38,7 +38,7 @@ class Handoffs:
         from kvstore.actors.calls import call
 
         handle = kvstore.node_store(self.nodes[node], name=self.store.config.name)
-        return call("store", getattr(handle, verb).remote(*args), 20)
+        return call("store", getattr(handle, verb), *args, timeout_s=20)
 
     def stats(self, node: int) -> dict[str, Any]:
         return self.ask(node, "stats")

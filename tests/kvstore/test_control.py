@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -540,6 +541,25 @@ def test_the_server_leaks_no_descriptors(echo, wait_until):
         client.close()
         remote(echo).close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_a_connection_that_cannot_be_watched_leaves_nothing(echo, monkeypatch):
+    watch, failed = echo.server.watch, []
+
+    def fails(fd, then, when_writable=None):
+        if when_writable is not None:  # The socket itself; its process is watched already.
+            failed.append(num_pidfds())
+            raise OSError(errno.ENOMEM, "no memory")
+        watch(fd, then)
+
+    before = num_pidfds()
+    monkeypatch.setattr(echo.server, "watch", fails)
+    with pytest.raises(KVStoreError):
+        local(echo)
+    assert failed[0] == before + 1
+    assert num_pidfds() == before
+    monkeypatch.undo()
+    local(echo).close()
 
 
 def num_pidfds() -> int:
