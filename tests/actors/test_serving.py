@@ -9,6 +9,7 @@ import pytest
 import ray
 
 import kvstore
+from kvstore.actors.calls import call
 from kvstore.actors.serving import SILENT_S, STUCK_S, ServingWatch
 from kvstore.errors import TransferTimeout
 
@@ -80,7 +81,9 @@ def test_a_store_and_a_directory_that_serve_nobody_are_replaced(
     eventually(replaced, _REPLACED_WITHIN_S, 0.5)
     again = ray.get_actor("raykv/serving/directory", namespace="raykv")
     eventually(
-        lambda: get(again.__ray_call__.remote(lambda self: os.getpid())) != directory_pid, _REPLACED_WITHIN_S, 0.5
+        lambda: call("directory", again.__ray_call__, lambda self: os.getpid(), timeout_s=10) != directory_pid,
+        _REPLACED_WITHIN_S,
+        0.5,
     )
     engine = eventually(lambda: open_engine(store, space, node_ids[0]), 20)
     engine.save(chains[0])
