@@ -13,6 +13,7 @@ and commit they were measured on.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import threading
@@ -74,6 +75,7 @@ def measure(num_rounds: int) -> dict[int, list[list[float]]]:
         chains = [reader.space.block_hashes(each) for each in tokens]
         for index, chain in enumerate(chains):
             assert reader.save(chain, blocks_of(index)).result(TIMEOUT_S).num_blocks == BLOCKS_PER_LOAD
+        gc.freeze()  # As engines do: a full collection of all that torch made takes longer than any round.
         for number in range(num_rounds + 1):
             for num_waiting in (0, NUM_AT_ONCE):
                 # Before both turns the same was done: what differs is only that the fetches still wait.
