@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore.actors.calls import answer, begin
-from kvstore.errors import KVStoreError, StaleVersion, StoreUnavailable
+from kvstore.errors import InvalidRequest, KVStoreError, StaleVersion, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
         StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
             clearing is not known; nothing was cleared.
         StaleVersion: others went on clearing in between; some nodes may have been cleared.
+        InvalidRequest: a store refused; the others were cleared.
     """
     cleared = 0
     for _ in range(_MAX_TRIES):
@@ -38,15 +39,19 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
         methods = {node: handle.clear for node, handle in stores.items()}
         if directory is not None:
             methods[""] = directory.hear_clearing
-        late = []
+        late, refused = [], None
         for node, said in _ask_all(methods, namespace, version).items():
             if isinstance(said, StaleVersion):
                 # One that knew less a moment ago has been cleared since, by another caller or through the directory.
                 late += [node] if node not in asked else []
+            elif isinstance(said, InvalidRequest):
+                refused = said  # It is there, and has not cleared: nobody may take that for one that hears of it later.
             elif isinstance(said, KVStoreError):
                 logger.warning("clear: the %s did not answer: %s", _name(node), said)
             else:
                 cleared += int(said) if node else 0
+        if refused is not None:
+            raise refused
         if not late:
             return cleared
     raise StaleVersion(f"wanted to clear nodes {late}, but others went on clearing them; try again")

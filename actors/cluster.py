@@ -17,6 +17,7 @@ from kvstore.actors.ending import end_actors, node_stores, starter_of, stores_he
 from kvstore.actors.joining import check_answers
 from kvstore.actors.ray_sessions import RaySession, current_session
 from kvstore.actors.supervisor import alive_nodes
+from kvstore.bounds import check_count, check_seconds
 from kvstore.config import StoreConfig
 from kvstore.errors import (
     InvalidRequest,
@@ -52,7 +53,7 @@ class Store:
         self._session = session
         self._started_as = started_as  # None: others started the store, and it is theirs to stop.
         self._pid = os.getpid()
-        self._closed = False
+        self._closed, self._has_ended = False, False
 
     def __repr__(self) -> str:
         return f"Store({self.config.name!r}, {self.config.capacity_bytes} bytes a node)"
@@ -137,7 +138,8 @@ class Store:
                 clearing is not known; nothing was cleared.
             StaleVersion: others went on clearing this namespace in between; some nodes may have been cleared.
             PeerLost, TransferTimeout: Ray itself does not answer; nothing was cleared.
-            InvalidRequest: `space` is no namespace; nothing was cleared.
+            InvalidRequest: `space` is no namespace, and nothing was cleared; or a store refused, and the others were
+                cleared.
         """
         self._check()
         if not isinstance(space, Namespace):
@@ -159,7 +161,10 @@ class Store:
 
         Raises:
             StoreNotRunning: the node has no store.
+            InvalidRequest: a time over a day, or no time at all; nothing changed.
         """
+        check_seconds("timeout_s", timeout_s)
+        check_count("hand_over_bytes", hand_over_bytes, 0, 1 << 62)
         deadline_s = time.monotonic() + timeout_s
         handles = self._handles()
         if node_id not in handles:
@@ -219,6 +224,7 @@ class Store:
         elif not self._session.is_own or self._is_connected():
             self._check_ray()
             self._end(self._started_as)
+            self._has_ended = True
         self._closed, self._started_as = True, None
 
     def destroy(self) -> None:
@@ -232,7 +238,7 @@ class Store:
         """
         self._check()
         self._end()
-        self._closed, self._started_as = True, None
+        self._closed, self._started_as, self._has_ended = True, None, True
 
     def _end(self, only: str | None = None) -> None:
         """End the store's actors, and a Ray that was begun for this process unless other stores are in it.
@@ -264,6 +270,10 @@ class Store:
     def _check(self) -> None:
         """Raise unless this handle is open and this process connected to the store's Ray; looks, and connects never."""
         if self._closed:
+            if self._has_ended:
+                raise StoreNotRunning(
+                    f"this handle ended the store {self.config.name!r}; kvstore.start() starts it again"
+                )
             raise StoreNotRunning(
                 f"this handle of store {self.config.name!r} was closed; {self._again()} makes another"
             )

@@ -40,13 +40,15 @@ def node_stores(name: str) -> dict[str, Any]:
 
 
 def end_actors(name: str) -> None:
-    """End the actors of a store, on every node. What does not answer is killed."""
+    """End the actors of a store, on every node. What does not answer is killed.
+
+    The supervisor goes last, though it makes nothing any more from the beginning: where this call is interrupted,
+    another one finds by it what is left to end.
+    """
+    supervisor = None
     with contextlib.suppress(KVStoreError):
         supervisor = find_actor(actor_name(name, "supervisor"))
-        with contextlib.suppress(KVStoreError):
-            call("supervisor", supervisor.stop, timeout_s=_CALL_S)
-        with ray_failures("supervisor"):
-            ray.kill(supervisor)
+        call("supervisor", supervisor.stop, timeout_s=_CALL_S)
     deadline_s = time.monotonic() + _CALL_S
     handles = node_stores(name)
     stopping = {}
@@ -63,6 +65,9 @@ def end_actors(name: str) -> None:
         directory = find_actor(actor_name(name, "directory"))
         with ray_failures("directory"):
             ray.kill(directory)
+    if supervisor is not None:
+        with contextlib.suppress(KVStoreError), ray_failures("supervisor"):
+            ray.kill(supervisor)
 
 
 def stores_here() -> list[str]:

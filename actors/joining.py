@@ -171,7 +171,7 @@ def check_answers(address: str) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError, OverflowError) as error:  # The latter two: this cannot be a host, or a port.
         raise StoreNotRunning(
             f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"
         ) from error

@@ -103,6 +103,10 @@ class NodeStore:
         check_seconds("timeout_s", timeout_s)
         return self._core.wait_ready(timeout_s)
 
+    def settings(self) -> str:
+        """Return what this store was made with, as `StoreConfig.from_json` reads it."""
+        return self._config.to_json()
+
     def control_path(self) -> str:
         """Return the socket on which this node's workers reach the store."""
         return self._core.control_path

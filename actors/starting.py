@@ -18,11 +18,21 @@ from kvstore.actors.joining import Joined, join_ray
 from kvstore.actors.ray_sessions import RaySession
 from kvstore.actors.supervisor import Supervisor, alive_nodes
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.errors import (
+    ConfigError,
+    IncompatibleStore,
+    KVStoreError,
+    PeerLost,
+    StoreNotRunning,
+    StoreUnavailable,
+    TransferTimeout,
+)
 
 logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
+#: How long a store that is being ended is given before it is looked for again.
+_ENDS_S = 0.2
 
 
 def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
@@ -43,6 +53,18 @@ def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
 
 def _start(config: StoreConfig, timeout_s: float, session: RaySession) -> Store:
     deadline_s = time.monotonic() + timeout_s
+    while (store := _start_once(config, deadline_s, session)) is None:
+        if time.monotonic() + _ENDS_S > deadline_s:
+            raise StoreUnavailable(
+                f"store {config.name!r} is being ended by another process; where that was interrupted, `kvstore stop` "
+                "or destroy() completes it"
+            )
+        time.sleep(_ENDS_S)
+    return store
+
+
+def _start_once(config: StoreConfig, deadline_s: float, session: RaySession) -> Store | None:
+    """Start a store or join the one that runs; None when that is just being ended."""
     name, own_id = actor_name(config.name, "supervisor"), secrets.token_hex(8)
     try:
         supervisor = find_actor(name)
@@ -71,8 +93,13 @@ def _start(config: StoreConfig, timeout_s: float, session: RaySession) -> Store:
         raise
 
 
-def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store:
-    running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
+def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store | None:
+    try:
+        running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
+    except PeerLost:
+        return None
+    if running["is_ending"]:
+        return None
     _check_compatible(config, running)
     # Several calls may have wanted to make the supervisor at once; it knows which one did.
     store = Store(config, session, own_id if running["starter"] == own_id else None)
@@ -123,10 +150,13 @@ def _wait_ready(store: Store, supervisor: Any, deadline_s: float) -> None:
     while True:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise StoreUnavailable(
-                f"not every node had a store in time: {call('supervisor', supervisor.problems, timeout_s=_CALL_S)}"
-            )
-        served = call("supervisor", supervisor.reconcile, timeout_s=left_s)
+            problems = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
+            unfinished = call("supervisor", supervisor.unfinished, timeout_s=_CALL_S)
+            raise StoreUnavailable(f"not every node had a store in time: {unfinished | problems}")
+        try:
+            served = call("supervisor", supervisor.reconcile, timeout_s=left_s)
+        except TransferTimeout:
+            continue
         problems = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
         if problems and set(problems) >= set(alive_nodes()):
             raise ConfigError(f"no node could start a store: {problems}")

@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
@@ -21,7 +22,7 @@ from kvstore.actors.directory import Directory
 from kvstore.actors.node_store import NodeStore
 from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning
 from kvstore.guard import Guard
 
 logger = logging.getLogger(__name__)
@@ -60,18 +61,35 @@ class Supervisor:
         self._stopping = threading.Event()
         self._problems: dict[str, str] = {}
         self._serving = ServingWatch()
+        #: Of each node's store whose settings were seen, the actor's id.
+        self._checked: dict[str, Any] = {}
         # One thread a node at most: a store that hangs, or takes long to come up, delays no other.
         self._running: dict[str, Future[None]] = {}
         if watch:
             threading.Thread(target=self._watch, name="raykv-supervisor", daemon=True).start()
 
     def config(self) -> dict[str, Any]:
-        """Return what a connecting process has to agree with."""
-        return {"protocol": PROTOCOL_VERSION, "config": self._config_json, "starter": self._starter}
+        """Return what a connecting process has to agree with, and whether the store is being ended."""
+        return {
+            "protocol": PROTOCOL_VERSION, "config": self._config_json, "starter": self._starter,
+            "is_ending": self._stopping.is_set(),
+        }  # fmt: skip
 
     def problems(self) -> dict[str, str]:
         """Return why nodes have no store, by node id."""
         return dict(self._problems)
+
+    def unfinished(self) -> dict[str, str]:
+        """Return of each node whose store is being made just now what it may be waiting for, by node id."""
+        with self._lock:
+            made = [key for key, future in self._running.items() if key != "directory" and not future.done()]
+        if not made:
+            return {}
+        with ray_failures("nodes"):
+            free = available_resources_per_node()  # type: ignore[no-untyped-call]
+        text = "its store is still being made; it wants {} bytes of Ray memory, free there are {}"
+        wanted = self._config.capacity_bytes
+        return {node: text.format(wanted, int(free.get(node, {}).get("memory", 0))) for node in made}
 
     def stop(self) -> None:
         """Make nothing any more; the caller ends the actors."""
@@ -101,6 +119,7 @@ class Supervisor:
         }
         wait(ensured.values(), _ROUND_S)
         names = {actor_name(self._config.name, "node", node_id) for node_id in nodes}
+        self._checked = {node_id: own for node_id, own in self._checked.items() if node_id in nodes}
         self._serving.keep(names | {actor_name(self._config.name, "directory")})
         served = []
         for node_id, future in ensured.items():
@@ -186,6 +205,7 @@ class Supervisor:
     def _ensure_node_store(self, node_id: str, resources: dict[str, float]) -> None:
         name = actor_name(self._config.name, "node", node_id)
         if self._serves(name, f"store of node {node_id}", may_restart=False):
+            self._check_settings(node_id, find_actor(name))
             return
         wanted, room = self._config.capacity_bytes, resources.get("memory", 0.0)
         if wanted > room:
@@ -202,6 +222,20 @@ class Supervisor:
         made = _get_or_create(name, NodeStore, options, node_id, self._config_json)
         if self._stopping.is_set():
             ray.kill(made)
+
+    def _check_settings(self, node_id: str, handle: Any) -> None:
+        """Refuse a node's store that another supervisor made and left, unless its settings are these; asked once."""
+        actor_id = handle._actor_id
+        if self._checked.get(node_id) == actor_id:
+            return
+        theirs = StoreConfig.from_json(call(f"store of node {node_id}", handle.settings, timeout_s=_CALL_S))
+        differences = self._config.differences(theirs)
+        if differences:
+            text = ", ".join(f"{key}: wanted {a!r}, runs with {b!r}" for key, (a, b) in differences.items())
+            raise IncompatibleStore(
+                f"node {node_id} has a store of this name, left by one that is gone, with other settings ({text})"
+            )
+        self._checked[node_id] = actor_id
 
 
 def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvstore.bounds import check_seconds
 from kvstore.config import StoreConfig, parse_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def start(
         address: host:port of the Ray cluster; "auto": the one that runs on this machine, however it was started;
             "local": a Ray of this process alone. Not needed inside a Ray job or actor.
         timeout_s: how long every node may take to be ready.
-        settings: any other field of StoreConfig.
+        settings: any other field of StoreConfig, as docs/api.md lists them.
 
     Returns:
         A handle. `stop` ends the store if this call started it, and only the handle if others did. A store that is
@@ -47,9 +48,12 @@ def start(
         IncompatibleStore: a store of this name runs with other settings; it is left alone.
         ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
         StoreUnavailable: a node was not ready in time.
+        InvalidRequest: `timeout_s` is no time, or over a day.
     """
     from kvstore.actors import starting
 
+    check_seconds("timeout_s", timeout_s)
+    StoreConfig.check_names(settings)
     config = StoreConfig(name=name, capacity_bytes=parse_bytes(capacity), **settings)
     return starting.start(config, address, timeout_s)
 
@@ -69,6 +73,7 @@ def connect(name: str = "default", *, address: str | None = None, timeout_s: flo
     """
     from kvstore.actors import starting
 
+    check_seconds("timeout_s", timeout_s)
     return starting.connect(name, address, timeout_s)
 
 

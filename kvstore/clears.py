@@ -1,15 +1,25 @@
 """How often namespaces were cleared here, in memory that this node's workers may read: a few counters for all.
 
 A worker reads the counter when a save is asked for, and the store compares it when the save claims slots: bytes that
-were computed before a clearing are not stored after it, however long they waited between. Two namespaces may share a
-counter; clearing one then costs the other the saves that are under way.
+were computed before a clearing are not stored after it, however long they waited between. Two groups of namespaces may
+share a counter; clearing one then costs the other the saves that are under way.
 """
 
 from __future__ import annotations
 
-#: A power of two.
+_GROUP_BYTES = 2
+#: A power of two, and at most 256 ** _GROUP_BYTES, so that namespaces of one group share a counter.
 _NUM_COUNTERS = 256
 CLEARS_BYTES = 8 * _NUM_COUNTERS
+
+
+def group_of(namespace: bytes) -> bytes:
+    """Return the group of a namespace: those of one group, whose digests begin alike, are cleared together.
+
+    So what is kept of clearings is bounded for good, and nothing of it is ever forgotten. There are 65,536 groups: of
+    so many namespaces as engines serve at once, hardly two are in one.
+    """
+    return namespace[:_GROUP_BYTES]
 
 
 class ClearCounts:

@@ -265,7 +265,13 @@ class Client(HandoffVerbs):
         return Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused)
 
     def unpin(self, pinned: Pinned) -> bool:
-        """End a pin; whether it was still held. May be called again, and says False then."""
+        """End a pin; whether it was still held. May be called again, and says False then.
+
+        Raises:
+            InvalidRequest: this is nothing that `pin` returned.
+        """
+        if not isinstance(pinned, Pinned):
+            raise InvalidRequest(f"wanted what pin() returned, got {type(pinned).__name__}")
         return bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(pinned.pin_id)))[0])
 
     def stats(self) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import json
 import os
 import re
 import stat
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kvstore.errors import ConfigError
@@ -18,6 +20,9 @@ from kvstore.errors import ConfigError
 PROTOCOL_VERSION = 14
 
 _MAX_COPY_THREADS = 4
+#: The longest time that a setting may name: a day.
+_MAX_S = 86400.0
+_KINDS = {str: "text", int: "a whole number", float: "a number"}
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -80,6 +85,10 @@ class StoreConfig:
     lane: str = "default"
 
     def __post_init__(self) -> None:
+        for setting in fields(self):
+            value, kind = getattr(self, setting.name), type(setting.default)
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+                raise ConfigError(f"{setting.name}: wanted {_KINDS[kind]}, got {value!r}")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.name):
             raise ConfigError(f"name: wanted 1 to 40 letters, digits, '_', '.' or '-', got {self.name!r}")
         if self.capacity_bytes < 1 << 16:
@@ -90,8 +99,8 @@ class StoreConfig:
             )
         seconds = ("lease_ttl_s", "lease_margin_s", "transfer_timeout_s", "call_timeout_s", "max_quarantine_s")
         for field in seconds:
-            if not getattr(self, field) > 0:
-                raise ConfigError(f"{field}: wanted more than 0 seconds, got {getattr(self, field)}")
+            if not 0 < getattr(self, field) <= _MAX_S:
+                raise ConfigError(f"{field}: wanted more than 0 seconds, up to {_MAX_S}, got {getattr(self, field)}")
         if self.lease_ttl_s <= 2 * self.lease_margin_s:
             raise ConfigError(
                 f"lease_ttl_s: wanted more than twice lease_margin_s={self.lease_margin_s}, got {self.lease_ttl_s}"
@@ -112,6 +121,20 @@ class StoreConfig:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @staticmethod
+    def check_names(names: Iterable[str]) -> None:
+        """Refuse what is no setting, and say which one may be meant.
+
+        Raises:
+            ConfigError: one of them is none.
+        """
+        known = sorted(StoreConfig.__dataclass_fields__)
+        for name in names:
+            if name not in known:
+                meant = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {meant[0]!r}?" if meant else ";"
+                raise ConfigError(f"{name!r} is no setting of a store{hint} known: {', '.join(known)}")
+
+    @staticmethod
     def from_json(text: str) -> StoreConfig:
         """Return the settings that `to_json` wrote.
 
@@ -119,9 +142,7 @@ class StoreConfig:
             ConfigError: a key is unknown or a value cannot work.
         """
         values = json.loads(text)
-        unknown = sorted(set(values) - set(StoreConfig.__dataclass_fields__))
-        if unknown:
-            raise ConfigError(f"unknown settings {unknown}; known: {sorted(StoreConfig.__dataclass_fields__)}")
+        StoreConfig.check_names(values)
         return StoreConfig(**values)
 
     @property

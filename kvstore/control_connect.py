@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 from kvstore.control_client import ControlClient
-from kvstore.errors import ConfigError, KVStoreError, PeerLost, StoreNotRunning
+from kvstore.errors import ConfigError, KVStoreError, PeerLost, StoreNotRunning, StoreUnavailable
 from kvstore.remote_socket import prepare_remote
 from kvstore.wire import (
     RECEIVE_BYTES,
@@ -32,10 +32,14 @@ def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tupl
 
     Raises:
         StoreNotRunning: nobody listens there.
+        StoreUnavailable: this process has no descriptor left.
         ConfigError: what listens there is a process of another user; it was told nothing.
         IncompatibleStore: the store has another protocol version or configuration.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise StoreUnavailable(f"no connection to the node store at {path} can be made here ({error})") from error
     try:
         _prepare(sock, timeout_s)
         sock.connect(path)

@@ -140,8 +140,9 @@ class NodeCore(PoolVerbs):
                 self._divide(max(block_bytes, self.config.block_bytes))
             if block_bytes > self.slot_bytes:
                 raise ConfigError(
-                    f"this store's slots hold {self.slot_bytes} bytes, got a namespace with blocks of "
-                    f"{block_bytes}; restart it with block_bytes={block_bytes}"
+                    f"all slots of this store hold {self.slot_bytes} bytes, got a namespace with blocks of "
+                    f"{block_bytes}; start another store (name=) for it, or this one again with "
+                    f"block_bytes={block_bytes}, which every block then takes"
                 )
             self.block_bytes[namespace] = block_bytes
         assert self.attached_pool is not None

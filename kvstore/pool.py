@@ -357,7 +357,7 @@ class Pool:
         return _after(calls, num_dropped)
 
     def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
-        """Make every block of a namespace unfindable at once, and give their slots back, some at a time.
+        """Make every block of a namespace's group unfindable at once, and give their slots back, some at a time.
 
         As `begin_clear`, and then `sweep` until nothing is left, so that the lock is never held for long.
         """
@@ -367,7 +367,7 @@ class Pool:
         return num_cleared
 
     def begin_clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
-        """Make every block of a namespace unfindable in one step; `sweep` gives their slots back.
+        """Make every block of a namespace's group (`group_of`) unfindable in one step; `sweep` gives their slots back.
 
         Pinned readers finish on the old bytes; unfinished writes will publish nothing.
 
@@ -384,7 +384,7 @@ class Pool:
             if not is_news():
                 return None
             self._clears.add(namespace)
-            num_cleared = self._writes.clear(namespace)
+            num_cleared = sum(map(self._writes.clear, self._table.cleared_with(namespace)))
             calls = self._watches.take_calls()
         return _after(calls, num_cleared)
 

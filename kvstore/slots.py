@@ -15,6 +15,7 @@ from itertools import islice
 import numpy as np
 
 from kvstore.chain import HASH_BYTES
+from kvstore.clears import group_of
 from kvstore.eviction import EvictionOrder
 from kvstore.presence import PresenceCounts
 from kvstore.runs import Run, Segment, SlotList, join
@@ -90,6 +91,11 @@ class SlotTable:
     def space_of(self, namespace: bytes) -> Space:
         """Return the index of a namespace, to read it."""
         return self.spaces.get(namespace, NOTHING)
+
+    def cleared_with(self, namespace: bytes) -> list[bytes]:
+        """Return the namespaces that have an index here and are cleared when this one is, itself among them."""
+        group = group_of(namespace)
+        return [each for each in self.spaces if group_of(each) == group]
 
     def num_ready(self, namespace: bytes, data: bytes) -> int:
         """Return how many leading blocks are ready, up to the first that is not; `data` has their hashes."""

@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 
-from kvstore.bounds import MAX_NAMESPACES
+from kvstore.clears import group_of
 from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
 from kvstore.guard import LogLimit
 from kvstore.wire import clip
@@ -27,25 +27,27 @@ _MAX_AHEAD = 1 << 32
 class NamespaceVersions:
     """The version of the last clearing of each namespace; any thread may call.
 
-    Versions are counted by the stores; a namespace that was never cleared has version 0.
+    Versions are counted by the stores, those of a group of namespaces together (`group_of`): all of it is cleared when
+    one is. One that was never cleared has version 0.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._serial, self._log = 0, LogLimit()
-        self._known: dict[bytes, tuple[int, int]] = {}
+        #: By group: (version, when it was heard of, the namespace that it was heard for).
+        self._known: dict[bytes, tuple[int, int, bytes]] = {}
 
     def get(self, namespace: bytes) -> int:
         """Return the version of a namespace."""
-        return self._known.get(namespace, (0, 0))[0]
+        known = self._known.get(group_of(namespace))
+        return 0 if known is None else known[0]
 
     def advance(self, namespace: bytes, version: int | None = None) -> int:
         """Note a clearing, of the next version when none is given; returns its version.
 
         Raises:
             StaleVersion: it is not later than what was known; nothing changed.
-            InvalidRequest: it is no version or no namespace, or too far ahead of what was known, or the first of one
-                namespace too many; nothing changed.
+            InvalidRequest: it is no version or no namespace, or too far ahead of what was known; nothing changed.
         """
         if not isinstance(namespace, bytes) or len(namespace) != _NAMESPACE_BYTES:
             raise InvalidRequest(f"namespace: wanted {_NAMESPACE_BYTES} bytes, got {clip(namespace)}")
@@ -60,14 +62,9 @@ class NamespaceVersions:
                 )
             if version <= known:
                 raise StaleVersion(f"version: wanted a later one than {known}, got {version}; nothing was cleared")
-            # They are kept for good: one that is forgotten would begin anew, below what others know.
-            if len(self._known) >= MAX_NAMESPACES and namespace not in self._known:
-                raise InvalidRequest(
-                    f"wanted to note the first clearing of a namespace, but {MAX_NAMESPACES} others were cleared "
-                    "since this store began; restart it on all nodes"
-                )
+            # Kept for good: a version that is forgotten would begin anew, below what others know.
             self._serial += 1
-            self._known[namespace] = version, self._serial
+            self._known[group_of(namespace)] = version, self._serial, namespace
             return version
 
     def hear(self, namespace: bytes, version: int) -> bool:
@@ -97,7 +94,7 @@ class NamespaceVersions:
         with self._lock:
             if serial == self._serial:
                 return serial, {}
-            return self._serial, {space: version for space, (version, at) in self._known.items() if at > serial}
+            return self._serial, {space: version for version, at, space in self._known.values() if at > serial}
 
 
 def pack_versions(versions: Mapping[bytes, int]) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.actors import clearing
 from kvstore.actors.clearing import clear_everywhere
-from kvstore.errors import PeerLost, StaleVersion, StoreUnavailable
+from kvstore.errors import InvalidRequest, PeerLost, StaleVersion, StoreUnavailable
 from kvstore.hashing import Namespace
 from kvstore.shape import KVShape
 from kvstore.versions import NamespaceVersions
@@ -112,6 +112,18 @@ def test_a_node_that_could_not_be_asked_is_cleared_under_a_higher_version():
     directory = Handle(version=known.get, hear_clearing=known.hear)
     clear_everywhere(SPACE.digest, {"a": Handle(version=known.get, clear=known.advance), "b": back}, directory)
     assert (known.get(SPACE.digest), other.get(SPACE.digest)) == (6, 6)
+
+
+def test_a_store_that_refuses_is_an_error_and_the_others_are_cleared():
+    known = NamespaceVersions()
+
+    def refuses(namespace, version):
+        raise InvalidRequest("wanted something else")
+
+    stores = {"a": Handle(version=known.get, clear=refuses), "b": Handle(version=known.get, clear=known.advance)}
+    with pytest.raises(InvalidRequest, match="something else"):
+        clear_everywhere(SPACE.digest, stores, None)
+    assert known.get(SPACE.digest) == 1
 
 
 def test_a_clearing_that_cannot_be_sent_to_one_node_reaches_the_others():

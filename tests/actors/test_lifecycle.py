@@ -12,10 +12,19 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import kvstore
-from kvstore.actors import starting
-from kvstore.errors import ConfigError, IncompatibleStore, StoreNotRunning, TransferTimeout
+from kvstore.actors import ending, starting
+from kvstore.actors.joining import check_answers
+from kvstore.errors import (
+    ConfigError,
+    IncompatibleStore,
+    InvalidRequest,
+    StoreNotRunning,
+    StoreUnavailable,
+    TransferTimeout,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -120,6 +129,81 @@ def test_a_start_whose_time_is_over_before_anything_is_up_leaves_nothing(ray_clu
     with pytest.raises(TransferTimeout):
         kvstore.start("16MiB", name="short", timeout_s=0.01)
     assert named_actors("short") == []
+
+
+def test_what_a_start_waits_for_is_said_when_its_time_is_over(ray_cluster, node_ids):
+    """Ray has the memory, but others hold it: the store's actor waits for it, and says nothing."""
+    total = int(next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == node_ids[0]))
+    free = total - NODE_STORE_BYTES
+    holders = [
+        ray.remote(Holder)
+        .options(memory=free, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote()
+        for node_id in node_ids
+    ]
+    ray.get([holder.ping.remote() for holder in holders], timeout=30)
+    with pytest.raises(StoreUnavailable, match=rf"{node_ids[0]}.*wants 16777216 bytes of Ray memory, free there are"):
+        kvstore.start("16MiB", name="waits", timeout_s=5)
+    assert named_actors("waits") == []
+    for holder in holders:
+        ray.kill(holder)
+
+
+class Holder:
+    def ping(self):
+        return True
+
+
+def test_a_stop_that_was_interrupted_is_completed_by_another(ray_cluster, store, node_ids, monkeypatch):
+    short = kvstore.start("8MiB", name="short")
+
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ending, "node_stores", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ending.end_actors("short")
+    assert "raykv/short/supervisor" in named_actors("short")
+    with pytest.raises(StoreUnavailable, match=r"being ended by another process.*kvstore stop"):
+        kvstore.start("8MiB", name="short", timeout_s=1.0)
+    assert len(named_actors("short")) == 2 + len(node_ids)
+    kvstore.connect("short").destroy()
+    assert named_actors("short") == []
+    with pytest.raises(StoreNotRunning, match=r"this handle ended the store|not every|no actor|wanted the actor"):
+        short.stats()
+
+
+def test_a_store_that_others_left_with_other_settings_is_not_taken_for_this_one(ray_cluster, store, node_ids):
+    kvstore.start("8MiB", name="short")
+    ray.kill(ray.get_actor("raykv/short/supervisor", namespace="raykv"))
+    with pytest.raises((ConfigError, StoreUnavailable), match="capacity_bytes: wanted 16777216, runs with 8388608"):
+        kvstore.start("16MiB", name="short", timeout_s=20)
+    assert named_actors("short") == []
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("inf"), float("nan"), 1e6, "5"])
+def test_times_that_are_none_are_refused_and_nothing_changes(store, node_ids, timeout_s):
+    for door in (
+        lambda: kvstore.start("16MiB", name="never", timeout_s=timeout_s),
+        lambda: kvstore.connect(timeout_s=timeout_s),
+        lambda: store.drain(node_ids[0], timeout_s),
+    ):
+        with pytest.raises(InvalidRequest, match="timeout_s: wanted a number of seconds"):
+            door()
+    assert named_actors("never") == []
+    assert not any(counts["draining"] for counts in store.stats()["nodes"].values())
+
+
+def test_a_setting_that_there_is_not_is_named_with_the_one_that_may_be_meant():
+    with pytest.raises(ConfigError, match=r"'lease_ttl' is no setting.*did you mean 'lease_ttl_s'"):
+        kvstore.start("16MiB", name="never", lease_ttl=3)
+
+
+@pytest.mark.parametrize("address", ["10.0.0..1:6379", "127.0.0.1:99999999"])
+def test_an_address_that_is_none_is_a_typed_error(address):
+    with pytest.raises(StoreNotRunning, match="no Ray cluster answers"):
+        check_answers(address)
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(ray_cluster, monkeypatch):

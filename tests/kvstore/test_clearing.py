@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kvstore.clears import group_of
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest, PeerLost, StaleVersion
 from kvstore.messages import PeerLease
@@ -115,11 +116,27 @@ def test_what_is_published_is_of_the_version_of_the_call(cluster, core, monkeypa
 
 def test_namespaces_that_share_a_counter_cost_each_other_no_more_than_a_save(cluster, core):
     worker, hashes = cluster.worker("a"), cluster.hashes(3)
-    neighbour = cluster.space.digest[:8] + bytes(24)
+    digest = cluster.space.digest
+    neighbour = digest[:1] + bytes([digest[1] ^ 1]) + digest[2:]
     worker.save(hashes, range(3))
     core.clear(neighbour)
     assert worker.client.lookup(hashes).num_blocks == 3
     assert worker.save(cluster.hashes(5), range(5)).num_blocks == 5
+
+
+def test_namespaces_of_a_group_are_cleared_together_and_no_number_of_clearings_is_too_many(cluster, core):
+    worker, hashes, digest = cluster.worker("a"), cluster.hashes(3), cluster.space.digest
+    worker.save(hashes, range(3))
+    group, before = digest[:2], core.num_clears(digest)
+    for number in range(2000):
+        core.clear(bytes([group[0] ^ 1]) + number.to_bytes(31, "big"))
+    assert worker.client.lookup(hashes).num_blocks == 3
+    mate = group + bytes(30)
+    assert core.clear(mate) == 3, "blocks of all that are cleared with it"
+    assert worker.client.lookup(hashes).num_blocks == 0
+    assert core.versions.get(digest) == core.versions.get(mate) == 1
+    assert core.num_clears(digest) == before + 1, "what was asked to be saved before is not stored"
+    assert worker.save(hashes, range(3)).num_blocks == 3
 
 
 def test_a_ray_caller_may_name_the_count_from_before_it_computed(cluster, core):
@@ -144,7 +161,7 @@ def test_a_version_far_ahead_is_refused_at_every_door_and_clearing_goes_on(clust
     )  # fmt: skip
     with pytest.raises(PeerLost, match="InvalidRequest: version: wanted an int from 0"):
         peer.lease(lease, 2.0)
-    cluster.directory._versions._known[space.digest] = far, 1
+    cluster.directory._versions._known[group_of(space.digest)] = far, 1, space.digest
     cluster.directory._versions._serial = 1
     heard = threading.Event()
     core.hints.publish_soon(heard.set)

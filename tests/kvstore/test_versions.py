@@ -65,16 +65,15 @@ def test_what_is_no_namespace_is_refused(namespace):
     assert versions.since(0) == (0, {})
 
 
-def test_so_many_namespaces_are_known_and_no_more(monkeypatch):
-    monkeypatch.setattr("kvstore.versions.MAX_NAMESPACES", 3)
-    versions, names = NamespaceVersions(), [bytes([i]) * 32 for i in range(4)]
-    for name in names[:3]:
-        versions.advance(name)
-    with pytest.raises(InvalidRequest, match="3 others were cleared"):
-        versions.advance(names[3])
-    versions.hear_all({names[3]: 5, names[0]: 2})
-    assert versions.since(0)[1] == {names[0]: 2, names[1]: 1, names[2]: 1}
-    assert versions.get(names[3]) == 0
+def test_namespaces_of_a_group_have_one_version_and_what_is_kept_is_bounded():
+    versions = NamespaceVersions()
+    mate, other = ONE[:2] + bytes(30), ONE[:1] + b"x" + ONE[2:]
+    assert [versions.advance(ONE), versions.advance(mate), versions.get(ONE), versions.get(other)] == [1, 2, 2, 0]
+    assert versions.since(0)[1] == {mate: 2}, "any of them stands for all"
+    for number in range(1000):
+        versions.advance(ONE[:2] + number.to_bytes(30, "little"))
+    assert len(versions.since(0)[1]) == 1
+    assert versions.get(ONE) == 1002
 
 
 def test_of_many_clearings_that_cannot_be_taken_over_few_are_logged(caplog):

@@ -1,0 +1,62 @@
+"""docs/api.md says what there is: every verb and every setting, with the defaults of the code."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.actors.cluster import Store
+
+PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
+
+
+def named(section: str) -> str:
+    """All that stands between backquotes in one section."""
+    (text,) = re.findall(rf"^## {section}.*?\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    return " ".join(re.findall(r"`([^`]+)`", text))
+
+
+@pytest.mark.parametrize(
+    ("section", "cls"), [("A store", Store), ("A client", kvstore.Client), ("A client", kvstore.Job)]
+)
+def test_the_page_has_every_verb_and_no_other(section, cls):
+    verbs = {name for name in vars(cls) if not name.startswith("_")}
+    listed = set(re.findall(r"(?:^|[ .])([a-z_]+)(?=\(| |,|$)", named(section)))
+    assert verbs <= listed
+    called = {word.rpartition(".")[2] for word in re.findall(r"[a-z_.]+(?=\()", named(section))}
+    known = {name for each in (Store, kvstore.Client, kvstore.Job) for name in dir(each)}
+    assert called <= known | {"start"}
+
+
+def test_what_it_says_of_arguments_is_so():
+    for owner, section in ((Store, "A store"), (kvstore.Client, "A client")):
+        for verb, arguments in re.findall(r"(?:^|[ ,])([a-z_]+)\(((?:[^()]|\(\))*)\)", named(section)):
+            if not hasattr(owner, verb):
+                continue
+            parameters = inspect.signature(getattr(owner, verb)).parameters
+            for argument in filter(None, arguments.replace("*", "").replace("...", "").split(", ")):
+                name, _, default = argument.partition("=")
+                assert name in parameters, f"{verb}({arguments})"
+                assert not default or ast.literal_eval(default) == parameters[name].default, f"{verb}({arguments})"
+
+
+def test_every_setting_is_listed_with_its_default():
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
+    fields = {field.name: field.default for field in dataclasses.fields(kvstore.StoreConfig)}
+    assert rows.keys() == fields.keys()
+    for name, told in rows.items():
+        number, _, unit = told.strip().partition(" ")
+        value = told.strip().strip('`"') if "`" in told else float(number) * _UNITS.get(unit, 1)
+        assert value == fields[name], name
+
+
+def test_the_package_has_all_that_the_page_names():
+    for name in re.findall(r"kvstore\.([A-Za-z_]+)", PAGE):
+        assert hasattr(kvstore, name), name
