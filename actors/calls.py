@@ -111,8 +111,8 @@ def find_actor(name: str) -> Any:
             return ray.get_actor(name, namespace=RAY_NAMESPACE)
         except ValueError as error:
             raise StoreNotRunning(
-                f"wanted the actor {name!r} of a store, got none in this Ray cluster; kvstore.start() starts a store, "
-                "name= says which, address= says in which cluster"
+                f"wanted the actor {name!r} of a store, got none in this Ray cluster; "
+                f"kvstore.start(name={name.split('/')[1]!r}) starts that store, address= names another cluster"
             ) from error
 
 

@@ -81,7 +81,8 @@ def check_auth() -> Check:
     values = {"mode": mode or None, "token_present": present}
     status, fix = Status.OK, ""
     if mode == "disabled":
-        found = "off (RAY_AUTH_MODE=disabled)"
+        status, found = Status.WARN, "off (RAY_AUTH_MODE=disabled): any process that reaches Ray may join it"
+        fix = "set RAY_AUTH_MODE=token everywhere, unless nobody else reaches this network"
     elif mode == "token":
         found = f"token, from {where}" if present else f"token, but there is none in {where}"
         if not present:

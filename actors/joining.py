@@ -21,6 +21,10 @@ from kvstore.errors import ConfigError, StoreNotRunning, WrongCluster
 LOCAL = "local"
 AUTO = "auto"
 _CONNECT_S = 10.0
+#: What a client of HTTP/2, as gRPC is, begins with: the preface, and a frame of settings with none in it.
+_HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+#: And the server: the kind of its first frame, behind three bytes of length.
+_HTTP2_SETTINGS = b"\x04"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +165,26 @@ def _addresses_of(host: str) -> set[str]:
 
 
 def check_answers(address: str) -> None:
-    """Refuse a host:port where nobody listens at once: ray.init would go on trying for a minute and more.
+    """Refuse a host:port where no GCS answers: ray.init would go on trying for a minute, or for ever.
+
+    What listens there has to greet as an HTTP/2 server does, in time: a GCS that hangs, or another program, does not.
 
     Raises:
-        StoreNotRunning: nobody listens there.
+        StoreNotRunning: nobody listens there, or not a GCS that works.
+        ConfigError: this is no address.
     """
     host, _, port = address.rpartition(":")
-    if "/" in address or not port.isdigit():
-        return
+    if not host or not port.isdigit():
+        raise ConfigError(f"address: wanted the host:port of a Ray cluster, 'auto' or 'local', got {address!r}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as sock:
+            if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+                sock.sendall(_HTTP2_CLIENT)
+                begin = b""
+                while len(begin) < 4 and (more := sock.recv(4 - len(begin))):
+                    begin += more
+                if begin[3:] != _HTTP2_SETTINGS:
+                    raise OSError(f"what listens there is no GCS of Ray: it begins with {begin!r}")
     except (OSError, UnicodeError, OverflowError) as error:  # The latter two: this cannot be a host, or a port.
         raise StoreNotRunning(
             f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"

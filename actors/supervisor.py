@@ -14,7 +14,9 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
+from ray.core.generated import gcs_pb2
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
@@ -40,8 +42,13 @@ def alive_nodes() -> dict[str, dict[str, float]]:
         StoreUnavailable, TransferError: the cluster cannot be asked.
     """
     with ray_failures("nodes"):
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {node["NodeID"]: dict(node["Resources"]) for node in nodes if node["Alive"]}
+        # ray.nodes() asks the same, and waits for ever for a GCS that hangs.
+        nodes = ray_worker.global_worker.gcs_client.get_all_node_info(timeout=_CALL_S)  # type: ignore[attr-defined]
+    return {
+        node_id.hex(): dict(node.resources_total)
+        for node_id, node in nodes.items()
+        if node.state == gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
+    }
 
 
 class Supervisor:

@@ -98,7 +98,8 @@ class Client(HandoffVerbs):
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
         self._copier: EngineCopier | None = None
         self._presence: PresenceView | None = None
-        threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # No thread can be started: pages come one by one, when they are used.
+            threading.Thread(target=self._arena.populate, name="raykv-populate", daemon=True).start()
         self._jobs = JobThreads()
         # Not at the end of the process, which says all, and by which jobs may not be over.
         weakref.finalize(self, _end_collected, self._store, self._mapping).atexit = False
@@ -378,8 +379,11 @@ class Client(HandoffVerbs):
         if not self._store.end():
             return
         ended, deadline_s = threading.Event(), clock.now_s() + timeout_s
-        threading.Thread(target=self._end_jobs, args=(ended,), daemon=True).start()
-        ended.wait(timeout_s)
+        try:
+            threading.Thread(target=self._end_jobs, args=(ended,), daemon=True).start()
+        except RuntimeError:  # No thread can be started, as when Python ends.
+            self._end_jobs(ended, timeout_s)
+        ended.wait(max(0.0, deadline_s - clock.now_s()))
         self._jobs.await_callbacks(max(0.0, deadline_s - clock.now_s()))
         if self._presence is not None:
             self._presence.close()
@@ -389,14 +393,16 @@ class Client(HandoffVerbs):
         self._store.close(jobs_are_over=ended.is_set() and not self._stuck)
         self._unmap(copies_are_over=ended.is_set())
         if not ended.is_set():
-            threading.Thread(target=self._unmap_late, args=(ended,), name="raykv-unmap", daemon=True).start()
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._unmap_late, args=(ended,), name="raykv-unmap", daemon=True).start()
 
-    def _end_jobs(self, ended: threading.Event) -> None:
-        self._jobs.shutdown()
+    def _end_jobs(self, ended: threading.Event, timeout_s: float | None = None) -> None:
+        if not self._jobs.shutdown(timeout_s):
+            return
         with self._lock:
             unmapping = self._unmapping
         if unmapping is not None:
-            unmapping.join()
+            unmapping.join(timeout_s)
         ended.set()
 
     def __enter__(self) -> Client:

@@ -12,6 +12,7 @@ import stat
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
 from pathlib import Path
 
 from kvstore.errors import ConfigError
@@ -20,8 +21,8 @@ from kvstore.errors import ConfigError
 PROTOCOL_VERSION = 14
 
 _MAX_COPY_THREADS = 4
-#: The longest time that a setting may name: a day.
-_MAX_S = 86400.0
+#: The longest times that settings may name: a lease's, and all others, of which a load adds several.
+_MAX_LEASE_S, _MAX_S = 86400.0, 3600.0
 _KINDS = {str: "text", int: "a whole number", float: "a number"}
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -41,7 +42,7 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match.group(2).lower() not in _UNITS:
         raise ConfigError(f"wanted a size such as '8GiB' or a number of bytes, got {text!r}")
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    return int(Fraction(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,9 @@ class StoreConfig:
             )
         seconds = ("lease_ttl_s", "lease_margin_s", "transfer_timeout_s", "call_timeout_s", "max_quarantine_s")
         for field in seconds:
-            if not 0 < getattr(self, field) <= _MAX_S:
-                raise ConfigError(f"{field}: wanted more than 0 seconds, up to {_MAX_S}, got {getattr(self, field)}")
+            most_s = _MAX_LEASE_S if field == "lease_ttl_s" else _MAX_S
+            if not 0 < getattr(self, field) <= most_s:
+                raise ConfigError(f"{field}: wanted more than 0 seconds, up to {most_s:g}, got {getattr(self, field)}")
         if self.lease_ttl_s <= 2 * self.lease_margin_s:
             raise ConfigError(
                 f"lease_ttl_s: wanted more than twice lease_margin_s={self.lease_margin_s}, got {self.lease_ttl_s}"

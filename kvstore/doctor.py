@@ -216,7 +216,7 @@ def check_huge_pages() -> Check:
     if chosen == "deny":
         found, fix = "denied for shared memory: the arena gets small pages", f"optional: echo never > {path}"
     elif release >= (6, 1) or chosen in ("always", "within_size", "force"):
-        found, fix = f"the arena gathers its pages into huge ones (system setting: {chosen})", ""
+        found, fix = f"yes: the arena asks for them itself (the setting of the system, {chosen!r}, is for others)", ""
     else:
         found, fix = f"for shared memory: {chosen}", f"optional: echo within_size > {path}"
     return Check(name="Huge pages", status=Status.OK, found=found, fix=fix, values={"shmem_enabled": chosen})

@@ -92,14 +92,16 @@ class JobThreads:
 
         self._run(self._callbacks, run)
 
-    def shutdown(self) -> None:
-        """Wait for all work; nothing is taken any more. Callbacks are not waited for."""
+    def shutdown(self, timeout_s: float | None = None) -> bool:
+        """Wait for all work, whether that ended in time; nothing is taken any more. Callbacks are not waited for."""
         with self._all_ended:
             self._closed = True
-            self._all_ended.wait_for(lambda: not self._works)
+            if not self._all_ended.wait_for(lambda: not self._works, timeout_s):
+                return False
         self._copying.close(wait=True)
         self._publishing.close(wait=True)
         self._parking.close()
+        return True
 
     def await_callbacks(self, timeout_s: float) -> None:
         """Wait for the callbacks of jobs that ended, unless a callback asks for that; no more come after it."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import kvstore
-from kvstore.actors import ending, starting
+from kvstore.actors import ending, joining, starting
 from kvstore.actors.joining import check_answers
 from kvstore.errors import (
     ConfigError,
@@ -201,9 +204,36 @@ def test_a_setting_that_there_is_not_is_named_with_the_one_that_may_be_meant():
 
 
 @pytest.mark.parametrize("address", ["10.0.0..1:6379", "127.0.0.1:99999999"])
-def test_an_address_that_is_none_is_a_typed_error(address):
+def test_an_address_that_cannot_be_is_a_typed_error(address):
     with pytest.raises(StoreNotRunning, match="no Ray cluster answers"):
         check_answers(address)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "6379", "host:", ":6379", "a/b:c"])
+def test_what_is_no_address_is_said_to_be_none(address):
+    with pytest.raises(ConfigError, match="wanted the host:port of a Ray cluster"):
+        check_answers(address)
+
+
+@pytest.mark.parametrize(("says", "match"), [(b"", "timed out"), (b"HTTP/1.1 400 Bad Request\r\n", "no GCS of Ray")])
+def test_what_listens_and_is_no_gcs_is_found_out_in_time(monkeypatch, says, match):
+    """ray.init would wait for it for ever."""
+    monkeypatch.setattr(joining, "_CONNECT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            with contextlib.suppress(OSError), server.accept()[0] as sock:
+                sock.sendall(says)
+                sock.recv(1000)
+                sock.recv(1)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(StoreNotRunning, match=f"no Ray cluster answers.*{match}"):
+            check_answers(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_a_gcs_that_works_answers(ray_cluster):
+    check_answers(ray_cluster.address)
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(ray_cluster, monkeypatch):

@@ -548,3 +548,46 @@ def test_who_closes_a_client_that_loses_its_store_waits_for_the_end_of_its_memor
     client._lose()
     assert ended.wait(5)
     assert client._unmapped
+
+
+class NoThreads:
+    """`threading` where no thread can be started, as while Python ends."""
+
+    Event, Lock = threading.Event, threading.Lock
+
+    class Thread:
+        def __init__(self, *_, **__):
+            pass
+
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+
+def test_a_client_is_closed_whole_where_no_thread_can_be_started(cluster, monkeypatch, wait_until):
+    core = cluster.add("a", mover=False)
+    worker, hashes = cluster.worker("a"), cluster.hashes(3)
+    worker.save(hashes, range(3))
+    worker.client.pin(hashes)
+    assert core.pool.stats().num_pinned == 3
+    monkeypatch.setattr("kvstore.client.threading", NoThreads)
+    worker.client.close(5.0)
+    wait_until(lambda: core.pool.stats().num_pinned == 0)
+    worker.client.close()
+    with pytest.raises(StoreUnavailable, match="closed one"):
+        worker.client.prefetch(hashes)
+
+
+def test_a_client_is_made_where_no_thread_can_be_started(cluster, monkeypatch):
+    cluster.add("a", mover=False)
+    monkeypatch.setattr("kvstore.client.threading", NoThreads)
+    worker = cluster.worker("a")
+    monkeypatch.undo()
+    worker.save(cluster.hashes(2), range(2))
+
+
+def test_only_what_pin_returned_can_be_unpinned(cluster):
+    cluster.add("a", mover=False)
+    worker, hashes = cluster.worker("a"), cluster.hashes(2)
+    for wrong in (hashes, None, 3):
+        with pytest.raises(InvalidRequest, match=r"wanted what pin\(\) returned"):
+            worker.client.unpin(wrong)

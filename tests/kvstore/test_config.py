@@ -19,6 +19,7 @@ from kvstore.errors import ConfigError
         ("10 B", 10),
         (" 77 ", 77),
         (123, 123),
+        ("9007199254740993", 2**53 + 1),
     ],
 )
 def test_sizes(text, wanted):
@@ -55,6 +56,14 @@ def test_what_is_no_size_is_refused(text):
         {"max_quarantine_s": 0.0},
         {"chunk_bytes": 4095},
         {"lane": "rdma"},
+        {"name": 5},
+        {"block_bytes": 4096.5},
+        {"capacity_bytes": True},
+        {"lease_ttl_s": float("inf")},
+        {"lease_ttl_s": 100_000.0},
+        {"lease_margin_s": "x"},
+        {"transfer_timeout_s": 1e6},
+        {"call_timeout_s": 1e300},
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes):
