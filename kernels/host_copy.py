@@ -8,6 +8,7 @@ tests compare with the oracle.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -210,17 +211,56 @@ def _launch(
     def part(begin: int, end: int) -> None:
         copy(targets[begin:end].ctypes.data, sources[begin:end].ctypes.data, end - begin, *tables, len(lengths))
 
+    _in_parts(part, list(itertools.pairwise(bounds)))
+
+
+def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> None:
+    """Do all parts, on this thread and on helpers; no helper does anything any more when this ends, however it ends.
+
+    An interrupt may come at any moment, also between a helper's start and the next line here. So a helper counts from
+    when it takes a part, none is left to take after an interrupt, and the waiting goes on until the last one is done.
+    """
+    changed, num_at_work = threading.Condition(), 0
+
+    def help_out() -> None:
+        nonlocal num_at_work
+        while True:
+            with changed:
+                if not left:
+                    return
+                own = left.pop()
+                num_at_work += 1
+            try:
+                part(*own)
+            finally:
+                with changed:
+                    num_at_work -= 1
+                    changed.notify_all()
+
     # New threads each time: waiting ones would be missing in a process that was forked.
-    helpers: list[threading.Thread] = []
+    interrupt: BaseException | None = None
     try:
-        for pair in itertools.pairwise(bounds[1:]):
-            helper = threading.Thread(target=part, args=pair)
-            helper.start()
-            helpers.append(helper)
-        part(0, bounds[1])
-    finally:
-        for helper in helpers:
-            helper.join()
+        with contextlib.suppress(RuntimeError):  # No thread can be started: the rest is done here.
+            for _ in left[1:]:
+                threading.Thread(target=help_out, daemon=True).start()
+        while True:
+            with changed:
+                if not left:
+                    break
+                own = left.pop(0)
+            part(*own)
+    except BaseException as error:  # noqa: BLE001 - raised below, when nobody copies any more.
+        interrupt = error
+    while True:
+        try:
+            with changed:
+                left.clear()
+                changed.wait_for(lambda: num_at_work == 0)
+            break
+        except BaseException as error:  # noqa: BLE001 - likewise.
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
 
 
 @functools.cache

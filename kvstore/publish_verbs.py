@@ -96,7 +96,18 @@ class PublishVerbs(StageVerbs):
         # The calls in it have their own timeouts.
         work = Work(lambda: in_one_step(run))
         order, start = publishing.pages.order, self._jobs.publish
-        published: HandoffTicket = self._submit(work, str(publishing), publishing.guard, order, start).result(None)
+        job = self._submit(work, str(publishing), publishing.guard, order, start)
+        try:
+            published: HandoffTicket = job.result(None)
+        except BaseException:
+            # An interrupt, say: the caller may reuse the blocks at once, and nothing of them may be delivered then.
+            is_over = job.done()  # Then that is its own error, which has seen to the rest.
+            while not job.done() and not job.abandon():
+                pass
+            if ticket is not None and not is_over:
+                with contextlib.suppress(KVStoreError):
+                    self.withdraw(ticket)
+            raise
         return published
 
     def begin_publish(

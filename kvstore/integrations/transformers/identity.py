@@ -246,9 +246,11 @@ def check_mode(model: Any) -> None:
     Raises:
         InvalidRequest: it is in training mode, or autocast is on.
     """
-    if model.training:
+    training = [name or type(model).__name__ for name, part in model.named_modules() if part.training]
+    if training:
         raise InvalidRequest(
-            "wanted a model in eval mode, got one in training mode, whose KV is random; call model.eval()"
+            f"wanted a model in eval mode, got {len(training)} parts of it in training mode ({training[0]} is one), "
+            "whose KV is random; call model.eval()"
         )
     if torch.is_autocast_enabled(model.device.type):
         raise InvalidRequest(

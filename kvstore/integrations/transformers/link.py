@@ -65,6 +65,12 @@ class StoreLink:
             except (KVStoreError, OSError, RuntimeError) as error:  # torch says RuntimeError when memory is short
                 self._fail(error)
                 return otherwise
+            except BaseException:
+                # An interrupt, say: a job may still use the buffer, so that nothing else may.
+                staging, self._staging = self._staging, None
+                if staging is not None:
+                    staging.close()
+                raise
         finally:
             self._lock.release()
 

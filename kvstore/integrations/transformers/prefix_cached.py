@@ -147,8 +147,8 @@ class PrefixCachedModel:
         criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), AfterFirstToken(save)])
         with witness:
             output = self.model.generate(
-                prompts.input_ids,
-                attention_mask=prompts.attention_mask,
+                prompts.input_ids.clone(),  # It is handed to streamers and processors, which may change it.
+                attention_mask=prompts.attention_mask.clone(),
                 past_key_values=cache,
                 stopping_criteria=criteria,
                 **options,

@@ -119,8 +119,9 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
         for each in (SimpleNamespace(**options), *settings)
     )
     prompts = Prompts(
-        input_ids=input_ids,
-        attention_mask=mask,
+        # Their own: who else holds the caller's tensors may change them while they are looked at.
+        input_ids=input_ids.clone(),
+        attention_mask=mask.clone(),
         num_padding=padding,
         num_copies=copies,
         follows_rows=copies == 1 and not is_assisted,

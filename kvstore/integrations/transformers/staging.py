@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kvstore.client import Client
-from kvstore.errors import ChainBroken, JobRunning, StoreUnavailable
+from kvstore.errors import ChainBroken, StoreUnavailable
 from kvstore.hashing import BlockHashes
 from kvstore.results import Job, LoadResult, MissReason
 from kvstore.shape import KVShape
@@ -124,8 +124,10 @@ class Staging:
     def _wait(self, job: Job[Any]) -> Any:
         try:
             return job.result(self._limit_s)
-        except JobRunning:
-            job.abandon(0.0)
+        except BaseException:
+            # Of an interrupt, too: nobody waits for it any more, and it must not store what the buffer holds later.
+            if not job.done():
+                job.abandon(0.0)
             raise
 
 

@@ -57,7 +57,7 @@ class Witness:
     def num_right_of(self, sequences: torch.Tensor) -> int:
         """Return the same for prompts with their answers, [num_rows, ...], token by token in one row of the cache."""
         width = self._tokens.shape[1]
-        num_right = self.num_right()
+        num_right = min(self.num_right(), self._num_unchanged(sequences))
         if num_right < width:
             return num_right
         padding = (self._mask == 0).sum(1, keepdim=True)
@@ -73,6 +73,15 @@ class Witness:
                 return min(start, num_right)
             num_right = end  # What was fed before and taken back is overwritten.
         return min(num_right, self._num_held())
+
+    def _num_unchanged(self, sequences: torch.Tensor) -> int:
+        """Return how many leading columns of the answers are the prompts': generate's own copy can be edited."""
+        width = min(self._tokens.shape[1], sequences.shape[1])
+        tokens = self._tokens[:, :width]
+        if len(tokens) != len(sequences):
+            return 0
+        changed = (sequences[:, :width].to(tokens.device) != tokens).any(0).nonzero()
+        return int(changed[0]) if len(changed) else width
 
     def _see(self, _: Any, __: Any, given: Mapping[str, Any] | None = None) -> None:
         """Look at a run of the model before it begins; threads that share the model run it on other caches."""
