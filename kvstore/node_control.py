@@ -77,7 +77,7 @@ class NodeControl:
         self._fence = MoverFence(core.config, core.mover, self._pools_read_into)
         self._pool = PoolControl(core)
         self._peers = PeerControl(core, self.wake)
-        self._stats = SharedAnswer(core.threads, Blocking.STATS, core.stats)
+        self._stats = SharedAnswer(core.threads, Blocking.STATS, lambda: core.stats())
         self._server = ControlServer(
             self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds, max_bytes=_MAX_BYTES
         )

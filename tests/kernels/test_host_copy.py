@@ -2,7 +2,6 @@
 
 import mmap
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -66,11 +65,8 @@ def test_threads_that_share_a_copy_leave_nothing_out(monkeypatch, to_slots, num_
     assert max(check(Case(900 + seed, token_mode=False), to_slots, num_threads) for seed in range(20)) > 0
 
 
-def test_a_copy_ends_with_its_last_thread(monkeypatch):
-    """Whoever cannot start all its threads still copies nothing after it has said that it failed."""
-    ended, run = [], threading.Thread.run
+def test_a_copy_that_cannot_start_all_its_threads_does_with_fewer(monkeypatch):
     monkeypatch.setattr(host_copy, "_LEAST_BYTES_PER_THREAD", 1)
-    monkeypatch.setattr(threading.Thread, "run", lambda thread: (time.sleep(0.1), run(thread), ended.append(thread)))
     start, started = threading.Thread.start, []
 
     def start_one(thread):
@@ -83,9 +79,9 @@ def test_a_copy_ends_with_its_last_thread(monkeypatch):
     cache, slots = torch.zeros(8, 1, 1, 1, 64, dtype=torch.uint8), torch.ones(8, 64, dtype=torch.uint8)
     tables = host_copy.fragments_of(plan_of([cache], (1, 1, 1, 1, 1, 64), "uint8"))
     ids = np.arange(8)
-    with pytest.raises(RuntimeError, match="start new thread"):
-        host_copy.unpack(tables, slots, ids, ids, 4)
-    assert started == ended != []
+    host_copy.unpack(tables, slots, ids, ids, 4)
+    assert started != []
+    assert bool((cache == 1).all())
 
 
 @pytest.mark.parametrize("order", ORDERS + CROSS)

@@ -85,8 +85,8 @@ class PrefixCachedModel:
         retry_s: float = 30.0,
     ) -> None:
         check_version(transformers.__version__)
+        check_supported(model)  # First: an adapter that was just added is in training mode, and eval() would not do.
         check_mode(model)
-        check_supported(model)
         shape, self._device = kv_shape(model, block_size)
         self.model = model
         self.space = namespace_of(model, shape, model_id, salt)
@@ -277,8 +277,8 @@ class PrefixCachedModel:
 
     def _check_model(self) -> None:
         """Refuse a model that is not as it was when it was wrapped; see `generate`."""
-        check_mode(self.model)
         check_unadapted(self.model)
+        check_mode(self.model)
         check_unchanged(self.model, self._marks)
 
     def _empty_planes(self, num_rows: int, width: int) -> Planes:
