@@ -72,7 +72,8 @@ def test_the_schedulers_methods_do_not_wait_for_a_store_that_stands_still(
         engine.add("new", new, max_tokens=1)
         while time.monotonic() < begin_s + STANDS_STILL_S:
             engine.step(1)
-        assert engine.answer("new") is not None, "it ended while the store stood still"
+        new_answer = engine.answer("new")
+        assert new_answer is not None, "it was to end while the store stood still"
     finally:
         os.kill(pid, signal.SIGCONT)
     longest_ms = {name: ms for name, ms in engine.stats()["scheduler"].items() if name.endswith("_max_ms")}
@@ -80,5 +81,5 @@ def test_the_schedulers_methods_do_not_wait_for_a_store_that_stands_still(
     assert {"get_num_new_matched_tokens_max_ms", "request_finished_max_ms"} <= longest_ms.keys()
     assert max(longest_ms.values()) < STANDS_STILL_S * 1e3 / 2, longest_ms
     engine.settle()
-    same([engine.answer("stored"), engine.answer("new")], wanted)
+    same([engine.answer("stored"), new_answer], wanted)
     is_clean(engine)
