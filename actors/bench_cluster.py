@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
     num_cpus = max(2, (os.cpu_count() or 2) // 2)
     folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
     before = dict(os.environ)
-    os.environ.update(RAY_TMPDIR=folder, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0")
+    # A token of its own: no other process may join, and no token of the user's is shown.
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     os.environ.pop("RAY_ADDRESS", None)
     cluster: Any = None
     try:

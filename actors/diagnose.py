@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +106,9 @@ def check_idle(seconds: float) -> Check:
         seconds: how long to measure, after two seconds of settling.
     """
     name, folder = "Idle cost", tempfile.mkdtemp(prefix="rk", dir="/tmp")
-    private = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    private = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    # A token of its own: no other process may join, and no token of the user's is shown.
+    private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     private["RAYKV_SOCKET_DIR"] = f"{folder}/raykv"
     try:
         seen = _ask(["idle", str(seconds)], private, _IDLE_SETUP_S + seconds)
@@ -137,7 +143,8 @@ def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dic
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
     ) as child:
         try:
-            output = child.communicate(timeout=timeout_s)[0]
+            with _ending_in_order():
+                output = child.communicate(timeout=timeout_s)[0]
         except subprocess.TimeoutExpired as error:
             raise TransferTimeout(f"no answer within {timeout_s:.0f} s") from error
         finally:
@@ -149,6 +156,21 @@ def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dic
     if "error" in answer:
         raise StoreUnavailable(str(answer["error"]))
     return answer
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Have SIGTERM, too, end the child and its Ray before this process; on its main thread."""
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if is_ours:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -221,6 +221,7 @@ def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> 
     when it takes a part, none is left to take after an interrupt, and the waiting goes on until the last one is done.
     """
     changed, num_at_work = threading.Condition(), 0
+    failures: list[BaseException] = []  # Of helpers: the parts that they took are not copied.
 
     def help_out() -> None:
         nonlocal num_at_work
@@ -232,6 +233,9 @@ def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> 
                 num_at_work += 1
             try:
                 part(*own)
+            except BaseException as error:  # noqa: BLE001 - raised where the copy was asked for.
+                failures.append(error)
+                left.clear()
             finally:
                 with changed:
                     num_at_work -= 1
@@ -259,8 +263,8 @@ def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> 
             break
         except BaseException as error:  # noqa: BLE001 - likewise.
             interrupt = interrupt or error
-    if interrupt is not None:
-        raise interrupt
+    if interrupt is not None or failures:
+        raise interrupt or failures[0]
 
 
 @functools.cache

@@ -276,8 +276,10 @@ class Client(HandoffVerbs):
         return bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(pinned.pin_id)))[0])
 
     def stats(self) -> dict[str, Any]:
-        """Return the node store's counts."""
-        return unpack_json(self._store.call(Op.STATS, b""))
+        """Return the node store's counts. It asks its mover for some of them, and no other call waits for that."""
+        self._store.check_open()
+        with self._store.for_lookups.taken() as connection:
+            return unpack_json(connection.call(Op.STATS, timeout_s=self._store.call_timeout_s))
 
     # Jobs.
 

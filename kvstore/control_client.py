@@ -31,6 +31,10 @@ from kvstore.wire import (
 )
 
 
+class NotAsked(PeerLost):
+    """The connection was closed before its turn came, by a question of another thread that failed; nothing was sent."""
+
+
 class ControlClient:
     """A connection that carries one question at a time, safe to share between threads.
 
@@ -80,6 +84,7 @@ class ControlClient:
         Raises:
             KVStoreError: what the other side raised, of the same class.
             PeerLost: the connection broke; it is closed.
+            NotAsked: it was closed before this question.
             TransferTimeout: no answer in time; the connection is closed. Where the questions of others took all of it
                 nothing was asked, and the connection goes on.
             ForkedClient: this is a child of the process that made it.
@@ -89,6 +94,8 @@ class ControlClient:
             timeout_s = self._wait_for_others(op, timeout_s)
         try:
             try:
+                if self.closed:
+                    raise NotAsked(f"{self.name}: the connection was closed before {op.name} could be asked")
                 self.num_calls += 1
                 try:
                     message = self._ask_and_wait(op, payload, timeout_s, meanwhile, awake_s, progress)

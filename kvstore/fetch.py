@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 _MAX_PEERS_PER_LOAD = 4
 #: Loads that ask or read at once; as many may hang on a peer that stopped, for one call's timeout.
 _NUM_THREADS = 32
+#: Loads that have not ended, and bytes of their chains (2,097,152 blocks): more are answered at once.
+_MOST_LOADS, _MOST_BYTES = 4096, 64 << 20
 #: A call for a load that has no time left may still take this long, so that it does not end on a healthy peer.
 _LEAST_CALL_S = 1.0
 
@@ -106,11 +108,27 @@ class Fetcher:
         self._store_threads, self._slot_format = threads, slot_format
         self.namespace_version, self._adopt_version = namespace_version, adopt_version
         self._threads = ThreadPool(_NUM_THREADS, "raykv-fetch")
-        self.flights = Flights(self.submit)
+        self.flights = Flights(self._submit)
         self._owners = itertools.count(1)
+        self._counting = threading.Lock()
+        self._num_loads = self._num_bytes = 0  # Of chains of loads that have not ended.
 
-    def submit(self, load: Load) -> None:
-        """Fetch what `load` misses, on a thread; its client gets a last message in any case."""
+    def begin(self, load: Load) -> None:
+        """Fetch what `load` misses, on threads; its client gets a last message in any case, perhaps at once."""
+        num_bytes = len(load.chain.data)
+        with self._counting:
+            is_room = self._num_loads < _MOST_LOADS and self._num_bytes + num_bytes <= _MOST_BYTES
+            # Counted in any case: its end is subtracted.
+            self._num_loads, self._num_bytes = self._num_loads + 1, self._num_bytes + num_bytes
+        if is_room:
+            self._submit(load)
+        else:
+            load.report.reason = (
+                f"busy: {self._num_loads - 1} loads of this node wait for peers already; try again soon"
+            )
+            self._end(load)
+
+    def _submit(self, load: Load) -> None:
         if not self._threads.run(partial(self._run, load)):
             load.report.reason = "busy: the node store ends, or can start no thread"
             self._end(load)
@@ -138,9 +156,11 @@ class Fetcher:
             if not load.is_ended:
                 self._tell(load, load.num_ready, (), is_last=True)
 
-    @staticmethod
-    def _tell(load: Load, first: int, slots: Sequence[int], *, is_last: bool) -> None:
+    def _tell(self, load: Load, first: int, slots: Sequence[int], *, is_last: bool) -> None:
         load.is_ended = is_last
+        if is_last:
+            with self._counting:
+                self._num_loads, self._num_bytes = self._num_loads - 1, self._num_bytes - len(load.chain.data)
         load.report.num_peer = load.num_ready - load.report.num_local
         report = load.report.to_bytes() if is_last else b""
         load.send(pack_progress(Progress(load.lease_id, first, np.asarray(slots, dtype=np.int32), report)), is_last)

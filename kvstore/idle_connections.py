@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Callable
 from types import TracebackType
 
+from kvstore import clock
 from kvstore.control_client import ControlClient
 from kvstore.errors import CopyStuck, KVStoreError
 
 #: More are closed when they come back: those of a thousand fetches that waited at once are not kept for the next time.
 _MOST_IDLE = 64
+#: After a broken one could not be replaced.
+_PAUSE_S = 1.0
 
 
 class IdleConnections:
@@ -28,6 +31,7 @@ class IdleConnections:
         self._connect, self.is_closed = connect, False
         self._idle: list[ControlClient] = []
         self._broken: list[tuple[ControlClient, int]] = []
+        self._name_again_s = 0.0
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -38,6 +42,12 @@ class IdleConnections:
         Raises:
             StoreUnavailable: it could not be opened.
         """
+        if self._broken and clock.now_s() >= self._name_again_s:
+            # Though others are idle: until it is named the store keeps what it gave over it.
+            try:
+                return self._open()
+            except KVStoreError:
+                self._name_again_s = clock.now_s() + _PAUSE_S
         try:
             return self._idle.pop()
         except IndexError:

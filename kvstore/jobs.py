@@ -37,13 +37,15 @@ from kvstore.messages import (
 from kvstore.part import Part
 from kvstore.results import BlockFailure, LoadResult, MissReason, SaveResult
 from kvstore.wire import Op
-from kvstore.work import Steps, asking, next_piece
+from kvstore.work import Awaited, Steps, asking, next_piece
 
 logger = logging.getLogger(__name__)
 
 _COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
 #: Between stages the pieces of an answer follow each other faster than that.
 _AWAKE_S = 1e-3
+#: Before a save looks again for blocks that others did not write after all.
+_PAUSE_S = 0.02
 #: Of a job that was never begun.
 TIMED_OUT_IN_QUEUE = "timeout: its time ended before a thread of this client was free for it"
 
@@ -168,6 +170,8 @@ def run_save(
             num_stored = U64.unpack(answer)[0]
             if num_stored < num_blocks and not lost and clock.now_s() < deadline_s:
                 earlier.update(written)
+                # A pause: where too many saves wait, the store answers at once.
+                yield Awaited(connection.fileno(), min(deadline_s, clock.now_s() + _PAUSE_S))
                 continue
             num_blocks = num_stored
         num_written = len(written)

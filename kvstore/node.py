@@ -260,7 +260,7 @@ class NodeCore(PoolVerbs):
                 send=lambda _, last, ended=ended: ended.set() if last else None,  # type: ignore[misc]
                 num_ready=len(grant.slots),
             )  # fmt: skip
-            self.fetcher.submit(load)
+            self.fetcher.begin(load)
             ended.wait(left_s + 1.0)
             arrived += load.num_ready
             self.pool.release(grant.lease_id, "adopt")
@@ -308,7 +308,8 @@ class NodeCore(PoolVerbs):
         }
         if self.mover.own is not None:
             try:
-                result["nixl"] = self.mover.stats(self.config.call_timeout_s)
+                # In time for the caller, which waits for this answer no longer than for any other.
+                result["nixl"] = self.mover.stats(self.config.call_timeout_s / 3)
             except TransferError as error:
                 logger.debug("no mover statistics: %s", error)
         return result

@@ -250,6 +250,7 @@ class NodeControl:
         grant = self._core.pool.pin_prefix(held, connection.owner, deadline_after(ttl_s))
         self._server.wake()
         connection.gave = message.request, partial(self._core.release, grant.lease_id, connection.owner)
+        request = message.request  # Not the message: its bytes would stay for as long as the load waits.
         load = Load(
             chain=chain,
             block_bytes=self._core.block_bytes[chain.namespace],
@@ -258,7 +259,7 @@ class NodeControl:
             ttl_s=ttl_s,
             deadline_s=clock.now_s() + timeout_s,
             version=version,
-            send=lambda payload, last: self._answer_load(connection, message.request, payload, last),
+            send=lambda payload, last: self._answer_load(connection, request, payload, last),
             is_open=lambda: not connection.closed,
         )
         load.num_ready = load.report.num_local = len(grant.slots)
@@ -270,7 +271,7 @@ class NodeControl:
             return
         if grant.slots:
             load.send(pack_progress(Progress(grant.lease_id, 0, slots)), False)
-        self._core.fetcher.submit(load)
+        self._core.fetcher.begin(load)
 
     @staticmethod
     def _answer_load(connection: Connection, request: int, payload: bytes, last: bool) -> None:

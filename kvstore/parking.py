@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvstore import clock
+from kvstore.forks import this_process
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Parking:
     def __init__(self) -> None:
         # Of a kind that one thread may take twice: what is collected while it is held may close this.
         self._lock = threading.RLock()
+        self._pid = this_process()
         self._epoll: select.epoll | None = None
         self._wake_fd = -1
         #: By descriptor: a number of its own, and what is called.
@@ -70,6 +72,8 @@ class Parking:
 
     def close(self) -> None:
         """End the thread once nothing is parked any more; may be called again."""
+        if this_process() != self._pid:  # In a forked child there is no such thread, and the lock may be held for ever.
+            return
         with self._lock:
             if self._closed:
                 return

@@ -234,8 +234,8 @@ class PublishVerbs(StageVerbs):
             ticket = self._ticket(num_blocks, keep_s, stage.slab if stage else 0)
         chosen = copier if stage is None else stage.copier
         return Publishing(
-            ticket, block_ids, shape.block_size, chosen, stage, self._store.call, self._store.say, keep_s,
-            self._clears.get(self.space.digest),
+            ticket, block_ids, shape.block_size, chosen, stage, self._store.call, self._store.say,
+            self._store.tell_surely, keep_s, self._clears.get(self.space.digest),
         )  # fmt: skip
 
     def _complete(self, publishing: Publishing) -> HandoffTicket:

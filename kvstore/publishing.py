@@ -69,6 +69,7 @@ class Publishing:
         stage: that memory; None for the arena.
         keep: asks the store over the connection that keeps the blocks.
         say: tells the store.
+        surely: tells it too, but not in vain: what was not answered is told again.
         ttl_s: how long they are kept once they are there.
         num_clears: of the namespace, from when publishing was asked for.
     """
@@ -85,13 +86,14 @@ class Publishing:
         stage: AttachedStage | None,
         keep: Ask,
         say: Say,
+        surely: Say,
         ttl_s: float,
         num_clears: int,
     ) -> None:
         self.ticket, self._key, self._writer = ticket, ticket.key, secrets.randbits(64)
         self._block_ids, self._stored_block_size = block_ids, stored_block_size
-        self._copier, self.stage, self._keep, self._say, self._ttl_s = copier, stage, keep, say, ttl_s
-        self._num_clears = num_clears
+        self._copier, self.stage, self._keep, self._say, self._surely = copier, stage, keep, say, surely
+        self._ttl_s, self._num_clears = ttl_s, num_clears
         self._slots: IndexArray = np.empty(0, np.int32)
 
     def __str__(self) -> str:
@@ -219,8 +221,7 @@ class Publishing:
 
     def _void(self) -> None:
         """Tell the store that nothing of this writes any more."""
-        with contextlib.suppress(KVStoreError):
-            self._keep(Op.HANDOFF_ABORT, pack_abort_handoff(self._key, self._writer))
+        self._surely(Op.HANDOFF_ABORT, pack_abort_handoff(self._key, self._writer))
 
 
 class _Ahead:

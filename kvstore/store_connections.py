@@ -15,16 +15,19 @@ from collections.abc import Callable
 
 from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.control_client import ControlClient
+from kvstore.control_client import ControlClient, NotAsked
 from kvstore.control_connect import connect_local
 from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
 from kvstore.forks import check_process, this_process
 from kvstore.idle_connections import IdleConnections
+from kvstore.retelling import Retelling
 from kvstore.wire import OWNER_KEY_DIGITS, Op
 
 logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 5.0
+#: Of one call that met connections which others' failures closed before its turn.
+_MOST_TRIES = 3
 
 
 class StoreConnections:
@@ -38,7 +41,7 @@ class StoreConnections:
         node_id, epoch, config: of the store.
         call_timeout_s: for the answer to one call.
         arena: the store's memory, mapped; the caller unmaps it.
-        for_jobs, for_fetches, for_lookups: those that no save or load, no fetch, no lookup has now.
+        for_jobs, for_fetches, for_lookups: those that no save or load, no fetch, no lookup or `stats` has now.
 
     Raises:
         StoreNotRunning: nobody answers at the path.
@@ -54,6 +57,7 @@ class StoreConnections:
         self.for_jobs = IdleConnections(self.connect)
         self.for_fetches = IdleConnections(self.connect)
         self.for_lookups = IdleConnections(self.connect)
+        self._retelling = Retelling(self.call, lambda: self._is_lost)
         self.call_timeout_s = _HELLO_TIMEOUT_S
         self._calls, fd = self._connect()
         hello = self._calls.hello
@@ -106,7 +110,17 @@ class StoreConnections:
     def call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0) -> bytes:
         """Ask over the connection of calls; see `ControlClient.call` for what is raised."""
         self.check_open()
-        return self._for_calls().call(op, payload, timeout_s=self.call_timeout_s, meanwhile=meanwhile, awake_s=awake_s)
+        for _ in range(_MOST_TRIES):
+            connection = self._for_calls()
+            try:
+                return connection.call(op, payload, timeout_s=self.call_timeout_s, meanwhile=meanwhile, awake_s=awake_s)
+            except NotAsked as error:
+                last = error
+        raise last
+
+    def tell_surely(self, op: Op, payload: bytes) -> None:
+        """Tell the store what only this client knows: now, or as soon as it answers again."""
+        self._retelling.tell(op, payload)
 
     def say(self, op: Op, payload: bytes) -> None:
         """Tell the store over that connection what has no answer."""
@@ -157,6 +171,9 @@ class StoreConnections:
 
     def end(self) -> bool:
         """Refuse everything new; jobs that run keep their connections. Whether that was not so before."""
+        if self.is_inherited():  # Of a fork, in which the lock may be held for ever.
+            had_ended, self.has_ended = self.has_ended, True
+            return not had_ended
         with self._lock:
             had_ended, self.has_ended = self.has_ended, True
             for idle in (self.for_jobs, self.for_fetches, self.for_lookups):
@@ -172,6 +189,7 @@ class StoreConnections:
         if self.is_inherited():
             connections, self._open = self._open, []
         else:
+            self._retelling.close()
             self._say_last(Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL)
             with self._lock:
                 connections, self._open = self._open, []

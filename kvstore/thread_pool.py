@@ -90,6 +90,8 @@ class ThreadPool:
             wait: for what was taken; not by a thread of this pool.
             drop: what no thread has begun.
         """
+        if this_process() != self._pid:  # In a forked child the threads are gone, and the lock may be held for ever.
+            return
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -108,6 +110,5 @@ class ThreadPool:
             atexit.unregister(self._finish)
 
     def _finish(self) -> None:
-        if this_process() == self._pid:  # In a forked child the threads are gone, and the lock may be held for ever.
-            self._is_finishing = True
-            self.close(wait=True)
+        self._is_finishing = True
+        self.close(wait=True)

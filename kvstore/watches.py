@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-#: Of all watches together: each takes some 170 bytes, and a caller may name any blocks that it likes.
+#: Each takes about a kilobyte, and a caller may ask for any number of them.
+_MOST_WATCHES = 4096
+#: Of all watches together: each takes some 300 bytes, and a caller may name any blocks that it likes.
 _MOST_BLOCKS = 1 << 22
 
 
@@ -23,6 +25,7 @@ class WatchTable:
     """The watches of one pool. What they say is said after the pool's lock is let go, see `take_calls`."""
 
     _watches: dict[int, _Watch] = field(default_factory=dict)
+    _by_hash: dict[bytes, list[int]] = field(default_factory=dict)
     _calls: list[Callable[[], None]] = field(default_factory=list)
     _num_blocks: int = 0
 
@@ -36,31 +39,40 @@ class WatchTable:
         self, watch_id: int, hashes: list[bytes], pending: set[bytes], lost: set[bytes], then: Callable[[int], None]
     ) -> None:
         """Wait until none of `pending` is being written; see `Pool.watch`. Where too many wait it says so at once."""
-        self._watches[watch_id] = _Watch(hashes, pending, lost, then)
+        self._watches[watch_id] = watch = _Watch(hashes, pending, lost, then)
         self._num_blocks += len(hashes)
+        if len(self._watches) > _MOST_WATCHES or self._num_blocks > _MOST_BLOCKS:
+            watch.lost |= pending
+            pending = set()
         if not pending:
             self._fire(watch_id)
-        elif self._num_blocks > _MOST_BLOCKS:
-            self.drop(watch_id)
+        for own in pending:
+            self._by_hash.setdefault(own, []).append(watch_id)
 
     def drop(self, watch_id: int) -> None:
         """End a watch before its time: it says how things stand."""
-        if watch_id in self._watches:
-            self._watches[watch_id].lost |= self._watches[watch_id].pending
-            self._fire(watch_id)
+        if (watch := self._watches.get(watch_id)) is None:
+            return
+        for own in watch.pending:
+            watching = self._by_hash[own]
+            watching.remove(watch_id)
+            if not watching:
+                del self._by_hash[own]
+        watch.lost |= watch.pending
+        self._fire(watch_id)
 
     def settled(self, hashes: Collection[bytes], published: bool) -> None:
         """Note that blocks are not being written any more."""
-        if not self._watches:
+        if not self._by_hash:
             return
-        known = hashes if isinstance(hashes, dict) else set(hashes)
-        for watch_id, watch in list(self._watches.items()):
-            mine = {own for own in watch.pending if own in known}
-            watch.pending -= mine
-            if not published:
-                watch.lost |= mine
-            if mine and not watch.pending:
-                self._fire(watch_id)
+        for own in hashes:
+            for watch_id in self._by_hash.pop(own, ()):
+                watch = self._watches[watch_id]
+                watch.pending.discard(own)
+                if not published:
+                    watch.lost.add(own)
+                if not watch.pending:
+                    self._fire(watch_id)
 
     def take_calls(self) -> list[Callable[[], None]]:
         """Return what has to be said now; the caller says it without the lock."""

@@ -70,3 +70,16 @@ def test_where_no_thread_can_be_started_one_does_all(monkeypatch):
     monkeypatch.setattr(host_copy.threading, "Thread", Refused)
     host_copy._in_parts(lambda begin, end: done.append((begin, end)), list(PARTS))
     assert done == PARTS
+
+
+def test_a_part_that_a_helper_could_not_copy_is_an_error_of_the_copy():
+    caller, taken = threading.get_ident(), threading.Event()
+
+    def part(begin, end):
+        if threading.get_ident() != caller:
+            taken.set()
+            raise MemoryError("no memory for a view")
+        assert taken.wait(10)
+
+    with pytest.raises(MemoryError):
+        host_copy._in_parts(part, list(PARTS))

@@ -13,8 +13,10 @@ from kvstore import stage_verbs
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
 from kvstore.errors import CopyStuck, InvalidRequest, PeerLost, ProtocolError, StoreUnavailable, TransferTimeout
+from kvstore.results import Pinned
 
 PATIENCE_S = 0.3
+NOTHING = Pinned(pin_id=0, num_blocks=0)
 
 
 @pytest.fixture
@@ -51,9 +53,14 @@ def late(core, verb):
         assert served.wait(10)
 
 
+def ask_in_vain(verb, *args):
+    with pytest.raises(TransferTimeout):
+        verb(*args)
+
+
 def lose_the_connection_of_calls(core, client):
-    with late(core, "stats"), pytest.raises(TransferTimeout):
-        client.stats()
+    with late(core, "release"), pytest.raises(TransferTimeout):
+        client.unpin(NOTHING)
 
 
 def test_a_pin_is_given_back_over_another_connection_than_it_was_taken(core, worker, cluster):
@@ -88,7 +95,7 @@ def test_what_comes_after_its_caller_gave_up_is_given_back(core, worker, cluster
     kept = worker.client.pin(cluster.hashes(2))
     with late(core, verb), pytest.raises(TransferTimeout):
         getattr(worker.client, verb)(cluster.hashes(10))
-    worker.client.stats()  # Over the next connection.
+    worker.client.unpin(NOTHING)  # Over the next connection.
     assert (core.pool.num_leases(), core.pool.stats().num_pinned) == (1, 2)
     assert worker.client.unpin(kept)
 
@@ -125,8 +132,47 @@ def test_slots_that_a_publisher_never_heard_of_come_back(core, worker, wait_unti
         worker.client.begin_publish([0, 1])
     table.prepare = prepare
     go_on.set()
-    worker.client.stats()
+    worker.client.unpin(NOTHING)
     wait_until(lambda: table.num_slots == 0)
+
+
+def test_slots_of_a_publication_come_back_whose_failure_the_store_did_not_hear(core, worker, wait_until):
+    """COMPLETE and ABORT have no answer, and no later call of the client tells the store."""
+    table = core._control.handoffs.table
+    complete, go_on = table.complete, threading.Event()
+    table.complete = lambda *args: (go_on.wait(10), complete(*args))[1]
+    publication = worker.client.begin_publish([0, 1])
+    with pytest.raises((TransferTimeout, StoreUnavailable)):
+        publication.job.result(10)
+    table.complete = complete
+    go_on.set()
+    wait_until(lambda: table.num_slots == 0)
+
+
+def test_questions_for_counts_hold_up_no_call(core, worker, cluster, monkeypatch):
+    """The store waits for its mover to answer them, and that hangs."""
+    asked, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(core, "stats", lambda: (asked.set(), go_on.wait(10), {})[2])
+    asking = threading.Thread(target=ask_in_vain, args=(worker.client.stats,))
+    asking.start()
+    assert asked.wait(5)
+    assert worker.client.unpin(worker.client.pin(cluster.hashes(10)))
+    asking.join(10)
+    go_on.set()
+
+
+def test_a_call_whose_connection_another_one_broke_is_asked_over_the_next(core, worker, cluster, wait_until):
+    store, results = worker.client._store, []
+    with late(core, "release"):
+        first = threading.Thread(target=ask_in_vain, args=(worker.client.unpin, NOTHING))
+        first.start()
+        wait_until(store._calls._lock.locked)
+        store.call_timeout_s = 10.0
+        second = threading.Thread(target=lambda: results.append(worker.client.pin(cluster.hashes(10)).num_blocks))
+        second.start()
+        first.join(10)
+    second.join(10)
+    assert results == [10]
 
 
 def test_a_publication_outlasts_a_later_job_that_loses_its_connection(core, worker, cluster):
@@ -149,7 +195,7 @@ def test_many_calls_that_time_out_leave_no_descriptors_in_the_store(core, worker
     num_before = len(theirs())
     for _ in range(4):
         lose_the_connection_of_calls(core, worker.client)
-        worker.client.stats()
+        worker.client.unpin(NOTHING)
     wait_until(lambda: len(theirs()) <= num_before)
     assert core.pool.stats().num_hard_pinned == 3
 

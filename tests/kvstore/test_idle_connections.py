@@ -78,3 +78,25 @@ def test_one_that_comes_back_to_a_closed_client_is_closed(idle, made):
     with idle.taken() as connection:
         idle.is_closed = True
     assert connection.closed
+
+
+def test_a_broken_one_that_could_not_be_replaced_is_named_before_an_idle_one_is_taken(idle, made, monkeypatch):
+    with idle.taken(), idle.taken():
+        pass
+    connect, now_s = idle._connect, [100.0]
+    monkeypatch.setattr("kvstore.clock.now_s", lambda: now_s[0])
+
+    def refuse(*_):
+        raise StoreUnavailable("no descriptor is left")
+
+    monkeypatch.setattr(idle, "_connect", refuse)
+    with idle.taken() as broken:
+        broken.close()
+    with idle.taken() as other:
+        assert other in made, "others serve meanwhile"
+    monkeypatch.setattr(idle, "_connect", connect)
+    with idle.taken() as found:
+        assert found.replaces == (None, 0), "not asked for again at once"
+    now_s[0] += 2.0
+    with idle.taken() as found:
+        assert found.replaces == (broken, 5)

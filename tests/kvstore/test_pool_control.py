@@ -399,6 +399,21 @@ def test_so_many_blocks_are_waited_for_and_no_more(core, worker, cluster, ask, m
     assert counts == [1, 3, 3]
 
 
+def test_so_many_wait_for_blocks_and_no_more(core, worker, cluster, ask, monkeypatch):
+    monkeypatch.setattr("kvstore.watches._MOST_WATCHES", 2)
+    hashes, counts = cluster.hashes(3), []
+    ticket = prepare(ask, hashes)
+    watching = [core.pool.watch(run_of(hashes), counts.append) for _ in range(2)]
+    core.pool.watch(run_of(hashes), counts.append)
+    assert counts == [0], "the third is told at once how things stand"
+    core.pool.end_watch(watching[0])
+    assert counts == [0, 0]
+    core.pool.watch(run_of(hashes[:1]), counts.append)
+    assert complete(ask, ticket) == 3
+    assert sorted(counts) == [0, 0, 1, 3]
+    assert not core.pool._watches._by_hash
+
+
 def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monkeypatch):
     monkeypatch.setattr("kvstore.leases.MAX_LEASES", 3)
     hashes = cluster.hashes(2)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvstore.errors import StoreBusy, TransferTimeout
+from kvstore.results import MissReason
 from kvstore.store_threads import _MAX_QUEUED, _NUM_THREADS, Blocking, StoreThreads
 
 
@@ -87,6 +88,22 @@ def test_a_load_for_which_no_thread_can_be_started_is_answered(cluster, monkeypa
     assert "busy" in str(found.failed), found
     wait_until(lambda: core.pool.num_leases() == 0)
     assert loader.load(hashes, range(3)).num_blocks == 3
+
+
+@pytest.mark.parametrize("bound", [{"_MOST_LOADS": 0}, {"_MOST_BYTES": 95}])
+def test_loads_beyond_a_bound_are_answered_at_once_and_those_that_ended_count_no_more(cluster, monkeypatch, bound):
+    cluster.add("a")
+    core = cluster.add("b")
+    saver, loader, hashes = cluster.worker("a", 8), cluster.worker("b", 8), cluster.hashes(4)
+    saver.save(hashes, range(4))
+    with monkeypatch.context() as patch:
+        for name, value in bound.items():
+            patch.setattr(f"kvstore.fetch.{name}", value)
+        found = loader.load(hashes[:3], range(3))
+    assert found.num_blocks == 0
+    assert found.failed[0].reason is MissReason.BUSY
+    assert loader.load(hashes, range(4)).num_blocks == 4
+    assert (core.fetcher._num_loads, core.fetcher._num_bytes) == (0, 0)
 
 
 def test_a_fetch_for_which_no_thread_can_be_started_goes_on_when_one_can(cluster, monkeypatch):

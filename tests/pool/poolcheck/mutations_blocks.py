@@ -279,7 +279,7 @@ BLOCKS = (
         "those who wait take a lost block for a stored one",
         "LMCache: failed stores stay visible",
         "kvstore.watches",
-        "            if not published:\n                watch.lost |= mine\n",
+        "                if not published:\n                    watch.lost.add(own)\n",
         "",
         f"{POOL_WRITES}::test_a_watch_counts_up_to_the_first_lost_block",
     ),
