@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 from kvstore import clock
 from kvstore.chain import Chain
 from kvstore.grants import StoreTicket
