@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore import clock
 from kvstore.control_connection import Connection
+
+logger = logging.getLogger(__name__)
 
 #: Of one node at once: all are looked at in each tick. As many fetches may be under way.
 _MOST_WAITING = 4096
@@ -70,7 +73,17 @@ class WaitingClaims:
     def _serve_all(self, key: bytes, now_s: float) -> None:
         waiting = self._claims.pop(key)
         self._num_waiting -= len(waiting)
-        left = [c for c in waiting if not c.connection.closed and not c.serve(now_s >= c.until_s)]
+        left = [claim for claim in waiting if not claim.connection.closed and not _is_served(claim, now_s)]
         if left:
             self._claims[key] = left
             self._num_waiting += len(left)
+
+
+def _is_served(claim: _Claim, now_s: float) -> bool:
+    is_last = now_s >= claim.until_s
+    try:
+        return claim.serve(is_last)
+    except Exception:
+        # It is asked again, and the others in any case: raised here, they would wait for ever.
+        logger.exception("a claim that waits could not be answered")
+        return is_last

@@ -106,3 +106,22 @@ def test_of_too_many_claims_the_next_ones_do_not_wait(reader, monkeypatch):
     waiting.tick(clock.now_s() + 61.0)
     assert len(waiting) == 0
     assert sorted(told) == [0, 1, 2, 3, 4]
+
+
+def test_a_claim_that_cannot_be_answered_keeps_no_other_from_its_answer(blocks, reader):
+    waiting, failures = WaitingClaims(), []
+
+    def fail(is_last):
+        if not failures:
+            failures.append(False)
+            return False
+        failures.append(is_last)
+        raise MemoryError
+
+    waiting.serve(b"key", reader, 5.0, fail)
+    waiting.serve(b"key", reader, 60.0, blocks.serve)
+    blocks.there = True
+    waiting.look_again(b"key")
+    assert (blocks.asked, len(waiting)) == ([False, False], 1)
+    waiting.tick(clock.now_s() + 6.0)
+    assert (failures, len(waiting)) == ([False, False, True], 0)
