@@ -14,7 +14,7 @@ import ray
 from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor
 from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.ending import end_actors, node_stores, starter_of, stores_here, within
-from kvstore.actors.joining import check_answers
+from kvstore.actors.joining import check_goes_on
 from kvstore.actors.ray_sessions import RaySession, current_session
 from kvstore.actors.supervisor import alive_nodes
 from kvstore.bounds import check_count, check_seconds
@@ -248,7 +248,7 @@ class Store:
         """
         name, others = self.config.name, []
         try:
-            check_answers(self.address)
+            check_goes_on(self._session, "close() this handle")
             others = within(f"the end of store {name!r}", _END_S, lambda: _end_store(name, only))
         except KVStoreError as error:
             if not self._session.is_own:

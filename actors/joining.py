@@ -21,6 +21,8 @@ from kvstore.errors import ConfigError, StoreNotRunning, WrongCluster
 LOCAL = "local"
 AUTO = "auto"
 _CONNECT_S = 10.0
+#: With less time a Ray that works might be taken for one that does not.
+_LEAST_S = 0.5
 #: What a client of HTTP/2, as gRPC is, begins with: the preface, and a frame of settings with none in it.
 _HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 #: And the server: the kind of its first frame, behind three bytes of length.
@@ -44,14 +46,19 @@ class Joined:
     passed_by: tuple[str, ...] = ()
 
 
-def join_ray(address: str | None, *, may_start: bool) -> Joined:
+def join_ray(address: str | None, *, may_start: bool, timeout_s: float | None = None) -> Joined:
     """Connect this process to Ray, or start one for it.
 
     In this order: the Ray of this process; `address`; RAY_ADDRESS; what `ray start` began on this machine; a new one
     if `may_start`, else the only one that runs here.
 
+    Args:
+        address: of the cluster, "auto" or "local"; None leaves the choice to the order above.
+        may_start: whether a new Ray may be started.
+        timeout_s: how long the Ray that this process has already may take to answer.
+
     Raises:
-        StoreNotRunning: no cluster answers.
+        StoreNotRunning: no cluster answers, or the Ray of this process has ended.
         WrongCluster: this process is connected to another one than `address`.
         ConfigError: several run here; the address is of no use; or no token can be written.
         ForkedClient: this is a fork of a process that was connected to Ray.
@@ -60,6 +67,7 @@ def join_ray(address: str | None, *, may_start: bool) -> Joined:
     if ray.is_initialized():
         session = current_session()
         _check_same(address, session)
+        check_goes_on(session, "call ray.shutdown() and start again", timeout_s)
         return Joined(session, False, "this process was connected to it")
     named = address or os.environ.get("RAY_ADDRESS") or None
     if named and "://" in named:
@@ -177,18 +185,45 @@ def check_answers(address: str) -> None:
     if not host or not port.isdigit():
         raise ConfigError(f"address: wanted the host:port of a Ray cluster, 'auto' or 'local', got {address!r}")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as sock:
-            if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
-                sock.sendall(_HTTP2_CLIENT)
-                begin = b""
-                while len(begin) < 4 and (more := sock.recv(4 - len(begin))):
-                    begin += more
-                if begin[3:] != _HTTP2_SETTINGS:
-                    raise OSError(f"what listens there is no GCS of Ray: it begins with {begin!r}")
+        _greet(host, int(port), _CONNECT_S)
     except (OSError, UnicodeError, OverflowError) as error:  # The latter two: this cannot be a host, or a port.
         raise StoreNotRunning(
             f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"
         ) from error
+
+
+def check_goes_on(session: RaySession, advice: str, timeout_s: float | None = None) -> None:
+    """Refuse a Ray that this process is connected to and that has ended: most calls hang there.
+
+    Ray itself notices after a minute, and then ends the process.
+
+    Args:
+        session: of that Ray.
+        advice: what to do, for the error.
+        timeout_s: how long it may take to answer.
+
+    Raises:
+        StoreNotRunning: it has ended, or does not answer.
+    """
+    host, _, port = session.address.rpartition(":")
+    limit_s = _CONNECT_S if timeout_s is None else min(_CONNECT_S, max(_LEAST_S, timeout_s))
+    try:
+        _greet(host, int(port), limit_s)
+    except ConnectionRefusedError as error:
+        raise StoreNotRunning(f"the Ray at {session.address} has ended, and its stores with it; {advice}") from error
+    except (OSError, ValueError, OverflowError) as error:
+        raise StoreNotRunning(f"the Ray at {session.address} does not answer: {error}; {advice}") from error
+
+
+def _greet(host: str, port: int, timeout_s: float) -> None:
+    with socket.create_connection((host.strip("[]"), port), timeout=timeout_s) as sock:
+        if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+            sock.sendall(_HTTP2_CLIENT)
+            begin = b""
+            while len(begin) < 4 and (more := sock.recv(4 - len(begin))):
+                begin += more
+            if begin[3:] != _HTTP2_SETTINGS:
+                raise OSError(f"what listens there is no GCS of Ray: it begins with {begin!r}")
 
 
 def _show_token() -> None:

@@ -13,7 +13,7 @@ import ray
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.actors.cluster import Store
-from kvstore.actors.ending import end_actors, node_stores, starter_of
+from kvstore.actors.ending import end_actors, node_stores, starter_of, within
 from kvstore.actors.joining import Joined, join_ray
 from kvstore.actors.ray_sessions import RaySession
 from kvstore.actors.supervisor import Supervisor, alive_nodes
@@ -37,7 +37,7 @@ _ENDS_S = 0.2
 
 def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
     """Start or join a store; see kvstore.start."""
-    joined = join_ray(address, may_start=True)
+    joined = join_ray(address, may_start=True, timeout_s=timeout_s)
     try:
         store = _start(config, timeout_s, joined.session)
     except BaseException:
@@ -67,7 +67,7 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession) -> 
     """Start a store or join the one that runs; None when that is just being ended."""
     name, own_id = actor_name(config.name, "supervisor"), secrets.token_hex(8)
     try:
-        supervisor = find_actor(name)
+        supervisor = _find_supervisor(config.name, deadline_s)
     except StoreNotRunning:
         _check_room(config)
     else:
@@ -91,6 +91,12 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession) -> 
     except BaseException:  # Of who is interrupted, too: nobody else would end what this call began.
         _end_if_started(config.name, own_id)
         raise
+
+
+def _find_supervisor(name: str, deadline_s: float) -> Any:
+    """Find the supervisor of a store; a GCS that has just died would be asked until Ray ends this process."""
+    left_s = max(_ENDS_S, deadline_s - time.monotonic())
+    return within(f"looking for store {name!r}", left_s, lambda: find_actor(actor_name(name, "supervisor")))
 
 
 def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store | None:
@@ -191,9 +197,10 @@ def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> St
 
 def connect(name: str, address: str | None, timeout_s: float) -> Store:
     """Find a running store; see kvstore.connect."""
-    joined = join_ray(address, may_start=False)
-    supervisor = find_actor(actor_name(name, "supervisor"))
-    running = call("supervisor", supervisor.config, timeout_s=timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    joined = join_ray(address, may_start=False, timeout_s=timeout_s)
+    supervisor = _find_supervisor(name, deadline_s)
+    running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
     store = Store(_check_compatible(None, running), joined.session)
     _log_joined(store, joined)
     return store

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from kvstore import clock
 from kvstore.errors import LeaseExpired, LeaseReleased
-from kvstore.forks import this_process
+from kvstore.forks import check_process, this_process
 from kvstore.hashing import BlockHashes
 
 
@@ -63,7 +63,12 @@ class Lease:
         return self._read(self.slots[index])
 
     def renew(self, ttl_s: float = 30.0) -> bool:
-        """Extend to `ttl_s` from now, never shortening; whether it was still held."""
+        """Extend to `ttl_s` from now, never shortening; whether it was still held.
+
+        Raises:
+            ForkedClient: this is a child of the process that took it.
+        """
+        check_process(self._pid)
         if self._released:
             return False
         asked_s = clock.now_s()
@@ -73,7 +78,12 @@ class Lease:
         return held
 
     def release(self) -> bool:
-        """Let go; whether the store still held it. May be called again, and says False then."""
+        """Let go; whether the store still held it. May be called again, and says False then.
+
+        Raises:
+            ForkedClient: this is a child of the process that took it, which goes on to hold it.
+        """
+        check_process(self._pid)
         if self._released:
             return False
         self._released = True

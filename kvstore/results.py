@@ -155,10 +155,15 @@ class Job(Generic[T]):
         self._pid = this_process()
 
     def __repr__(self) -> str:
-        return f"Job({self._what}, {'done' if self.done() else 'running'})"
+        return f"Job({self._what}, {'done' if self._future.done() else 'running'})"
 
     def done(self) -> bool:
-        """Whether it ended, well or badly."""
+        """Whether it ended, well or badly.
+
+        Raises:
+            ForkedClient: this is a child of the process that began it.
+        """
+        check_process(self._pid)
         return self._future.done()
 
     def result(self, timeout: float | None = 60.0) -> T:
@@ -233,7 +238,11 @@ class Job(Generic[T]):
 
         It may call the client and wait for other jobs: none of them waits for that thread. Other callbacks do, for
         they are called one after the other, so a callback must not wait for another one.
+
+        Raises:
+            ForkedClient: this is a child of the process that began it.
         """
+        check_process(self._pid)
         self._future.add_done_callback(lambda _: self._call(lambda: callback(self)))
 
     def __await__(self) -> Generator[Any, None, T]:

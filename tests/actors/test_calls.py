@@ -95,8 +95,9 @@ def test_without_ray_nothing_is_asked_and_no_ray_is_started():
 
 
 _STOPPED_GCS = """
-import os, signal
+import os, signal, time
 from pathlib import Path
+import kvstore
 import ray
 from kvstore.actors.calls import call, find_actor, ray_failures
 from kvstore.actors import joining
@@ -121,6 +122,12 @@ try:
             ask()
         except KVStoreError as error:
             print(type(error).__name__, flush=True)
+    for ask in (lambda: kvstore.connect(timeout_s=1), lambda: kvstore.start("16MiB", timeout_s=1)):
+        began_s = time.monotonic()
+        try:
+            ask()
+        except KVStoreError as error:
+            print(type(error).__name__, 0.9 < time.monotonic() - began_s < 1.9, flush=True)
 finally:
     os.kill(gcs, signal.SIGCONT)
 try:
@@ -138,7 +145,9 @@ def test_a_cluster_whose_gcs_hangs_times_out(monkeypatch):
         [sys.executable, "-c", _STOPPED_GCS], capture_output=True, text=True, timeout=100, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["TransferTimeout", "PeerLost", "StoreNotRunning", "StoreNotRunning"]
+    assert done.stdout.split() == [
+        *["TransferTimeout", "PeerLost", "StoreNotRunning"], *["StoreNotRunning", "True"] * 2, "StoreNotRunning"
+    ]  # fmt: skip
 
 
 def test_an_unknown_name_and_a_lost_reference(initialised, monkeypatch):

@@ -270,6 +270,41 @@ def test_a_stop_after_the_head_died_ends_in_bounded_time(world):
     assert said["took_s"] < 30
 
 
+def test_a_ray_that_has_died_is_said_at_once(world):
+    """Ray itself goes on asking the dead GCS for a minute, and then ends the process."""
+    (said,) = world.run("""
+        import subprocess
+        from kvstore.actors.joining import check_answers
+        ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20,
+                 log_to_driver=False)
+        store = kvstore.start("16MiB")
+        children = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())]
+        listed = subprocess.run(children, capture_output=True, text=True).stdout.splitlines()
+        for pid in [int(line.split()[0]) for line in listed if "gcs_server " in line or "raylet/raylet " in line]:
+            os.kill(pid, signal.SIGKILL)
+        while tried(lambda: check_answers(store.address)) is None:
+            time.sleep(0.1)
+        def text(call):
+            try:
+                call()
+            except kvstore.KVStoreError as error:
+                return [type(error).__name__, str(error)]
+        began_s = time.monotonic()
+        say(start=text(lambda: kvstore.start("16MiB")), connect=text(kvstore.connect), stop=text(store.stop),
+            destroy=text(store.destroy), close=text(store.close), took_s=time.monotonic() - began_s)
+        os._exit(0)  # Ray would wait for what it has lost.
+    """)
+    for verb in ("start", "connect"):
+        assert said[verb][0] == "StoreNotRunning"
+        assert "has ended" in said[verb][1]
+        assert "ray.shutdown()" in said[verb][1]
+    for verb in ("stop", "destroy"):
+        assert said[verb][0] == "StoreNotRunning"
+        assert "has ended, and its stores with it; close() this handle" in said[verb][1]
+    assert said["close"] is None
+    assert said["took_s"] < 5
+
+
 def test_a_recorded_ray_that_does_not_answer_is_said_and_not_replaced_in_silence(world):
     (world.folder / "ray").mkdir()
     (world.folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")

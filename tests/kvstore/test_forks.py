@@ -84,6 +84,7 @@ def test_a_child_that_uses_its_parents_client_is_refused_and_told_what_to_do(clu
         "block": lambda: lease.block(0),
         "renew": lease.renew,
         "release": lease.release,
+        "renew after it": lease.renew,
         "pin": lambda: client.pin(hashes),
         "unpin": lambda: client.unpin(pinned),
         "stats": client.stats,
@@ -97,6 +98,8 @@ def test_a_child_that_uses_its_parents_client_is_refused_and_told_what_to_do(clu
         "result": job.result,
         "abandon": job.abandon,
         "wait_on": job.wait_on,
+        "done": job.done,
+        "add_done_callback": lambda: job.add_done_callback(print),
     }
 
     def use():
