@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import struct
 import time
 from dataclasses import dataclass, field
 
+from kvstore.bounds import DIGEST_BYTES, check_count
 from kvstore.errors import InvalidRequest
 from kvstore.results import Job, LoadResult
 from kvstore.shape import BLOCK_ORDER_VERSION
+from kvstore.wire import clip
 
 TICKET_VERSION = 2
 NONCE_BYTES = 16
+_EPOCH_BYTES = 8
 
 _MAGIC = b"RKVH"
-_HEAD = struct.Struct(f"<4sHH8s{NONCE_BYTES}s32sIIH4HdIB")
+_HEAD = struct.Struct(f"<4sHH{_EPOCH_BYTES}s{NONCE_BYTES}s{DIGEST_BYTES}sIIH4HdIB")
+#: What every version begins with.
+_KIND = struct.Struct("<4sH")
+_MOST_U16, _MOST_U32 = (1 << 16) - 1, (1 << 32) - 1
 _WHOLE = (0, 1, 0, 1)
 
 
@@ -29,7 +36,7 @@ class HandoffTicket:
 
     Args:
         node_id: the node whose store has the blocks.
-        epoch: the life of that store.
+        epoch: the life of that store: 8 bytes, `bytes.fromhex` of what `Store.stats` says.
         nonce: drawn for this ticket alone.
         namespace: digest of what the blocks mean; covers their shape.
         num_blocks: stored blocks, from the request's first token on.
@@ -40,6 +47,9 @@ class HandoffTicket:
         expires_s: when the store takes the blocks back, in seconds since 1970 by the publisher's clock. For people
             and routers: only the store decides.
         is_early: it travels before anything is published under it: a fetch waits for that, too.
+
+    Raises:
+        InvalidRequest: a field is of another type, or beyond what a ticket can say.
     """
 
     node_id: str
@@ -53,6 +63,26 @@ class HandoffTicket:
     part: tuple[int, int, int, int] = _WHOLE
     slab: int = 0
     is_early: bool = False
+
+    def __post_init__(self) -> None:
+        _check_bytes("epoch", self.epoch, _EPOCH_BYTES)
+        _check_bytes("nonce", self.nonce, NONCE_BYTES)
+        _check_bytes("namespace", self.namespace, DIGEST_BYTES)
+        check_count("num_blocks", self.num_blocks, 1, _MOST_U32)
+        check_count("block_bytes", self.block_bytes, 1, _MOST_U32)
+        check_count("block_order", self.block_order, 0, _MOST_U16)
+        check_count("slab", self.slab, 0, _MOST_U32)
+        if not isinstance(self.node_id, str) or len(self.node_id) > _MOST_U16 // 4:
+            raise InvalidRequest(f"node_id: wanted the id of a node as a str, got {clip(self.node_id)}")
+        expires_s = self.expires_s
+        if not isinstance(expires_s, int | float) or isinstance(expires_s, bool) or not math.isfinite(expires_s):
+            raise InvalidRequest(f"expires_s: wanted seconds since 1970, got {clip(expires_s)}")
+        if not isinstance(self.part, tuple) or len(self.part) != len(_WHOLE):
+            raise InvalidRequest(f"part: wanted (tp_rank, tp_size, pp_rank, pp_size), got {clip(self.part)}")
+        for number in self.part:
+            check_count("part", number, 0, _MOST_U16)
+        if not isinstance(self.is_early, bool):
+            raise InvalidRequest(f"is_early: wanted True or False, got {clip(self.is_early)}")
 
     @property
     def num_bytes(self) -> int:
@@ -80,30 +110,29 @@ class HandoffTicket:
         Raises:
             InvalidRequest: these are not the bytes of a ticket of this version.
         """
-        try:
-            (
-                magic,
-                version,
-                node_len,
-                epoch,
-                nonce,
-                namespace,
-                num_blocks,
-                block_bytes,
-                order,
-                *part,
-                expires_s,
-                slab,
-                is_early,
-            ) = _HEAD.unpack_from(data)
-            node = data[_HEAD.size :].decode()
-        except (struct.error, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {len(data)} others ({error})") from error
-        if magic != _MAGIC or version != TICKET_VERSION or len(node) != node_len:
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {type(data).__name__}")
+        data = bytes(data)
+        if len(data) < _KIND.size or not data.startswith(_MAGIC):
+            raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {len(data)} others: {clip(data)}")
+        _, version = _KIND.unpack_from(data)
+        if version != TICKET_VERSION:
             raise InvalidRequest(
-                f"ticket: wanted a ticket of version {TICKET_VERSION}, got {data[:6]!r}...; "
+                f"ticket: wanted a ticket of version {TICKET_VERSION}, got version {version}; "
                 "run one version of raykv everywhere"
             )
+        num_bytes = _HEAD.size + (_HEAD.unpack_from(data)[2] if len(data) >= _HEAD.size else 0)
+        if len(data) != num_bytes:
+            raise InvalidRequest(
+                f"ticket: wanted all bytes of a ticket, at least {num_bytes}, got {len(data)}; they were cut or joined "
+                "on their way"
+            )
+        _, _, _, epoch, nonce, namespace, num_blocks, block_bytes, order, *rest = _HEAD.unpack_from(data)
+        *part, expires_s, slab, is_early = rest
+        try:
+            node = data[_HEAD.size :].decode()
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"ticket: wanted the id of a node, got other bytes ({error})") from error
         return HandoffTicket(
             node_id=node,
             epoch=epoch,
@@ -158,6 +187,12 @@ class HandoffRoute:
     route: str
     why_not: str = ""
     gb_per_s: dict[str, float] = field(default_factory=dict)
+
+
+def _check_bytes(name: str, value: object, num_bytes: int) -> None:
+    if not isinstance(value, bytes) or len(value) != num_bytes:
+        advice = "; bytes.fromhex() makes bytes of hexadecimal digits" if isinstance(value, str) else ""
+        raise InvalidRequest(f"{name}: wanted {num_bytes} bytes, got {clip(value)}{advice}")
 
 
 def expiry_after(ttl_s: float) -> float:

@@ -118,6 +118,40 @@ def test_other_bytes_are_no_ticket(data):
         HandoffTicket.from_bytes(data)
 
 
+@pytest.mark.parametrize("data", ["x", None, 5, [1, 2]])
+def test_what_is_no_bytes_is_no_ticket(data):
+    with pytest.raises(InvalidRequest, match="ticket: wanted the bytes of a ticket"):
+        HandoffTicket.from_bytes(data)
+
+
+def test_a_ticket_that_was_cut_is_not_taken_for_one_of_another_version(pair):
+    data = pair[0].client.publish([1]).to_bytes()
+    for cut in (data[:7], data[:90], data[:-1], data + b"x"):
+        with pytest.raises(InvalidRequest, match="cut or joined"):
+            HandoffTicket.from_bytes(cut)
+    with pytest.raises(InvalidRequest, match="got version 9"):
+        HandoffTicket.from_bytes(data[:4] + b"\x09\x00" + data[6:])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("node_id", b"n"), ("node_id", None), ("epoch", "0102030405060708"), ("epoch", b"short"), ("nonce", "x" * 16),
+        ("namespace", "m"), ("namespace", bytes(31)), ("num_blocks", 0), ("num_blocks", 1.5), ("num_blocks", True),
+        ("num_blocks", 1 << 32), ("block_bytes", "64"), ("expires_s", "soon"), ("expires_s", float("nan")),
+        ("block_order", -1), ("part", (0, 1, 0)), ("part", [0, 1, 0, 1]), ("part", (0, 1, 0, "1")), ("slab", -1),
+        ("is_early", 1),
+    ],
+)  # fmt: skip
+def test_a_ticket_says_which_of_its_fields_is_wrong(field, value):
+    fields = {
+        "node_id": "n", "epoch": bytes(8), "namespace": bytes(32), "num_blocks": 3, "block_bytes": 64, "expires_s": 9.5
+    }  # fmt: skip
+    assert HandoffTicket.from_bytes(HandoffTicket(**fields).to_bytes()).num_blocks == 3
+    with pytest.raises(InvalidRequest, match=f"^{field}: wanted"):
+        HandoffTicket(**fields | {field: value})
+
+
 # A ticket that is no good.
 
 

@@ -1,10 +1,14 @@
 """Publishing under a ticket that was made elsewhere, and fetching behind what an engine has: as vLLM's halves do."""
 
 import dataclasses
+import re
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import kvstore
 from kvstore.errors import InvalidRequest, LayoutMismatch, NamespaceMismatch, PoolExhausted
 from kvstore.handoff import HandoffTicket, expiry_after
 from kvstore.results import MissReason
@@ -227,3 +231,19 @@ def test_a_ticket_is_not_made_early_by_who_has_it(cluster, pair, wait_until):
 def test_a_ticket_for_no_number_of_blocks(pair, num_blocks):
     with pytest.raises(InvalidRequest, match="num_blocks"):
         pair[0].client.prepare_ticket(num_blocks)
+
+
+def test_the_routers_recipe_of_the_documentation_works(cluster, pair, repo_root):
+    page = (repo_root / "docs" / "handoff.md").read_text()
+    (recipe,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "HandoffTicket(" in code]
+    source, target = pair
+    stats = {"nodes": {name: node.stats() for name, node in cluster.nodes.items()}}
+    names = {
+        "store": SimpleNamespace(stats=lambda: stats), "node_id": source.client.node_id, "kvstore": kvstore,
+        "time": time, "space": source.client.space, "num_blocks": 2,
+    }  # fmt: skip
+    exec(recipe, names)
+    job = target.client.fetch(names["ticket"], [1, 2])
+    source.client.begin_publish([5, 6], ticket=names["ticket"]).job.result(20)
+    assert job.result(20).num_blocks == 2
+    assert [target.block(i) for i in (1, 2)] == [source.block(i) for i in (5, 6)]
