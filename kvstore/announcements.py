@@ -92,8 +92,8 @@ class Announcements:
         self._rest: set[bytes] | None = None
         self._has_lost_changes = False
 
-    def follow(self, pool: Pool) -> None:
-        """Announce what `pool` holds from now on."""
+    def follow(self, pool: Pool | None) -> None:
+        """Announce what `pool` holds from now on; nothing when None."""
         self._pool, self._is_full_wanted = pool, True
 
     def begin_connection(self) -> None:

@@ -148,3 +148,5 @@ class PoolStats:
     num_published: int
     num_hard_pinned: int = 0
     num_soft_pinned: int = 0
+    #: Of `num_leases`, how many are soft pins.
+    num_soft_pins: int = 0

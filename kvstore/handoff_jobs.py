@@ -17,6 +17,7 @@ from kvstore.errors import (
     LayoutMismatch,
     NamespaceMismatch,
     RegistrationFailed,
+    StoreDraining,
     StoreUnavailable,
     TransferError,
 )
@@ -179,6 +180,8 @@ def run_fetch(
         return failed_fetch(pages, ticket, num_skipped, f"not_pinned: {error}")
     except CopyStuck:
         raise  # No result says that blocks are the engine's again.
+    except StoreDraining as error:
+        return failed_fetch(pages, ticket, num_skipped, f"draining: {error}")
     except (StoreUnavailable, TransferError) as error:
         # Fail closed: what was copied so far may be incomplete, so none of it counts.
         return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")

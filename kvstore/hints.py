@@ -108,6 +108,11 @@ class Hints:
         self._announcements.follow(pool)
         self.publish_soon()
 
+    def forget(self) -> None:
+        """Have the directory forget what this node holds, until `follow`: nobody gets it here any more."""
+        self._announcements.follow(None)
+        self.publish_soon()
+
     def publish_soon(self, then: Callable[[], None] | None = None) -> None:
         """Publish what changed; `then` is called afterwards.
 

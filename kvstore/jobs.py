@@ -20,6 +20,7 @@ from kvstore.errors import (
     JobAbandoned,
     KVStoreError,
     RegistrationFailed,
+    StoreDraining,
     StoreUnavailable,
     TransferError,
 )
@@ -231,6 +232,8 @@ def run_load(
             connection.send(Op.RELEASE, U64.pack(answer.number))
     except CopyStuck:
         raise  # No result says that blocks are the engine's again.
+    except StoreDraining as error:
+        answer.fail(f"draining: {error}")
     except (StoreUnavailable, TransferError) as error:
         # Fail closed: what was copied so far may be incomplete, so none of it counts.
         answer.fail(f"store_lost: {error}")

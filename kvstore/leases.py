@@ -43,6 +43,8 @@ class LeaseTable:
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         self._leases: dict[int, _Lease] = {}
         self._hard: Counter[int] = Counter()
+        #: How many leases are soft pins.
+        self.num_soft_pins = 0
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -68,6 +70,7 @@ class LeaseTable:
         stamp = self._hold(slots, kind)
         lease_id = self._new_id()
         self._leases[lease_id] = _Lease(owner, deadline_s, kind, slots, generations, stamp)
+        self.num_soft_pins += kind is PinKind.SOFT
         return Grant(lease_id, slots.packed, generations, num_refused, self._epoch)
 
     def grow(self, lease_id: int, chain: Chain, owner: str, deadline_s: float) -> Grant:
@@ -152,6 +155,7 @@ class LeaseTable:
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
         if lease.kind is PinKind.SOFT:
+            self.num_soft_pins -= 1
             self._table.end_preference(lease.slots.tolist(), lease.generations)
             return
         if lease.kind is PinKind.HARD:
@@ -181,5 +185,7 @@ class LeaseTable:
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots.tolist())
         assert hard == self._hard, "hard pins"
+        num_soft_pins = sum(lease.kind is PinKind.SOFT for lease in self._leases.values())
+        assert num_soft_pins == self.num_soft_pins, "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
         assert all(soft[slot] >= count for slot, count in self._table.soft.items()), "soft pins without a holder"

@@ -174,10 +174,11 @@ class NodeCore(PoolVerbs):
     def lookup_all(self, chain: Chain, until_s: float = math.inf) -> list[tuple[str, int]]:
         """Return (node, prefix length), this node first and as it is, the others as the directory hints.
 
-        The directory is not asked when `until_s` has passed before others were answered.
+        A node that is drained brings its workers nothing of others either, and names none. The directory is not asked
+        when `until_s` has passed before others were answered.
         """
         found = [(self.node_id, self.lookup(chain))]
-        if found[0][1] < len(chain):
+        if found[0][1] < len(chain) and not self._draining:
             num_local = found[0][1]
             others = [item for item in self.hints.locate(chain, until_s) if item[0] != self.node_id]
             longer = [(node, count - num_local) for node, count in others if count > num_local]
@@ -267,8 +268,14 @@ class NodeCore(PoolVerbs):
         return arrived
 
     def drain(self, timeout_s: float) -> dict[str, int]:
-        """Grant nothing any more, to peers either, and wait for leases and writes; returns what is left."""
+        """Grant nothing any more, to peers either, and wait for leases and writes; returns what is left.
+
+        The directory forgets this node's blocks, as of a node that has left. Soft pins are not waited for.
+        """
+        was_closed = self.closed_to_peers
         self._draining = self.closed_to_peers = True
+        if not was_closed:
+            self.hints.forget()
         deadline_s = clock.now_s() + timeout_s
         while clock.now_s() < deadline_s:
             left = self._left()
@@ -278,14 +285,17 @@ class NodeCore(PoolVerbs):
         return self._left()
 
     def undrain(self) -> None:
-        """Serve again."""
+        """Serve again, and announce again what is here."""
+        was_closed = self.closed_to_peers
         self._draining = self.closed_to_peers = False
+        if was_closed and self.attached_pool is not None:
+            self.hints.follow(self.attached_pool)
 
     def _left(self) -> dict[str, int]:
         if self.attached_pool is None:
             return {"num_leases": 0, "num_writes": 0}
         stats = self.attached_pool.stats()
-        return {"num_leases": stats.num_leases, "num_writes": stats.num_writes}
+        return {"num_leases": stats.num_leases - stats.num_soft_pins, "num_writes": stats.num_writes}
 
     def stats(self) -> dict[str, Any]:
         """Return counts of the pool, the engine and the calls served."""

@@ -155,7 +155,7 @@ class NodeControl:
                 num_local, until_s = self._core.lookup(chain), clock.now_s() + wait_s
                 asked = [(connection, op, message.request)]
                 run = partial(answer_all, asked, lambda: {"nodes": self._core.lookup_all(chain, until_s)})
-                is_sure = num_local == len(chain) or self._core.hints.is_alone()
+                is_sure = num_local == len(chain) or self._core.hints.is_alone() or self._core.is_draining
                 if is_sure or not self._core.threads.submit(Blocking.LOOKUP, run):
                     return pack_json({"nodes": [(self._core.node_id, num_local)]})
                 return None

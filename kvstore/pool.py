@@ -471,6 +471,7 @@ class Pool:
                 num_published=table.num_published,
                 num_hard_pinned=self._leases.num_hard_pinned,
                 num_soft_pinned=len(table.soft),
+                num_soft_pins=self._leases.num_soft_pins,
             )
 
     def check_integrity(self) -> None:

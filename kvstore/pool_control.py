@@ -55,7 +55,9 @@ class PoolControl:
 
     def _lookup(self, connection: Connection, message: Message) -> bytes:
         pool, hashes = self._core.attached_pool, decode_hashes(message.payload)
-        return U64.pack(0 if pool is None else pool.num_ready(namespace_in(message.payload), hashes))
+        if pool is None or self._core.is_draining:
+            return U64.pack(0)
+        return U64.pack(pool.num_ready(namespace_in(message.payload), hashes))
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
         chain, ttl_s = unpack_lease(message.payload)

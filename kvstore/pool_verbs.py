@@ -59,6 +59,11 @@ class PoolVerbs:
             num_slots, max_pinned, max_hard_pinned=max_hard_pinned, epoch=epoch, presence=presence, clears=clears
         )
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing is granted to workers."""
+        return self._draining
+
     def check_serving(self) -> None:
         """Refuse when the node is being drained.
 
@@ -69,8 +74,8 @@ class PoolVerbs:
             raise StoreDraining(f"node {self.node_id} is being drained; use another node or undrain it")
 
     def lookup(self, chain: Chain) -> int:
-        """Return how many leading blocks are readable on this node. No side effect."""
-        return 0 if self.attached_pool is None else self.attached_pool.lookup(chain)
+        """Return how many leading blocks this node's workers can have; none while it is drained. No side effect."""
+        return 0 if self.attached_pool is None or self._draining else self.attached_pool.lookup(chain)
 
     def lease(self, chain: Chain, owner: str, ttl_s: float) -> Grant:
         """Pin the readable prefix of a run for `ttl_s` seconds.

@@ -17,7 +17,11 @@ T = TypeVar("T")
 
 
 class MissReason(Enum):
-    """Why a block of a load is not usable."""
+    """Why a block of a load is not usable.
+
+    STORE_LOST: the store of this node has ended, and the client with it. DRAINING: it lives, and grants nothing until
+    it is undrained; the client goes on.
+    """
 
     NOT_FOUND = "not_found"
     PEER_LOST = "peer_lost"
@@ -28,6 +32,7 @@ class MissReason(Enum):
     BUSY = "busy"
     ABANDONED = "abandoned"
     STORE_LOST = "store_lost"
+    DRAINING = "draining"
     STALE = "stale"
     USED = "used"
     EXPIRED = "expired"

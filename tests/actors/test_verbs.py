@@ -252,7 +252,7 @@ def stored_bytes(engine, block_hash):
     return engine.stamp(block_hash).transpose(3, 0, 1, 2, 4).tobytes()
 
 
-def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids, chain, get):
+def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids, chain, get, eventually):
     engines[0].save(chain)
     with engines[0].client.lease(chain[:4]):
         left = store.drain(node_ids[0], timeout_s=2.0)
@@ -265,7 +265,9 @@ def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids
             engines[0].client.lease(chain)
         with pytest.raises(StoreDraining):
             engines[0].save(chain)
-        assert engines[0].load(chain).num_blocks == 0
+        assert {failure.reason for failure in engines[0].load(chain).failed} == {MissReason.DRAINING}
+        assert engines[0].client.lookup(chain).num_blocks == 0
+        eventually(lambda: [node for node, _ in store.locate(chain)] == [node_ids[1]], 5)
         assert store.drain(node_ids[0], timeout_s=5.0) == {
             "num_handed_over": left["num_handed_over"], "num_leases": 0, "num_writes": 0,
         }  # fmt: skip
@@ -280,7 +282,8 @@ def test_a_drained_peer_is_a_miss_until_it_serves_again(store, engines, node_ids
     assert get(handle.drain.remote(1.0)) == {"num_leases": 0, "num_writes": 0}
     try:
         result = engines[1].load(chain)
-        assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.PEER_LOST)
+        assert result.num_blocks == 0
+        assert result.failed[0].reason in (MissReason.PEER_LOST, MissReason.NOT_FOUND), "the directory may have heard"
     finally:
         get(handle.undrain.remote())
     eventually(lambda: engines[1].load(chain).num_peer == 32, 5)

@@ -334,6 +334,7 @@ def test_a_drained_node_publishes_nothing_more_but_is_read_from(cluster, pair):
     with pytest.raises(kvstore.errors.StoreDraining):
         source.client.publish([3])
     assert fetch(target, ticket, [1, 2]).num_blocks == 2
+    assert reason(fetch(source, target.client.publish([1]), [1])) is MissReason.DRAINING
 
 
 def test_two_fetches_of_one_ticket_at_once_give_it_to_one(cluster, pair, wait_until):

@@ -447,13 +447,17 @@ def test_a_drained_node_grants_nothing_and_its_hot_blocks_move(cluster):
         one.client.lease(hashes)
     with pytest.raises(StoreDraining):
         one.save(cluster.hashes(2, seed=1), range(2))
-    assert one.load(hashes, range(6)).num_blocks == 0
-    assert one.client.lookup(hashes).num_local == 6, "looking is no grant"
+    result = one.load(hashes, range(6))
+    assert (result.num_blocks, {failure.reason for failure in result.failed}) == (0, {MissReason.DRAINING})
+    assert one.client.prefetch(hashes).result(10).failed[0].reason is MissReason.DRAINING
+    assert one.client.lookup(hashes).num_blocks == one.client.lookup(hashes, remote=False).num_blocks == 0
     assert b.adopt(hot, 5.0) == 6
     assert b.lookup(chain_of(hashes)) == 6
     assert a.drain(2.0) == {"num_leases": 0, "num_writes": 0}
     assert b.stats()["pool"]["num_leases"] == 0
+    assert one.client.lookup(hashes).num_blocks == 0, "nor does a load bring what others have"
     a.undrain()
+    assert one.client.lookup(hashes).num_local == 6
     assert one.load(hashes, range(6)).num_blocks == 6
     two.load(hashes, range(6))
     assert same(one, range(6), two, range(6))
@@ -472,17 +476,56 @@ def test_drain_waits_for_leases_and_says_what_is_left(cluster):
     assert time.monotonic() - started_s < 3
 
 
-def test_a_drained_node_refuses_peers(cluster):
+def test_drain_does_not_wait_for_soft_pins(cluster):
+    """They are a preference, and nobody reads under them."""
+    one, _ = two_nodes(cluster)
+    hashes = cluster.hashes(2)
+    one.save(hashes, range(2))
+    pinned = one.client.pin(hashes, soft=True)
+    core = cluster.nodes["a"]
+    assert core.drain(5.0) == {"num_leases": 0, "num_writes": 0}
+    assert one.client.unpin(pinned)
+    core.undrain()
+    hard = one.client.pin(hashes)
+    assert core.drain(0.1) == {"num_leases": 1, "num_writes": 0}
+    assert one.client.unpin(hard)
+
+
+def test_a_drained_node_refuses_peers(cluster, monkeypatch):
     one, two = two_nodes(cluster)
     hashes = cluster.hashes(2)
     one.save(hashes, range(2))
-    cluster.nodes["a"].drain(0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.nodes["a"].hints, "forget", lambda: None)  # The directory has not heard yet.
+        cluster.nodes["a"].drain(0.0)
     result = two.load(hashes, range(2))
     assert result.num_blocks == 0
     assert [f.reason for f in result.failed] == [MissReason.PEER_LOST] * 2
     cluster.nodes["a"].undrain()
     cluster.nodes["b"]._peers.succeeded("a")
     assert two.load(hashes, range(2)).num_blocks == 2
+
+
+def test_nobody_is_sent_to_a_drained_node(cluster, wait_until):
+    one, two = two_nodes(cluster)
+    hashes = cluster.hashes(2)
+    one.save(hashes, range(2))
+    locate, core = lambda: cluster.directory.index.locate(list(hashes)), cluster.nodes["a"]
+    assert locate() == [("a", 2)]
+    core.begin_drain(1 << 20)
+    core.hints.publish_soon((begun := threading.Event()).set)
+    assert begun.wait(5)
+    assert locate() == [("a", 2)], "it hands over yet"
+    for _ in range(2):
+        core.drain(0.0)
+    wait_until(lambda: locate() == [])
+    assert two.client.lookup(hashes).num_blocks == 0
+    assert [f.reason for f in two.load(hashes, range(2)).failed] == [MissReason.NOT_FOUND] * 2
+    core.undrain()
+    wait_until(lambda: locate() == [("a", 2)])
+    assert two.load(hashes, range(2)).num_blocks == 2
+    one.save(cluster.hashes(2, seed=1), range(2))
+    assert two.client.lookup(cluster.hashes(2, seed=1)).nodes == (("a", 2),)
 
 
 def test_adopt_skips_unknown_namespaces_and_stops_in_time(cluster):
