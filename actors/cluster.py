@@ -86,6 +86,7 @@ class Store:
             node_id: another node whose store shares this machine, as in a cluster simulated on one host.
 
         Raises:
+            InvalidRequest: `space` is no namespace.
             StoreNotRunning: this node has no store, or it is on another machine.
             ConfigError: the store's slots are too small for these blocks.
             LayoutMismatch: these blocks cannot be divided among so many ranks.
@@ -119,9 +120,14 @@ class Store:
         """Return (node id, usable prefix length) for routers, longest first. Hints.
 
         Raises:
+            InvalidRequest: these are no hashes of `Namespace.block_hashes`.
             PeerLost, TransferTimeout: the directory is away; try again in a second.
         """
         self._check()
+        if not isinstance(hashes, BlockHashes):
+            raise InvalidRequest(
+                f"hashes: wanted BlockHashes of space.block_hashes() or space.wrap(), got {type(hashes).__name__}"
+            )
         handle = find_actor(actor_name(self.config.name, "directory"))
         found: list[tuple[str, int]] = call("directory", handle.locate, list(hashes), timeout_s=_CALL_S)
         return found

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstore.bounds import check_seconds
+from kvstore.bounds import check_seconds, check_text
 from kvstore.config import StoreConfig, parse_bytes
+from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstore.actors.cluster import Store
@@ -48,11 +49,15 @@ def start(
         IncompatibleStore: a store of this name runs with other settings; it is left alone.
         ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
         StoreUnavailable: a node was not ready in time.
-        InvalidRequest: `timeout_s` is no time, or over a day.
+        InvalidRequest: `timeout_s` is no time, or over a day, or `address` no text.
     """
     from kvstore.actors import starting
 
     check_seconds("timeout_s", timeout_s)
+    if address is not None:
+        check_text("address", address)
+    if "capacity_bytes" in settings:
+        raise ConfigError("capacity_bytes: pass it as capacity=, the first argument of start()")
     StoreConfig.check_names(settings)
     config = StoreConfig(name=name, capacity_bytes=parse_bytes(capacity), **settings)
     return starting.start(config, address, timeout_s)
@@ -70,10 +75,15 @@ def connect(name: str = "default", *, address: str | None = None, timeout_s: flo
         WrongCluster: this process is connected to another Ray than `address`.
         IncompatibleStore: it speaks another protocol version.
         ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
+        InvalidRequest: an argument is of another type, or `timeout_s` over a day.
+        TransferTimeout: the store was not found in time.
     """
     from kvstore.actors import starting
 
     check_seconds("timeout_s", timeout_s)
+    check_text("name", name)
+    if address is not None:
+        check_text("address", address)
     return starting.connect(name, address, timeout_s)
 
 

@@ -21,6 +21,8 @@ MAX_NAMESPACES = 1 << 16
 MAX_CHAIN_BYTES = 4 << 20
 #: The most leases and pins of a pool at once, whatever they hold: each takes some hundred bytes, and ends with time.
 MAX_LEASES = 1 << 18
+#: The most threads that a caller may want for one copy; a copier takes fewer where that is better.
+MAX_COPY_THREADS = 1024
 MAX_OWNER_CHARS = 200
 #: Digests of namespaces and hashes of blocks.
 DIGEST_BYTES = 32
@@ -48,6 +50,17 @@ def check_seconds(name: str, value: object, most_s: float = MAX_TTL_S) -> float:
     return value
 
 
+def check_ttl(name: str, value: object, most_s: float = MAX_TTL_S) -> float:
+    """Return a number of seconds above 0, for which something is held.
+
+    Raises:
+        InvalidRequest: it is none, or too long. Refused and not cut down: who asks counts on what it asked for.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most_s:
+        raise InvalidRequest(f"{name}: wanted a number of seconds above 0, at most {most_s:g}, got {clip(value)}")
+    return value
+
+
 def check_count(name: str, value: object, least: int, most: int) -> int:
     """Return an integer of a range, both ends included.
 
@@ -56,6 +69,17 @@ def check_count(name: str, value: object, least: int, most: int) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InvalidRequest(f"{name}: wanted an integer from {least} to {most}, got {clip(value)}")
+    return value
+
+
+def check_text(name: str, value: object) -> str:
+    """Return a text.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name}: wanted text, got {clip(value)}")
     return value
 
 

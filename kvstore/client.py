@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from kvstore import clock
-from kvstore.bounds import MAX_CHAIN_BYTES
+from kvstore.bounds import MAX_CHAIN_BYTES, MAX_COPY_THREADS, check_count, check_seconds, check_ttl
 from kvstore.chain import HASH_BYTES, Chain
 from kvstore.cuda_copier import CopyPath
 from kvstore.detect import detect_layout
@@ -68,6 +68,7 @@ class Client(HandoffVerbs):
             for all of it. A block can be found when all parts of it were saved.
 
     Raises:
+        InvalidRequest: `control_path` is no path, or `space` no namespace.
         StoreNotRunning: nobody answers at `control_path`.
         IncompatibleStore: the store runs another protocol version.
         ConfigError: the store's slots are too small for this namespace's blocks, or `part` is no part.
@@ -76,6 +77,12 @@ class Client(HandoffVerbs):
     """
 
     def __init__(self, control_path: str, space: Namespace, part: Part | Sequence[int] | None = None) -> None:
+        if not isinstance(control_path, str):
+            raise InvalidRequest(
+                f"control_path: wanted the path that Store.control_path() returns, got {type(control_path).__name__}"
+            )
+        if not isinstance(space, Namespace):
+            raise InvalidRequest(f"space: wanted a kvstore.Namespace, got {type(space).__name__}")
         self.part = as_part(part)
         self.part.check(space.shape)
         self.space = space
@@ -172,11 +179,12 @@ class Client(HandoffVerbs):
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
+            InvalidRequest: an argument is wrong.
             PeerLost: the node store is gone.
             TransferTimeout: no answer in time; the next lookup may be made at once.
         """
         chain = self._chain(hashes)
-        limit_s = self._store.call_timeout_s if timeout_s is None else timeout_s
+        limit_s = self._store.call_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         self._store.check_open()
         op = Op.LOOKUP_ALL if remote else Op.LOOKUP
         payload = pack_lookup_all(chain, _REMOTE_SHARE * limit_s) if remote else chain.encode()
@@ -226,10 +234,10 @@ class Client(HandoffVerbs):
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
+            InvalidRequest: `ttl_s` is no time above 0, or over a day.
             StoreDraining: the node grants nothing any more.
         """
-        if not ttl_s > 0:
-            raise InvalidRequest(f"ttl_s: wanted more than 0 seconds, got {ttl_s}")
+        check_ttl("ttl_s", ttl_s)
         chain = self._chain(hashes)
         asked_s = clock.now_s()
         grant = unpack_grant(self._store.call(Op.LEASE, pack_lease(chain, ttl_s)))
@@ -258,9 +266,12 @@ class Client(HandoffVerbs):
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
+            InvalidRequest: `ttl_s` is no time above 0, or over a day.
             PoolExhausted: the blocks are here, but the quota has no room for even the first; nothing changed.
             StoreDraining: the node grants nothing any more.
         """
+        if ttl_s is not None and ttl_s != math.inf:
+            check_ttl("ttl_s", ttl_s)
         chain, kind = self._chain(hashes), PinKind.SOFT if soft else PinKind.HARD
         grant = unpack_grant(self._store.call(Op.PIN, pack_pin(chain, kind, math.inf if ttl_s is None else ttl_s)))
         return Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused)
@@ -333,8 +344,9 @@ class Client(HandoffVerbs):
             hashes: the blocks wanted, a run of a chain.
             block_ids: the engine's blocks for their tokens, in order: one for each hash when the block sizes are
                 alike. Tokens before and behind the run in the first and the last one are not written.
-            skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is
-                written, whether or not they end at a block. With side tensors of a row for a whole block they have to.
+            skip_prefix_tokens: tokens at the front that the engine has already, all of them at most: not one byte of
+                them is written, whether or not they end at a block. With side tensors of a row for a whole block they
+                have to.
             timeout_s: give up fetching so long after this call; the configured transfer timeout when None. A load whose
                 time ends before a thread is free for it is not begun.
             on_queued: called on a thread of the client, if every block is leased and the copies of all are queued.
@@ -353,18 +365,27 @@ class Client(HandoffVerbs):
                 meanwhile: nothing counts as loaded.
         """
         copier, chain = self._registered(), self._chain(hashes)
+        timeout = self.config.transfer_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
         pages = self._pages(copier, block_ids, chain, num_copy_threads)
         copier.check_unchanged()
         check_skip(self.space.shape, skip_prefix_tokens, len(chain))
         chain.check_unique()
-        timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
         return self._load(copier, chain, pages, skip_prefix_tokens, timeout, f"load of {len(chain)} blocks", on_queued)
 
     def prefetch(self, hashes: BlockHashes, *, timeout_s: float | None = None) -> Job[LoadResult]:
-        """Bring blocks from other nodes into this node's memory, without an engine."""
+        """Bring blocks from other nodes into this node's memory, without an engine.
+
+        Args:
+            hashes: the blocks wanted, a run of a chain.
+            timeout_s: see `load`.
+
+        Raises:
+            NamespaceMismatch, InvalidRequest: an argument is wrong; nothing changed.
+        """
         chain = self._chain(hashes)
         chain.check_unique()
-        timeout = self.config.transfer_timeout_s if timeout_s is None else timeout_s
+        timeout = self.config.transfer_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         return self._load(None, chain, None, 0, timeout, f"prefetch of {len(chain)} blocks")
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -530,6 +551,7 @@ class Client(HandoffVerbs):
     def _registered(self) -> EngineCopier:
         self._store.check_process()
         if self._copier is None:
+            self._store.check_open()
             raise InvalidRequest("no cache is registered; call register_kv_caches(...) first")
         return self._copier
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 
+from kvstore.bounds import MIN_BLOCK_BYTES
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
@@ -52,7 +53,8 @@ class StoreConfig:
     Args:
         name: distinguishes several stores of one Ray cluster.
         capacity_bytes: size of the arena of each node, exact.
-        block_bytes: bytes of one slot; 0 takes the block size of the first namespace that attaches.
+        block_bytes: bytes that a slot has at least; it has more where the first namespace that attaches has larger
+            blocks. 0 takes the block size of that namespace.
         lease_ttl_s: how long a lease holds unless renewed.
         lease_margin_s: a reader counts a lease as over this much before its deadline.
         transfer_timeout_s: when a transfer that is not terminal is abandoned.
@@ -94,9 +96,10 @@ class StoreConfig:
             raise ConfigError(f"name: wanted 1 to 40 letters, digits, '_', '.' or '-', got {self.name!r}")
         if self.capacity_bytes < 1 << 16:
             raise ConfigError(f"capacity_bytes: wanted at least 64 KiB, got {self.capacity_bytes}")
-        if not 0 <= self.block_bytes <= self.capacity_bytes:
+        if self.block_bytes and not MIN_BLOCK_BYTES <= self.block_bytes <= self.capacity_bytes:
             raise ConfigError(
-                f"block_bytes: wanted 0 (automatic) to capacity_bytes={self.capacity_bytes}, got {self.block_bytes}"
+                f"block_bytes: wanted 0 (automatic), or {MIN_BLOCK_BYTES} to capacity_bytes={self.capacity_bytes}, got "
+                f"{self.block_bytes}"
             )
         seconds = ("lease_ttl_s", "lease_margin_s", "transfer_timeout_s", "call_timeout_s", "max_quarantine_s")
         for field in seconds:

@@ -31,8 +31,8 @@ _WHOLE = (0, 1, 0, 1)
 class HandoffTicket:
     """Names blocks that one client published for one fetch. Small, picklable, or bytes by `to_bytes`.
 
-    It is worth nothing to another life of the store that it names, nor with any field changed: the store knows
-    the blocks by a digest of all of them. Who holds it can read the blocks, once.
+    It is worth nothing to another life of the store that it names, nor with another field changed than `expires_s`:
+    the store knows the blocks by a digest of all others. Who holds it can read the blocks, once.
 
     Args:
         node_id: the node whose store has the blocks.
@@ -44,8 +44,9 @@ class HandoffTicket:
         block_order: version of the order of bytes in a block.
         part: which part of each block was published, as (tp_rank, tp_size, pp_rank, pp_size).
         slab: which memory of the node they are in: 0 is its arena, others are stages on GPUs.
-        expires_s: when the store takes the blocks back, in seconds since 1970 by the publisher's clock. For people
-            and routers: only the store decides.
+        expires_s: until when the store keeps the blocks at least, in seconds since 1970 by the publisher's clock. For
+            people and routers: only the store decides. In a ticket that is made ahead of its blocks this is a guess,
+            and publishing returns the ticket with the time that counts. Two tickets are equal whatever this says.
         is_early: it travels before anything is published under it: a fetch waits for that, too.
 
     Raises:
@@ -57,7 +58,7 @@ class HandoffTicket:
     namespace: bytes
     num_blocks: int
     block_bytes: int
-    expires_s: float
+    expires_s: float = field(compare=False)
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     block_order: int = BLOCK_ORDER_VERSION
     part: tuple[int, int, int, int] = _WHOLE
@@ -92,14 +93,17 @@ class HandoffTicket:
     @property
     def key(self) -> bytes:
         """32 bytes by which the store that has the blocks knows them."""
-        return hashlib.sha256(b"raykv/handoff/1" + self.to_bytes()).digest()
+        return hashlib.sha256(b"raykv/handoff/2" + self._packed(0.0)).digest()
 
     def to_bytes(self) -> bytes:
         """Return the ticket as bytes, for channels that carry nothing else."""
+        return self._packed(self.expires_s)
+
+    def _packed(self, expires_s: float) -> bytes:
         node = self.node_id.encode()
         head = _HEAD.pack(
             _MAGIC, TICKET_VERSION, len(node), self.epoch, self.nonce, self.namespace, self.num_blocks,
-            self.block_bytes, self.block_order, *self.part, self.expires_s, self.slab, self.is_early,
+            self.block_bytes, self.block_order, *self.part, expires_s, self.slab, self.is_early,
         )  # fmt: skip
         return head + node
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 
 from kvstore import clock
+from kvstore.bounds import MAX_COPY_THREADS, check_count, check_seconds
 from kvstore.control_client import ControlClient
 from kvstore.engine_copy import engine_pages, ordered
 from kvstore.errors import CopyStuck, KVStoreError, PeerLost, StoreUnavailable
@@ -65,7 +66,8 @@ class HandoffVerbs(PublishVerbs):
                     with contextlib.suppress(PeerLost):
                         connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
             check_ticket(ticket, self.space, self.part.ranks)
-            limit_s = self.config.transfer_timeout_s if timeout_s is None else timeout_s
+            limit_s = self.config.transfer_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+            check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
             deadline_s = clock.now_s() + limit_s
             stage = held.enter_context(link.using()) if link is not None else None
             pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from kvstore import clock
-from kvstore.errors import LeaseExpired, LeaseReleased
+from kvstore.bounds import check_ttl
+from kvstore.errors import InvalidRequest, LeaseExpired, LeaseReleased
 from kvstore.forks import check_process, this_process
 from kvstore.hashing import BlockHashes
+from kvstore.wire import clip
 
 
 class Lease:
@@ -53,6 +56,7 @@ class Lease:
         """Return the bytes of block `index`, read-only, in the stored order; valid while the lease is held.
 
         Raises:
+            InvalidRequest: it has no such block.
             LeaseReleased: it was released.
             LeaseExpired: its deadline passed.
         """
@@ -60,15 +64,23 @@ class Lease:
             raise LeaseReleased("wanted a held lease, got a released one; take a new one")
         if not self.held():
             raise LeaseExpired("wanted a held lease, got one past its deadline; renew leases in time")
-        return self._read(self.slots[index])
+        try:
+            slot = self.slots[operator.index(index)]
+        except (IndexError, TypeError) as error:
+            raise InvalidRequest(
+                f"index: wanted the number of one of {len(self)} leased blocks, got {clip(index)}"
+            ) from error
+        return self._read(slot)
 
     def renew(self, ttl_s: float = 30.0) -> bool:
         """Extend to `ttl_s` from now, never shortening; whether it was still held.
 
         Raises:
             ForkedClient: this is a child of the process that took it.
+            InvalidRequest: `ttl_s` is no time above 0, or over a day.
         """
         check_process(self._pid)
+        check_ttl("ttl_s", ttl_s)
         if self._released:
             return False
         asked_s = clock.now_s()

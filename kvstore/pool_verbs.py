@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from kvstore import clock
-from kvstore.bounds import MAX_TTL_S
+from kvstore.bounds import MAX_TTL_S, check_ttl
 from kvstore.chain import Chain
 from kvstore.clears import ClearCounts
 from kvstore.config import StoreConfig
@@ -17,7 +17,6 @@ from kvstore.errors import InvalidRequest, StoreDraining
 from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.pool import Pool
 from kvstore.presence import PresenceCounts
-from kvstore.wire import clip
 
 FOREVER_S = math.inf
 
@@ -185,8 +184,6 @@ def deadline_after(ttl_s: float, most_s: float = MAX_TTL_S) -> float:
     """Return the time of kvstore.clock that lies `ttl_s` seconds ahead.
 
     Raises:
-        InvalidRequest: that is no time, or too far. Refused and not cut down: who asks counts on what it asked for.
+        InvalidRequest: that is no time, or too far.
     """
-    if not (isinstance(ttl_s, int | float) and 0 < ttl_s <= most_s):
-        raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, at most {most_s:g}, got {clip(ttl_s)}")
-    return clock.now_s() + ttl_s
+    return clock.now_s() + check_ttl("ttl_s", ttl_s, most_s)

@@ -6,7 +6,9 @@ import contextlib
 import functools
 import logging
 import math
+from dataclasses import replace
 
+from kvstore.bounds import check_ttl
 from kvstore.errors import CopyStuck, InvalidRequest, KVStoreError, PeerLost, PoolExhausted, StoreUnavailable
 from kvstore.handoff import HandoffTicket, Publication, expiry_after
 from kvstore.handoff_jobs import check_named
@@ -32,7 +34,9 @@ class PublishVerbs(StageVerbs):
 
         Args:
             num_blocks: stored blocks that will be published.
-            ttl_s: as for `publish`; only the ticket's `expires_s` is made of it.
+            ttl_s: within which the blocks will be published; the configured lease time when None. Only the ticket's
+                `expires_s` is made of it, which tells routers and readers how long the ticket is worth anything. How
+                long the blocks are kept is for `publish` to say.
 
         Returns:
             The ticket, for the next `publish` or `begin_publish` of these blocks. Whoever will not publish after all
@@ -40,7 +44,9 @@ class PublishVerbs(StageVerbs):
 
         Raises:
             InvalidRequest: an argument is wrong.
+            StoreUnavailable: this client was closed.
         """
+        self._store.check_open()
         if not isinstance(num_blocks, int) or not 1 <= num_blocks < 1 << 32:
             raise InvalidRequest(f"num_blocks: wanted a number of stored blocks in [1, 2**32), got {num_blocks!r}")
         if self._stage_link is not None:
@@ -63,8 +69,8 @@ class PublishVerbs(StageVerbs):
             ticket: publish under this one; see `begin_publish`.
 
         Returns:
-            What the other client needs, to be sent there by any means. If the device fails after all, the ticket is
-            void: the log says so, and the fetch.
+            What the other client needs, to be sent there by any means; with `ticket`, that one with the `expires_s`
+            that counts now. If the device fails after all, the ticket is void: the log says so, and the fetch.
 
         Raises:
             InvalidRequest: an argument is wrong; nothing changed.
@@ -194,10 +200,7 @@ class PublishVerbs(StageVerbs):
         return Publication(publishing.ticket, job)
 
     def _keep_s(self, ttl_s: float | None) -> float:
-        keep_s = self.config.lease_ttl_s if ttl_s is None else ttl_s
-        if not 0 < keep_s < math.inf:
-            raise InvalidRequest(f"ttl_s: wanted a number of seconds above 0, got {ttl_s}")
-        return keep_s
+        return self.config.lease_ttl_s if ttl_s is None else check_ttl("ttl_s", ttl_s)
 
     def _wake_store(self) -> None:
         with contextlib.suppress(KVStoreError):
@@ -228,8 +231,9 @@ class PublishVerbs(StageVerbs):
         stage: AttachedStage | None = None,
     ) -> Publishing:
         copier, shape = self._registered(), self.space.shape
-        ticket = named
-        if ticket is None:
+        if named is not None:
+            ticket = replace(named, expires_s=expiry_after(keep_s))
+        else:
             num_blocks = num_published(block_ids, copier.layout.block_size, shape.block_size)
             ticket = self._ticket(num_blocks, keep_s, stage.slab if stage else 0)
         chosen = copier if stage is None else stage.copier
@@ -251,7 +255,12 @@ class PublishVerbs(StageVerbs):
         Returns:
             Whether this call voided the ticket, published or not. False when it was over before (fetched, expired,
             withdrawn), and for a ticket of another node or of an earlier life of this one's store.
+
+        Raises:
+            InvalidRequest: this is no ticket.
         """
+        if not isinstance(ticket, HandoffTicket):
+            raise InvalidRequest(f"ticket: wanted a HandoffTicket of Client.publish, got {type(ticket).__name__}")
         if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
             return False
         return bool(U64.unpack(self._store.call(Op.HANDOFF_WITHDRAW, ticket.key))[0])

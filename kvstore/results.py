@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from kvstore.errors import JobRunning
+from kvstore.errors import InvalidRequest, JobRunning
 from kvstore.forks import check_process, this_process
 from kvstore.work import Work
 
@@ -180,11 +180,14 @@ class Job(Generic[T]):
             timeout: seconds; None waits for as long as the job takes, which its own timeouts bound.
 
         Raises:
+            InvalidRequest: `timeout` is no number.
             JobRunning: it goes on, and goes on using the engine's blocks; wait again or `abandon` it.
             ForkedClient: this is a child of the process that began it.
             KVStoreError: it failed.
         """
         check_process(self._pid)
+        if timeout is not None:
+            _check_number("timeout", timeout)
         work = self._work
         if work is not None and work.limit_s is not None and (timeout is None or timeout >= work.limit_s):
             work.do()
@@ -215,6 +218,7 @@ class Job(Generic[T]):
             ForkedClient: this is a child of the process that began it.
         """
         check_process(self._pid)
+        _check_number("timeout", timeout)
         if self._wait_on is not None:
             is_done = self._wait_on(stream, timeout)
         else:
@@ -236,6 +240,7 @@ class Job(Generic[T]):
             ForkedClient: this is a child of the process that began it.
         """
         check_process(self._pid)
+        _check_number("timeout", timeout)
         return self._future.cancel() or self._abandon(timeout)
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
@@ -253,3 +258,9 @@ class Job(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         check_process(self._pid)
         return asyncio.wrap_future(self._future).__await__()
+
+
+def _check_number(name: str, value: object) -> None:
+    # A time that has passed already is one, too: who counts down to a deadline may ask then.
+    if not isinstance(value, int | float):
+        raise InvalidRequest(f"{name}: wanted a number of seconds, got {value!r:.60}")

@@ -96,13 +96,16 @@ def check_skip(shape: KVShape, skip_tokens: int, num_blocks: int) -> None:
     """Refuse to skip part of a block whose tokens share a row: it would be wrong for the tokens on one side of it.
 
     Raises:
-        InvalidRequest: no number of tokens; or the skipped ones end inside a block of the job, and a side tensor is
-            for whole blocks.
+        InvalidRequest: no number of tokens, or more than the blocks have; or the skipped ones end inside a block of
+            the job, and a side tensor is for whole blocks.
     """
     if not isinstance(skip_tokens, int) or skip_tokens < 0:
         raise InvalidRequest(f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_tokens!r}")
+    if skip_tokens > num_blocks * shape.block_size:
+        most = num_blocks * shape.block_size
+        raise InvalidRequest(f"skip_prefix_tokens: wanted at most the {most} tokens of the blocks, got {skip_tokens}")
     whole = [side.name for side in shape.sides if not side.per_token]
-    if whole and skip_tokens % shape.block_size and skip_tokens < num_blocks * shape.block_size:
+    if whole and skip_tokens % shape.block_size:
         raise InvalidRequest(
             f"skip_prefix_tokens: wanted whole blocks of {shape.block_size} tokens, because {whole} have one row for "
             f"all tokens of a block, got {skip_tokens}; skip {skip_tokens // shape.block_size * shape.block_size}, or "

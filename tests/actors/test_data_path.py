@@ -144,7 +144,7 @@ def test_engine_blocks_may_lie_in_any_order(pair, chain):
     assert pair.here.do("load", chain, rng.permutation(256)[:64].tolist()).num_local == 64
 
 
-@pytest.mark.parametrize("skip", [1, 16, 37, 64 * 16 - 1, 64 * 16, 2000])
+@pytest.mark.parametrize("skip", [1, 16, 37, 64 * 16 - 1, 64 * 16])
 @pytest.mark.parametrize("warm", [False, True], ids=["peer", "local"])
 def test_no_byte_of_a_skipped_token_is_written(pair, chain, skip, warm):
     ids = np.random.default_rng(skip).permutation(256)[:64].tolist()

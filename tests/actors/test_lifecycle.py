@@ -203,6 +203,29 @@ def test_a_setting_that_there_is_not_is_named_with_the_one_that_may_be_meant():
         kvstore.start("16MiB", name="never", lease_ttl=3)
 
 
+def test_the_capacity_has_one_name():
+    with pytest.raises(ConfigError, match=r"capacity_bytes: pass it as capacity="):
+        kvstore.start(capacity_bytes="64MiB")
+
+
+@pytest.mark.parametrize("changes", [{"name": 5}, {"name": None}, {"address": 5}, {"timeout_s": "3"}])
+def test_arguments_of_another_type_are_refused_before_anything_is_asked(changes):
+    (wrong,) = changes
+    with pytest.raises(InvalidRequest, match=f"{wrong}: wanted"):
+        kvstore.connect(**changes)
+    if wrong != "name":
+        with pytest.raises(InvalidRequest, match=f"{wrong}: wanted"):
+            kvstore.start("16MiB", **changes)
+
+
+@pytest.mark.parametrize("wrong", ["x", [b"1"], None])
+def test_what_is_no_hashes_and_no_namespace_is_refused(store, wrong):
+    with pytest.raises(InvalidRequest, match=r"hashes: wanted BlockHashes"):
+        store.locate(wrong)
+    with pytest.raises(InvalidRequest, match=r"space: wanted a kvstore\.Namespace"):
+        store.client(wrong)
+
+
 @pytest.mark.parametrize("address", ["10.0.0..1:6379", "127.0.0.1:99999999"])
 def test_an_address_that_cannot_be_is_a_typed_error(address):
     with pytest.raises(StoreNotRunning, match="no Ray cluster answers"):

@@ -147,25 +147,74 @@ def test_a_tail_whose_parent_is_not_stored(world, unchanged):
         job.result(5)
 
 
-@pytest.mark.parametrize("skip", [-1, 1.0, "3", None])
+@pytest.mark.parametrize("skip", [-1, 1.0, "3", None, 13, 10**9])
 def test_a_bad_skip(world, unchanged, skip):
     cluster, worker = world
     with pytest.raises(InvalidRequest, match="skip_prefix_tokens"):
         worker.client.load(cluster.hashes(3), [0, 1, 2], skip)
 
 
-def test_a_skip_beyond_the_end_writes_nothing(world, unchanged):
+def test_a_skip_of_everything_writes_nothing(world, unchanged):
     cluster, worker = world
-    for skip in (12, 13, 10**9):
-        result = worker.client.load(cluster.hashes(3), [5, 6, 7], skip).result(5)
-        assert (result.num_blocks, result.failed) == (3, ())
+    result = worker.client.load(cluster.hashes(3), [5, 6, 7], 12).result(5)
+    assert (result.num_blocks, result.failed) == (3, ())
 
 
-@pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan"), "3", 86401, 1e9, True])
 def test_a_bad_ttl(world, unchanged, ttl_s):
     cluster, worker = world
-    with pytest.raises(InvalidRequest, match="ttl_s"):
-        worker.client.lease(cluster.hashes(3), ttl_s)
+    client, hashes = worker.client, cluster.hashes(3)
+    ticket = client.prepare_ticket(1)
+    with client.lease(hashes) as lease:
+        calls = (
+            lambda: client.lease(hashes, ttl_s), lambda: lease.renew(ttl_s), lambda: client.pin(hashes, ttl_s=ttl_s),
+            lambda: client.publish([0], ttl_s=ttl_s), lambda: client.begin_publish([0], ttl_s=ttl_s),
+            lambda: client.publish([0], ttl_s=ttl_s, ticket=ticket), lambda: client.prepare_ticket(1, ttl_s=ttl_s),
+        )  # fmt: skip
+        for call in calls:
+            with pytest.raises(InvalidRequest, match=r"^ttl_s: wanted a number of seconds above 0, at most 86400"):
+                call()
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), "3", 1e6, [1]])
+def test_a_bad_timeout(world, unchanged, timeout_s):
+    cluster, worker = world
+    client, hashes = worker.client, cluster.hashes(3)
+    calls = (
+        lambda: client.load(hashes, [0, 1, 2], timeout_s=timeout_s),
+        lambda: client.prefetch(hashes, timeout_s=timeout_s),
+        lambda: client.lookup(hashes, timeout_s=timeout_s),
+        lambda: client.lookup(hashes, remote=False, timeout_s=timeout_s),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(InvalidRequest, match=r"^timeout_s: wanted a number of seconds from 0 to 86400"):
+            call()
+
+
+@pytest.mark.parametrize("num_threads", [-1, "4", 1.5, None, 5000])
+def test_a_bad_number_of_threads(world, unchanged, num_threads):
+    cluster, worker = world
+    with pytest.raises(InvalidRequest, match="num_copy_threads"):
+        worker.client.load(cluster.hashes(3), [0, 1, 2], num_copy_threads=num_threads)
+
+
+def test_what_is_no_path_and_no_namespace_makes_no_client(world, unchanged):
+    cluster, _ = world
+    path = cluster.nodes["a"].control_path
+    for wrong in (None, world, 5):
+        with pytest.raises(InvalidRequest, match=r"control_path: wanted the path that Store\.control_path"):
+            Client(wrong, cluster.space)
+        with pytest.raises(InvalidRequest, match=r"space: wanted a kvstore\.Namespace"):
+            Client(path, wrong)
+
+
+def test_a_lease_shows_the_blocks_that_it_has(world, unchanged):
+    cluster, worker = world
+    with worker.client.lease(cluster.hashes(3)) as lease:
+        assert bytes(lease.block(np.int64(2))) == bytes(lease.block(-1))
+        for index in (3, 99, -4, "0", None, 1.0, slice(2)):
+            with pytest.raises(InvalidRequest, match="one of 3 leased blocks"):
+                lease.block(index)
 
 
 def test_nothing_to_do(world, unchanged):
@@ -289,9 +338,16 @@ def test_a_closed_client(world, unchanged):
     with pytest.raises(StoreUnavailable):
         lease.block(0)
     hashes = cluster.hashes(3)
+    client = worker.client
     for verb in VERBS:
-        with pytest.raises((StoreUnavailable, InvalidRequest)):
-            VERBS[verb](worker.client, hashes)
+        with pytest.raises(StoreUnavailable, match="wanted an open client"):
+            VERBS[verb](client, hashes)
+    for call in (lambda: client.publish([0]), lambda: client.begin_publish([0]), lambda: client.prepare_ticket(1)):
+        with pytest.raises(StoreUnavailable, match="wanted an open client"):
+            call()
+    ticket = world[1].client.prepare_ticket(1)
+    with pytest.raises(StoreUnavailable, match="wanted an open client"):
+        client.fetch(ticket, [0])
     with pytest.raises(StoreUnavailable):
         worker.client.stats()
     with pytest.raises(StoreUnavailable):

@@ -41,6 +41,7 @@ def test_what_is_no_size_is_refused(text):
         {"name": "../up"},
         {"capacity_bytes": 65535},
         {"block_bytes": -1},
+        {"block_bytes": 511},
         {"block_bytes": (1 << 30) + 1},
         {"lease_ttl_s": 0.0},
         {"lease_ttl_s": float("nan")},
@@ -87,7 +88,7 @@ def test_unknown_settings_are_refused_by_name():
 OTHERS = {
     "name": "b",
     "capacity_bytes": 1 << 20,
-    "block_bytes": 64,
+    "block_bytes": 1024,
     "lease_ttl_s": 31.0,
     "lease_margin_s": 0.6,
     "transfer_timeout_s": 11.0,

@@ -104,7 +104,7 @@ def test_a_name_is_good_for_one_publication(cluster, pair, wait_until):
 
 
 @pytest.mark.parametrize("same_node", [False, True])
-@pytest.mark.parametrize("skip", [0, 1, TOKENS - 1, TOKENS, TOKENS + 1, 3 * TOKENS, 100])
+@pytest.mark.parametrize("skip", [0, 1, TOKENS - 1, TOKENS, TOKENS + 1, 3 * TOKENS])
 def test_tokens_that_the_engine_has_are_not_written(cluster, pair, wait_until, skip, same_node):
     source, target = pair
     target = cluster.worker("a", seed=3) if same_node else target
@@ -126,11 +126,30 @@ def test_a_fetch_that_failed_counts_what_the_engine_has(pair):
     assert (result.num_blocks, [failure.index for failure in result.failed]) == (1, [1, 2])
 
 
-@pytest.mark.parametrize("skip", [-1, 1.0, None])
-def test_a_bad_skip(pair, skip):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("skip_prefix_tokens", -1), ("skip_prefix_tokens", 1.0), ("skip_prefix_tokens", None),
+        ("skip_prefix_tokens", TOKENS + 1), ("timeout_s", -1), ("timeout_s", "3"), ("num_copy_threads", -1),
+        ("num_copy_threads", "4"),
+    ],
+)  # fmt: skip
+def test_an_argument_that_cannot_be_leaves_the_ticket_good(pair, name, value):
     source, target = pair
-    with pytest.raises(InvalidRequest, match="skip_prefix_tokens"):
-        target.client.fetch(source.client.publish([5]), [1], skip)
+    ticket = source.client.publish([5])
+    assert len(target.client._store.for_fetches) == 0
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=name):
+            target.client.fetch(ticket, [1], **{name: value})
+        # The next one has a connection at once, and asks before all else.
+        assert target.client.fetch(source.client.publish([6]), [2]).result(20).num_blocks == 1
+    assert target.client.fetch(ticket, [1]).result(20).num_blocks == 1
+
+
+def test_what_is_no_ticket_is_not_withdrawn(pair):
+    for wrong in ("x", None, b"x"):
+        with pytest.raises(InvalidRequest, match="ticket: wanted a HandoffTicket"):
+            pair[0].client.withdraw(wrong)
 
 
 # Tickets that come before their blocks.
@@ -231,6 +250,24 @@ def test_a_ticket_is_not_made_early_by_who_has_it(cluster, pair, wait_until):
 def test_a_ticket_for_no_number_of_blocks(pair, num_blocks):
     with pytest.raises(InvalidRequest, match="num_blocks"):
         pair[0].client.prepare_ticket(num_blocks)
+
+
+@pytest.mark.parametrize("begin", [False, True])
+def test_publishing_says_until_when_the_blocks_are_kept(pair, begin):
+    """What an early ticket says was guessed when it was made."""
+    source, target = pair
+    early = source.client.prepare_ticket(2, ttl_s=5000.0)
+    assert abs(early.expires_s - time.time() - 5000.0) < 5
+    if begin:
+        published = source.client.begin_publish([5, 6], ticket=early, ttl_s=20.0).job.result(20)
+    else:
+        published = source.client.publish([5, 6], ticket=early, ttl_s=20.0)
+    assert abs(published.expires_s - time.time() - 20.0) < 5
+    assert (published, published.key, hash(published)) == (early, early.key, hash(early))
+    # Either is good, and there is one fetch for both.
+    assert target.client.fetch(published if begin else early, [1, 2]).result(20).num_blocks == 2
+    result = target.client.fetch(early if begin else published, [1, 2]).result(20)
+    assert result.failed[0].reason is MissReason.USED
 
 
 def test_the_routers_recipe_of_the_documentation_works(cluster, pair, repo_root):

@@ -170,7 +170,7 @@ def test_the_same_tokens_of_another_namespace_never_hit(cluster):
     assert one.load(cluster.space.block_hashes(tokens), range(4)).num_blocks == 4
 
 
-@pytest.mark.parametrize("skip", range(14))
+@pytest.mark.parametrize("skip", range(13))
 @pytest.mark.parametrize("where", ["a", "b"])
 def test_not_one_byte_below_the_skip_is_written(skip, where, shared):
     cluster, saver, workers = shared

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.errors import JobRunning, PeerLost
+from kvstore.errors import InvalidRequest, JobRunning, PeerLost
 from kvstore.results import Job
 from kvstore.work import Work, in_one_step, nothing
 
@@ -100,3 +100,13 @@ def test_what_comes_after_comes_once_and_not_before_the_result(inline):
         work.after()
     see_done(work)
     assert (seen, job_of(work).result()) == ([True], 3)
+
+
+def test_a_time_to_wait_is_a_number():
+    job = job_of(work_of(lambda: 1))
+    for wait in (job.result, job.abandon, lambda timeout: job.wait_on(None, timeout)):
+        with pytest.raises(InvalidRequest, match="timeout: wanted a number of seconds, got 'x'"):
+            wait("x")
+    with pytest.raises(JobRunning):
+        job.result(-1.0)
+    assert job.result() == 1

@@ -217,7 +217,7 @@ def test_rows_for_whole_blocks_come_back_and_are_not_skipped_in_part(two_nodes, 
     rank = Rank(two_nodes, "b", model, device=device)
     rank.load(skip=8)
     rank.load(2, 5, skip=4)
-    rank.load(skip=6 * TOKENS + 1)  # Nothing is left to load.
+    rank.load(skip=6 * TOKENS)  # Nothing is left to load.
     rank.poison()
     with pytest.raises(InvalidRequest, match=r"wanted whole blocks of 4 tokens, because .*'amax'.*, got 7; skip 4"):
         rank.client.load(model.hashes, rank.blocks(0, 24), 7)
