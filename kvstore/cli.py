@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -15,14 +16,34 @@ from typing import Any
 
 import click
 
-from kvstore import __version__
+from kvstore import __version__, clock
 from kvstore.config import parse_bytes
 from kvstore.doctor import Status, human_bytes, machine_checks
-from kvstore.errors import KVStoreError, StoreNotRunning
+from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
 from kvstore.provenance import provenance
 from kvstore.terminal import progress, show_check, show_rows, show_status, show_summary
 
 _MAX_ERROR_CHARS = 600
+#: What errors say to Python callers, and what the same is called here.
+_OWN_WORDS = [
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"kvstore\.start\(name=('[^']*')\)", r"`kvstore start --name \1`"),
+        (r"kvstore\.start\(\)", "`kvstore start`"),
+        (r"\bconnect\(\) to it", "use it as it runs"),
+        (r"\baddress='local'", "`kvstore start --local`"),
+        (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
+        (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
+        (r"^block_bytes: ", "--block-bytes: "),
+        (r"^capacity_bytes: ", "--capacity: "),
+        (r"^(name|address): ", r"--\1: "),
+    )
+]
+#: In errors about settings numbers as large as these are sizes.
+_SIZE = re.compile(r"\b[0-9]{6,15}\b")
+_LOOKS_EVERY_S = 2.0
+#: How long a Ray that is gone may take to be let go of.
+_GRACE_S = 5.0
 _name = click.option("--name", default="default", show_default=True, help="Which store of the cluster.")
 _address = click.option(
     "--address",
@@ -37,14 +58,35 @@ _output = click.option(
 )
 
 
+def _in_own_words(error: KVStoreError) -> str:
+    """Return an error's text in one line, with options in place of Python's arguments."""
+    text = " ".join(str(error).split())
+    for pattern, words in _OWN_WORDS:
+        text = pattern.sub(words, text)
+    if isinstance(error, ConfigError):
+        text = _SIZE.sub(lambda size: f"{size[0]} ({human_bytes(int(size[0]))})", text)
+    return text
+
+
 class _Command(click.Command):
     """A command whose errors of ours are one line, or one JSON object, and exit status 2."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            size = next((word for word in given if word[:1].isdigit()), None)
+            if size is None or self.name != "start" or "unexpected extra argument" not in error.message:
+                raise
+            hint = f"{error.message}; the memory of each node is given by --capacity {size}"
+            raise click.UsageError(hint, ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KVStoreError as error:
-            kind, text = type(error).__name__, " ".join(str(error).split())
+            kind, text = type(error).__name__, _in_own_words(error)
             if ctx.params.get("as_json"):
                 click.echo(json.dumps({"error": kind, "text": text}))
             else:
@@ -81,7 +123,7 @@ def main() -> None:
     show_default=True,
     help="'default' lets UCX choose: RDMA, shared memory on one host, then TCP.",
 )
-@click.option("--block-bytes", default="0", help="Size of a slot; 0 takes it from the first client.")
+@click.option("--block-bytes", default="0", help="Size of a slot at least; 0 takes it from the first client.")
 @click.option("--local", is_flag=True, help="Start a Ray for this store alone; stay until Ctrl-C or SIGTERM.")
 def start(capacity: str, name: str, address: str | None, lane: str, block_bytes: str, local: bool) -> None:
     """Run a store on every node of a Ray cluster.
@@ -113,7 +155,7 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
 
 
 def _serve_until_signal(start_store: Callable[[], Any]) -> None:
-    """Start a store with a local Ray, wait for Ctrl-C or SIGTERM, and stop both in order."""
+    """Start a store with a local Ray, wait for Ctrl-C, SIGTERM or the store's end, and stop both in order."""
     stop = threading.Event()
     with progress() as say:
         say("starting a local Ray with a store")
@@ -124,11 +166,62 @@ def _serve_until_signal(start_store: Callable[[], Any]) -> None:
             signal.signal(number, lambda *_: stop.set())
         _say_started(store)
         click.echo(f"Ray listens at {store.address}; Ctrl-C stops the store and this Ray.")
-        while not stop.wait(1.0):
-            pass
+        while not stop.wait(_LOOKS_EVERY_S):
+            if end := _end_of(store):
+                click.echo(end)
+                break
     finally:
         click.echo("stopping", err=True)
-        store.stop()
+        _stop_local(store)
+
+
+def _end_of(store: Any) -> str:
+    """Return how a store with a local Ray has ended; empty while it runs, and while that cannot be told."""
+    from kvstore.actors.calls import actor_name, find_actor
+    from kvstore.actors.ending import within
+    from kvstore.actors.joining import check_answers
+
+    name = store.config.name
+    try:
+        check_answers(store.address)
+    except StoreNotRunning:
+        return f"the Ray at {store.address} has ended, and store {name!r} with it"
+    try:
+        within("looking for the store", _GRACE_S, lambda: find_actor(actor_name(name, "supervisor")))
+    except StoreNotRunning:
+        return f"store {name!r} was stopped by another process; its Ray ends with it"
+    except KVStoreError:
+        pass  # Slow, perhaps. It is looked for again.
+    return ""
+
+
+def _stop_local(store: Any) -> None:
+    """Stop a store with its Ray. A signal to the whole process group ends that Ray meanwhile: it would not answer."""
+    from kvstore.actors.joining import check_answers
+
+    failed: list[KVStoreError] = []
+
+    def run() -> None:
+        try:
+            store.stop()
+        except KVStoreError as error:
+            failed.append(error)
+
+    stopping = threading.Thread(target=run, name="raykv-stop", daemon=True)
+    stopping.start()
+    gone_s = None
+    while stopping.is_alive():
+        stopping.join(0.2)
+        try:
+            if gone_s is None:
+                check_answers(store.address)
+        except StoreNotRunning:
+            gone_s = clock.now_s()
+        if gone_s is not None and clock.now_s() > gone_s + _GRACE_S:
+            click.echo(f"the Ray at {store.address} ended by itself, and store {store.config.name!r} with it", err=True)
+            return
+    if failed:
+        raise failed[0]
 
 
 def _say_started(store: Any) -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import kvstore
 from kvstore import api, cli, terminal
 from kvstore.doctor import Check, Status
-from kvstore.errors import KVStoreError, StoreNotRunning
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning
 
 COMMANDS = [["start"], ["status"], ["stop"], ["doctor"], ["bench"], ["bench", "transfer"], ["bench", "control"]]
 
@@ -60,6 +60,50 @@ def test_an_error_is_one_object_with_json(monkeypatch):
     assert result.exit_code == 2
     assert json.loads(result.stdout) == {"error": "StoreNotRunning", "text": "no store; start one"}
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (StoreNotRunning("none was named; pass address= or set RAY_ADDRESS"), "pass --address or set RAY_ADDRESS"),
+        (
+            StoreNotRunning("got none; kvstore.start(name='a') starts that store, address= names another cluster"),
+            "got none; `kvstore start --name 'a'` starts that store, --address names another cluster",
+        ),
+        (
+            StoreNotRunning("pass address=, or address='local'; then"),
+            "pass --address, or `kvstore start --local`; then",
+        ),
+        (
+            IncompatibleStore("(capacity_bytes: wanted 134217728); connect() to it, stop it first, or another name="),
+            "(capacity_bytes: wanted 134217728 (128 MiB)); use it as it runs, stop it first, or another --name",
+        ),
+        (
+            ConfigError("wanted 966367641600 bytes; lower capacity= or"),
+            "966367641600 (900 GiB) bytes; lower --capacity or",
+        ),
+        (ConfigError("block_bytes: wanted 0 (automatic), got 7"), "ConfigError: --block-bytes: wanted 0"),
+        (
+            ConfigError("give block_bytes= the size, or block_bytes=64"),
+            "give --block-bytes the size, or block_bytes=64",
+        ),
+    ],
+)
+def test_errors_speak_of_options_and_readable_sizes(monkeypatch, error, says):
+    def raises(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(api, "connect", raises)
+    assert says in run("status").stderr
+    assert says.removeprefix("ConfigError: ") in json.loads(run("status", "--json").stdout)["text"]
+
+
+def test_a_capacity_without_its_option_is_told_which_it_is():
+    result = run("start", "64MiB")
+    assert result.exit_code == 2
+    assert "--capacity 64MiB" in result.stderr
+    assert "--capacity" not in run("start", "now").stderr
+    assert "--capacity" not in run("stop", "64MiB").stderr
 
 
 def test_a_very_long_error_is_cut(monkeypatch):
