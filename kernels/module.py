@@ -72,8 +72,8 @@ def load(file: str, device: int) -> dict[str, int]:
         import cupy
     except ImportError as cause:
         raise ImportError(
-            "copies of CUDA caches want CuPy, which is not installed; install raykv[cuda13] or raykv[cuda12], "
-            "whichever the driver supports"
+            "copies of CUDA caches want CuPy, which is not installed; in a checkout of raykv, pip install '.[cuda13]' "
+            "or '.[cuda12]', whichever the driver supports"
         ) from cause
     names = KERNELS[file]
     with cupy.cuda.Device(device):

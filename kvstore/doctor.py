@@ -169,7 +169,7 @@ def check_cuda() -> Check:
         missing.append("a torch built for CUDA that sees a device")
     if not cupy:
         extra = "cuda13" if str(torch.version.cuda or "").startswith("13") else "cuda12"
-        missing.append(f"CuPy (pip install 'raykv[{extra}]')")
+        missing.append(f"CuPy (pip install '.[{extra}]' in a checkout of raykv)")
     if missing:
         fix = f"for GPU tensors: {' and '.join(missing)}"
         return Check(name=name, status=Status.WARN, found=found, fix=fix, values=values)

@@ -28,7 +28,8 @@ fi
 use_uv "$venv"
 install_torch "$venv"
 pins=(-c constraints.txt)
-if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+# -W ignore: torch warns that NumPy is missing, which comes only in the next step.
+if "$venv/bin/python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
     pins+=(-c constraints-cpu.txt)
 fi
 step "raykv (editable) and its dependencies" \

@@ -12,6 +12,9 @@ import pytest
 
 import kvstore
 from kvstore.actors.cluster import Store
+from kvstore.errors import PeerLost
+from kvstore.node import NodeCore
+from kvstore.peers import PeerAddress
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
@@ -19,7 +22,7 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 
 def named(section: str) -> str:
     """All that stands between backquotes in one section."""
-    (text,) = re.findall(rf"^## {section}.*?\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(rf"^## {re.escape(section)}.*?\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     return " ".join(re.findall(r"`([^`]+)`", text))
 
 
@@ -48,7 +51,8 @@ def test_what_it_says_of_arguments_is_so():
 
 
 def test_every_setting_is_listed_with_its_default():
-    rows = dict(re.findall(r"^\| `([a-z_]+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
+    settings = PAGE.partition("## Settings")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| ([^|]+) \|", settings, re.MULTILINE))
     fields = {field.name: field.default for field in dataclasses.fields(kvstore.StoreConfig)}
     assert rows.keys() == fields.keys()
     for name, told in rows.items():
@@ -60,3 +64,22 @@ def test_every_setting_is_listed_with_its_default():
 def test_the_package_has_all_that_the_page_names():
     for name in re.findall(r"kvstore\.([A-Za-z_]+)", PAGE):
         assert hasattr(kvstore, name), name
+
+
+def test_it_says_what_the_statistics_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYKV_SOCKET_DIR", str(tmp_path / "s"))
+
+    def nobody(*_: object) -> PeerAddress:
+        raise PeerLost("no others")
+
+    core = NodeCore("n", kvstore.StoreConfig(capacity_bytes=1 << 20), "127.0.0.1", nobody, nobody)
+    try:
+        core.attach(bytes(32), 4096)
+        stats = core.stats()
+    finally:
+        core.stop()
+    listed = set(re.findall(r"[a-z_]+", named("What `stats")))
+    inner = {"uuid", "num_bytes", "num_reads", "num_descriptors"}
+    assert stats.keys() | stats["pool"].keys() | inner <= listed
+    first = re.findall(r"^\| (`[^|]+) \|", PAGE.partition("## What `stats")[2], re.MULTILINE)
+    assert {name for cell in first for name in re.findall(r"`([a-z_]+)`", cell)} == stats.keys()

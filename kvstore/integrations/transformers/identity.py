@@ -44,7 +44,7 @@ def check_version(version: str) -> None:
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ConfigError(
             f"wanted transformers {'.'.join(map(str, _OLDEST))} or newer, got {version}, whose generate may compute a "
-            "loaded prefix again and answer wrongly; install raykv[transformers]"
+            "loaded prefix again and answer wrongly; pip install '.[transformers]' in a checkout of raykv"
         )
 
 
