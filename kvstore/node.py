@@ -343,7 +343,7 @@ class NodeCore(PoolVerbs):
         """
         if os.getpid() != self._pid:
             return
-        self._draining = self.closed_to_peers = True
+        self._ending = self._draining = self.closed_to_peers = True
         with contextlib.ExitStack() as steps:
             # From the last to the first; each is done whatever the others raise.
             steps.callback(self._close_memory)

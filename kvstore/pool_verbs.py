@@ -13,7 +13,7 @@ from kvstore.bounds import MAX_TTL_S, check_ttl
 from kvstore.chain import Chain
 from kvstore.clears import ClearCounts
 from kvstore.config import StoreConfig
-from kvstore.errors import InvalidRequest, StoreDraining
+from kvstore.errors import InvalidRequest, StoreDraining, StoreUnavailable
 from kvstore.grants import Grant, PinKind, StoreTicket
 from kvstore.pool import Pool
 from kvstore.presence import PresenceCounts
@@ -36,7 +36,7 @@ class PoolVerbs:
     ) -> None:
         self.node_id, self.config = node_id, config
         self.attached_pool: Pool | None = None
-        self._draining = False
+        self._draining = self._ending = False
         self._changed, self._wake = changed, wake
 
     @property
@@ -64,11 +64,14 @@ class PoolVerbs:
         return self._draining
 
     def check_serving(self) -> None:
-        """Refuse when the node is being drained.
+        """Refuse when the node is being drained, or its store ends.
 
         Raises:
-            StoreDraining: it is.
+            StoreDraining: it is drained.
+            StoreUnavailable: it ends. A client has to look for another store then, and not to wait for this one.
         """
+        if self._ending:
+            raise StoreUnavailable(f"the store of node {self.node_id} is being stopped; make a new client")
         if self._draining:
             raise StoreDraining(f"node {self.node_id} is being drained; use another node or undrain it")
 

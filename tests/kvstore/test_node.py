@@ -506,6 +506,18 @@ def test_a_drained_node_refuses_peers(cluster, monkeypatch):
     assert two.load(hashes, range(2)).num_blocks == 2
 
 
+def test_a_store_that_is_being_stopped_does_not_say_that_it_drains(cluster):
+    """Engines look for another store then, and wait for one that drains."""
+    one, _ = two_nodes(cluster)
+    core = cluster.nodes["a"]
+    core._ending = core._draining = True  # As when `stop` has begun.
+    result = one.load(cluster.hashes(2), range(2))
+    assert {failure.reason for failure in result.failed} == {MissReason.STORE_LOST}
+    with pytest.raises(StoreUnavailable) as caught:
+        one.client.lease(cluster.hashes(2))
+    assert not isinstance(caught.value, StoreDraining)
+
+
 def test_nobody_is_sent_to_a_drained_node(cluster, wait_until):
     one, two = two_nodes(cluster)
     hashes = cluster.hashes(2)
