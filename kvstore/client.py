@@ -54,6 +54,8 @@ from kvstore.wire import Op, pack_json, unpack_json
 from kvstore.work import Steps, Work
 
 _LATE_S = 600.0
+#: A copy that has begun is waited for in turns of so long.
+_CALL_OFF_S = 5.0
 #: Of a lookup's time the directory may take so much; the rest is for the answer without it.
 _REMOTE_SHARE = 0.8
 
@@ -240,17 +242,23 @@ class Client(HandoffVerbs):
         check_ttl("ttl_s", ttl_s)
         chain = self._chain(hashes)
         asked_s = clock.now_s()
-        grant = unpack_grant(self._store.call(Op.LEASE, pack_lease(chain, ttl_s)))
-        return Lease(
-            grant.lease_id,
-            hashes[: len(grant.slots)],
-            grant.slots,
-            asked_s + ttl_s - self.config.lease_margin_s,
-            self.config.lease_margin_s,
-            lambda lease_id: bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(lease_id)))[0]),
-            lambda lease_id, ttl: bool(U64.unpack(self._store.call(Op.RENEW, U64_F64.pack(lease_id, ttl)))[0]),
-            self._slot_view,
-        )
+        question, answer = pack_lease(chain, ttl_s), b""
+        try:
+            answer = self._store.call(Op.LEASE, question)
+            grant = unpack_grant(answer)
+            return Lease(
+                grant.lease_id,
+                hashes[: len(grant.slots)],
+                grant.slots,
+                asked_s + ttl_s - self.config.lease_margin_s,
+                self.config.lease_margin_s,
+                lambda lease_id: bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(lease_id)))[0]),
+                lambda lease_id, ttl: bool(U64.unpack(self._store.call(Op.RENEW, U64_F64.pack(lease_id, ttl)))[0]),
+                self._slot_view,
+            )
+        except BaseException:
+            self._give_back(answer)
+            raise
 
     def pin(self, hashes: BlockHashes, *, soft: bool = False, ttl_s: float | None = None) -> Pinned:
         """Keep the prefix of a chain that is in this node's memory there, until `unpin` or this client's end.
@@ -273,8 +281,14 @@ class Client(HandoffVerbs):
         if ttl_s is not None and ttl_s != math.inf:
             check_ttl("ttl_s", ttl_s)
         chain, kind = self._chain(hashes), PinKind.SOFT if soft else PinKind.HARD
-        grant = unpack_grant(self._store.call(Op.PIN, pack_pin(chain, kind, math.inf if ttl_s is None else ttl_s)))
-        return Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused)
+        question, answer = pack_pin(chain, kind, math.inf if ttl_s is None else ttl_s), b""
+        try:
+            answer = self._store.call(Op.PIN, question)
+            grant = unpack_grant(answer)
+            return Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused)
+        except BaseException:
+            self._give_back(answer)
+            raise
 
     def unpin(self, pinned: Pinned) -> bool:
         """End a pin; whether it was still held. May be called again, and says False then.
@@ -516,19 +530,48 @@ class Client(HandoffVerbs):
         order: CopyOrder | None,
         start: Callable[[Work[Any]], None] | None = None,
     ) -> Job[Any]:
-        self._store.check_open()
         jobs = self._jobs
-        (start or jobs.start)(work)
 
         def abandon(timeout_s: float) -> bool:
             is_given_up = guard.abandon(timeout_s)
             jobs.wake(work)
             return is_given_up
 
-        if order is None:
-            return Job(work.future, what, abandon, None, work, jobs.call)
-        work.future.add_done_callback(lambda _: order.end())
-        return Job(work.future, what, abandon, order.wait_on, work, jobs.call)
+        try:
+            # Before it is started: an interrupt from then on has to end it.
+            wait_on = order.wait_on if order is not None else None
+            job: Job[Any] = Job(work.future, what, abandon, wait_on, work, jobs.call)
+            if order is not None:
+                work.future.add_done_callback(lambda _: order.end())
+            self._store.check_open()
+            (start or jobs.start)(work)
+            return job
+        except BaseException:
+            self._call_off(work, guard, jobs)
+            raise
+
+    def _call_off(self, work: Work[Any], guard: CopyGuard, jobs: JobThreads | None = None) -> None:
+        """Let nothing of work touch the engine's blocks any more, however far its start came, and have it end.
+
+        What it holds it gives back by itself. That is not done here, for it may still use it.
+        """
+        jobs = self._jobs if jobs is None else jobs
+        work.is_called_off = True
+        work.future.cancel()
+        is_given_up = guard.abandon(0.0)
+        jobs.wake(work)
+        jobs.settle(work)
+        while not is_given_up and not work.future.done():  # A copy has to end before the caller goes on.
+            is_given_up = guard.abandon(_CALL_OFF_S)
+
+    def _give_back(self, answer: bytes) -> None:
+        """Give back what an answer grants that an interrupt kept from the caller; empty where none was heard.
+
+        What was granted in an answer that nobody heard the store takes back, see `ControlClient.unheard`.
+        """
+        if answer:
+            with contextlib.suppress(KVStoreError):
+                self._store.call(Op.RELEASE, U64.pack(unpack_grant(answer).lease_id))
 
     def _chain(self, hashes: BlockHashes) -> Chain:
         self._store.check_process()

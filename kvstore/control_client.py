@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
 import struct
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvstore import clock
-from kvstore.errors import PeerLost, TransferTimeout
+from kvstore.errors import PeerLost, StoreBusy, TransferTimeout
 from kvstore.forks import check_process, this_process
 from kvstore.wire import (
     ERROR,
@@ -30,6 +32,12 @@ from kvstore.wire import (
     unpack_error,
 )
 
+#: Whose turn it is to ask: an object of its own for each question, with the number of the thread that asks, or 0 where
+#: any thread may go on.
+Turn = list[int]
+#: One that waits for its turn also looks that often by itself: word of it may be lost to an interrupt.
+_LOOK_AGAIN_S = 0.05
+
 
 class NotAsked(PeerLost):
     """The connection was closed before its turn came, by a question of another thread that failed; nothing was sent."""
@@ -39,7 +47,11 @@ class ControlClient:
     """A connection that carries one question at a time, safe to share between threads.
 
     A call that times out or meets a dead server closes the connection: a late answer can then never be
-    taken for the answer to another question.
+    taken for the answer to another question. So does a call that is interrupted, as by Ctrl-C; `unheard` says of which
+    question on the store has to take back what it gave.
+
+    An interrupt may come behind any call of a function, also behind the one that takes a lock. So no question holds a
+    lock: it has a turn, which it can tell from the turns of others, and which it gives up whatever ends it.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
@@ -47,7 +59,11 @@ class ControlClient:
         self.hello: dict[str, Any] = {}
         self.num_calls = 0
         self._sock = sock
+        # Held for a moment only. Nothing is called under it, so that no handler of a signal runs there.
         self._lock = threading.Lock()
+        self._turn: Turn | None = None
+        #: The turns that are waited for, in order, each with what wakes the thread that waits.
+        self._waiting: list[tuple[SimpleQueue[None], Turn]] = []
         self._decoder = Decoder()
         # Filled again and again: a new buffer for each answer would come from the kernel, page by page.
         self._received = memoryview(bytearray(RECEIVE_BYTES))
@@ -87,39 +103,105 @@ class ControlClient:
             NotAsked: it was closed before this question.
             TransferTimeout: no answer in time; the connection is closed. Where the questions of others took all of it
                 nothing was asked, and the connection goes on.
+            StoreBusy: this thread is within another question, as in the handler of a signal; nothing was asked.
             ForkedClient: this is a child of the process that made it.
         """
         check_process(self._pid)
-        if not self._lock.acquire(blocking=False):
-            timeout_s = self._wait_for_others(op, timeout_s)
+        turn, asked = [threading.get_ident()], 0
         try:
-            try:
-                if self.closed:
-                    raise NotAsked(f"{self.name}: the connection was closed before {op.name} could be asked")
-                self.num_calls += 1
-                try:
-                    message = self._ask_and_wait(op, payload, timeout_s, meanwhile, awake_s, progress)
-                except BaseException:
-                    # Whatever that is, a signal's too: the next question would meet this one's answer.
-                    self.close()
-                    raise
-            finally:
-                self._lock.release()
-        finally:
+            with self._lock:
+                if self._turn is None:
+                    self._turn = turn
+            if self._turn is not turn:
+                timeout_s = self._wait_for_others(turn, op, timeout_s)
+            if self.closed:
+                raise NotAsked(f"{self.name}: the connection was closed before {op.name} could be asked")
+            self.num_calls += 1
+            asked = self._request + 1
+            message = self._ask_and_wait(op, payload, timeout_s, meanwhile, awake_s, progress)
+            if isinstance(message, bytes):
+                answer, is_error = message, False
+            else:
+                answer, is_error = message.payload, message.flag is ERROR
+            # From here on one function is called at most. An interrupt behind that comes before another thread can
+            # ask, so that the answer, which nobody has, can still be given back.
+            if self._waiting:
+                self._turn = self._waiting[0][1]
+                self._waiting[0][0].put(None)
+            else:
+                self._turn = None
             if self.closed:
                 self._let_go()
-        if isinstance(message, bytes):
-            return message
-        if message.flag is ERROR:
-            raise unpack_error(message.payload)
-        return message.payload
+            if not is_error:
+                return answer
+        except BaseException:
+            # Whatever that is, a signal's too: the next question would meet this one's answer.
+            if asked and (self._turn is turn or self._request == asked):
+                self.closed = True
+                self.unheard = self.unheard or asked
+            if self._turn is turn:
+                self._turn = None
+            self._end_turn(turn)
+            raise
+        raise unpack_error(answer)
 
-    def _wait_for_others(self, op: Op, timeout_s: float) -> float:
-        """Take the connection when no other thread has it; returns what is left of a time."""
-        asked_s = clock.now_s()
-        if not self._lock.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
-            raise TransferTimeout(f"{self.name}: others' questions took all the time of {op.name}; it was not asked")
-        return max(0.0, timeout_s - (clock.now_s() - asked_s))
+    def _wait_for_others(self, turn: Turn, op: Op | None, timeout_s: float) -> float:
+        """Wait for a turn while other threads have theirs; returns what is left of a time."""
+        asked_s, left_s = clock.now_s(), timeout_s
+        waiter: SimpleQueue[None] = SimpleQueue()
+        try:
+            self._waiting.append((waiter, turn))
+            while True:
+                with self._lock:
+                    now = self._turn
+                    if now is None:
+                        self._turn = now = turn
+                left_s = timeout_s - (clock.now_s() - asked_s)
+                if now is turn:
+                    return max(0.0, left_s)
+                if self.closed:  # That turn may have been lost with what had it.
+                    raise NotAsked(f"{self.name}: the connection was closed meanwhile")
+                if now[0] == threading.get_ident():
+                    raise StoreBusy(
+                        f"{self.name}: wanted one question at a time, got one from within another one of this thread; "
+                        "ask behind that, and not in the handler of a signal or in a finalizer"
+                    )
+                if left_s <= 0:
+                    name = op.name if op is not None else "this"
+                    raise TransferTimeout(
+                        f"{self.name}: others' questions took all the time of {name}; it was not asked"
+                    )
+                with contextlib.suppress(Empty):
+                    waiter.get(timeout=min(left_s, _LOOK_AGAIN_S))
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove((waiter, turn))
+
+    def _take_turn(self, turn: Turn, op: Op | None = None) -> None:
+        with self._lock:
+            if self._turn is None:
+                self._turn = turn
+        if self._turn is not turn:
+            self._wait_for_others(turn, op, math.inf)
+
+    def _end_turn(self, turn: Turn) -> None:
+        """Give a turn up, if it was taken, and close a connection that was closed meanwhile."""
+        if self._turn is turn:
+            self._turn = None
+        with self._lock:
+            waiting = self._waiting[0] if self._turn is None and self._waiting else None
+            if waiting is not None:
+                self._turn = waiting[1]
+        if waiting is not None:
+            waiting[0].put(None)
+        if self.closed:
+            self.close()
+
+    def _give_up(self, turn: Turn) -> None:
+        """End a turn in which something else came than was meant to: the connection is of no use any more."""
+        if self._turn is turn:
+            self.closed = True
+        self._end_turn(turn)
 
     def _ask_and_wait(
         self,
@@ -162,12 +244,13 @@ class ControlClient:
             PeerLost: the connection broke; it is closed.
         """
         check_process(self._pid)
-        self._lock.acquire()
+        turn = [0]
         try:
+            self._take_turn(turn, op)
             self.num_calls += 1
-            return Answers(self, self._send(op, REQUEST, payload), timeout_s)
+            return Answers(self, turn, self._send(op, REQUEST, payload), timeout_s)
         except BaseException:
-            self._end_stream()
+            self._give_up(turn)
             raise
 
     def ask(self, op: Op, payload: bytes, progress: Callable[[], None] = lambda: None) -> Question:
@@ -184,41 +267,44 @@ class ControlClient:
             PeerLost: the connection broke; it is closed.
         """
         check_process(self._pid)
-        self._lock.acquire()
+        turn = [0]
         try:
+            self._take_turn(turn, op)
             self.num_calls += 1
-            return Question(self, self._send(op, REQUEST, payload), progress)
+            return Question(self, turn, self._send(op, REQUEST, payload), progress)
         except BaseException:
-            self._end_stream()
+            self._give_up(turn)
             raise
-
-    def _end_stream(self) -> None:
-        self._lock.release()
-        if self.closed:
-            self._let_go()
 
     def send(self, op: Op, payload: bytes = b"") -> None:
         """Say something that has no answer."""
         check_process(self._pid)
+        turn = [threading.get_ident()]
         try:
-            with self._lock:
-                self._send(op, Flag.ONE_WAY, payload)
-        finally:
-            if self.closed:
-                self._let_go()
+            self._take_turn(turn, op)
+            self._send(op, Flag.ONE_WAY, payload)
+            self._end_turn(turn)
+        except BaseException:  # Part of it may be out.
+            self._give_up(turn)
+            raise
 
     def is_quiet(self) -> bool:
         """Whether this connection is open and nothing came on it; False while a call is under way."""
-        if self.closed or not self._lock.acquire(blocking=False):
-            return False
+        turn = [threading.get_ident()]
         try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            with self._lock:
+                if self._turn is None and not self.closed:
+                    self._turn = turn
+            if self._turn is turn:
+                self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
         finally:
-            self._end_stream()
+            if self._turn is turn:
+                self._turn = None  # At once: an interrupt may come where `_end_turn` begins.
+            self._end_turn(turn)
         return False
 
     @property
@@ -245,8 +331,14 @@ class ControlClient:
         Raises:
             OSError: the connection is closed.
         """
-        with self._lock:
+        turn = [threading.get_ident()]
+        try:
+            self._take_turn(turn)
             return os.dup(self._sock.fileno())
+        finally:
+            if self._turn is turn:
+                self._turn = None  # At once: an interrupt may come where `_end_turn` begins.
+            self._end_turn(turn)
 
     def is_to_this_host(self) -> bool:
         """Whether the other side is a process of this machine, as far as its address says."""
@@ -271,12 +363,17 @@ class ControlClient:
 
     def _let_go(self) -> None:
         # Not under a call: were the descriptor's number given to another file meanwhile, the call would speak
-        # to a stranger. Whoever ends the call comes here too.
-        if self._lock.acquire(blocking=False):
-            try:
+        # to a stranger. The end of the call comes here too.
+        turn = [threading.get_ident()]
+        try:
+            with self._lock:
+                if self._turn is None:
+                    self._turn = turn
+            if self._turn is turn:
                 self._sock.close()
-            finally:
-                self._lock.release()
+        finally:
+            if self._turn is turn:
+                self._turn = None
 
     def _send(self, op: Op, flag: Flag, payload: bytes) -> int:
         self._request += 1
@@ -370,8 +467,9 @@ class Question:
     One that is closed before its answer closes the connection, on which that would stay unread.
     """
 
-    def __init__(self, client: ControlClient, request: int, progress: Callable[[], None]) -> None:
-        self._client, self._request, self._progress, self._is_answered = client, request, progress, False
+    def __init__(self, client: ControlClient, turn: Turn, request: int, progress: Callable[[], None]) -> None:
+        self._client, self._turn, self._request, self._progress = client, turn, request, progress
+        self._is_answered = False
 
     def fileno(self) -> int:
         """Return the descriptor that can be read when something came; it is open until this is closed."""
@@ -408,7 +506,7 @@ class Question:
         """Let the connection go; once."""
         if not self._is_answered:
             self._client.close()
-        self._client._end_stream()
+        self._client._end_turn(self._turn)
 
 
 class Answers:
@@ -417,8 +515,8 @@ class Answers:
     One that is closed before its last piece closes the connection, on which the rest would stay unread.
     """
 
-    def __init__(self, client: ControlClient, request: int, timeout_s: float) -> None:
-        self._client, self._request, self._timeout_s = client, request, timeout_s
+    def __init__(self, client: ControlClient, turn: Turn, request: int, timeout_s: float) -> None:
+        self._client, self._turn, self._request, self._timeout_s = client, turn, request, timeout_s
         self._finished = self._closed = False
         #: When the next piece is late.
         self.until_s = clock.now_s() + timeout_s
@@ -485,7 +583,7 @@ class Answers:
         """Let the connection go; may be called again."""
         if self._closed:
             return
-        self._closed = True
         if not self._finished:
             self._client.close()
-        self._client._end_stream()
+        self._client._end_turn(self._turn)
+        self._closed = True

@@ -189,9 +189,12 @@ def run_fetch(
         # The rest of the answer is not waited for: the connection goes, and with it what it held.
         connection.close()
         return failed_fetch(pages, ticket, num_skipped, f"abandoned: {error}")
-    except BaseException:
+    except KVStoreError:
         with contextlib.suppress(KVStoreError):
             connection.send(Op.HANDOFF_END, END.pack(answer.number, 0))
+        raise
+    except BaseException:
+        connection.close()  # An interrupt: the answer may still hold it.
         raise
     if late and answer.report.get("num_local"):
         # Copied straight out of the publisher's slots, which may have been reused meanwhile: nothing of it counts.

@@ -57,7 +57,9 @@ class HandoffVerbs(PublishVerbs):
                 graph is being captured, or the device failed; nothing was copied, but the ticket may be used up.
         """
         copier, link = self._registered(), self._stage_link
-        with contextlib.ExitStack() as held:
+        held, guard = contextlib.ExitStack(), CopyGuard()
+        work: Work[FetchResult] | None = None
+        try:
             early, connection = None, None
             if len(self._store.for_fetches):
                 connection = held.enter_context(self._store.for_fetches.taken())
@@ -79,42 +81,50 @@ class HandoffVerbs(PublishVerbs):
                     early = self._ask_fetch(held, connection, stage, ticket, limit_s)
             pages = ordered(pages, copier, num_copy_threads)
             copier.check_unchanged()
-            guard, mapped = CopyGuard(pages.order), held.pop_all()
+            guard, asked = CopyGuard(pages.order), [] if early is None else [early]
 
-        asked = [] if early is None else [early]
+            def run() -> Steps[FetchResult]:
+                try:
+                    if not asked:
+                        if (left_s := deadline_s - clock.now_s()) <= 0:
+                            return failed_fetch(pages, ticket, num_skipped, TIMED_OUT_IN_QUEUE)
+                        connection = held.enter_context(self._store.for_fetches.taken())
+                        asked.append(self._ask_fetch(held, connection, stage, ticket, left_s))
+                        yield asked[0].awaited()
+                except (StoreUnavailable, PeerLost) as error:
+                    return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
+                fetching = run_fetch(asked[0], copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
+                with self._noting_stuck():
+                    result = yield from fetching
+                if link is not None and stage is not None and result.note.startswith("stage_lost"):
+                    link.lose(stage)
+                return result
 
-        def run() -> Steps[FetchResult]:
-            try:
-                if not asked:
-                    if (left_s := deadline_s - clock.now_s()) <= 0:
-                        return failed_fetch(pages, ticket, num_skipped, TIMED_OUT_IN_QUEUE)
-                    connection = mapped.enter_context(self._store.for_fetches.taken())
-                    asked.append(self._ask_fetch(mapped, connection, stage, ticket, left_s))
-                    yield asked[0].awaited()
-            except (StoreUnavailable, PeerLost) as error:
-                return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
-            fetching = run_fetch(asked[0], copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
-            with self._noting_stuck():
-                result = yield from fetching
-            if link is not None and stage is not None and result.note.startswith("stage_lost"):
-                link.lose(stage)
-            return result
+            def give_back() -> None:
+                error = None if work is None or work.future.cancelled() else work.future.exception()
+                try:
+                    with contextlib.suppress(KVStoreError), held:
+                        if isinstance(error, CopyStuck):
+                            raise error  # The stage stays mapped.
+                        if error is not None and not isinstance(error, KVStoreError):
+                            raise error  # An interrupt, which may have come anywhere: the connection is closed.
+                        for each in asked:
+                            each.give_back()
+                except BaseException as raised:
+                    if raised is not error:
+                        raise
 
-        def give_back() -> None:
-            with contextlib.suppress(KVStoreError), mapped:
-                if not work.future.cancelled() and isinstance(error := work.future.exception(), CopyStuck):
-                    raise error  # The stage stays mapped.
-                for each in asked:
-                    each.give_back()
-
-        work = Work(run, limit_s, give_back)
-        start = self._jobs.start
-        if early is not None:
-            start = functools.partial(self._jobs.start_asked, awaited=early.awaited())
-        try:
+            # One that has yet to connect is not run by a thread that waits for it: that takes as long as it takes.
+            work = Work(run, limit_s if early is not None else None, give_back)
+            start = self._jobs.start
+            if early is not None:
+                start = functools.partial(self._jobs.start_asked, awaited=early.awaited())
             return self._submit(work, f"fetch of {ticket.num_blocks} blocks", guard, pages.order, start)
         except BaseException:
-            mapped.close()
+            if work is None:
+                with held:
+                    raise
+            self._call_off(work, guard)  # It gives back what is held: it may be using it.
             raise
 
     def _ask_fetch(

@@ -103,6 +103,9 @@ class Taken:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not isinstance(error, KVStoreError):
+            # It came anywhere, an interrupt behind the question, too: the answer would be met by the next job.
+            self._connection.close()
         if self._connection.closed:
             self._idle.replace(self._connection, self._since, is_stuck=isinstance(error, CopyStuck))
         else:

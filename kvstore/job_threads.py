@@ -59,6 +59,19 @@ class JobThreads:
         self._enter(work)
         self._run(self._copying, partial(self._go_on, work))
 
+    def settle(self, work: Work[Any]) -> None:
+        """Have work come to its end of which nobody knows how far its start came, and which was abandoned.
+
+        It may be under way, or queued, or over: then nothing more is done. What holds for it is given back at its end,
+        and by nobody else, for until then it may use that.
+        """
+        if work.forget is nothing:  # It was not begun at all, or is over.
+            work.forget = partial(self._leave, work)
+            self._works.add(work)
+            if work.is_left:
+                work.forget()
+        self._run(self._copying, partial(self._go_on, work))
+
     def start_asked(self, work: Work[Any], awaited: Awaited) -> None:
         """Do work when the answer is there that it has asked for already; see `start` for what is raised."""
         self._enter(work)
@@ -112,7 +125,8 @@ class JobThreads:
         self._callbacks.close()
 
     def _enter(self, work: Work[Any]) -> None:
-        self._works.add(work)  # First, and without a lock: `shutdown` looks after it has closed.
+        work.forget = partial(self._leave, work)
+        self._works.add(work)  # Before the look, and without a lock: `shutdown` looks after it has closed.
         if self._closed:
             self._leave(work)
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
@@ -130,13 +144,15 @@ class JobThreads:
         )
 
     def _end(self, work: Work[Any]) -> None:
+        if not work.leave():
+            return
         try:
             work.after()
         except Exception:
             logger.exception("a job that ended could not give back what it held")
         finally:
-            work.ended_elsewhere = work.left_elsewhere = nothing  # They refer to the work.
-            self._leave(work)
+            work.forget()
+            work.ended_elsewhere = work.left_elsewhere = work.forget = nothing  # They refer to the work.
 
     def _leave(self, work: Work[Any]) -> None:
         self._works.discard(work)

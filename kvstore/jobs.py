@@ -241,9 +241,12 @@ def run_load(
         # The rest of the answer is not waited for: the connection goes, and with it the lease.
         connection.close()
         answer.fail(f"abandoned: {error}")
-    except BaseException:
+    except KVStoreError:
         with contextlib.suppress(KVStoreError):
             connection.send(Op.RELEASE, U64.pack(answer.number))
+        raise
+    except BaseException:
+        connection.close()  # An interrupt, or an error of the caller's: the store takes back what it gave over it.
         raise
     if clock.now_s() > valid_until_s:
         # The store may have reused slots while they were copied out: nothing of it counts.

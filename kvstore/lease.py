@@ -39,7 +39,7 @@ class Lease:
         self.lease_id, self.hashes, self.slots = lease_id, hashes, slots
         self._deadline_s, self._margin_s = deadline_s, margin_s
         self._release, self._renew, self._read = release, renew, read
-        self._released = lease_id == 0
+        self._released = self._is_told = lease_id == 0
         self._pid = this_process()
 
     def __len__(self) -> int:
@@ -92,14 +92,18 @@ class Lease:
     def release(self) -> bool:
         """Let go; whether the store still held it. May be called again, and says False then.
 
+        One that was interrupted, or failed, is to be called again.
+
         Raises:
             ForkedClient: this is a child of the process that took it, which goes on to hold it.
         """
         check_process(self._pid)
-        if self._released:
+        if self._is_told:
             return False
-        self._released = True
-        return self._release(self.lease_id)
+        self._released = True  # First: when it is interrupted nobody knows what the store heard.
+        held = self._release(self.lease_id)
+        self._is_told = True
+        return held
 
     def __enter__(self) -> Lease:
         return self

@@ -61,13 +61,20 @@ class Parking:
         """
         with self._lock:
             epoll = self._epoll if self._epoll is not None else self._start()
-            epoll.register(fd, select.EPOLLIN)
             number = next(self._numbers)
-            self._parked[fd] = number, then
-            heapq.heappush(self._deadlines, (until_s, number, fd))
-            if until_s < self._sleeps_until_s:
-                # With the lock held, or the thread could end meanwhile, and the number be another file's.
-                os.eventfd_write(self._wake_fd, 1)
+            try:
+                epoll.register(fd, select.EPOLLIN)
+                self._parked[fd] = number, then
+                heapq.heappush(self._deadlines, (until_s, number, fd))
+                if until_s < self._sleeps_until_s:
+                    # With the lock held, or the thread could end meanwhile, and the number be another file's.
+                    os.eventfd_write(self._wake_fd, 1)
+            except OSError:
+                raise  # Of `register`.
+            except BaseException:  # An interrupt: the caller cannot end this, for it does not know how.
+                self._parked[fd] = number, then
+                self._take(fd, number)
+                raise
         return partial(self._leave, fd, number)
 
     def close(self) -> None:
@@ -108,6 +115,9 @@ class Parking:
         return found[1]
 
     def _run(self, epoll: select.epoll) -> None:
+        with self._lock:
+            if self._epoll is not epoll:  # An interrupt came while this was started.
+                return
         wait_s = 0.0
         while True:
             ready = epoll.poll(wait_s)

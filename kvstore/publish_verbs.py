@@ -9,7 +9,15 @@ import math
 from dataclasses import replace
 
 from kvstore.bounds import check_ttl
-from kvstore.errors import CopyStuck, InvalidRequest, KVStoreError, PeerLost, PoolExhausted, StoreUnavailable
+from kvstore.errors import (
+    CopyStuck,
+    InvalidRequest,
+    JobAbandoned,
+    KVStoreError,
+    PeerLost,
+    PoolExhausted,
+    StoreUnavailable,
+)
 from kvstore.handoff import HandoffTicket, Publication, expiry_after
 from kvstore.handoff_jobs import check_named
 from kvstore.messages import U64
@@ -85,12 +93,21 @@ class PublishVerbs(StageVerbs):
         self._check_named(ticket)
         begun = self._begin_in_stage(link, block_ids, keep_s, ticket)
         if begun is not None:
+            publishing, completing = begun
             try:
-                begun.hold_engine()
-            finally:  # Only now: a thread that is woken wants the interpreter, and the ticket is waited for.
-                publication = self._complete_later(begun, link)
-                publication.job.add_done_callback(_log_failure)
-            return publication.ticket
+                try:
+                    publishing.hold_engine()
+                except KVStoreError:
+                    self._complete_later(publishing, completing).job.add_done_callback(_log_failure)
+                    raise
+                # Only now: a thread that is woken wants the interpreter, and the ticket is waited for.
+                self._complete_later(publishing, completing).job.add_done_callback(_log_failure)
+            except KVStoreError:
+                raise
+            except BaseException:
+                self._call_off_publishing(publishing, completing)
+                raise
+            return publishing.ticket
         publishing = self._publishing(block_ids, keep_s, ticket)
         publishing.order()
 
@@ -102,19 +119,14 @@ class PublishVerbs(StageVerbs):
         # The calls in it have their own timeouts.
         work = Work(lambda: in_one_step(run))
         order, start = publishing.pages.order, self._jobs.publish
-        job = self._submit(work, str(publishing), publishing.guard, order, start)
         try:
-            published: HandoffTicket = job.result(None)
-        except BaseException:
+            job: Job[HandoffTicket] = self._submit(work, str(publishing), publishing.guard, order, start)
+            return job.result(None)
+        except BaseException as error:
             # An interrupt, say: the caller may reuse the blocks at once, and nothing of them may be delivered then.
-            is_over = job.done()  # Then that is its own error, which has seen to the rest.
-            while not job.done() and not job.abandon():
-                pass
-            if ticket is not None and not is_over:
-                with contextlib.suppress(KVStoreError):
-                    self.withdraw(ticket)
-            raise
-        return published
+            if not work.future.done() or work.future.cancelled() or work.future.exception() is not error:
+                self._call_off_publishing(publishing, work)
+            raise  # Its own error has seen to the rest.
 
     def begin_publish(
         self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
@@ -142,27 +154,47 @@ class PublishVerbs(StageVerbs):
         """
         keep_s, link = self._keep_s(ttl_s), self._stage_link
         self._check_named(ticket)
-        publishing = self._begin_in_stage(link, block_ids, keep_s, ticket)
-        if publishing is None:
-            publishing = self._publishing(block_ids, keep_s, ticket)
-            publishing.order()
+        begun = self._begin_in_stage(link, block_ids, keep_s, ticket)
+        if begun is not None:
+            try:
+                return self._complete_later(*begun)
+            except KVStoreError:
+                raise
+            except BaseException:
+                self._call_off_publishing(*begun)
+                raise
+        publishing = self._publishing(block_ids, keep_s, ticket)
+        publishing.order()
+        completing = self._completing(publishing)
+        try:
             publishing.claim(self._store.call)
-        return self._complete_later(publishing, link)
+            return self._complete_later(publishing, completing)
+        except KVStoreError:
+            raise  # Nothing is kept.
+        except BaseException:  # An interrupt: perhaps the slots are claimed.
+            self._call_off_publishing(publishing, completing)
+            raise
 
     def _begin_in_stage(
         self, link: StageLink | None, block_ids: object, keep_s: float, named: HandoffTicket | None = None
-    ) -> Publishing | None:
-        """Queue the copies into the stage, which stays mapped for them; None where the arena has to serve."""
+    ) -> tuple[Publishing, Work[HandoffTicket]] | None:
+        """Queue the copies into the stage, which stays mapped for them; None where the arena has to serve.
+
+        Returns:
+            What `_complete_later` takes.
+        """
         stage = link.take() if link is not None else None
         if link is None or stage is None:
             return None
+        completing: Work[HandoffTicket] | None = None
         try:
             if named is None or named.slab == stage.slab:
                 self._wake_store()  # The question after it is made meanwhile.
                 publishing = self._publishing(block_ids, keep_s, named, stage)
+                completing = self._completing(publishing, link)
                 with self._noting_stuck():
                     publishing.begin()
-                return publishing
+                return publishing, completing
         except CopyStuck:
             raise  # Something may still copy to it: the stage stays mapped until this process ends.
         except PoolExhausted:
@@ -170,34 +202,55 @@ class PublishVerbs(StageVerbs):
         except (PeerLost, StoreUnavailable):
             # Its mover died: the arena serves, or says what else is wrong.
             link.lose(stage)
-        except BaseException:
-            link.leave(stage)
+        except BaseException as error:
+            if completing is None or isinstance(error, KVStoreError) or not hasattr(publishing, "guard"):
+                link.leave(stage)
+            else:
+                # An interrupt: perhaps the slots are claimed, and copies queued. The stage is left behind them.
+                self._call_off_publishing(publishing, completing)
             raise
         link.leave(stage)
         return None
 
-    def _complete_later(self, publishing: Publishing, link: StageLink | None) -> Publication:
-        """Have a thread wait for the copies and tell the store; the link's stage is left behind that."""
+    def _completing(self, publishing: Publishing, link: StageLink | None = None) -> Work[HandoffTicket]:
+        """Return what waits for the copies and tells the store; the link's stage is left behind that.
+
+        It is made before slots are claimed. From then on it alone gives them back, when its copies have ended.
+        """
         stage = publishing.stage
 
-        def leave() -> None:
-            if link is not None and stage is not None:
+        def give_back() -> None:
+            is_stuck = isinstance(work.future.exception(), CopyStuck)
+            if link is not None and stage is not None and not is_stuck:  # Else the stage stays mapped.
                 link.leave(stage)
 
-        def give_back() -> None:
-            if not isinstance(work.future.exception(), CopyStuck):  # Else the stage stays mapped.
-                leave()
+        def run() -> HandoffTicket:
+            if work.is_called_off:
+                with self._noting_stuck():
+                    publishing.drop()
+                raise JobAbandoned(f"{publishing}: interrupted before it had begun; nothing of it is kept")
+            return self._complete(publishing)
 
-        work = Work(lambda: in_one_step(lambda: self._complete(publishing)), math.inf, give_back)
+        work = Work(lambda: in_one_step(run), math.inf, give_back)
         work.begin()  # Cancelled it would leave slots that nobody gives back.
+        return work
+
+    def _complete_later(self, publishing: Publishing, completing: Work[HandoffTicket]) -> Publication:
+        order, start = publishing.pages.order, self._jobs.publish
         try:
-            job = self._submit(work, str(publishing), publishing.guard, publishing.pages.order, self._jobs.publish)
-        except BaseException:
-            with self._noting_stuck():
-                publishing.drop()
-            leave()
+            return Publication(
+                publishing.ticket, self._submit(completing, str(publishing), publishing.guard, order, start)
+            )
+        except KVStoreError:
+            # The client was closed meanwhile. What was claimed is given back behind the copies that are queued.
+            self._call_off_publishing(publishing, completing)
             raise
-        return Publication(publishing.ticket, job)
+
+    def _call_off_publishing(self, publishing: Publishing, work: Work[HandoffTicket]) -> None:
+        """Let nothing of a publication be delivered whose caller hears of an interrupt alone."""
+        self._call_off(work, publishing.guard)
+        with contextlib.suppress(KVStoreError):
+            self.withdraw(publishing.ticket)
 
     def _keep_s(self, ttl_s: float | None) -> float:
         return self.config.lease_ttl_s if ttl_s is None else check_ttl("ttl_s", ttl_s)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from kvstore.errors import InvalidRequest, JobRunning
+from kvstore import clock
+from kvstore.errors import InvalidRequest, JobAbandoned, JobRunning
 from kvstore.forks import check_process, this_process
 from kvstore.work import Work
 
@@ -157,6 +158,7 @@ class Job(Generic[T]):
     ) -> None:
         self._future, self._what, self._abandon, self._wait_on = future, what, abandon, wait_on
         self._work, self._call = work, call
+        self._is_cancelled = False
         self._pid = this_process()
 
     def __repr__(self) -> str:
@@ -182,23 +184,34 @@ class Job(Generic[T]):
         Raises:
             InvalidRequest: `timeout` is no number.
             JobRunning: it goes on, and goes on using the engine's blocks; wait again or `abandon` it.
+            JobAbandoned: it was abandoned: before it had begun, or it is no load and no fetch, whose results say so.
             ForkedClient: this is a child of the process that began it.
             KVStoreError: it failed.
         """
         check_process(self._pid)
         if timeout is not None:
             _check_number("timeout", timeout)
-        work = self._work
-        if work is not None and work.limit_s is not None and (timeout is None or timeout >= work.limit_s):
-            work.do()
+        work, left_s = self._work, timeout
+        if work is not None and work.limit_s is not None:
+            if timeout is None:
+                work.do()
+            elif timeout >= work.limit_s:
+                until_s = clock.now_s() + timeout
+                work.do(until_s)
+                left_s = max(0.0, until_s - clock.now_s())
         try:
-            return self._future.result(timeout)
+            return self._future.result(left_s)
+        except CancelledError as error:
+            raise self._abandoned() from error
         except TimeoutError as error:
             if self._future.done():
-                raise
+                return self._future.result(0)  # By now, or this is its own error.
             raise JobRunning(
                 f"{self._what}: still running after {timeout} s; wait again, or abandon it before reusing its blocks"
             ) from error
+
+    def _abandoned(self) -> JobAbandoned:
+        return JobAbandoned(f"{self._what}: abandoned by its owner before it had begun; nothing was copied")
 
     def wait_on(self, stream: Any = None, timeout: float = 60.0) -> None:
         """Have work that is queued on a CUDA stream from now on begin after this job's copies.
@@ -222,7 +235,7 @@ class Job(Generic[T]):
         if self._wait_on is not None:
             is_done = self._wait_on(stream, timeout)
         else:
-            is_done = bool(wait([self._future], timeout).done)
+            is_done = _has_ended(self._future, timeout)
         if not is_done:
             raise JobRunning(
                 f"{self._what}: its copies are not all queued after {timeout} s; wait again, or abandon it"
@@ -241,7 +254,10 @@ class Job(Generic[T]):
         """
         check_process(self._pid)
         _check_number("timeout", timeout)
-        return self._future.cancel() or self._abandon(timeout)
+        if self._future.cancel():
+            self._is_cancelled = True
+            return True
+        return self._abandon(timeout)
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
         """Call `callback(self)` after the end, on the client's thread for callbacks.
@@ -253,11 +269,35 @@ class Job(Generic[T]):
             ForkedClient: this is a child of the process that began it.
         """
         check_process(self._pid)
-        self._future.add_done_callback(lambda _: self._call(lambda: callback(self)))
+        not_called = [callback]
+
+        def call(_: object) -> None:
+            if not_called:  # Once, although an interrupt while callbacks are called has all of them called again.
+                chosen = not_called.pop()
+                self._call(lambda: chosen(self))
+
+        self._future.add_done_callback(call)
 
     def __await__(self) -> Generator[Any, None, T]:
         check_process(self._pid)
-        return asyncio.wrap_future(self._future).__await__()
+        try:
+            return (yield from asyncio.wrap_future(self._future).__await__())
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if not self._is_cancelled or (task is not None and task.cancelling()):
+                raise  # Of the task that waits.
+            raise self._abandoned() from error
+
+
+def _has_ended(future: Future[Any], timeout_s: float) -> bool:
+    """Wait for the end of a job, however it ends."""
+    try:
+        future.exception(timeout_s)
+    except CancelledError:
+        return True
+    except TimeoutError:
+        return future.done()
+    return True
 
 
 def _check_number(name: str, value: object) -> None:

@@ -96,4 +96,11 @@ class StageVerbs(ABC):
         order: CopyOrder | None,
         start: Callable[[Work[Any]], None] | None = None,
     ) -> Job[Any]:
-        """Have a job done; `start` says by which threads, where those that copy are not meant."""
+        """Have a job done; `start` says by which threads, where those that copy are not meant.
+
+        Whatever is raised, nothing of the job touches the engine's blocks any more, and it gives back what it holds.
+        """
+
+    @abstractmethod
+    def _call_off(self, work: Work[Any], guard: CopyGuard) -> None:
+        """Have a job end that nobody gets, however far its start came; it may be called for one that has ended."""

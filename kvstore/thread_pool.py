@@ -60,16 +60,23 @@ class ThreadPool:
         """Start one more thread; whether there is any."""
         thread = threading.Thread(target=self._work, name=f"{self._name}_{len(self._threads)}", daemon=True)
         try:
+            self._threads.append(thread)
             thread.start()
-        except RuntimeError as error:  # No more threads, or the interpreter ends.
+        except BaseException as error:
+            if thread in self._threads and not thread.is_alive():  # If it comes to run all the same, it notes itself.
+                self._threads.remove(thread)
+            if not isinstance(error, RuntimeError) or error.__context__ is not None:
+                raise  # An interrupt, or what Python makes of one in there.
+            # No more threads, or the interpreter ends.
             if not self._threads:
                 return False
             logger.warning("%d threads of %s do the work of %d: %s", len(self._threads), self._name, self._most, error)
-            return True
-        self._threads.append(thread)
         return True
 
     def _work(self) -> None:
+        with self._lock:
+            if (thread := threading.current_thread()) not in self._threads:
+                self._threads.append(thread)
         while (step := self._queue.get()) is not None:
             try:
                 step()
@@ -80,7 +87,7 @@ class ThreadPool:
                 self._num_pending -= 1
         with self._lock:
             self._queue.put(None)  # For the next one.
-            self._threads.remove(threading.current_thread())
+            self._threads.remove(thread)
             self._forget()
 
     def close(self, *, wait: bool = False, drop: bool = False) -> None:

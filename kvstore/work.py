@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import os
 import select
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore import clock
 from kvstore.control_client import Answers, ControlClient
 from kvstore.errors import TransferTimeout
+from kvstore.job_future import JobFuture
 from kvstore.parking import LONGEST_SLEEP_S
 from kvstore.wire import Op
 
@@ -29,11 +32,13 @@ class Awaited(NamedTuple):
     fd: int
     until_s: float
 
-    def wait(self) -> None:
-        """Wait for it on the calling thread."""
+    def wait(self, wake_fd: int = -1, until_s: float = math.inf) -> None:
+        """Wait for it on the calling thread, but no longer than to `until_s`, or until `wake_fd` can be read."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
-        poll.poll(1e3 * min(max(0.0, self.until_s - clock.now_s()), LONGEST_SLEEP_S))
+        if wake_fd >= 0:
+            poll.register(wake_fd, select.POLLIN)
+        poll.poll(1e3 * min(max(0.0, min(self.until_s, until_s) - clock.now_s()), LONGEST_SLEEP_S))
 
 
 #: Yields what it waits for, and returns the result. Any thread may do the next step, but one at a time.
@@ -48,8 +53,9 @@ def in_one_step(run: Callable[[], T]) -> Steps[T]:
 
 def asking(connection: ControlClient, op: Op, payload: bytes, *, timeout_s: float) -> Steps[bytes]:
     """Ask the store, and return the answer's payload; see `ControlClient.call` for what is raised."""
-    question, until_s = connection.ask(op, payload), clock.now_s() + timeout_s
-    try:
+    until_s = clock.now_s() + timeout_s
+    question = connection.ask(op, payload)
+    try:  # Right behind it: an interrupt between would leave the connection taken.
         answer = question.take(min(timeout_s, _PATIENCE_S))
         while answer is None:
             if clock.now_s() >= until_s:
@@ -81,8 +87,15 @@ def nothing() -> None:
     """Come after work that leaves nothing to give back."""
 
 
+class _Taker:
+    """One thread that does a job, for as long as it does."""
+
+
 class Work(Generic[T]):
     """What a job does, once: on threads of the client, or on one that waits for its result if that comes first.
+
+    The thread that waits may be interrupted anywhere, as by Ctrl-C. So the work knows which call has taken it, and what
+    came of it is kept before the future is told: another thread goes on from there.
 
     Args:
         begin: returns its steps.
@@ -94,21 +107,40 @@ class Work(Generic[T]):
         self, begin: Callable[[], Steps[T]], limit_s: float | None = None, after: Callable[[], None] = nothing
     ) -> None:
         self._begin, self.limit_s, self.after = begin, limit_s, after
-        self._steps: Steps[T] | None = None
-        # Held for a moment only: who does the work has `_is_taken`.
-        self._lock = threading.Lock()
-        self._is_taken = self._looks_again = self._has_begun = False
+        self._steps: Steps[None] | None = None
+        # Held for a moment only: the call that does the work is `_taker`. Of a kind that one thread may take twice, for
+        # the handler of a signal may look at the work as well.
+        self._lock = threading.RLock()
+        self._taker: _Taker | None = None
+        self._looks_again = self._has_begun = self._is_cancelled = False
+        #: Whether `after` was called, or is being.
+        self.is_left = False
+        self._wake_fd = -1
         self._unpark: Callable[[], None] = nothing
+        #: Set when nobody gets the job: its start was interrupted.
+        self.is_called_off = False
+        #: What came of it, once its steps have ended.
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._is_over = self._is_told = False
         #: Called once by a thread that did the work to its end while it waited for it.
         self.ended_elsewhere: Callable[[], None] = nothing
-        #: Called by such a thread when it is interrupted before the end: another one has to go on.
+        #: Called by such a thread when it leaves before the end: another one has to go on.
         self.left_elsewhere: Callable[[], None] = nothing
-        self.future: Future[T] = Future()
+        #: Called when nothing is left to do for it; set by the threads that count it.
+        self.forget: Callable[[], None] = nothing
+        self.future: JobFuture[T] = JobFuture()
 
     def begin(self) -> None:
         """Say first of all that it has begun: from now on the job can be abandoned, but not cancelled."""
-        self._has_begun = True
         self.future.set_running_or_notify_cancel()
+        self._has_begun = True
+
+    def leave(self) -> bool:
+        """Whether the caller is the one that calls `after`: the first, for several threads may see the end."""
+        with self._lock:
+            was_left, self.is_left = self.is_left, True
+        return not was_left
 
     def go_on(self, park: Callable[[Awaited], Callable[[], None]]) -> bool:
         """Do it up to its end, or until it waits for others; whether it ended here.
@@ -117,7 +149,7 @@ class Work(Generic[T]):
             park: has `go_on` called again when what is waited for is there; returns what ends that. What it cannot
                 park is waited for here.
         """
-        if not self._take():
+        if not self._take(_Taker()):
             return False
         while (awaited := self._step()) is not None:
             with self._lock:  # So that it is not taken again before it is known how to end its waiting.
@@ -127,11 +159,11 @@ class Work(Generic[T]):
                     except (OSError, RuntimeError) as error:
                         logger.warning("a job holds a thread while it waits, for it cannot be parked: %s", error)
                     else:
-                        self._is_taken = False
+                        self._taker = None
                         return False
                 is_parked_nowhere, self._looks_again = not self._looks_again, False
             if is_parked_nowhere:
-                awaited.wait()
+                self._wait(awaited)
         return True
 
     def park(self, awaited: Awaited, park: Callable[[Awaited], Callable[[], None]]) -> None:
@@ -142,50 +174,102 @@ class Work(Generic[T]):
     def look_again(self) -> bool:
         """Have it look whether it is still wanted before it waits on; whether `go_on` has to be called for that."""
         with self._lock:
-            self._looks_again = self._is_taken
+            self._looks_again = self._taker is not None
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
             return self._unpark is not nothing
 
-    def do(self) -> bool:
-        """Do it to its end on the calling thread, unless another does; whether it was done here."""
-        if not self._take():
-            return False
+    def do(self, until_s: float = math.inf) -> bool:
+        """Do it to its end on the calling thread, unless another does; whether it was done here.
+
+        Args:
+            until_s: of kvstore.clock; what is not there by then is waited for elsewhere.
+        """
+        me = _Taker()
         try:
+            if not self._take(me):
+                return False
             while (awaited := self._step()) is not None:
-                awaited.wait()
+                if clock.now_s() >= until_s:
+                    self._leave_to_others(me)
+                    return False
+                self._wait(awaited, until_s)
+            self.ended_elsewhere()
         except BaseException:  # What is raised in a step is the job's; this interrupts the caller's wait (Ctrl-C).
-            with self._lock:
-                self._is_taken = False
-            self.left_elsewhere()
+            self._leave_to_others(me)
             raise
-        self.ended_elsewhere()
         return not self.future.cancelled()
 
-    def _take(self) -> bool:
+    def _leave_to_others(self, taker: _Taker) -> None:
         with self._lock:
-            if self._is_taken:
+            is_left = self._taker is taker
+            if is_left:
+                self._taker = None
+        if is_left:
+            self.left_elsewhere()
+
+    def _wait(self, awaited: Awaited, until_s: float = math.inf) -> None:
+        """Wait on the calling thread, which `look_again` wakes."""
+        try:
+            with self._lock:
+                looks_again, self._looks_again = self._looks_again, False
+                if not looks_again and self._wake_fd < 0:
+                    with contextlib.suppress(OSError):  # Without it the wait ends as late as what is waited for.
+                        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            if not looks_again:
+                awaited.wait(self._wake_fd, until_s)
+        finally:
+            with self._lock:
+                wake_fd, self._wake_fd = self._wake_fd, -1
+                if wake_fd >= 0:
+                    os.close(wake_fd)
+
+    def _take(self, taker: _Taker) -> bool:
+        with self._lock:
+            if self._taker is not None:
                 return False
-            self._is_taken = True  # For good, if this is the end.
+            self._taker = taker  # For good, if this is the end.
             self._unpark()
             self._unpark = nothing
             return True
 
     def _step(self) -> Awaited | None:
         """Go on to where it waits for others; None at the end."""
-        try:
-            if self._steps is None:
-                if self._has_begun:
-                    if self.future.done():  # An interrupt came right behind its end.
-                        return None
-                else:
-                    self._has_begun = True
-                    if not self.future.set_running_or_notify_cancel():
-                        return None
-                self._steps = self._begin()
-            return next(self._steps)
-        except StopIteration as end:
-            self._steps = None
-            self.future.set_result(end.value)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for.
-            self._steps = None
-            self.future.set_exception(error)
+        if self._is_cancelled:
+            return None
+        if not self._is_over:
+            try:
+                if self._steps is None:
+                    if not self._has_begun:
+                        if not self.future.running() and not self.future.set_running_or_notify_cancel():
+                            self._is_cancelled = True
+                            return None
+                        self._has_begun = True
+                    self._steps = self._all_steps()
+                return next(self._steps)
+            except StopIteration:
+                pass
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for.
+                if not self._is_over:
+                    self._error, self._is_over = error, True
+        self._steps = None
+        self._tell()
         return None
+
+    def _all_steps(self) -> Steps[None]:
+        """Keep what comes of it before the end can be seen: a generator says that only once."""
+        self._value = yield from self._begin()
+        self._is_over = True
+
+    def _tell(self) -> None:
+        """Tell the future what came of it, and again where an interrupt came in the midst of that."""
+        future = self.future
+        if self._is_told:
+            return
+        if future.done():
+            future.tell_again()  # It takes no other result.
+        elif self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._value)  # type: ignore[arg-type]  # Of its type: the steps have returned it.
+        self._is_told = True

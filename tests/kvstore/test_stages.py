@@ -581,7 +581,7 @@ def test_a_client_that_is_closed_meanwhile_waits_for_what_it_queued(cluster, pai
     monkeypatch.setattr(source.client, "_submit", closed)
     with pytest.raises(StoreUnavailable):
         source.client.publish(range(10))
-    assert (len(ended), stage.num_users) == (1, 0)
+    wait_until(lambda: (len(ended), stage.num_users) == (1, 0))
     nothing_held(cluster, wait_until)
 
 
