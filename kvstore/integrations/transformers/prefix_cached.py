@@ -28,6 +28,7 @@ from kvstore.integrations.transformers.identity import (
     new_cache,
 )
 from kvstore.integrations.transformers.link import StoreLike, StoreLink
+from kvstore.integrations.transformers.probe import can_pad
 from kvstore.integrations.transformers.prompts import Prompts, read_prompts
 from kvstore.integrations.transformers.staging import Staging, rows_into, rows_out_of
 from kvstore.integrations.transformers.stats import PrefixCacheStats
@@ -88,6 +89,7 @@ class PrefixCachedModel:
         check_supported(model)  # First: an adapter that was just added is in training mode, and eval() would not do.
         check_mode(model)
         shape, self._device = kv_shape(model, block_size)
+        self._can_pad = can_pad(model, self._device)
         self.model = model
         self.space = namespace_of(model, shape, model_id, salt)
         self._marks = marks_of(model)
@@ -121,7 +123,7 @@ class PrefixCachedModel:
         if self._link.closed:
             raise StoreUnavailable("wanted an open PrefixCachedModel, got a closed one; make a new one")
         self._check_model()
-        prompts, options = read_prompts(self.model, inputs, options)
+        prompts, options = read_prompts(self.model, inputs, options, can_pad=self._can_pad)
         rows = [self.space.block_hashes(prompts.tokens(row)) for row in range(len(prompts.num_padding))]
         cache = new_cache(self.model)
         began_s = time.perf_counter()

@@ -59,13 +59,16 @@ class Prompts:
         return self.input_ids[row, self.num_padding[row] :].cpu()
 
 
-def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> tuple[Prompts, dict[str, Any]]:
+def read_prompts(
+    model: Any, inputs: torch.Tensor | None, options: dict[str, Any], *, can_pad: bool = True
+) -> tuple[Prompts, dict[str, Any]]:
     """Read a call's arguments.
 
     Args:
         model: whose `generate` is called.
         inputs: the first positional argument.
         options: all keyword arguments.
+        can_pad: whether padding leaves the model's KV as it is; see `probe`.
 
     Returns:
         The prompts, and the keyword arguments that `generate` gets besides them and the cache.
@@ -106,10 +109,10 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
     mask = options.pop("attention_mask", None)
     mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id")) if mask is None else mask
     padding = _padding(mask, input_ids)
-    if any(padding) and "position_ids" not in inspect.signature(model.forward).parameters:
+    if any(padding) and not (can_pad and "position_ids" in inspect.signature(model.forward).parameters):
         raise InvalidRequest(
-            f"wanted prompts of one length: {type(model).__name__} takes no position_ids, so padding may move the "
-            "positions of tokens, and with them their KV; generate for one prompt at a time"
+            f"wanted prompts of one length: {type(model).__name__} takes no position_ids, or makes nothing of them, so "
+            "padding may move the positions of tokens, and with them their KV; generate for one prompt at a time"
         )
     copies = max(setting("num_beams") or 1, setting("num_return_sequences") or 1)
     # One that is turned on anywhere counts: with the model's own settings those of a call are mixed.

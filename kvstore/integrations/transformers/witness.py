@@ -67,7 +67,7 @@ class Witness:
                 break
             columns = torch.arange(start, end, device=tokens.device)
             is_right = torch.equal(tokens, sequences[:, start:end].to(tokens.device)) and (
-                positions is None or _are(positions, columns - padding.to(tokens.device))
+                not bool(padding.any()) if positions is None else _are(positions, columns - padding.to(tokens.device))
             )
             if not is_right:
                 return min(start, num_right)
@@ -127,6 +127,8 @@ class Witness:
             found = positions[..., : end - start].to(places.device)
             if found.dim() != 2 or bool((found.ne(places) & is_new).any()):
                 return False
+        elif not bool(is_token.all()):
+            return False  # The model counts by itself, and may count padding too.
         if mask is None:
             return bool(is_token.all())
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] < end:

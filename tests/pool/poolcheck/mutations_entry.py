@@ -64,4 +64,20 @@ ENTRY: tuple[Mutant, ...] = (
         "",
         f"{SEEN}::test_a_model_that_changes_during_a_call_saves_nothing[edited]",
     ),
+    bug(
+        "padding counts where the model drops positions",
+        "transformers 5.23: prepare_inputs_for_generation of HyperCLOVAX Vision",
+        "kvstore.integrations.transformers.witness",
+        "            return False  # The model counts by itself, and may count padding too.\n",
+        "            pass\n",
+        "tests/integrations/transformers/test_probe.py::test_rows_without_positions_are_not_saved_where_one_has_padding",
+    ),
+    bug(
+        "a probe that compares nothing",
+        "transformers 5.23: Kosmos-2.5 counts positions by tokens",
+        "kvstore.integrations.transformers.probe",
+        "        if 2 * int(is_alike.sum()) <= len(is_alike):\n",
+        "        if False:\n",
+        "tests/integrations/transformers/test_probe.py::test_positions_that_tokens_decide[config]",
+    ),
 )
