@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from typing import Any
@@ -155,7 +154,7 @@ def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) 
         salt: keeps tenants apart.
     """
     kind = type(model)
-    fields = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": _config_of(model)}
+    fields = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": config_of(model)}
     config = sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
     weights = weights_digest(model) if model_id is None else f"id:{model_id}"
     return Namespace(model=f"transformers:{weights}", revision=config, shape=shape, salt=salt)
@@ -175,36 +174,6 @@ def weights_digest(model: Any) -> str:
     return sha256(b"".join(digests)).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """What shows that a model was changed or moved: where its weights lie, how often they were written, its config."""
-
-    weights: tuple[tuple[int, int], ...]
-    config: str
-
-
-def marks_of(model: Any) -> Marks:
-    """Return a model's marks; buffers count as weights, and so does each setting of the config."""
-    named = chain(model.parameters(), model.buffers())
-    weights = tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in named)
-    return Marks(weights, json.dumps(_config_of(model), sort_keys=True))
-
-
-def check_unchanged(model: Any, marks: Marks) -> None:
-    """Refuse weights that were written to or moved, and a config that was changed, since `marks_of`.
-
-    Raises:
-        InvalidRequest: they were.
-    """
-    now = marks_of(model)
-    if now != marks:
-        what = "config" if now.weights == marks.weights else "weights"
-        raise InvalidRequest(
-            f"wanted the {what} that this namespace was made of, got another: changed or moved since; close this "
-            "PrefixCachedModel and make a new one, which gets the namespace of the new model"
-        )
-
-
 def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     # Quantised and distributed tensors keep scales or shards where this would not see them.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.is_meta:
@@ -220,7 +189,8 @@ def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
-def _config_of(model: Any) -> dict[str, Any]:
+def config_of(model: Any) -> dict[str, Any]:
+    """Return the settings of a model's config that can change KV."""
     fields: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     return {key: value for key, value in fields.items() if key not in _NOT_OF_KV}
 

@@ -20,14 +20,13 @@ from kvstore.integrations.transformers.identity import (
     check_mode,
     check_supported,
     check_unadapted,
-    check_unchanged,
     check_version,
     kv_shape,
-    marks_of,
     namespace_of,
     new_cache,
 )
 from kvstore.integrations.transformers.link import StoreLike, StoreLink
+from kvstore.integrations.transformers.marks import Marks
 from kvstore.integrations.transformers.probe import can_pad
 from kvstore.integrations.transformers.prompts import Prompts, read_prompts
 from kvstore.integrations.transformers.staging import Staging, rows_into, rows_out_of
@@ -92,7 +91,7 @@ class PrefixCachedModel:
         self._can_pad = can_pad(model, self._device)
         self.model = model
         self.space = namespace_of(model, shape, model_id, salt)
-        self._marks = marks_of(model)
+        self._marks = Marks(model)
         self._save_generated, self._load_timeout_s = save_generated, load_timeout_s
         self._stats, self._stats_lock = PrefixCacheStats(), threading.Lock()
         num_staged = max(1, staging_bytes // shape.block_bytes // 2)
@@ -281,7 +280,7 @@ class PrefixCachedModel:
         """Refuse a model that is not as it was when it was wrapped; see `generate`."""
         check_unadapted(self.model)
         check_mode(self.model)
-        check_unchanged(self.model, self._marks)
+        self._marks.check(self.model)
 
     def _empty_planes(self, num_rows: int, width: int) -> Planes:
         shape = self.space.shape

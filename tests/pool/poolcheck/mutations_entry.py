@@ -80,4 +80,20 @@ ENTRY: tuple[Mutant, ...] = (
         "        if False:\n",
         "tests/integrations/transformers/test_probe.py::test_positions_that_tokens_decide[config]",
     ),
+    bug(
+        "an address is a weight's name",
+        "ours: freed weights, and others read in at their address",
+        "kvstore.integrations.transformers.marks",
+        "        if self.storage is not None and self.storage.cdata != tensor.untyped_storage()._cdata:\n",
+        "        if False:\n",
+        "tests/integrations/transformers/test_identity.py::test_other_weights_at_the_address_of_freed_ones_are_noticed",
+    ),
+    bug(
+        "only counted writes are seen",
+        "ours: adapters are merged through .data",
+        "kvstore.integrations.transformers.marks",
+        '            self._refuse("weights")\n',
+        '            if not _are(self._weights, weights):\n                self._refuse("weights")\n',
+        "tests/integrations/transformers/test_identity.py::test_writes_through_data_are_noticed[True]",
+    ),
 )
