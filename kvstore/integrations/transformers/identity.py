@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import chain
@@ -27,6 +28,12 @@ _ROPE_OF_LENGTH = ("dynamic", "longrope")
 
 _NOT_OF_KV = ("_name_or_path", "transformers_version", "architectures", "id2label", "label2id")
 """Keys of a config that say where a model came from or what its head is called, and change no KV."""
+
+_ATTENTION = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+)")
+"""Ways to compute the same attention, of transformers itself; under another name lies a function of the user's."""
+
+_QUANTISES_ALL_TOKENS = ("torch.ao.nn.quantized.dynamic", "torch.nn.quantized.dynamic")
+"""Modules with one scale for the activations of all tokens that they are given at once."""
 
 _PIECE_BYTES = 64 << 20
 
@@ -65,6 +72,12 @@ def check_supported(model: Any) -> None:
             "then depends on how long the whole sequence is, so it cannot be shared; 'default', 'linear', 'yarn' and "
             "'llama3' can"
         )
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_QUANTISES_ALL_TOKENS):
+            raise UnsupportedModel(
+                f"wanted activations that depend on the tokens before them alone, got {name} of dynamic quantisation, "
+                "whose scale is that of all tokens of a batch; quantise the weights alone"
+            )
     check_unadapted(model)
 
 
@@ -169,9 +182,32 @@ def weights_digest(model: Any) -> str:
         UnsupportedModel: a weight is not in memory, or holds more than its bytes say; pass model_id then.
     """
     named = sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda pair: pair[0])
+    _check_no_more(model)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="raykv-digest") as threads:
         digests = list(threads.map(lambda pair: _tensor_digest(*pair), named))
     return sha256(b"".join(digests)).hexdigest()
+
+
+def _check_no_more(model: Any) -> None:
+    """Refuse models with state besides their parameters and buffers, such as packed weights of quantised layers.
+
+    Raises:
+        UnsupportedModel: a module has such state; pass model_id.
+    """
+    kinds = (torch.Tensor, torch.ScriptObject)
+    tensors = {id(each) for each in chain(model.parameters(), model.buffers())}
+    found = [
+        f"{name}.{attribute}" if name else attribute
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, kinds) and id(value) not in tensors
+    ]
+    names = {name for kind in (model.named_parameters, model.named_buffers) for name, _ in kind(remove_duplicate=False)}
+    if found := found or sorted(set(model.state_dict()) - names):
+        raise UnsupportedModel(
+            f"wanted weights that are parameters and buffers, got {len(found)} others ({found[0]} is one), of which no "
+            "digest can be taken; pass model_id= with a name that only these weights have"
+        )
 
 
 def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
@@ -192,7 +228,12 @@ def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
 def config_of(model: Any) -> dict[str, Any]:
     """Return the settings of a model's config that can change KV."""
     fields: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    return {key: value for key, value in fields.items() if key not in _NOT_OF_KV}
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    attention = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
+    others = sorted(name for name in attention if not _ATTENTION.fullmatch(name))
+    return {key: value for key, value in fields.items() if key not in _NOT_OF_KV} | (
+        {"attention": others} if others else {}
+    )
 
 
 def _rope_kinds(config: Any) -> list[str]:

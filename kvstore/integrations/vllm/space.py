@@ -216,11 +216,8 @@ def _length_of_rope(model: Any) -> str:
                 found.append(each)
     if not found:
         return ""
-    limits = {
-        each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        for each in found
-    }
-    longest = int(model.max_model_len)
-    if None in limits:  # Whatever decides then, equal engines decide alike.
+    name, longest = "original_max_position_embeddings", int(model.max_model_len)
+    limits = {int(each.get(name) or getattr(config, name, 0) or 0) for each in found}
+    if 0 in limits:  # Whatever decides then, equal engines decide alike.
         return f"longrope {longest}"
-    return " ".join("long" if longest > int(limit) else "short" for limit in sorted(limits))
+    return " ".join("long" if longest > limit else "short" for limit in sorted(limits))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import LlamaForCausalLM, XGLMConfig, XGLMForCausalLM
+from transformers import AttentionInterface, LlamaForCausalLM, XGLMConfig, XGLMForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvstore.errors import InvalidRequest, StoreUnavailable, UnsupportedModel
 from kvstore.integrations.transformers.identity import weights_digest
@@ -79,6 +81,75 @@ def test_weights_that_no_digest_sees_need_a_name(build, wrap):
     with pytest.raises(UnsupportedModel, match=r"lm_head.*pass model_id"):
         wrap(model)
     wrap(model, model_id="mine")
+
+
+class Packed(torch.nn.Module):
+    """Holds its weight as quantised layers do: in no parameter."""
+
+    def __init__(self, inner, kind):
+        super().__init__()
+        self.kind, weight = kind, inner.weight.detach()
+        if kind == "attribute":
+            self.packed = weight
+        elif kind == "object":
+            self.packed = torch.ops.quantized.linear_prepack(torch.quantize_per_tensor(weight, 0.01, 0, torch.qint8))
+        else:
+            self.held = [weight]
+
+    def get_extra_state(self):
+        return self.held if self.kind == "extra state" else None
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.kind != "extra state":
+            destination.pop(prefix + "_extra_state")
+        if self.kind == "state dict":
+            destination[prefix + "packed"] = self.held[0]
+
+    def forward(self, x):
+        weight = (
+            torch.ops.quantized.linear_unpack(self.packed)[0].dequantize()
+            if self.kind == "object"
+            else (self.packed if self.kind == "attribute" else self.held[0])
+        )
+        return torch.nn.functional.linear(x, weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["attribute", "object", "extra state", "state dict"])
+def test_weights_that_are_no_parameters_need_a_name(build, wrap, store, kind):
+    model = build()
+    model.model.layers[1].self_attn.q_proj = Packed(model.model.layers[1].self_attn.q_proj, kind).eval()
+    with pytest.raises(UnsupportedModel, match=r"layers.1.self_attn.q_proj.*pass model_id"):
+        wrap(model)
+    assert store.num_opened == 0
+    wrap(model, model_id="mine")
+
+
+@pytest.mark.filterwarnings("ignore")  # It is deprecated, and in use.
+def test_activations_with_a_scale_of_all_tokens_are_refused(build, wrap):
+    model = torch.ao.quantization.quantize_dynamic(build(), {torch.nn.Linear}, dtype=torch.qint8).eval()
+    with pytest.raises(UnsupportedModel, match=r"q_proj of dynamic quantisation"):
+        wrap(model, model_id="mine")
+
+
+def test_another_attention_counts(build, tokens, wrap):
+    AttentionInterface.register("half", lambda *given, **named: halved(*given, **named))
+    AttentionMaskInterface.register("half", sdpa_mask)
+
+    def halved(module, query, key, value, mask, **more):
+        return sdpa_attention_forward(module, query, key, value / 2, mask, **more)
+
+    model, other, prompt = build(), build(), tokens(40)
+    other.set_attn_implementation("half")
+    cached, apart = wrap(model), wrap(other)
+    assert cached.space.digest != apart.space.digest
+    for name in ("eager", "sdpa"):
+        other.set_attn_implementation(name)
+        assert wrap(other).space == cached.space
+    model.set_attn_implementation("half")
+    with pytest.raises(InvalidRequest, match="config"):
+        cached.generate(prompt, **GREEDY)
 
 
 def test_changed_weights_are_noticed(build, tokens, wrap):
