@@ -146,14 +146,17 @@ class PrefixCachedModel:
         witness = Witness(self.model, cache, prompts, width, sees_answer=sees_answer)
         save = Once(lambda: self._save(prompts, rows, cache, first, witness.num_right()))
         criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), AfterFirstToken(save)])
-        with witness:
-            output = self.model.generate(
-                prompts.input_ids.clone(),  # It is handed to streamers and processors, which may change it.
-                attention_mask=prompts.attention_mask.clone(),
-                past_key_values=cache,
-                stopping_criteria=criteria,
-                **options,
-            )
+        try:
+            with witness:
+                output = self.model.generate(
+                    prompts.input_ids.clone(),  # It is handed to streamers and processors, which may change it.
+                    attention_mask=prompts.attention_mask.clone(),
+                    past_key_values=cache,
+                    stopping_criteria=criteria,
+                    **options,
+                )
+        finally:
+            witness.close()  # Once more: an interrupt may come before the context has begun.
         save()
         if sees_answer:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
