@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
-from kvstore.errors import InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
+from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
 from kvstore.hashing import BlockHashes
 from kvstore.integrations.transformers.first_token import AfterFirstToken, Once
 from kvstore.integrations.transformers.identity import (
@@ -65,7 +65,7 @@ class PrefixCachedModel:
 
     Raises:
         UnsupportedModel: KV of this model cannot be shared yet; the message says what can.
-        InvalidRequest: the model is in training mode, or autocast is on.
+        InvalidRequest: the model is in training mode, autocast is on, or one of both is no model or no store.
         StoreNotRunning: there is no store on this node.
         ConfigError: transformers is too old, an argument cannot work, or the store's slots are too small for these
             blocks.
@@ -85,16 +85,29 @@ class PrefixCachedModel:
         retry_s: float = 30.0,
     ) -> None:
         check_version(transformers.__version__)
+        # generate of a compiled module runs the one inside, and so do the hooks on that one alone.
+        model = getattr(model, "_orig_mod", model)
+        if not isinstance(model, GenerationMixin):
+            raise InvalidRequest(f"model: wanted a transformers model with generate, got a {type(model).__name__}")
+        if not callable(getattr(store, "client", None)):
+            raise InvalidRequest(
+                f"store: wanted what kvstore.start or kvstore.connect returns, got a {type(store).__name__}"
+            )
         check_supported(model)  # First: an adapter that was just added is in training mode, and eval() would not do.
         check_mode(model)
         shape, self._device = kv_shape(model, block_size)
+        num_staged = staging_bytes // shape.block_bytes // 2
+        if num_staged < 1:
+            raise ConfigError(
+                f"staging_bytes: wanted at least two blocks, {2 * shape.block_bytes}, got {staging_bytes}; give more, "
+                "or take a smaller block_size"
+            )
         self._can_pad = can_pad(model, self._device)
         self.model = model
         self.space = namespace_of(model, shape, model_id, salt)
         self._marks = Marks(model)
         self._save_generated, self._load_timeout_s = save_generated, load_timeout_s
         self._stats, self._stats_lock = PrefixCacheStats(), threading.Lock()
-        num_staged = max(1, staging_bytes // shape.block_bytes // 2)
         self._link = StoreLink(store, self.space, num_staged, self._device, retry_s)
 
     @property

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from kvstore.errors import InvalidRequest
 
@@ -85,7 +85,7 @@ def read_prompts(
     if not is_ids or 0 in input_ids.shape:
         got = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise InvalidRequest(f"input_ids: wanted a tensor of token ids, [batch, tokens], got {got}")
-    _check_options(model, options)
+    _check_options(options)
     settings = [options.get("generation_config"), model.generation_config]
 
     def setting(name: str) -> Any:
@@ -133,9 +133,10 @@ def read_prompts(
     return prompts, options
 
 
-def _check_options(model: Any, options: dict[str, Any]) -> None:
+def _check_options(options: dict[str, Any]) -> None:
     """Let through what `generate` itself takes; any other input of the model may change KV unseen."""
-    known = {*inspect.signature(model.generate).parameters, *vars(GenerationConfig()), *_INPUTS}
+    # Not the model's own, which may take images and more.
+    known = {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), *_INPUTS}
     for name, value in options.items():
         if value is not None and (name in _REFUSED or name not in known):
             why = _REFUSED.get(name, "KV may depend on it, and the block hashes would not say so; call model.generate")
@@ -156,6 +157,10 @@ def _padding(mask: torch.Tensor, input_ids: torch.Tensor) -> tuple[int, ...]:
             f"attention_mask: wanted one of input_ids' shape, {list(input_ids.shape)}, got {list(mask.shape)}"
         )
     ones = mask.ne(0)
+    if not torch.equal(ones, mask.eq(1)):
+        raise InvalidRequest(
+            "attention_mask: wanted 0 for padding and 1 for tokens, got other numbers, whose sums would be positions"
+        )
     # From the first 1 on, all ones: a hole or padding on the right would change the positions behind it.
     if not bool((ones.cummax(dim=1).values == ones).all()) or not bool(ones[:, -1].all()):
         raise InvalidRequest(

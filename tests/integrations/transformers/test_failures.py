@@ -64,7 +64,7 @@ def test_a_store_that_stopped_costs_nothing_but_the_cache_and_is_found_again(bui
 def test_a_store_that_stops_between_two_loads_of_one_prompt(build, tokens, wrap, store, caplog):
     model, prompt = build(), tokens(200)
     alone = model.generate(prompt, **GREEDY)
-    cached = wrap(model, staging_bytes=1)  # A block at a time.
+    cached = wrap(model, staging_bytes=2 * 12288)  # A block at a time.
     cached.generate(prompt, **GREEDY)
     client = cached._link._staging._client
     real_load, num_loads = client.load, 0
