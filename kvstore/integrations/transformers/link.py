@@ -54,14 +54,15 @@ class StoreLink:
 
     def use(self, action: Callable[[Staging], T], otherwise: T) -> T:
         """Return what an action with the buffer returns, or `otherwise` when the store fails, or failed a while ago."""
-        if self._user == threading.get_ident():  # By a signal handler: what it interrupted is using the buffer.
+        me = threading.get_ident()
+        if self._user == me:  # By a signal handler: what it interrupted is using the buffer.
             return self._bypass(otherwise)
         # An interrupt may come as soon as the lock is taken, so that is inside; only its owner can give it back.
         try:
             if not self._lock.acquire(timeout=self._retry_s):
                 return self._bypass(otherwise)
             try:
-                self._user = threading.get_ident()
+                self._user = me
                 return self._use(action, otherwise)
             finally:
                 self._user = None
@@ -70,6 +71,8 @@ class StoreLink:
                 self._lock.release()
             except RuntimeError:
                 pass
+            if self._user == me:  # A second interrupt came as the first one was on its way out.
+                self._user = None
 
     def close(self) -> None:
         """Give everything back to the store; may be called again. A use that goes on does it at its end."""
