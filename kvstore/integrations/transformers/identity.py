@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from typing import Any
@@ -28,6 +28,12 @@ _ROPE_OF_LENGTH = ("dynamic", "longrope")
 
 _NOT_OF_KV = ("_name_or_path", "transformers_version", "architectures", "id2label", "label2id")
 """Keys of a config that say where a model came from or what its head is called, and change no KV."""
+
+_ATTENTION = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+)")
+"""Ways to compute the same attention, of transformers itself; under another name lies a function of the user's."""
+
+_QUANTISES_ALL_TOKENS = ("torch.ao.nn.quantized.dynamic", "torch.nn.quantized.dynamic")
+"""Modules with one scale for the activations of all tokens that they are given at once."""
 
 _PIECE_BYTES = 64 << 20
 
@@ -66,6 +72,12 @@ def check_supported(model: Any) -> None:
             "then depends on how long the whole sequence is, so it cannot be shared; 'default', 'linear', 'yarn' and "
             "'llama3' can"
         )
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_QUANTISES_ALL_TOKENS):
+            raise UnsupportedModel(
+                f"wanted activations that depend on the tokens before them alone, got {name} of dynamic quantisation, "
+                "whose scale is that of all tokens of a batch; quantise the weights alone"
+            )
     check_unadapted(model)
 
 
@@ -155,7 +167,7 @@ def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) 
         salt: keeps tenants apart.
     """
     kind = type(model)
-    fields = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": _config_of(model)}
+    fields = {"class": f"{kind.__module__}.{kind.__qualname__}", "config": config_of(model)}
     config = sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
     weights = weights_digest(model) if model_id is None else f"id:{model_id}"
     return Namespace(model=f"transformers:{weights}", revision=config, shape=shape, salt=salt)
@@ -170,38 +182,31 @@ def weights_digest(model: Any) -> str:
         UnsupportedModel: a weight is not in memory, or holds more than its bytes say; pass model_id then.
     """
     named = sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda pair: pair[0])
+    _check_no_more(model)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="raykv-digest") as threads:
         digests = list(threads.map(lambda pair: _tensor_digest(*pair), named))
     return sha256(b"".join(digests)).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """What shows that a model was changed or moved: where its weights lie, how often they were written, its config."""
-
-    weights: tuple[tuple[int, int], ...]
-    config: str
-
-
-def marks_of(model: Any) -> Marks:
-    """Return a model's marks; buffers count as weights, and so does each setting of the config."""
-    named = chain(model.parameters(), model.buffers())
-    weights = tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in named)
-    return Marks(weights, json.dumps(_config_of(model), sort_keys=True))
-
-
-def check_unchanged(model: Any, marks: Marks) -> None:
-    """Refuse weights that were written to or moved, and a config that was changed, since `marks_of`.
+def _check_no_more(model: Any) -> None:
+    """Refuse models with state besides their parameters and buffers, such as packed weights of quantised layers.
 
     Raises:
-        InvalidRequest: they were.
+        UnsupportedModel: a module has such state; pass model_id.
     """
-    now = marks_of(model)
-    if now != marks:
-        what = "config" if now.weights == marks.weights else "weights"
-        raise InvalidRequest(
-            f"wanted the {what} that this namespace was made of, got another: changed or moved since; close this "
-            "PrefixCachedModel and make a new one, which gets the namespace of the new model"
+    kinds = (torch.Tensor, torch.ScriptObject)
+    tensors = {id(each) for each in chain(model.parameters(), model.buffers())}
+    found = [
+        f"{name}.{attribute}" if name else attribute
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, kinds) and id(value) not in tensors
+    ]
+    names = {name for kind in (model.named_parameters, model.named_buffers) for name, _ in kind(remove_duplicate=False)}
+    if found := found or sorted(set(model.state_dict()) - names):
+        raise UnsupportedModel(
+            f"wanted weights that are parameters and buffers, got {len(found)} others ({found[0]} is one), of which no "
+            "digest can be taken; pass model_id= with a name that only these weights have"
         )
 
 
@@ -220,9 +225,15 @@ def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
-def _config_of(model: Any) -> dict[str, Any]:
+def config_of(model: Any) -> dict[str, Any]:
+    """Return the settings of a model's config that can change KV."""
     fields: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    return {key: value for key, value in fields.items() if key not in _NOT_OF_KV}
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    attention = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
+    others = sorted(name for name in attention if not _ATTENTION.fullmatch(name))
+    return {key: value for key, value in fields.items() if key not in _NOT_OF_KV} | (
+        {"attention": others} if others else {}
+    )
 
 
 def _rope_kinds(config: Any) -> list[str]:

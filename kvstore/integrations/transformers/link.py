@@ -46,41 +46,71 @@ class StoreLink:
     ) -> None:
         self._store, self._space, self._num_blocks, self._device = store, space, num_blocks, device
         self._retry_s, self._retry_at_s = retry_s, 0.0
-        self._lock, self._count_lock = threading.Lock(), threading.Lock()
+        self._lock, self._count_lock = threading.RLock(), threading.Lock()
+        #: The thread that uses the buffer.
+        self._user: int | None = None
         self.closed, self.num_failures, self.num_bypassed = False, 0, 0
         self._staging: Staging | None = self._open()
 
     def use(self, action: Callable[[Staging], T], otherwise: T) -> T:
         """Return what an action with the buffer returns, or `otherwise` when the store fails, or failed a while ago."""
-        if not self._lock.acquire(timeout=self._retry_s):
+        me = threading.get_ident()
+        if self._user == me:  # By a signal handler: what it interrupted is using the buffer.
             return self._bypass(otherwise)
+        # An interrupt may come as soon as the lock is taken, so that is inside; only its owner can give it back.
         try:
-            if self.closed or (self._staging is None and time.monotonic() < self._retry_at_s):
+            if not self._lock.acquire(timeout=self._retry_s):
                 return self._bypass(otherwise)
             try:
-                if self._staging is None:
-                    self._staging = self._open()
-                    logger.info("the store answers again: prefixes are shared")
-                return action(self._staging)
-            except (KVStoreError, OSError, RuntimeError) as error:  # torch says RuntimeError when memory is short
-                self._fail(error)
-                return otherwise
-            except BaseException:
-                # An interrupt, say: a job may still use the buffer, so that nothing else may.
-                staging, self._staging = self._staging, None
-                if staging is not None:
-                    staging.close()
-                raise
+                self._user = me
+                return self._use(action, otherwise)
+            finally:
+                self._user = None
         finally:
-            self._lock.release()
+            try:  # noqa: SIM105 - entering a context is a place where an interrupt may come
+                self._lock.release()
+            except RuntimeError:
+                pass
+            if self._user == me:  # A second interrupt came as the first one was on its way out.
+                self._user = None
 
     def close(self) -> None:
-        """Give everything back to the store; may be called again."""
-        with self._lock:
-            self.closed = True
-            staging, self._staging = self._staging, None
-            if staging is not None:
-                staging.close()
+        """Give everything back to the store; may be called again. A use that goes on does it at its end."""
+        self.closed = True
+        if self._user == threading.get_ident():
+            return
+        try:
+            if self._lock.acquire(timeout=self._retry_s):
+                self._give_back()
+        finally:
+            try:  # noqa: SIM105 - entering a context is a place where an interrupt may come
+                self._lock.release()
+            except RuntimeError:
+                pass
+
+    def _use(self, action: Callable[[Staging], T], otherwise: T) -> T:
+        if self.closed or (self._staging is None and time.monotonic() < self._retry_at_s):
+            return self._bypass(otherwise)
+        try:
+            if self._staging is None:
+                self._staging = self._open()
+                logger.info("the store answers again: prefixes are shared")
+            return action(self._staging)
+        except (KVStoreError, OSError, RuntimeError) as error:  # torch says RuntimeError when memory is short
+            self._fail(error)
+            return otherwise
+        except BaseException:
+            # An interrupt, say: a job may still use the buffer, so that nothing else may.
+            self._give_back()
+            raise
+        finally:
+            if self.closed:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
 
     def _bypass(self, otherwise: T) -> T:
         with self._count_lock:

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
-from kvstore.errors import InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
+from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
 from kvstore.hashing import BlockHashes
 from kvstore.integrations.transformers.first_token import AfterFirstToken, Once
 from kvstore.integrations.transformers.identity import (
     check_mode,
     check_supported,
     check_unadapted,
-    check_unchanged,
     check_version,
     kv_shape,
-    marks_of,
     namespace_of,
     new_cache,
 )
 from kvstore.integrations.transformers.link import StoreLike, StoreLink
+from kvstore.integrations.transformers.marks import Marks
+from kvstore.integrations.transformers.probe import can_pad
 from kvstore.integrations.transformers.prompts import Prompts, read_prompts
 from kvstore.integrations.transformers.staging import Staging, rows_into, rows_out_of
 from kvstore.integrations.transformers.stats import PrefixCacheStats
@@ -65,7 +65,7 @@ class PrefixCachedModel:
 
     Raises:
         UnsupportedModel: KV of this model cannot be shared yet; the message says what can.
-        InvalidRequest: the model is in training mode, or autocast is on.
+        InvalidRequest: the model is in training mode, autocast is on, or one of both is no model or no store.
         StoreNotRunning: there is no store on this node.
         ConfigError: transformers is too old, an argument cannot work, or the store's slots are too small for these
             blocks.
@@ -85,15 +85,29 @@ class PrefixCachedModel:
         retry_s: float = 30.0,
     ) -> None:
         check_version(transformers.__version__)
+        # generate of a compiled module runs the one inside, and so do the hooks on that one alone.
+        model = getattr(model, "_orig_mod", model)
+        if not isinstance(model, GenerationMixin):
+            raise InvalidRequest(f"model: wanted a transformers model with generate, got a {type(model).__name__}")
+        if not callable(getattr(store, "client", None)):
+            raise InvalidRequest(
+                f"store: wanted what kvstore.start or kvstore.connect returns, got a {type(store).__name__}"
+            )
         check_supported(model)  # First: an adapter that was just added is in training mode, and eval() would not do.
         check_mode(model)
         shape, self._device = kv_shape(model, block_size)
+        num_staged = staging_bytes // shape.block_bytes // 2
+        if num_staged < 1:
+            raise ConfigError(
+                f"staging_bytes: wanted at least two blocks, {2 * shape.block_bytes}, got {staging_bytes}; give more, "
+                "or take a smaller block_size"
+            )
+        self._can_pad = can_pad(model, self._device)
         self.model = model
         self.space = namespace_of(model, shape, model_id, salt)
-        self._marks = marks_of(model)
+        self._marks = Marks(model)
         self._save_generated, self._load_timeout_s = save_generated, load_timeout_s
         self._stats, self._stats_lock = PrefixCacheStats(), threading.Lock()
-        num_staged = max(1, staging_bytes // shape.block_bytes // 2)
         self._link = StoreLink(store, self.space, num_staged, self._device, retry_s)
 
     @property
@@ -121,7 +135,7 @@ class PrefixCachedModel:
         if self._link.closed:
             raise StoreUnavailable("wanted an open PrefixCachedModel, got a closed one; make a new one")
         self._check_model()
-        prompts, options = read_prompts(self.model, inputs, options)
+        prompts, options = read_prompts(self.model, inputs, options, can_pad=self._can_pad)
         rows = [self.space.block_hashes(prompts.tokens(row)) for row in range(len(prompts.num_padding))]
         cache = new_cache(self.model)
         began_s = time.perf_counter()
@@ -145,14 +159,17 @@ class PrefixCachedModel:
         witness = Witness(self.model, cache, prompts, width, sees_answer=sees_answer)
         save = Once(lambda: self._save(prompts, rows, cache, first, witness.num_right()))
         criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), AfterFirstToken(save)])
-        with witness:
-            output = self.model.generate(
-                prompts.input_ids.clone(),  # It is handed to streamers and processors, which may change it.
-                attention_mask=prompts.attention_mask.clone(),
-                past_key_values=cache,
-                stopping_criteria=criteria,
-                **options,
-            )
+        try:
+            with witness:
+                output = self.model.generate(
+                    prompts.input_ids.clone(),  # It is handed to streamers and processors, which may change it.
+                    attention_mask=prompts.attention_mask.clone(),
+                    past_key_values=cache,
+                    stopping_criteria=criteria,
+                    **options,
+                )
+        finally:
+            witness.close()  # Once more: an interrupt may come before the context has begun.
         save()
         if sees_answer:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -279,7 +296,7 @@ class PrefixCachedModel:
         """Refuse a model that is not as it was when it was wrapped; see `generate`."""
         check_unadapted(self.model)
         check_mode(self.model)
-        check_unchanged(self.model, self._marks)
+        self._marks.check(self.model)
 
     def _empty_planes(self, num_rows: int, width: int) -> Planes:
         shape = self.space.shape

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from kvstore.errors import InvalidRequest
 
@@ -59,13 +59,16 @@ class Prompts:
         return self.input_ids[row, self.num_padding[row] :].cpu()
 
 
-def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any]) -> tuple[Prompts, dict[str, Any]]:
+def read_prompts(
+    model: Any, inputs: torch.Tensor | None, options: dict[str, Any], *, can_pad: bool = True
+) -> tuple[Prompts, dict[str, Any]]:
     """Read a call's arguments.
 
     Args:
         model: whose `generate` is called.
         inputs: the first positional argument.
         options: all keyword arguments.
+        can_pad: whether padding leaves the model's KV as it is; see `probe`.
 
     Returns:
         The prompts, and the keyword arguments that `generate` gets besides them and the cache.
@@ -82,7 +85,7 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
     if not is_ids or 0 in input_ids.shape:
         got = list(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise InvalidRequest(f"input_ids: wanted a tensor of token ids, [batch, tokens], got {got}")
-    _check_options(model, options)
+    _check_options(options)
     settings = [options.get("generation_config"), model.generation_config]
 
     def setting(name: str) -> Any:
@@ -106,10 +109,10 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
     mask = options.pop("attention_mask", None)
     mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id")) if mask is None else mask
     padding = _padding(mask, input_ids)
-    if any(padding) and "position_ids" not in inspect.signature(model.forward).parameters:
+    if any(padding) and not (can_pad and "position_ids" in inspect.signature(model.forward).parameters):
         raise InvalidRequest(
-            f"wanted prompts of one length: {type(model).__name__} takes no position_ids, so padding may move the "
-            "positions of tokens, and with them their KV; generate for one prompt at a time"
+            f"wanted prompts of one length: {type(model).__name__} takes no position_ids, or makes nothing of them, so "
+            "padding may move the positions of tokens, and with them their KV; generate for one prompt at a time"
         )
     copies = max(setting("num_beams") or 1, setting("num_return_sequences") or 1)
     # One that is turned on anywhere counts: with the model's own settings those of a call are mixed.
@@ -130,9 +133,10 @@ def read_prompts(model: Any, inputs: torch.Tensor | None, options: dict[str, Any
     return prompts, options
 
 
-def _check_options(model: Any, options: dict[str, Any]) -> None:
+def _check_options(options: dict[str, Any]) -> None:
     """Let through what `generate` itself takes; any other input of the model may change KV unseen."""
-    known = {*inspect.signature(model.generate).parameters, *vars(GenerationConfig()), *_INPUTS}
+    # Not the model's own, which may take images and more.
+    known = {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), *_INPUTS}
     for name, value in options.items():
         if value is not None and (name in _REFUSED or name not in known):
             why = _REFUSED.get(name, "KV may depend on it, and the block hashes would not say so; call model.generate")
@@ -153,6 +157,10 @@ def _padding(mask: torch.Tensor, input_ids: torch.Tensor) -> tuple[int, ...]:
             f"attention_mask: wanted one of input_ids' shape, {list(input_ids.shape)}, got {list(mask.shape)}"
         )
     ones = mask.ne(0)
+    if not torch.equal(ones, mask.eq(1)):
+        raise InvalidRequest(
+            "attention_mask: wanted 0 for padding and 1 for tokens, got other numbers, whose sums would be positions"
+        )
     # From the first 1 on, all ones: a hole or padding on the right would change the positions behind it.
     if not bool((ones.cummax(dim=1).values == ones).all()) or not bool(ones[:, -1].all()):
         raise InvalidRequest(

@@ -36,7 +36,8 @@ class Staging:
         self._client, self._num_blocks = client, num_blocks
         dims = (2 * num_blocks, shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim)
         # The stored order, so that each block is copied as one run.
-        self._blocks = torch.empty(dims, dtype=getattr(torch, shape.dtype), device=device)
+        with torch.inference_mode(False):  # Whatever mode it is made in: others may not be written in that one.
+            self._blocks = torch.empty(dims, dtype=getattr(torch, shape.dtype), device=device)
         client.register_kv_caches(self._blocks, "BHLPTD")
         self._limit_s = client.config.transfer_timeout_s + client.config.call_timeout_s + _GRACE_S
 

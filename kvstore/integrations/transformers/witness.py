@@ -40,15 +40,30 @@ class Witness:
         self._num_right = num_loaded
         #: Behind the prompts: (first column, tokens, positions) of each run, looked at when they are asked for.
         self._answer: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
+        #: Both are of this one alone, so that it is found on the model even without its handle.
+        self._hook: Any = self._see
+        self._handle: Any = None
 
     def __enter__(self) -> Witness:
-        self._hook = self._model.register_forward_pre_hook(self._see, with_kwargs=True)
+        self._handle = self._model.register_forward_pre_hook(self._hook, with_kwargs=True)
         return self
+
+    def close(self) -> None:
+        """Leave the model as it was; may be called again, and where an interrupt came as the context began."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+        elif self._hook is not None:
+            hooks = self._model._forward_pre_hooks
+            for key in [key for key, hook in list(hooks.items()) if hook is self._hook]:
+                hooks.pop(key, None)
+                self._model._forward_pre_hooks_with_kwargs.pop(key, None)
+        self._hook = None  # A cycle, which would keep the cache in memory.
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hook.remove()
+        self.close()
 
     def num_right(self) -> int:
         """Return how many leading columns hold, in every layer, KV of the prompts and of nothing else."""
@@ -67,7 +82,7 @@ class Witness:
                 break
             columns = torch.arange(start, end, device=tokens.device)
             is_right = torch.equal(tokens, sequences[:, start:end].to(tokens.device)) and (
-                positions is None or _are(positions, columns - padding.to(tokens.device))
+                not bool(padding.any()) if positions is None else _are(positions, columns - padding.to(tokens.device))
             )
             if not is_right:
                 return min(start, num_right)
@@ -127,6 +142,8 @@ class Witness:
             found = positions[..., : end - start].to(places.device)
             if found.dim() != 2 or bool((found.ne(places) & is_new).any()):
                 return False
+        elif not bool(is_token.all()):
+            return False  # The model counts by itself, and may count padding too.
         if mask is None:
             return bool(is_token.all())
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] < end:

@@ -9,6 +9,7 @@ their own, vLLM keeps the blocks until it hears of the copies' end. Why: docs/ad
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from kvstore.integrations.vllm.plan import Copies, Door, StepPlan
@@ -135,5 +136,6 @@ class Ending:
 
     def drop_saves(self) -> None:
         """End the saves of all requests at once, where that can be done: they are of no use, or memory goes away."""
-        for each in self._copies:
-            each.drop_saves()
+        with ExitStack() as steps:  # All workers are asked, before an error of one is raised.
+            for each in self._copies:
+                steps.callback(each.drop_saves)

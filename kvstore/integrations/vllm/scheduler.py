@@ -306,8 +306,19 @@ class SchedulerSide:
 
         Returns:
             False when a node could not be asked, or a load of old blocks is still under way.
+
+        Raises:
+            CopyStuck: a save does not end. The store was cleared all the same.
         """
-        self._ending.drop_saves()
+        try:
+            self._ending.drop_saves()
+        except BaseException:
+            self._forget_all()  # Old blocks must not be loaded with new weights, whatever else goes wrong.
+            raise
+        return self._forget_all()
+
+    def _forget_all(self) -> bool:
+        """Clear the store, and store nothing more of what was computed before; returns as `reset`."""
         if any(tracked.num_saves_open for tracked in (*self._tracked.values(), *self._ending)):
             self._plan.drop_saves, self._num_drops_open = True, self._num_workers
         is_loading = False

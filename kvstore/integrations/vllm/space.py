@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
@@ -14,6 +16,9 @@ from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.options import Options
 from kvstore.part import Part
 from kvstore.shape import KVShape, Planes
+
+_NOT_OF_KV = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "_commit_hash")
+"""Keys of a config that say where a model came from or what its head is called; the engine's dtype counts by itself."""
 
 
 def check_engine(config: Any, kv_cache_config: Any) -> Any:
@@ -151,7 +156,7 @@ def make_space(config: Any, spec: Any, options: Options, tensors: Sequence[Any],
         num_layer_groups=options.num_layer_groups or pp_size,
     )
     return Namespace(
-        model=options.model or str(model.model),
+        model=options.model or _place_of(model.model),
         revision=str(getattr(model, "revision", None) or ""),
         quantization=_variant(config, f"{order} {engine_size}" if order else ""),
         shape=shape,
@@ -180,6 +185,39 @@ def _variant(config: Any, order: str) -> str:
         "weights": str(model.quantization or ""),
         "overrides": overrides,
         "order": order,
-        "draft": str(getattr(draft, "model", None) or ""),
+        "draft": _place_of(getattr(draft, "model", None) or ""),
+        "config": _config_digest(model),
+        "rope": _length_of_rope(model),
     }
     return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _place_of(name: Any) -> str:
+    """Return a model's name, or, of a folder on this machine, its path: a relative one names others elsewhere."""
+    return os.path.realpath(name) if os.path.exists(str(name)) else str(name)
+
+
+def _config_digest(model: Any) -> str:
+    """Return SHA-256 over the model's config, without what changes no KV, in hex."""
+    config = getattr(model, "hf_config", None)
+    found = config.to_dict() if config is not None else {}
+    fields = {key: value for key, value in found.items() if key not in _NOT_OF_KV}
+    return sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _length_of_rope(model: Any) -> str:
+    """Return which factors of a LongRoPE the engine takes: for all tokens, by the longest sequence that it allows."""
+    config = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        fields = getattr(config, name, None)
+        for each in (fields, *fields.values()) if isinstance(fields, dict) else ():
+            if isinstance(each, dict) and {each.get("rope_type"), each.get("type")} & {"longrope", "su"}:
+                found.append(each)
+    if not found:
+        return ""
+    name, longest = "original_max_position_embeddings", int(model.max_model_len)
+    limits = {int(each.get(name) or getattr(config, name, 0) or 0) for each in found}
+    if 0 in limits:  # Whatever decides then, equal engines decide alike.
+        return f"longrope {longest}"
+    return " ".join("long" if longest > limit else "short" for limit in sorted(limits))

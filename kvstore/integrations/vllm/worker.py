@@ -7,13 +7,15 @@ import os
 import threading
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import CancelledError
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from kvstore.client import Client
 from kvstore.config import num_idle_copy_threads
-from kvstore.errors import CopyStuck, KVStoreError, LayoutMismatch
+from kvstore.errors import CopyStuck, JobAbandoned, KVStoreError, LayoutMismatch
 from kvstore.handoff import HandoffTicket
 from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.interior import TokenRows, axes_inside, order_inside
@@ -124,13 +126,11 @@ class WorkerSide:
 
     def end_saves(self, req_ids: Collection[str]) -> None:
         """Wait a little for the saves of some requests, and give up those that take longer; see `Copies`."""
-        for req_id in self._saves.keys() & set(req_ids):
-            self._end_saves(req_id, _SETTLE_S)
+        self._end_saves(self._saves.keys() & set(req_ids), _SETTLE_S)
 
     def drop_saves(self) -> None:
         """End all saves; see `Copies`."""
-        for req_id in list(self._saves):
-            self._end_saves(req_id, 0.0)
+        self._end_saves(list(self._saves), 0.0)
 
     def has_landed(self, req_id: str, wait_s: float) -> bool:
         """Whether no load of a request is under way any more; see `Copies`."""
@@ -174,12 +174,8 @@ class WorkerSide:
             for req_id in [req_id for req_id, load in self._loads.items() if load.queued.is_set()]:
                 self._landing.begin(self._loads.pop(req_id))
                 self._received.add(req_id)
-        for req_id, saves in list(self._saves.items()):
-            running = [save for save in saves if not self._has_ended(save)]
-            if running:
-                self._saves[req_id] = running
-            else:
-                del self._saves[req_id]
+        for save in [save for saves in self._saves.values() for save in saves if save.job.done()]:
+            self._end_save(save)
         sent = {req_id for req_id in self._unsent if req_id not in self._saves and req_id not in self._landing}
         self._unsent -= sent
         received, self._received = self._received, set()
@@ -200,12 +196,12 @@ class WorkerSide:
 
     def close(self) -> None:
         """Wait for what is under way and close the client; may be called again."""
-        for req_id in list(self._saves):
-            self._end_saves(req_id, _SETTLE_S)
-        if self._link is not None:
-            self._link.close()
-        self._loads.clear()
-        self._landing.clear()
+        with ExitStack() as steps:
+            steps.callback(self._landing.clear)
+            steps.callback(self._loads.clear)
+            if self._link is not None:
+                steps.callback(self._link.close)
+            self._end_saves(list(self._saves), _SETTLE_S)
 
     def _client(self) -> Client | None:
         return self._link.client() if self._link is not None else None
@@ -308,18 +304,15 @@ class WorkerSide:
         job.add_done_callback(lambda _: self._job_ended.set())
         return Running(plan, client, job, time.perf_counter(), queued or threading.Event())
 
-    def _has_ended(self, save: Running) -> bool:
-        if not save.job.done():
-            return False
-        self._end_save(save)
-        return True
-
     def _end_save(self, save: Running) -> None:
-        self._report.saves_ended[save.plan.req_id] += 1
+        self._forget_save(save)
         try:
             result: SaveResult | HandoffTicket = save.job.result(0)
         except CopyStuck:
             raise
+        except (CancelledError, JobAbandoned):  # Given up before it began, or by its client.
+            self._stats.count("num_abandoned_saves")
+            return
         except KVStoreError as error:
             self._count_failed_save(save.plan, save.client, error)
             return
@@ -333,22 +326,40 @@ class WorkerSide:
         if result.num_written and self._part.index == 0:
             self._report.stored.append((save.plan.req_id, result.num_blocks))
 
-    def _end_saves(self, req_id: str, wait_s: float) -> None:
-        """Wait for a request's saves a little, then give them up."""
+    def _forget_save(self, save: Running) -> None:
+        """Report that a save has ended; before its result is asked for, so that each is reported once."""
+        req_id = save.plan.req_id
+        self._report.saves_ended[req_id] += 1
+        self._saves[req_id] = [each for each in self._saves[req_id] if each is not save]
+        if not self._saves[req_id]:
+            del self._saves[req_id]
+
+    def _end_saves(self, req_ids: Collection[str], wait_s: float) -> None:
+        """Wait for the saves of each request a little, then give them up; all of them, before an error is raised."""
+        with ExitStack() as steps:
+            for req_id in req_ids:
+                steps.callback(self._end_saves_of, req_id, wait_s)
+
+    def _end_saves_of(self, req_id: str, wait_s: float) -> None:
         deadline_s = time.monotonic() + wait_s
-        for save in self._saves.pop(req_id):
-            while not save.job.done() and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-            if not save.job.done() and not save.job.abandon(_STUCK_S):
-                raise CopyStuck(
-                    f"wanted the copies of {save.job!r} to end within {_STUCK_S} s; the blocks they read are about to "
-                    "be overwritten; restart the engine"
-                )
-            if save.job.done():
-                self._end_save(save)
-            else:
-                self._report.saves_ended[req_id] += 1
-                self._stats.count("num_abandoned_saves")
+        with ExitStack() as steps:
+            for save in self._saves.get(req_id, ()):
+                steps.callback(self._end_save_by, save, deadline_s)
+
+    def _end_save_by(self, save: Running, deadline_s: float) -> None:
+        while not save.job.done() and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        if not save.job.done() and not save.job.abandon(_STUCK_S):
+            # It stays among the saves: vLLM may not have its blocks.
+            raise CopyStuck(
+                f"wanted the copies of {save.job!r} to end within {_STUCK_S} s; the blocks they read are about to "
+                "be overwritten; restart the engine"
+            )
+        if save.job.done():
+            self._end_save(save)
+        else:
+            self._forget_save(save)
+            self._stats.count("num_abandoned_saves")
 
     def _count_failed_save(self, plan: SavePlan | PublishPlan, client: Client, error: KVStoreError) -> None:
         if isinstance(plan, PublishPlan):

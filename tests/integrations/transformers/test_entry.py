@@ -153,8 +153,8 @@ LOOPS = [all_once_more, a_place_too_far, other_tokens, embeddings, hidden_tokens
 @pytest.mark.parametrize("change", LOOPS)
 def test_a_loop_that_feeds_something_else_saves_nothing(wrap, model, prompt, is_right, caplog, change):
     odd = copy.deepcopy(model)
-    alter(odd, change)
     cached = wrap(odd, save_generated=True)
+    alter(odd, change)  # Wrapping it afterwards would be refused.
     with caplog.at_level(logging.WARNING, "kvstore"):
         for _ in range(1 if change is all_once_more else 2):
             cached.generate(prompt, **GREEDY)
@@ -170,8 +170,8 @@ def test_a_loop_that_feeds_something_else_saves_nothing(wrap, model, prompt, is_
 def test_a_loop_that_does_not_go_on_behind_what_is_loaded_is_refused(wrap, model, document, prompt, is_right, change):
     odd = copy.deepcopy(model)
     wrap(odd).generate(document, **GREEDY)
-    alter(odd, change)
     cached = wrap(odd)
+    alter(odd, change)
     with pytest.raises(InvalidRequest, match="loaded columns"):
         cached.generate(prompt, **GREEDY)
     assert cached.stats.num_saved_blocks == 0

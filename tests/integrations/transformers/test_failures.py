@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -61,7 +64,7 @@ def test_a_store_that_stopped_costs_nothing_but_the_cache_and_is_found_again(bui
 def test_a_store_that_stops_between_two_loads_of_one_prompt(build, tokens, wrap, store, caplog):
     model, prompt = build(), tokens(200)
     alone = model.generate(prompt, **GREEDY)
-    cached = wrap(model, staging_bytes=1)  # A block at a time.
+    cached = wrap(model, staging_bytes=2 * 12288)  # A block at a time.
     cached.generate(prompt, **GREEDY)
     client = cached._link._staging._client
     real_load, num_loads = client.load, 0
@@ -183,3 +186,127 @@ def test_nothing_is_left_pinned_or_open(build, tokens, wrap, store):
     cached.close()
     core.pool.check_integrity()
     assert (before.num_pinned, before.num_writing) == (0, 0)
+
+
+class Interrupted:
+    """A lock behind whose acquisition a Ctrl-C comes, once."""
+
+    def __init__(self, lock):
+        self.lock, self.num_left = lock, 1
+
+    def acquire(self, *args, **kwargs):
+        taken = self.lock.acquire(*args, **kwargs)
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise KeyboardInterrupt
+        return taken
+
+    def release(self):
+        self.lock.release()
+
+    __enter__ = acquire
+
+    def __exit__(self, *_):
+        self.release()
+
+
+@pytest.fixture
+def in_time():
+    """Whether something ends in another thread before too long."""
+
+    def check(act):
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        thread.join(4)
+        return not thread.is_alive()
+
+    return check
+
+
+@pytest.mark.parametrize("when", ["a load", "closing"])
+def test_an_interrupt_behind_a_lock_does_not_keep_it(build, tokens, wrap, in_time, when):
+    cached, prompt = wrap(build(), retry_s=10.0), tokens(50)
+    link = cached._link
+    link._lock = Interrupted(link._lock)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            link.use(lambda staging: None, None) if when == "a load" else cached.close()
+        if when == "a load":
+            assert in_time(lambda: cached.generate(prompt, **GREEDY))
+            assert (cached.stats.num_bypassed, cached.stats.num_saved_blocks) == (0, 3)
+        assert in_time(cached.close)
+        assert link._staging is None
+    finally:
+        link._lock = threading.RLock()  # So that nothing waits for it in vain.
+
+
+def test_a_signal_handler_does_not_use_the_buffer_under_what_it_interrupted(build, tokens, wrap):
+    cached = wrap(build())
+    link, seen = cached._link, []
+
+    def use(staging):
+        seen.append(link.use(lambda staging: "used", "bypassed"))
+        cached.close()
+        seen.append(staging is link._staging)
+        return "outer"
+
+    assert link.use(use, None) == "outer"
+    assert seen == ["bypassed", True]
+    assert link._staging is None, "it is given back when nothing uses it any more"
+
+
+def test_closing_does_not_wait_for_ever(build, tokens, wrap):
+    cached = wrap(build(), retry_s=0.1)
+    link, began, may_end = cached._link, threading.Event(), threading.Event()
+
+    def use(staging):
+        began.set()
+        assert may_end.wait(20)
+
+    user = threading.Thread(target=link.use, args=(use, None))
+    user.start()
+    assert began.wait(10)
+    closing = threading.Thread(target=cached.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    is_closed = not closing.is_alive()
+    may_end.set()
+    user.join(10)
+    closing.join(10)
+    assert is_closed
+    assert link._staging is None
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_interrupt_leaves_no_hook_on_the_model(build, tokens, wrap, monkeypatch, is_before):
+    model, prompt = build(), tokens(50)
+    cached, hook = wrap(model), model.register_forward_pre_hook
+    own = hook(lambda *_: None)
+
+    def register(*args, **kwargs):
+        handle = hook(*args, **kwargs)
+        if is_before:
+            raise KeyboardInterrupt
+        return handle
+
+    monkeypatch.setattr(model, "register_forward_pre_hook", register)
+    if is_before:
+        with pytest.raises(KeyboardInterrupt):
+            cached.generate(prompt, **GREEDY)
+    else:
+        cached.generate(prompt, **GREEDY)
+    assert list(model._forward_pre_hooks) == [own.id]
+    assert not model._forward_pre_hooks_with_kwargs
+
+
+def test_the_cache_of_a_call_is_freed_with_it(build, tokens, wrap):
+    cached = wrap(build())
+    gc.collect()
+    gc.disable()
+    try:
+        output = cached.generate(tokens(50), return_dict_in_generate=True, **GREEDY)
+        cache = weakref.ref(output.past_key_values)
+        del output
+        assert cache() is None
+    finally:
+        gc.enable()

@@ -97,7 +97,7 @@ def test_a_shared_prefix_is_loaded_and_the_rest_is_computed_and_saved(build, tok
 
 def test_a_small_staging_buffer_is_used_again_and_again(build, tokens, wrap):
     model, prompt = build(), tokens(200)
-    cached = wrap(model, staging_bytes=1)
+    cached = wrap(model, staging_bytes=2 * 12288)
     alone = model.generate(prompt, **EXACT)
     cached.generate(prompt, **EXACT)
 
@@ -300,7 +300,7 @@ def test_answers_of_a_padded_batch_are_saved_row_by_row(build, tokens, wrap):
 
 def test_threads_may_share_it(build, tokens, wrap):
     model = build()
-    cached = wrap(model, staging_bytes=1)
+    cached = wrap(model, staging_bytes=2 * 12288)
     prompts = [torch.cat([tokens(64), tokens(20, seed)], 1) for seed in range(1, 5)]
     expected = [model.generate(prompt, **GREEDY) for prompt in prompts]
 
@@ -315,3 +315,27 @@ def test_threads_may_share_it(build, tokens, wrap):
     assert cached.stats.num_requests == 12
     assert cached.stats.num_loaded_tokens >= 8 * 80  # From its second time on, a prompt finds all its full blocks.
     assert (cached.stats.num_store_failures, cached.stats.num_bypassed) == (0, 0)
+
+
+@pytest.mark.parametrize("where", ["wrapped", "generated", "model"])
+def test_inference_mode_anywhere(build, tokens, wrap, where):
+    with torch.inference_mode(where == "model"):
+        model = build()
+    prompt = tokens(60)
+    alone = model.generate(prompt, **GREEDY)
+    with torch.inference_mode(where == "wrapped"):
+        cached = wrap(model)
+    for mode in (where == "generated", False, True, False):
+        with torch.inference_mode(mode):
+            assert torch.equal(cached.generate(prompt, **GREEDY), alone)
+    assert (cached.stats.num_saved_blocks, cached.stats.num_loaded_tokens) == (3, 3 * 48)
+    assert cached.stats.num_store_failures == 0
+
+
+def test_a_compiled_model_shares_with_the_one_inside(build, tokens, wrap):
+    model, prompt = build(), tokens(60)
+    cached = wrap(torch.compile(model, backend="eager"))
+    assert cached.space == wrap(model).space
+    for _ in range(2):
+        assert torch.equal(cached.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY))
+    assert (cached.stats.num_saved_blocks, cached.stats.num_loaded_tokens) == (3, 48)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AttentionInterface, LlamaForCausalLM, XGLMConfig, XGLMForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvstore.errors import InvalidRequest, StoreUnavailable, UnsupportedModel
 from kvstore.integrations.transformers.identity import weights_digest
@@ -80,6 +83,75 @@ def test_weights_that_no_digest_sees_need_a_name(build, wrap):
     wrap(model, model_id="mine")
 
 
+class Packed(torch.nn.Module):
+    """Holds its weight as quantised layers do: in no parameter."""
+
+    def __init__(self, inner, kind):
+        super().__init__()
+        self.kind, weight = kind, inner.weight.detach()
+        if kind == "attribute":
+            self.packed = weight
+        elif kind == "object":
+            self.packed = torch.ops.quantized.linear_prepack(torch.quantize_per_tensor(weight, 0.01, 0, torch.qint8))
+        else:
+            self.held = [weight]
+
+    def get_extra_state(self):
+        return self.held if self.kind == "extra state" else None
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.kind != "extra state":
+            destination.pop(prefix + "_extra_state")
+        if self.kind == "state dict":
+            destination[prefix + "packed"] = self.held[0]
+
+    def forward(self, x):
+        weight = (
+            torch.ops.quantized.linear_unpack(self.packed)[0].dequantize()
+            if self.kind == "object"
+            else (self.packed if self.kind == "attribute" else self.held[0])
+        )
+        return torch.nn.functional.linear(x, weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["attribute", "object", "extra state", "state dict"])
+def test_weights_that_are_no_parameters_need_a_name(build, wrap, store, kind):
+    model = build()
+    model.model.layers[1].self_attn.q_proj = Packed(model.model.layers[1].self_attn.q_proj, kind).eval()
+    with pytest.raises(UnsupportedModel, match=r"layers.1.self_attn.q_proj.*pass model_id"):
+        wrap(model)
+    assert store.num_opened == 0
+    wrap(model, model_id="mine")
+
+
+@pytest.mark.filterwarnings("ignore")  # It is deprecated, and in use.
+def test_activations_with_a_scale_of_all_tokens_are_refused(build, wrap):
+    model = torch.ao.quantization.quantize_dynamic(build(), {torch.nn.Linear}, dtype=torch.qint8).eval()
+    with pytest.raises(UnsupportedModel, match=r"q_proj of dynamic quantisation"):
+        wrap(model, model_id="mine")
+
+
+def test_another_attention_counts(build, tokens, wrap):
+    AttentionInterface.register("half", lambda *given, **named: halved(*given, **named))
+    AttentionMaskInterface.register("half", sdpa_mask)
+
+    def halved(module, query, key, value, mask, **more):
+        return sdpa_attention_forward(module, query, key, value / 2, mask, **more)
+
+    model, other, prompt = build(), build(), tokens(40)
+    other.set_attn_implementation("half")
+    cached, apart = wrap(model), wrap(other)
+    assert cached.space.digest != apart.space.digest
+    for name in ("eager", "sdpa"):
+        other.set_attn_implementation(name)
+        assert wrap(other).space == cached.space
+    model.set_attn_implementation("half")
+    with pytest.raises(InvalidRequest, match="config"):
+        cached.generate(prompt, **GREEDY)
+
+
 def test_changed_weights_are_noticed(build, tokens, wrap):
     model = build()
     cached, prompt = wrap(model), tokens(40)
@@ -93,6 +165,91 @@ def test_changed_weights_are_noticed(build, tokens, wrap):
     renewed = wrap(model)
     assert torch.equal(renewed.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY))
     assert renewed.stats.num_loaded_tokens == 0
+
+
+def test_other_weights_at_the_address_of_freed_ones_are_noticed(build, tokens, wrap):
+    model, prompt = build(), tokens(40)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    memory = bytearray(weight.detach().numpy().tobytes())
+
+    def read_in():
+        """Gives the weight a storage of its own, at an address that others had."""
+        weight.data = torch.empty(0)
+        weight.data = torch.frombuffer(memory, dtype=torch.float32).view(-1, 64)
+
+    read_in()
+    cached = wrap(model)
+    cached.generate(prompt, **GREEDY)
+    before = (weight.data_ptr(), weight._version)
+    memory[4:8] = bytes(4)
+    read_in()
+    assert (weight.data_ptr(), weight._version) == before
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        cached.generate(prompt, **GREEDY)
+
+
+def test_weights_are_not_kept_in_memory(build, wrap):
+    model = build()
+    wrap(model)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    storage = StorageWeakRef(weight.untyped_storage())
+    weight.data = torch.empty(0)
+    assert storage.expired()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_writes_through_data_are_noticed(build, tokens, wrap, is_whole):
+    model, prompt = build(), tokens(40)
+    cached = wrap(model)
+    for layer in model.model.layers:
+        weight = layer.self_attn.v_proj.weight.data
+        change = 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+        weight += change if is_whole else change.where(torch.arange(len(weight))[:, None] > len(weight) // 2, 0)
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        cached.generate(prompt, **GREEDY)
+    assert cached.stats.num_saved_blocks == 0
+
+
+def test_a_weight_in_any_order_of_memory(build, tokens, wrap):
+    model, prompt = build(), tokens(40)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight.data = weight.detach().t().contiguous().t()
+    cached = wrap(model)
+    cached.generate(prompt, **GREEDY)
+    weight.data += 1
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        cached.generate(prompt, **GREEDY)
+
+
+def sinusoids():
+    """A model that lengthens a buffer of its own when a prompt is longer than all before."""
+    sizes = {"vocab_size": 211, "d_model": 64, "num_layers": 2, "ffn_dim": 96, "attention_heads": 4}
+    torch.manual_seed(1)
+    model = XGLMForCausalLM(XGLMConfig(**sizes, max_position_embeddings=64, eos_token_id=None, pad_token_id=1))
+    return model.eval()
+
+
+@pytest.mark.parametrize("named", [{}, {"model_id": "mine"}])
+def test_a_derived_buffer_may_be_lengthened(tokens, wrap, named):
+    model, long = sinusoids(), tokens(96)
+    cached = wrap(model, **named)
+    length = len(model.model.embed_positions.weights)
+    for prompt in (long[:, :40], long, long[:, :40], long):
+        mask = torch.ones_like(prompt)
+        answer = cached.generate(prompt, attention_mask=mask, **GREEDY)
+        assert torch.equal(answer, model.generate(prompt, attention_mask=mask, **GREEDY))
+    assert len(model.model.embed_positions.weights) > length
+    assert cached.stats.num_loaded_tokens == 32 + 32 + 80
+    assert cached.stats.num_unsaved_blocks == 0
+
+
+@pytest.mark.parametrize("change", [lambda each: 2 * each, lambda each: each[:-1], lambda each: each.roll(1)])
+def test_a_derived_buffer_of_other_content_is_refused(tokens, wrap, change):
+    model, prompt = sinusoids(), tokens(40)
+    cached, positions = wrap(model), model.model.embed_positions
+    positions.weights = change(positions.weights)
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        cached.generate(prompt, **GREEDY)
 
 
 def test_training_mode_autocast_and_closed_ones_are_refused(build, tokens, wrap):

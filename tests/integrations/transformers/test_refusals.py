@@ -91,6 +91,9 @@ def test_adapters(wrap, build, tokens):
         ({"custom_generate": lambda *_, **__: None}, "custom_generate"),
         ({"input_ids": torch.ones(1, 40).long()}, "once"),
         ({"attention_mask": torch.ones(1, 39).long()}, "shape"),
+        ({"attention_mask": torch.full((1, 40), 2)}, "0 for padding"),
+        ({"attention_mask": torch.full((1, 40), -1)}, "0 for padding"),
+        ({"attention_mask": torch.full((1, 40), 0.5)}, "0 for padding"),
         ({"attention_mask": torch.tensor([[1] * 39 + [0]])}, "left only"),
         ({"attention_mask": torch.tensor([[1] * 20 + [0] + [1] * 19])}, "left only"),
         ({"pad_token_id": 7}, "left only"),
@@ -131,3 +134,36 @@ def test_padding_where_the_model_counts_positions_by_itself(wrap, tokens):
     mask[0, :5] = 0
     with pytest.raises(InvalidRequest, match="one length"):
         cached.generate(prompts, attention_mask=mask, **GREEDY)
+
+
+def test_what_is_no_model_and_what_is_no_store(wrap, build, store):
+    for given, on, said in (
+        ("gpt2", store, "model: wanted"),
+        (build().model, store, "model: wanted"),
+        (build(), "default", "store: wanted"),
+        (build(), None, "store: wanted"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            wrap(given, on)
+
+
+def test_a_buffer_of_less_than_two_blocks(wrap, build, store):
+    block_bytes = 12288
+    for too_small in (0, 10, 2 * block_bytes - 1):
+        with pytest.raises(ConfigError, match=f"staging_bytes.*{2 * block_bytes}"):
+            wrap(build(), staging_bytes=too_small)
+    assert store.num_opened == 0
+    wrap(build(), staging_bytes=2 * block_bytes)
+
+
+def test_inputs_that_a_generate_of_the_models_own_takes(wrap, build, tokens):
+    class OfImages(transformers.LlamaForCausalLM):
+        def generate(self, input_ids=None, pixel_values=None, **options):
+            assert pixel_values is None
+            return super().generate(input_ids, **options)
+
+    cached, prompt = wrap(OfImages(build().config).eval()), tokens(40)
+    with pytest.raises(InvalidRequest, match="pixel_values"):
+        cached.generate(prompt, pixel_values=torch.zeros(1, 3, 8, 8), **GREEDY)
+    cached.generate(prompt, **GREEDY)
+    assert cached.stats.num_saved_blocks == 2

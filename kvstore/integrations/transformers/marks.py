@@ -1,0 +1,155 @@
+"""Seeing that a model is not what its namespace was made of any more: other weights, other buffers, another config.
+
+A digest of all weights before each `generate` would take too long. Where they lie, how often torch has counted a
+write, and a few elements of each tensor show almost every change; docs/transformers.md says which ones they do not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kvstore.errors import InvalidRequest
+from kvstore.integrations.transformers.identity import config_of
+
+_NUM_SAMPLED = 16
+"""Elements of each tensor that are compared: writes through `.data` are counted nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where a tensor lies, and how often it was written.
+
+    Args:
+        storage: weak, so that weights can be freed; its address is given to no other while this is held.
+        place: of the first element, dtype and shape.
+        version: torch's count of writes; 0 where it keeps none.
+    """
+
+    storage: StorageWeakRef | None
+    place: tuple[object, ...]
+    version: int
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        if self.storage is not None and self.storage.cdata != tensor.untyped_storage()._cdata:
+            return False
+        return self.place == _place(tensor) and self.version == _version(tensor)
+
+
+class Marks:
+    """What a model was like when it was wrapped.
+
+    Args:
+        model: whose parameters, buffers and config are remembered; not kept alive.
+    """
+
+    def __init__(self, model: Any) -> None:
+        weights, derived = _tensors_of(model)
+        self._config = json.dumps(config_of(model), sort_keys=True)
+        self._weights, self._samples = [_mark(each) for each in weights], _samples(weights)
+        self._derived, self._derived_samples = [_mark(each) for each in derived], _samples(derived)
+        self._derived_digests = [(tuple(each.shape), _digest(each)) for each in derived]
+
+    def check(self, model: Any) -> None:
+        """Refuse a model that was changed since.
+
+        A buffer that is no part of the checkpoint may be lengthened, as sinusoids are for a long prompt.
+
+        Raises:
+            InvalidRequest: weights or buffers were written to or moved, or a setting of the config is another.
+        """
+        weights, derived = _tensors_of(model)
+        if not (_are(self._weights, weights) and _are_equal(self._samples, _samples(weights))):
+            self._refuse("weights")
+        if not (_are(self._derived, derived) and _are_equal(self._derived_samples, _samples(derived))):
+            if len(derived) != len(self._derived_digests) or not all(
+                _begins_with(each, *known) for each, known in zip(derived, self._derived_digests, strict=True)
+            ):
+                self._refuse("buffers")
+            # Only these marks are new: what counts is still the content when the namespace was made.
+            self._derived, self._derived_samples = [_mark(each) for each in derived], _samples(derived)
+        if self._config != json.dumps(config_of(model), sort_keys=True):
+            self._refuse("config")
+
+    def _refuse(self, what: str) -> None:
+        raise InvalidRequest(
+            f"wanted the {what} that this namespace was made of, got another: changed or moved since; close this "
+            "PrefixCachedModel and make a new one, which gets the namespace of the new model"
+        )
+
+
+def _tensors_of(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return parameters and saved buffers, and the buffers that the model derives by itself; each of them once."""
+    weights, derived = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+    for module in model.modules():
+        for each in module._parameters.values():
+            if each is not None:
+                weights[id(each)] = each
+        for name, each in module._buffers.items():
+            if each is not None:
+                (derived if name in module._non_persistent_buffers_set else weights)[id(each)] = each
+    return list(weights.values()), list(derived.values())
+
+
+def _mark(tensor: torch.Tensor) -> _Mark:
+    try:
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    except (NotImplementedError, RuntimeError):  # Quantised and distributed tensors may have none of their own.
+        storage = None
+    return _Mark(storage, _place(tensor), _version(tensor))
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _are(marks: list[_Mark], tensors: list[torch.Tensor]) -> bool:
+    return len(marks) == len(tensors) and all(mark.is_of(tensor) for mark, tensor in zip(marks, tensors, strict=True))
+
+
+def _samples(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return bytes of a few elements of each plain tensor: one gather for each device and dtype."""
+    found = defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]](list)
+    with torch.no_grad():
+        for each in tensors:
+            if type(each) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not each.is_meta and each.numel():
+                found[each.device, each.dtype].append(_sample(each))
+        return [torch.cat(each).view(torch.uint8) for each in found.values()]
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    # Not a whole number of rows apart, so that not all are of one column.
+    num, step = min(_NUM_SAMPLED, tensor.numel()), max(1, (tensor.numel() - 1) // _NUM_SAMPLED)
+    if tensor.is_contiguous():
+        return tensor.as_strided((num,), (step,), tensor.storage_offset())
+    return tensor[torch.unravel_index(step * torch.arange(num, device=tensor.device), tensor.shape)]
+
+
+def _are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        one.device == other.device and torch.equal(one, other) for one, other in zip(some, others, strict=True)
+    )
+
+
+def _begins_with(tensor: torch.Tensor, shape: tuple[int, ...], digest: bytes) -> bool:
+    """Whether a tensor is what it was, or that with more rows behind it."""
+    if tensor.dim() != len(shape) or tuple(tensor.shape[1:]) != shape[1:] or (shape and len(tensor) < shape[0]):
+        return False
+    return _digest(tensor[: shape[0]] if shape else tensor) == digest
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    found = sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if not tensor.is_meta:
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()

@@ -1,0 +1,165 @@
+"""Trying a model out when it is wrapped: is KV of a prefix the same, however a prompt gets into the cache?
+
+What a model makes of positions, masks and padding lies in code of its own, of which some drops the positions that
+`generate` counts, or counts them anew by the tokens that look like padding. No config says so; a few tokens do.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from kvstore.errors import InvalidRequest, UnsupportedModel
+from kvstore.integrations.transformers.identity import SUPPORTED, new_cache
+from kvstore.integrations.transformers.prompts import Prompts
+from kvstore.integrations.transformers.witness import Witness
+
+_NUM_PADDING, _NUM_SHORT, _NUM_FRESH = 7, 5, 4
+"""Columns of padding, tokens of the padded prompt, and columns that are computed behind a filled cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """KV of each layer, [rows, heads, columns, head_dim] in float64, and logits of the first new token."""
+
+    planes: list[torch.Tensor]
+    logits: torch.Tensor
+    cache: DynamicCache
+
+
+def can_pad(model: Any, device: torch.device) -> bool:
+    """Run a model five times on a dozen tokens, and compare KV and logits.
+
+    Nothing of it stays: RNG states, settings and hooks are as before.
+
+    Args:
+        model: as `generate` runs it, with full attention in every layer.
+        device: of its KV.
+
+    Returns:
+        Whether a row that is padded on the left has the KV that it has alone.
+
+    Raises:
+        UnsupportedModel: a prompt that goes on from a filled cache gets other KV than one that is computed in one
+            run, or the model computes other tokens, or at other positions, than those of the prompt.
+    """
+    tokens, special = _tokens_of(model)
+    long = torch.tensor([[*tokens[:4], *special, *tokens[4:8]]], device=model.device)
+    short = torch.tensor([tokens[8 : 8 + _NUM_SHORT]], device=model.device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        whole = _run(model, long, torch.ones_like(long))
+        going_on = _run(model, long, torch.ones_like(long), whole)
+        if whole is None or going_on is None or not _are_alike(going_on, whole, 0, 0, long.shape[1]):
+            raise UnsupportedModel(
+                f"wanted KV that depends on the tokens before it alone, but {type(model).__name__} computes a prompt "
+                "otherwise behind a filled cache than in one run, or gives its tokens other positions than 0, 1, 2.. "
+                f"(as M-RoPE does, or counting those that look like padding); {SUPPORTED}"
+            )
+        width = max(_NUM_PADDING + _NUM_SHORT, long.shape[1])
+        rows = torch.full((2, width), tokens[-1], dtype=long.dtype, device=model.device)
+        mask = torch.zeros_like(rows)
+        for row, prompt in enumerate((short, long)):
+            rows[row, width - prompt.shape[1] :], mask[row, width - prompt.shape[1] :] = prompt[0], 1
+        alone, padded = _run(model, short, torch.ones_like(short)), _run(model, rows, mask)
+        if alone is None or padded is None:
+            return False
+        going_on = _run(model, rows, mask, padded)
+        return going_on is not None and all(
+            _are_alike(found, wanted, row, width - num_tokens, num_tokens)
+            for found in (padded, going_on)
+            for row, (wanted, num_tokens) in enumerate(((alone, short.shape[1]), (whole, long.shape[1])))
+        )
+
+
+def _tokens_of(model: Any) -> tuple[list[int], list[int]]:
+    """Return a few ordinary tokens, and, twice each, those that may be taken for padding."""
+    text = model.config.get_text_config(decoder=True)
+    configs = (model.generation_config, text, model.config)
+    embeddings = model.get_input_embeddings()
+    num_tokens = int(getattr(embeddings, "num_embeddings", 0) or text.vocab_size)
+    ids: dict[str, set[int]] = {"": set()}
+    for config in configs:
+        for name, value in vars(config).items():
+            if "token" in name and ("_id" in name or "_index" in name):
+                found = value if isinstance(value, list | tuple) else [value]
+                ids.setdefault(name, set()).update(each for each in found if type(each) is int)
+    special = sorted({each for name in ("pad_token_id", "eos_token_id", "bos_token_id") for each in ids.get(name, ())})
+    taken = set().union(*ids.values())
+    # Spread over the vocabulary, the same ones each time.
+    ordinary = [each for at in range(200) if (each := (11 + 7919 * at) % num_tokens) not in taken]
+    while len(ordinary) < 14:
+        ordinary += ordinary or [0]
+    return ordinary[:14], [each for each in special[:4] if 0 <= each < num_tokens for _ in range(2)]
+
+
+def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None = None) -> _Run | None:
+    """Have prompts computed as `generate` does; None where something else was computed.
+
+    Args:
+        model: that runs.
+        rows: of tokens.
+        mask: of padding.
+        filled: a run of which all but the last few columns are in the cache before.
+    """
+    cache, num_filled = new_cache(model), 0
+    if filled is not None:
+        num_filled = rows.shape[1] - _NUM_FRESH
+        for layer, each in enumerate(filled.cache.layers):
+            cache.update(each.keys[:, :, :num_filled].clone(), each.values[:, :, :num_filled].clone(), layer)
+    num_padding = tuple((mask == 0).sum(1).tolist())
+    prompts = Prompts(
+        input_ids=rows, attention_mask=mask, num_padding=num_padding, num_copies=1, follows_rows=True, may_load=True
+    )
+    # A copy of the outermost object alone, so that no setting of the model's own changes what is run.
+    bare = copy.copy(model)
+    bare.generation_config = GenerationConfig(
+        max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1, pad_token_id=0
+    )
+    try:
+        with Witness(bare, cache, prompts, num_filled, sees_answer=False) as witness:
+            output = bare.generate(
+                rows.clone(),
+                attention_mask=mask.clone(),
+                past_key_values=cache,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+    except InvalidRequest:  # Of the witness.
+        return None
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"wanted a model that generates from tokens alone, but {type(model).__name__} said: {error}; {SUPPORTED}"
+        ) from error
+    if witness.num_right() < rows.shape[1]:
+        return None
+    planes = [plane.double() for layer in cache.layers for plane in (layer.keys, layer.values)]
+    return _Run(planes, output.logits[0].double(), cache)
+
+
+def _are_alike(found: _Run, wanted: _Run, row: int, begin: int, num_tokens: int) -> bool:
+    """Whether a row's tokens, from a column on, have the KV and the logits of a run of them alone.
+
+    Other batches are summed in another order. Of the tokens of a plane the middle one counts, so that a router of
+    experts which a rounding turns elsewhere is no difference; logits count where rounding is small.
+    """
+    layer = wanted.cache.layers[0]
+    precision = torch.finfo(layer.keys.dtype).eps
+    limit = max(0.01, 8 * precision)
+    pairs = [
+        (one[row, :, begin : begin + num_tokens], other[0, :, :num_tokens])
+        for one, other in zip(found.planes, wanted.planes, strict=True)
+    ]
+    if precision < 1e-5:
+        pairs.append((found.logits[row, None, None], wanted.logits[0, None, None]))
+    # Of what was loaded nothing is to be seen.
+    last = slice(-min(_NUM_FRESH, num_tokens), None)
+    for one, other in pairs:
+        error, size = (one - other).norm(dim=(0, 2)), other.norm(dim=(0, 2))
+        is_alike = error[last] <= limit * size[last] + 1e-9
+        if 2 * int(is_alike.sum()) <= len(is_alike):
+            return False
+    return True
