@@ -39,8 +39,8 @@ def node_stores(name: str) -> dict[str, Any]:
     return found
 
 
-def end_actors(name: str) -> None:
-    """End the actors of a store, on every node. What does not answer is killed.
+def end_actors(name: str, patience_s: float = _CALL_S) -> None:
+    """End the actors of a store, on every node. What does not answer within `patience_s` is killed.
 
     The supervisor goes last, though it makes nothing any more from the beginning: where this call is interrupted,
     another one finds by it what is left to end.
@@ -48,8 +48,8 @@ def end_actors(name: str) -> None:
     supervisor = None
     with contextlib.suppress(KVStoreError):
         supervisor = find_actor(actor_name(name, "supervisor"))
-        call("supervisor", supervisor.stop, timeout_s=_CALL_S)
-    deadline_s = time.monotonic() + _CALL_S
+        call("supervisor", supervisor.stop, timeout_s=patience_s)
+    deadline_s = time.monotonic() + patience_s
     handles = node_stores(name)
     stopping = {}
     for node, handle in handles.items():

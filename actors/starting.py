@@ -14,8 +14,9 @@ import ray
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.actors.cluster import Store
 from kvstore.actors.ending import end_actors, node_stores, starter_of
-from kvstore.actors.joining import Joined, join_ray
+from kvstore.actors.joining import Joined
 from kvstore.actors.ray_sessions import RaySession
+from kvstore.actors.ray_use import USE
 from kvstore.actors.supervisor import Supervisor, alive_nodes
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import (
@@ -33,17 +34,16 @@ logger = logging.getLogger(__name__)
 _CALL_S = 10.0
 #: How long a store that is being ended is given before it is looked for again.
 _ENDS_S = 0.2
+#: How long each part of a store that did not come up in time is given to end by itself: the time is over already.
+_UNDO_S = 2.0
 
 
 def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
     """Start or join a store; see kvstore.start."""
-    joined = join_ray(address, may_start=True)
-    try:
-        store = _start(config, timeout_s, joined.session)
-    except BaseException:
-        if joined.started:
-            ray.shutdown()
-        raise
+    deadline_s = time.monotonic() + timeout_s
+    with USE.joined(address, config.name, deadline_s, may_start=True) as joined:
+        store = _start(config, deadline_s, joined.session)
+        USE.hold(store)
     if joined.session.is_own:
         # Ray ends with this process without telling its actors, which leave their sockets.
         atexit.register(_stop_at_exit, store)
@@ -51,8 +51,7 @@ def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
     return store
 
 
-def _start(config: StoreConfig, timeout_s: float, session: RaySession) -> Store:
-    deadline_s = time.monotonic() + timeout_s
+def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store:
     while (store := _start_once(config, deadline_s, session)) is None:
         if time.monotonic() + _ENDS_S > deadline_s:
             raise StoreUnavailable(
@@ -110,8 +109,8 @@ def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str
 def _end_if_started(name: str, own_id: str) -> None:
     """End a store that this process began and will not have: its supervisor, which may only come up, would make it."""
     try:
-        if starter_of(name) == own_id:
-            end_actors(name)
+        if starter_of(name, _UNDO_S) == own_id:
+            end_actors(name, _UNDO_S)
     except KVStoreError as error:
         logger.warning("store %r may have been started, and could not be asked: %s; destroy() ends it", name, error)
 
@@ -164,7 +163,7 @@ def _wait_ready(store: Store, supervisor: Any, deadline_s: float) -> None:
         if served and set(served) == set(alive_nodes()) <= set(handles):
             for node in served:
                 left_s = max(0.1, deadline_s - time.monotonic())
-                if not call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + _CALL_S):
+                if not call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + 1):
                     raise StoreUnavailable(
                         f"the mover of node {node} was not ready in time; see `kvstore doctor` and its log"
                     )
@@ -191,9 +190,11 @@ def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> St
 
 def connect(name: str, address: str | None, timeout_s: float) -> Store:
     """Find a running store; see kvstore.connect."""
-    joined = join_ray(address, may_start=False)
-    supervisor = find_actor(actor_name(name, "supervisor"))
-    running = call("supervisor", supervisor.config, timeout_s=timeout_s)
-    store = Store(_check_compatible(None, running), joined.session)
+    deadline_s = time.monotonic() + timeout_s
+    with USE.joined(address, name, deadline_s, may_start=False) as joined:
+        supervisor = find_actor(actor_name(name, "supervisor"))
+        running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        store = Store(_check_compatible(None, running), joined.session)
+        USE.hold(store)
     _log_joined(store, joined)
     return store
