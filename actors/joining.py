@@ -137,6 +137,18 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
     return Joined(current_session(), False, True, why)
 
 
+def check_named(address: str | None) -> None:
+    """Refuse to take one of several Rays of this machine for the one that is meant, before something is ended in it.
+
+    Raises:
+        ConfigError: several run here, and neither `address` nor RAY_ADDRESS, nor a Ray of this process, says which.
+    """
+    if address not in (None, "", AUTO) or os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+        return
+    if len(addresses := [one.address for one in rays_here()]) > 1:
+        raise ConfigError(_several(addresses))
+
+
 def find_ray() -> tuple[str | None, str]:
     """Return the address of the Ray that `ray start` began on this machine, None without one, and how it was found.
 

@@ -13,7 +13,7 @@ import pytest
 from ray.core.generated import gcs_service_pb2
 
 from kvstore.actors import joining, ray_sessions
-from kvstore.actors.joining import check_answers, find_ray, join_ray
+from kvstore.actors.joining import check_answers, check_named, find_ray, join_ray
 from kvstore.actors.ray_sessions import LocalRay
 from kvstore.errors import ConfigError, StoreNotRunning
 
@@ -164,3 +164,19 @@ def test_a_record_that_is_no_file_is_none(monkeypatch, tmp_path, kind):
     else:
         file.mkdir()
     assert ray_sessions.recorded_address() is None
+
+
+def test_of_several_rays_none_is_taken_for_the_one_that_is_meant(monkeypatch):
+    rays = [LocalRay(f"127.0.0.1:{port}", "/tmp/ray", port == 1) for port in (1, 2)]
+    monkeypatch.setattr(joining, "rays_here", lambda: rays)
+    monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for address in (None, "auto"):
+        with pytest.raises(ConfigError, match=r"got 2: 127\.0\.0\.1:1, 127\.0\.0\.1:2; say which"):
+            check_named(address)
+    check_named("127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    check_named(None)
+    monkeypatch.delenv("RAY_ADDRESS")
+    del rays[0]
+    check_named(None)
