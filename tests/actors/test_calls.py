@@ -153,6 +153,24 @@ def test_an_unknown_name_and_a_lost_reference(initialised, monkeypatch):
         answer("directory", None, 1.0)
 
 
+def test_a_ray_that_another_thread_shuts_down_is_not_replaced_by_another(monkeypatch):
+    begun, connected = [], [True]
+    monkeypatch.setattr(ray, "is_initialized", lambda: connected[0])
+    monkeypatch.setattr(ray, "init", lambda: begun.append("here"))
+
+    def ask():
+        with ray_failures("asking"):
+            connected[0] = False  # After it was looked whether there is a Ray.
+            ray.get_actor("raykv/x/directory")
+
+    with pytest.raises(StoreNotRunning, match="disconnected"):
+        ask()
+    assert begun == []
+    with pytest.raises(Exception, match="ray"):
+        ray.get_actor("of the program itself")
+    assert begun == ["here"]
+
+
 class Lost:
     """A method of an actor of a Ray that this process is no longer connected to."""
 
