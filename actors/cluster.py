@@ -214,11 +214,12 @@ class Store:
         """End the store if this handle started it, and this handle in any case. May be called again.
 
         A store that others started goes on; `destroy` ends it. A Ray that `kvstore.start` began for this process is
-        ended with the last store in it, every other Ray goes on.
+        ended with the last store in it, every other Ray goes on. Where such a Ray does not say which stores it has, the
+        open handles of this process say whether it is needed.
 
         Raises:
             WrongCluster, StoreNotRunning: this process is not connected to the store's Ray any more; the store goes on.
-            StoreUnavailable, TransferError: that Ray does not answer.
+            StoreUnavailable, TransferError: that Ray does not answer, and goes on; this handle is as it was.
         """
         if self._pid != os.getpid():
             return  # A fork: the store is its parent's to stop.
