@@ -252,25 +252,26 @@ class Store:
         Args:
             only: not if another call than this one started what runs now.
         """
-        name, failed = self.config.name, None
         USE.drop(self)
+        try:
+            self._end_and_leave(only)
+        except BaseException:
+            USE.hold(self)  # Still open: another call may end the store.
+            raise
+
+    def _end_and_leave(self, only: str | None) -> None:
+        name, failed = self.config.name, None
         try:
             check_answers(self.address)
             is_over = within(f"the end of store {name!r}", _END_S, lambda: self._end_actors(only))
         except KVStoreError as error:
             is_over, failed = not USE.starts(name, self._session), error
-        except BaseException:
-            USE.hold(self)
-            raise
-        others = []
-        if self._session.is_own:
-            others = USE.leave(self._session, name if is_over else None)
+        others = USE.leave(self._session, name if is_over else None) if self._session.is_own else []
         if others:
             logger.info("the Ray at %s goes on, for the stores %s", self.address, ", ".join(others))
         if failed is None:
             return
         if others or not self._session.is_own:
-            USE.hold(self)  # Still open: another call may end the store.
             raise failed
         logger.warning("store %r ended with its Ray, at %s: %s", name, self.address, failed)
 

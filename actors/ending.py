@@ -51,6 +51,9 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
     The supervisor goes last, though it makes nothing any more from the beginning: where this call is interrupted,
     another one finds by it what is left to end.
     """
+    own: dict[str, Any] = {}
+    with contextlib.suppress(KVStoreError):
+        own = {path: handle for path in actors_of(name) if (handle := _found(path)) is not None}
     supervisor = None
     with contextlib.suppress(*_NOT_TOLD):
         supervisor = find_actor(actor_name(name, "supervisor"))
@@ -74,13 +77,25 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
     if supervisor is not None:
         with contextlib.suppress(KVStoreError), ray_failures("supervisor"):
             ray.kill(supervisor)
-    # What is on nodes that do not count as living, say, or was made by a supervisor that had hung and went on.
+    # What is on nodes that do not count as living, say. By handles, not names: a new store may have these by now.
+    for path, handle in own.items():
+        with contextlib.suppress(KVStoreError), ray_failures(path):
+            ray.kill(handle)
+    deadline_s = time.monotonic() + patience_s
+    while own and time.monotonic() < deadline_s:  # Ray knows them a moment longer.
+        own = {path: handle for path, handle in own.items() if _is_there(path, handle)}
+        time.sleep(0.02)
+
+
+def _found(path: str) -> Any:
     with contextlib.suppress(KVStoreError):
-        for left in actors_of(name):
-            with contextlib.suppress(KVStoreError):
-                handle = find_actor(left)
-                with ray_failures(left):
-                    ray.kill(handle)
+        return find_actor(path)
+    return None
+
+
+def _is_there(path: str, handle: Any) -> bool:
+    found = _found(path)
+    return found is not None and found._actor_id == handle._actor_id
 
 
 def end_store(name: str, say: Callable[[str], None]) -> None:
