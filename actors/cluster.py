@@ -219,7 +219,7 @@ class Store:
 
         Raises:
             WrongCluster, StoreNotRunning: this process is not connected to the store's Ray any more; the store goes on.
-            StoreUnavailable, TransferError: that Ray does not answer, and goes on; this handle is as it was.
+            StoreUnavailable, TransferError: that Ray does not answer, and goes on; this may be called again.
         """
         if self._pid != os.getpid():
             return  # A fork: the store is its parent's to stop.
@@ -252,14 +252,7 @@ class Store:
         Args:
             only: not if another call than this one started what runs now.
         """
-        USE.drop(self)
-        try:
-            self._end_and_leave(only)
-        except BaseException:
-            USE.hold(self)  # Still open: another call may end the store.
-            raise
-
-    def _end_and_leave(self, only: str | None) -> None:
+        USE.drop(self)  # Whatever comes of it, nothing needs to go on for this handle.
         name, failed = self.config.name, None
         try:
             check_answers(self.address)

@@ -56,22 +56,19 @@ class RayUse:
             StoreBusy: another thread joins or leaves Ray, and is not done by `deadline_s`.
             KVStoreError: as `join_ray`.
         """
-        call = object()
-        with self._alone(deadline_s):
-            joined = join_ray(address, may_start=may_start, deadline_s=deadline_s)
-            with self._lock:
-                self._calls[call] = joined.session.name, name
-                if joined.connected:
-                    self._unused = joined.session.name
+        call, joined = object(), None
         try:
+            with self._alone(deadline_s):
+                joined = join_ray(address, may_start=may_start, deadline_s=deadline_s)
+                with self._lock:
+                    self._calls[call] = joined.session.name, name
+                    if joined.connected:
+                        self._unused = joined.session.name
             yield joined
         except BaseException:
             self._forget(call)
-            try:
-                if joined.session.is_own or self._unused == joined.session.name:
-                    self.leave(joined.session)
-            except KVStoreError as error:
-                logger.warning("this process stays connected to the Ray at %s: %s", joined.session.address, error)
+            if joined is not None:
+                self._undo(joined.session)
             raise
         finally:
             self._forget(call)
@@ -117,6 +114,8 @@ class RayUse:
                     check_answers(session.address)
                     handles = set(within("the stores of this Ray", _ASK_S, stores_here))
                 except KVStoreError as error:
+                    if isinstance(error.__cause__, ConnectionRefusedError):
+                        handles = set()  # Its head is a process of this machine: where nobody listens, it has ended.
                     logger.warning("which stores the Ray at %s has is not known: %s", session.address, error)
             others = sorted((handles - {name}) | starting)
             if not others:
@@ -124,6 +123,14 @@ class RayUse:
                     self._unused = None
                 ray.shutdown()
             return others
+
+    def _undo(self, session: RaySession) -> None:
+        """Leave the Ray of a call that failed, if it was for such calls only that this process joined it."""
+        try:
+            if session.is_own or self._unused == session.name:
+                self.leave(session)
+        except KVStoreError as error:
+            logger.warning("this process stays connected to the Ray at %s: %s", session.address, error)
 
     def _forget(self, call: object) -> None:
         with self._lock:

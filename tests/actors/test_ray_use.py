@@ -18,7 +18,7 @@ from kvstore.actors.joining import Joined
 from kvstore.actors.ray_sessions import RaySession
 from kvstore.actors.ray_use import RayUse
 from kvstore.config import StoreConfig
-from kvstore.errors import StoreBusy, StoreUnavailable
+from kvstore.errors import StoreBusy, StoreNotRunning, StoreUnavailable
 
 OWN = RaySession("127.0.0.1:1", "session_own", is_own=True)
 OTHER = RaySession("127.0.0.1:2", "session_other")
@@ -90,6 +90,17 @@ def test_a_ray_of_which_nothing_is_known_goes_on_for_the_open_handles_of_this_pr
     assert world.session is OWN
     use.drop(b)
     assert use.leave(OWN, "b") == []
+    assert world.session is None
+
+
+def test_a_ray_that_has_ended_goes_on_for_no_handle(use, world, monkeypatch):
+    def refuse(address):
+        raise StoreNotRunning("nobody listens") from ConnectionRefusedError()
+
+    world.session, b = OWN, Handle("b")
+    use.hold(b)
+    monkeypatch.setattr(ray_use, "check_answers", refuse)
+    assert use.leave(OWN, "a") == []
     assert world.session is None
 
 
