@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 from ray import exceptions as ray_errors
+from ray._private import auto_init_hook
 from ray._private import worker as ray_worker
 
 from kvstore.errors import ForkedClient, KVStoreError, PeerLost, StoreNotRunning, TransferTimeout
@@ -66,6 +68,30 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
+class _OwnCalls(threading.local):
+    """How many of our Ray calls this thread is inside."""
+
+    depth = 0
+
+
+_own_calls = _OwnCalls()
+
+
+def _auto_init(auto_init: Callable[[], None] = auto_init_hook.auto_init_ray) -> None:
+    """Have Ray connect a process at its first call, as it does, but never for a call of ours.
+
+    Another thread may shut Ray down just before one, which then would go to whatever other Ray runs here.
+    """
+    if not _own_calls.depth:
+        auto_init()
+    elif not ray.is_initialized():
+        raise StoreNotRunning("this process has just been disconnected from Ray; call kvstore.connect() again")
+
+
+# RAY_ENABLE_AUTO_CONNECT=0 would change it for the program's own calls, too.
+auto_init_hook.auto_init_ray = _auto_init
+
+
 @contextlib.contextmanager
 def ray_failures(what: str) -> Iterator[None]:
     """Raise one of our errors for whatever way a Ray call inside fails; the one place that knows these ways.
@@ -82,6 +108,7 @@ def ray_failures(what: str) -> Iterator[None]:
     check_not_forked()
     if not ray.is_initialized():
         raise StoreNotRunning(f"{what}: Ray is not initialised in this process; call kvstore.connect() first")
+    _own_calls.depth += 1
     try:
         yield
     # First: what an actor raised comes as an error that is of Ray's class and of its own.
@@ -96,6 +123,8 @@ def ray_failures(what: str) -> Iterator[None]:
         raise TransferTimeout(f"{what}: no answer in time: {type(error).__name__}: {error}") from error
     except (ray_errors.RayError, *_OTHER_RAY_FAILURES) as error:
         raise PeerLost(f"{what}: {type(error).__name__}: {error}") from error
+    finally:
+        _own_calls.depth -= 1
 
 
 def find_actor(name: str) -> Any:

@@ -13,9 +13,10 @@ import ray
 
 from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor
 from kvstore.actors.clearing import clear_everywhere
-from kvstore.actors.ending import end_actors, node_stores, starter_of, stores_here, within
+from kvstore.actors.ending import end_actors, node_stores, starter_of, within
 from kvstore.actors.joining import check_goes_on
 from kvstore.actors.ray_sessions import RaySession, current_session
+from kvstore.actors.ray_use import USE, is_connected
 from kvstore.actors.supervisor import alive_nodes
 from kvstore.bounds import check_count, check_seconds
 from kvstore.config import StoreConfig
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
 _END_S = 30.0
+#: How long the supervisor is given to say which call started it. The rest of `_END_S` is for ending what hangs.
+_STARTER_S = 5.0
 
 
 class Store:
@@ -210,27 +213,30 @@ class Store:
         """
         if self._session.is_own:
             self.stop()
+        USE.drop(self)
         self._closed = True
 
     def stop(self) -> None:
         """End the store if this handle started it, and this handle in any case. May be called again.
 
         A store that others started goes on; `destroy` ends it. A Ray that `kvstore.start` began for this process is
-        ended with the last store in it, every other Ray goes on.
+        ended with the last store in it, every other Ray goes on. Where such a Ray does not say which stores it has, the
+        open handles of this process say whether it is needed.
 
         Raises:
             WrongCluster, StoreNotRunning: this process is not connected to the store's Ray any more; the store goes on.
-            StoreUnavailable, TransferError: that Ray does not answer.
+            StoreUnavailable, TransferError: that Ray does not answer, and goes on; this may be called again.
         """
         if self._pid != os.getpid():
             return  # A fork: the store is its parent's to stop.
         if self._started_as is None:
             if not self._closed:
                 logger.info("store %r goes on: others started it. destroy() ends it for all", self.config.name)
-        elif not self._session.is_own or self._is_connected():
+        elif not self._session.is_own or is_connected(self._session):
             self._check_ray()
             self._end(self._started_as)
             self._has_ended = True
+        USE.drop(self)
         self._closed, self._started_as = True, None
 
     def destroy(self) -> None:
@@ -252,26 +258,44 @@ class Store:
         Args:
             only: not if another call than this one started what runs now.
         """
-        name, others = self.config.name, []
+        USE.drop(self)  # Whatever comes of it, nothing needs to go on for this handle.
+        name, failed = self.config.name, None
         try:
             check_goes_on(self._session, "close() this handle")
-            others = within(f"the end of store {name!r}", _END_S, lambda: _end_store(name, only))
+            is_over = within(f"the end of store {name!r}", _END_S, lambda: self._end_actors(only))
         except KVStoreError as error:
-            if not self._session.is_own:
-                raise
-            logger.warning("store %r ends with its Ray, at %s: %s", name, self.address, error)
-        if not self._session.is_own or not self._is_connected():
-            return
+            is_over, failed = not USE.starts(name, self._session), error
+        others = USE.leave(self._session, name if is_over else None) if self._session.is_own else []
         if others:
             logger.info("the Ray at %s goes on, for the stores %s", self.address, ", ".join(others))
-        else:
-            ray.shutdown()
+        if failed is None:
+            return
+        if others or not self._session.is_own:
+            raise failed
+        logger.warning("store %r ended with its Ray, at %s: %s", name, self.address, failed)
 
-    def _is_connected(self) -> bool:
+    def _end_actors(self, only: str | None) -> bool:
+        """End the store's actors; False where others started it again, and it goes on."""
+        name, starter = self.config.name, only
         try:
-            return current_session().name == self._session.name
+            starter = starter_of(name, _STARTER_S) if only is not None else None
         except KVStoreError:
+            # In a Ray of this process alone only this process starts stores, and its handles say as much.
+            if not self._session.is_own or USE.starts(name, self._session):
+                raise
+        if starter not in (None, only):
+            logger.info("store %r was started again by others, and goes on", name)
             return False
+        end_actors(name)
+        return True
+
+    def is_of(self, session: RaySession) -> bool:
+        """Whether this is an open handle of a store in that Ray."""
+        return not self._closed and self._session.name == session.name
+
+    def has_started(self, name: str, session: RaySession) -> bool:
+        """Whether this open handle started the store of that name in that Ray."""
+        return self.is_of(session) and self._started_as is not None and self.config.name == name
 
     def _check(self) -> None:
         """Raise unless this handle is open and this process connected to the store's Ray; looks, and connects never."""
@@ -311,16 +335,6 @@ class Store:
     def _handles(self) -> dict[str, Any]:
         self._check()
         return node_stores(self.config.name)
-
-
-def _end_store(name: str, only: str | None) -> list[str]:
-    """End a store's actors; returns the names of the other stores of the cluster."""
-    starter = starter_of(name) if only is not None else None
-    if starter in (None, only):
-        end_actors(name)
-    else:
-        logger.info("store %r was started again by others, and goes on", name)
-    return [other for other in stores_here() if other != name]
 
 
 def node_store(node_id: str | None = None, name: str = "default") -> Any:

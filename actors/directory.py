@@ -5,8 +5,13 @@ from __future__ import annotations
 import ray
 
 from kvstore.actors.calls import node_address
+from kvstore.bounds import DIGEST_BYTES, MAX_CHAIN_BYTES, check_count, check_digest, check_seconds
 from kvstore.directory import SETTLE_S, DirectoryServer
+from kvstore.errors import InvalidRequest
 from kvstore.peers import PeerAddress
+from kvstore.wire import clip
+
+_MAX_VERSION = (1 << 64) - 1
 
 
 class Directory:
@@ -23,22 +28,41 @@ class Directory:
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Whether this directory serves: the thread of its sockets answers within so many seconds."""
-        return self._server.is_serving(within_s)
+        return self._server.is_serving(check_seconds("within_s", within_s))
 
     def address(self) -> PeerAddress:
         """Return where stores reach the directory."""
         return self._server.address()
 
     def locate(self, hashes: list[bytes]) -> list[tuple[str, int]]:
-        """Return (node id, usable prefix length) for routers, longest first."""
+        """Return (node id, usable prefix length) for routers, longest first.
+
+        Raises:
+            InvalidRequest: these are no hashes, or too many.
+        """
+        if not isinstance(hashes, list | tuple) or len(hashes) > MAX_CHAIN_BYTES // DIGEST_BYTES:
+            most = MAX_CHAIN_BYTES // DIGEST_BYTES
+            raise InvalidRequest(f"hashes: wanted a list of at most {most} hashes of blocks, got {clip(hashes)}")
+        for block_hash in hashes:
+            check_digest("hash", block_hash)
         return self._server.index.locate(hashes)
 
     def version(self, namespace: bytes) -> int:
-        """Return the highest version of a namespace that was heard of here."""
-        return self._server.version(namespace)
+        """Return the highest version of a namespace that was heard of here.
+
+        Raises:
+            InvalidRequest: this is no namespace.
+        """
+        return self._server.version(check_digest("namespace", namespace))
 
     def hear_clearing(self, namespace: bytes, version: int) -> bool:
-        """Note a clearing, for stores that are away; whether it is news."""
+        """Note a clearing, for stores that are away; whether it is news.
+
+        Raises:
+            InvalidRequest: this is no namespace, or no version that a store counted; nothing was noted.
+        """
+        check_digest("namespace", namespace)
+        check_count("version", version, 0, _MAX_VERSION)  # None would count on, which only stores may.
         return self._server.hear_clearing(namespace, version)
 
     def nodes(self) -> list[str]:

@@ -12,9 +12,13 @@ import ray
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, answer, begin, call, find_actor, ray_failures
 from kvstore.actors.supervisor import alive_nodes
-from kvstore.errors import KVStoreError, StoreNotRunning, TransferTimeout
+from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable, TransferTimeout
 
 _CALL_S = 10.0
+#: For ending a store of which nothing answers: its supervisor, and then its nodes, are given `_CALL_S` each.
+_END_S = 45.0
+#: Why an actor is not told to stop, and killed: it does not answer, or is of a version that has no such method.
+_NOT_TOLD = (KVStoreError, AttributeError)
 
 
 def starter_of(name: str, timeout_s: float = _CALL_S) -> str | None:
@@ -39,21 +43,26 @@ def node_stores(name: str) -> dict[str, Any]:
     return found
 
 
-def end_actors(name: str) -> None:
-    """End the actors of a store, on every node. What does not answer is killed.
+def end_actors(name: str, patience_s: float = _CALL_S) -> None:
+    """End the actors of a store, on every node. What does not answer within `patience_s` is killed.
+
+    All actors that are named after the store are its own, also where no supervisor is left to say so.
 
     The supervisor goes last, though it makes nothing any more from the beginning: where this call is interrupted,
     another one finds by it what is left to end.
     """
-    supervisor = None
+    own: dict[str, Any] = {}
     with contextlib.suppress(KVStoreError):
+        own = {path: handle for path in actors_of(name) if (handle := _found(path)) is not None}
+    supervisor = None
+    with contextlib.suppress(*_NOT_TOLD):
         supervisor = find_actor(actor_name(name, "supervisor"))
-        call("supervisor", supervisor.stop, timeout_s=_CALL_S)
-    deadline_s = time.monotonic() + _CALL_S
+        call("supervisor", supervisor.stop, timeout_s=patience_s)
+    deadline_s = time.monotonic() + patience_s
     handles = node_stores(name)
     stopping = {}
     for node, handle in handles.items():
-        with contextlib.suppress(KVStoreError):
+        with contextlib.suppress(*_NOT_TOLD):
             stopping[node] = begin(f"store of node {node}", handle.stop)
     for node, handle in handles.items():
         with contextlib.suppress(KVStoreError):
@@ -68,14 +77,67 @@ def end_actors(name: str) -> None:
     if supervisor is not None:
         with contextlib.suppress(KVStoreError), ray_failures("supervisor"):
             ray.kill(supervisor)
+    # What is on nodes that do not count as living, say. By handles, not names: a new store may have these by now.
+    for path, handle in own.items():
+        with contextlib.suppress(KVStoreError), ray_failures(path):
+            ray.kill(handle)
+    deadline_s = time.monotonic() + patience_s
+    while own and time.monotonic() < deadline_s:  # Ray knows them a moment longer.
+        own = {path: handle for path, handle in own.items() if _is_there(path, handle)}
+        time.sleep(0.02)
+
+
+def _found(path: str) -> Any:
+    with contextlib.suppress(KVStoreError):
+        return find_actor(path)
+    return None
+
+
+def _is_there(path: str, handle: Any) -> bool:
+    found = _found(path)
+    return found is not None and found._actor_id == handle._actor_id
+
+
+def end_store(name: str, say: Callable[[str], None]) -> None:
+    """End a store of the cluster that this process is connected to, whatever state it is in.
+
+    Args:
+        name: of the store.
+        say: is told what will be ended, before it is.
+
+    Raises:
+        StoreNotRunning: no actor of such a store is there.
+        StoreUnavailable: some are left.
+        TransferError: the cluster does not answer.
+    """
+    found = within("actors", _CALL_S, lambda: actors_of(name))
+    if not found:
+        raise StoreNotRunning(f"no actor of a store {name!r} runs there; stores: {', '.join(stores_here()) or 'none'}")
+    say(f"{len(found)} actors: {', '.join(found)}")
+    within(f"the end of store {name!r}", _END_S, lambda: end_actors(name))
+    deadline_s = time.monotonic() + _CALL_S
+    while left := within("actors", _CALL_S, lambda: actors_of(name)):
+        if time.monotonic() > deadline_s:
+            raise StoreUnavailable(f"wanted to end store {name!r}, and still there are {', '.join(left)}; try again")
+        time.sleep(0.1)
+
+
+def actors_of(name: str) -> list[str]:
+    """Return the names of a store's actors, in the cluster that this process is connected to."""
+    return sorted("/".join(path) for path in _paths() if path[1] == name)
 
 
 def stores_here() -> list[str]:
-    """Return the names of the stores of the cluster that this process is connected to."""
+    """Return the names of the stores of the cluster that this process is connected to, also of what is left of one."""
+    return sorted({path[1] for path in _paths()})
+
+
+def _paths() -> list[list[str]]:
+    """Return the names of all actors of stores, in their parts."""
     with ray_failures("actors"):
         actors = ray.util.list_named_actors(all_namespaces=True)
     paths = [actor["name"].split("/") for actor in actors if actor["namespace"] == RAY_NAMESPACE]
-    return sorted(path[1] for path in paths if path[0] == "raykv" and path[-1] == "supervisor")
+    return [path for path in paths if path[0] == "raykv" and len(path) > 2]
 
 
 def within(what: str, timeout_s: float, do: Callable[[], Any]) -> Any:

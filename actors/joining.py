@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import os
 import random
 import secrets
+import signal
 import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import ray
+from ray import _raylet
 from ray import exceptions as ray_errors
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray._common.tls_utils import load_certs_from_env
+from ray._private import external_storage, gcs_pubsub
+from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+from ray._raylet import (  # type: ignore[attr-defined]
+    AuthenticationMode,
+    AuthenticationTokenLoader,
+    Config,
+    get_authentication_mode,
+)
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from kvstore.actors.calls import RAY_NAMESPACE, check_not_forked, node_address
+from kvstore.actors.keeper import KEEPER
 from kvstore.actors.ray_sessions import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
-from kvstore.errors import ConfigError, StoreNotRunning, WrongCluster
+from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable, WrongCluster
+from kvstore.wire import clip
 
 LOCAL = "local"
 AUTO = "auto"
+#: What ray.init raises where it does not succeed.
+_INIT_FAILURES = (OSError, RuntimeError, ValueError, AssertionError, AttributeError, KeyError, ray_errors.RayError)
+#: How long one waits until what an earlier call began, and gave up, has ended.
+_SETTLE_S = 60.0
 _CONNECT_S = 10.0
 #: With less time a Ray that works might be taken for one that does not.
 _LEAST_S = 0.5
+_MAX_PORT = 65535
 #: What a client of HTTP/2, as gRPC is, begins with: the preface, and a frame of settings with none in it.
 _HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 #: And the server: the kind of its first frame, behind three bytes of length.
 _HTTP2_SETTINGS = b"\x04"
+
+# Ray draws from here the id under which a driver listens to the cluster. Engines seed Python's generator, as a rule
+# with the same number (vLLM: 0), and drivers of one id end each other's polls: a thousand requests a second while both
+# live. Set once and for good: seeding Python's generator around ray.init is not safe beside other threads.
+for _module in (_raylet, external_storage, gcs_pubsub):
+    _module.random = random.SystemRandom()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +68,43 @@ class Joined:
     Args:
         session: of it.
         started: this call began it.
+        connected: this call connected this process to it.
         why: this one and no other, for the log.
         passed_by: addresses of Rays on this machine that were started to stay, and were not joined.
     """
 
     session: RaySession
     started: bool
+    connected: bool
     why: str
     passed_by: tuple[str, ...] = ()
 
 
-def join_ray(address: str | None, *, may_start: bool, timeout_s: float | None = None) -> Joined:
+def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.inf) -> Joined:
     """Connect this process to Ray, or start one for it.
 
     In this order: the Ray of this process; `address`; RAY_ADDRESS; what `ray start` began on this machine; a new one
-    if `may_start`, else the only one that runs here.
+    if `may_start`, else the only one that runs here. Only one thread at a time may call this.
 
     Args:
-        address: of the cluster, "auto" or "local"; None leaves the choice to the order above.
-        may_start: whether a new Ray may be started.
-        timeout_s: how long the Ray that this process has already may take to answer.
+        address: host:port, "auto", "local", or None.
+        may_start: whether to start one where none is to be joined.
+        deadline_s: by which a new one has to be up, and the one that this process has answers.
 
     Raises:
         StoreNotRunning: no cluster answers, or the Ray of this process has ended.
+        StoreUnavailable: a new one does not come up, or not in time.
         WrongCluster: this process is connected to another one than `address`.
         ConfigError: several run here; the address is of no use; or no token can be written.
         ForkedClient: this is a fork of a process that was connected to Ray.
     """
     check_not_forked()
+    KEEPER.settle(min(deadline_s, time.monotonic() + _SETTLE_S))
     if ray.is_initialized():
         session = current_session()
         _check_same(address, session)
-        check_goes_on(session, "call ray.shutdown() and start again", timeout_s)
-        return Joined(session, False, "this process was connected to it")
+        check_goes_on(session, "call ray.shutdown() and start again", deadline_s - time.monotonic())
+        return Joined(session, False, False, "this process was connected to it")
     named = address or os.environ.get("RAY_ADDRESS") or None
     if named and "://" in named:
         raise ConfigError(
@@ -89,23 +125,38 @@ def join_ray(address: str | None, *, may_start: bool, timeout_s: float | None = 
             named = found or _only_ray_here()
     if named == LOCAL:
         ensure_token()
-        _init_ray(OWN_RAY_NAMESPACE, address=LOCAL, include_dashboard=False)
-        return Joined(current_session(), True, why, passed_by)
+        _begin_ray(deadline_s)
+        return Joined(current_session(), True, True, why, passed_by)
     assert named is not None
-    check_answers(named)
-    _show_token()
-    try:
-        _init_ray(RAY_NAMESPACE, address=named)
-    except (ConnectionError, RuntimeError, ValueError, ray_errors.RayError) as error:
-        raise StoreNotRunning(
-            f"no Ray cluster lets this process in at {named!r}: {error}; if something runs there, does it want another "
-            "token (~/.ray/auth_token, RAY_AUTH_TOKEN), or has this process another RAY_AUTH_MODE?"
-        ) from error
-    return Joined(current_session(), False, why)
+    with _token_shown():
+        check_answers(named, deadline_s)
+        try:
+            _init_ray(RAY_NAMESPACE, address=named)
+        except _INIT_FAILURES as error:
+            raise StoreNotRunning(
+                f"no Ray cluster lets this process in at {named!r}: {error}; if something runs there, does it want "
+                "another token (~/.ray/auth_token, RAY_AUTH_TOKEN), or has this process another RAY_AUTH_MODE?"
+            ) from error
+    return Joined(current_session(), False, True, why)
+
+
+def check_named(address: str | None) -> None:
+    """Refuse to take one of several Rays of this machine for the one that is meant, before something is ended in it.
+
+    Raises:
+        ConfigError: several run here, and neither `address` nor RAY_ADDRESS, nor a Ray of this process, says which.
+    """
+    if address not in (None, "", AUTO) or os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+        return
+    if len(addresses := [one.address for one in rays_here()]) > 1:
+        raise ConfigError(_several(addresses))
 
 
 def find_ray() -> tuple[str | None, str]:
     """Return the address of the Ray that `ray start` began on this machine, None without one, and how it was found.
+
+    What is recorded counts only while a Ray of this user runs here at that address: anybody may listen there later,
+    and would be shown the user's token.
 
     Raises:
         StoreNotRunning: it does not answer.
@@ -115,7 +166,10 @@ def find_ray() -> tuple[str | None, str]:
     if recorded is None:
         return None, "`ray start` began none on this machine in the folder where Ray looks first"
     address, file = recorded
+    here = rays_here()
     try:
+        if not any(_are_same(one.address, address) for one in here):
+            raise StoreNotRunning("no process of it is left here, or they are another user's")
         check_answers(address)
     except StoreNotRunning as error:
         raise StoreNotRunning(
@@ -125,8 +179,8 @@ def find_ray() -> tuple[str | None, str]:
         ) from error
     others = [
         one.address
-        for one in rays_here()
-        if one.outlives_starter and one.address != address and Path(one.folder) == file.parent
+        for one in here
+        if one.outlives_starter and not _are_same(one.address, address) and Path(one.folder) == file.parent
     ]
     if others:
         raise ConfigError(_several([address, *others]))
@@ -154,9 +208,7 @@ def _check_same(address: str | None, session: RaySession) -> None:
     if address in (None, "", AUTO) or (address == LOCAL and session.is_own):
         return
     assert address is not None
-    host, _, port = address.rpartition(":")
-    own_host, _, own_port = session.address.rpartition(":")
-    if port == own_port and _addresses_of(host) & _addresses_of(own_host):
+    if _are_same(address, session.address):
         return
     raise WrongCluster(
         f"wanted the Ray at {address!r}, got a process that is connected to the one at {session.address}; leave "
@@ -164,35 +216,44 @@ def _check_same(address: str | None, session: RaySession) -> None:
     )
 
 
+def _are_same(one: str, other: str) -> bool:
+    """Whether two host:port name the same place, as seen from this machine."""
+    (host, _, port), (other_host, _, other_port) = one.rpartition(":"), other.rpartition(":")
+    return one == other or (port == other_port and bool(_addresses_of(host) & _addresses_of(other_host)))
+
+
 def _addresses_of(host: str) -> set[str]:
     try:
         address = socket.gethostbyname(host.strip("[]"))
-    except OSError:
+    except (OSError, UnicodeError):
         return {host}
     return {address, node_address()} if address.startswith("127.") else {address}
 
 
-def check_answers(address: str) -> None:
+def check_answers(address: str, deadline_s: float = math.inf) -> None:
     """Refuse a host:port where no GCS answers: ray.init would go on trying for a minute, or for ever.
 
-    What listens there has to greet as an HTTP/2 server does, in time: a GCS that hangs, or another program, does not.
+    What listens there has to greet as an HTTP/2 server does, which another program does not, and to answer a question
+    that every GCS knows, both in time. A token is shown only when it asks for one and Ray is to show it.
 
     Raises:
         StoreNotRunning: nobody listens there, or not a GCS that works.
-        ConfigError: this is no address.
+        ConfigError: this is no address, or the files that RAY_USE_TLS needs are of no use.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"address: wanted the host:port of a Ray cluster, 'auto' or 'local', got {address!r}")
+    # Not isdigit() alone, to which "²" is one; nor int() of thousands of them, which Python refuses.
+    if not host or not (port.isascii() and port.isdigit() and len(port) < 10) or int(port) > _MAX_PORT:
+        raise ConfigError(f"address: wanted the host:port of a Ray cluster, 'auto' or 'local', got {clip(address)}")
+    timeout_s = max(0.1, min(_CONNECT_S, deadline_s - time.monotonic()))
     try:
-        _greet(host, int(port), _CONNECT_S)
-    except (OSError, UnicodeError, OverflowError) as error:  # The latter two: this cannot be a host, or a port.
+        _reach(host, int(port), timeout_s)
+    except (OSError, UnicodeError) as error:  # The latter: this cannot be a host.
         raise StoreNotRunning(
             f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"
         ) from error
 
 
-def check_goes_on(session: RaySession, advice: str, timeout_s: float | None = None) -> None:
+def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf) -> None:
     """Refuse a Ray that this process is connected to and that has ended: most calls hang there.
 
     Ray itself notices after a minute, and then ends the process.
@@ -206,36 +267,80 @@ def check_goes_on(session: RaySession, advice: str, timeout_s: float | None = No
         StoreNotRunning: it has ended, or does not answer.
     """
     host, _, port = session.address.rpartition(":")
-    limit_s = _CONNECT_S if timeout_s is None else min(_CONNECT_S, max(_LEAST_S, timeout_s))
     try:
-        _greet(host, int(port), limit_s)
+        _reach(host, int(port), min(_CONNECT_S, max(_LEAST_S, timeout_s)))
     except ConnectionRefusedError as error:
         raise StoreNotRunning(f"the Ray at {session.address} has ended, and its stores with it; {advice}") from error
     except (OSError, ValueError, OverflowError) as error:
         raise StoreNotRunning(f"the Ray at {session.address} does not answer: {error}; {advice}") from error
 
 
-def _greet(host: str, port: int, timeout_s: float) -> None:
+def _reach(host: str, port: int, timeout_s: float) -> None:
+    """Have a GCS greet and answer; raises OSError where none does."""
     with socket.create_connection((host.strip("[]"), port), timeout=timeout_s) as sock:
-        if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+        if not _uses_tls():
             sock.sendall(_HTTP2_CLIENT)
             begin = b""
             while len(begin) < 4 and (more := sock.recv(4 - len(begin))):
                 begin += more
             if begin[3:] != _HTTP2_SETTINGS:
                 raise OSError(f"what listens there is no GCS of Ray: it begins with {begin!r}")
+    _ask_gcs(f"{host}:{port}", timeout_s)
 
 
-def _show_token() -> None:
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # As Ray takes it.
+
+
+def _ask_gcs(address: str, timeout_s: float) -> None:
+    """Ask a GCS for the id of its cluster; raises OSError where none answers."""
+    credentials = None
+    if _uses_tls():
+        try:
+            certificate, key, authority = load_certs_from_env()  # type: ignore[no-untyped-call]
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"RAY_USE_TLS is set, and its files cannot be used: {error}") from error
+        credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+    options = list(GLOBAL_GRPC_OPTIONS)
+    channel = (
+        grpc.secure_channel(address, credentials, options) if credentials else grpc.insecure_channel(address, options)
+    )
+    with channel:
+        ask = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).GetClusterId  # type: ignore[no-untyped-call]
+        shown: tuple[tuple[str, str], ...] = ()
+        while True:
+            try:
+                ask(gcs_service_pb2.GetClusterIdRequest(), timeout=timeout_s, metadata=shown)  # type: ignore[attr-defined]
+                return
+            except grpc.RpcError as error:
+                if error.code() != grpc.StatusCode.UNAUTHENTICATED:
+                    raise OSError(f"no answer of a GCS within {timeout_s:g} s: {error.code().name}") from error
+            if shown or get_authentication_mode() != AuthenticationMode.TOKEN:
+                return  # It is one, and wants another token, or one at all: Ray says so when it joins.
+            shown = tuple(AuthenticationTokenLoader.instance().get_token_for_http_header().items())
+            if not shown:
+                return
+
+
+@contextlib.contextmanager
+def _token_shown() -> Iterator[None]:
     """Have Ray show the user's token, if there is one and nobody said whether; a cluster that wants none ignores it.
 
-    `ray start` and a new Ray ask for the token as soon as there is one; joining, Ray would not show it by itself.
+    `ray start` and a new Ray ask for the token as soon as there is one; joining, Ray would not show it by itself. It is
+    for an address that the caller named, or that a Ray of this user has. Where joining fails, nothing has changed.
     """
     if "RAY_AUTH_MODE" in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        yield
         return
     # As Ray does it for a Ray that it starts.
     os.environ["RAY_AUTH_MODE"] = "token"
     Config.initialize("")
+    try:
+        yield
+    except BaseException:
+        del os.environ["RAY_AUTH_MODE"]
+        Config.initialize("")
+        raise
 
 
 def ensure_token() -> None:
@@ -271,15 +376,37 @@ def ensure_token() -> None:
         ) from error
 
 
-def _init_ray(namespace: str, **options: Any) -> None:
-    """Call ray.init with a generator of random numbers that nobody has seeded; the caller's goes on as before.
+def _begin_ray(deadline_s: float) -> None:
+    """Begin a Ray for this process, which lives until that is shut down or ends, not with the calling thread."""
+    if threading.current_thread() is threading.main_thread():
+        # As ray.init does it where it runs on this thread: the exit handlers run, which end the store and its Ray.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+    ray_log = logging.getLogger("ray._private.worker")
+    ray_log.addFilter(_without_sigterm)
+    try:
+        KEEPER.do(
+            lambda: _init_ray(OWN_RAY_NAMESPACE, address=LOCAL, include_dashboard=False), ray.shutdown, deadline_s
+        )
+    except _INIT_FAILURES as error:
+        raise StoreUnavailable(
+            f"wanted to begin a Ray for this process, got {type(error).__name__}: {error}; see its logs in the folder "
+            "ray of RAY_TMPDIR, or join one with address="
+        ) from error
+    finally:
+        ray_log.removeFilter(_without_sigterm)
 
-    Ray draws from it the id under which a driver listens to the cluster. Engines are seeded, as a rule with the same
-    number (vLLM: 0), and drivers of one id end each other's polls: a thousand requests a second while both live.
-    """
-    seeded = random.getstate()
-    random.seed()
+
+def _without_sigterm(record: logging.LogRecord) -> bool:
+    """Leave out that Ray sets no handler of SIGTERM on another thread than the main one: that is done here."""
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
+def _init_ray(namespace: str, **options: Any) -> None:
     try:
         ray.init(log_to_driver=False, configure_logging=False, namespace=namespace, **options)
-    finally:
-        random.setstate(seeded)
+    except BaseException as error:
+        # Of what it has begun: a node that nothing is connected to counts as none, and lives on. But where the program
+        # itself has called ray.init meanwhile, that is what failed this one.
+        if not ray.is_initialized() or not isinstance(error, _INIT_FAILURES):
+            ray.shutdown()
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvstore.actors.calls import ray_failures
 
 #: Ray's own namespace of a Ray that kvstore.start began. Other processes that join it have another one.
 OWN_RAY_NAMESPACE = "raykv-own"
+_MAX_ADDRESS_BYTES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,17 @@ def _spell(words: list[str], program: str, verb: str) -> bool:
 def recorded_address() -> tuple[str, Path] | None:
     """Return the address that `ray start --head` recorded last in Ray's folder, and the file; None without one.
 
-    Ray removes the file only with `ray stop`, so the address may be that of a Ray that has ended.
+    Ray removes the file only with `ray stop`, so the address may be that of a Ray that has ended. A file of another
+    user counts as none.
     """
     file = Path(get_ray_address_file(None))
     try:
-        address = file.read_text().strip()
+        # Any user may make files in /tmp: a link, a pipe, or another user's file says nothing.
+        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+            info = os.fstat(opened.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+                return None
+            address = opened.read(_MAX_ADDRESS_BYTES).decode(errors="replace").strip()
     except OSError:
         return None
     return (address, file) if address else None

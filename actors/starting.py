@@ -13,10 +13,11 @@ import ray
 
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.actors.cluster import Store
-from kvstore.actors.ending import end_actors, node_stores, starter_of, within
-from kvstore.actors.joining import Joined, join_ray
+from kvstore.actors.ending import end_actors, node_stores, within
+from kvstore.actors.joining import Joined
 from kvstore.actors.ray_sessions import RaySession
-from kvstore.actors.supervisor import Supervisor, alive_nodes
+from kvstore.actors.ray_use import USE
+from kvstore.actors.supervisor import ASKED_GROUP, Supervisor, alive_nodes
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import (
     ConfigError,
@@ -33,17 +34,16 @@ logger = logging.getLogger(__name__)
 _CALL_S = 10.0
 #: How long a store that is being ended is given before it is looked for again.
 _ENDS_S = 0.2
+#: How long each part of a store that did not come up in time is given to end by itself: the time is over already.
+_UNDO_S = 2.0
 
 
 def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
     """Start or join a store; see kvstore.start."""
-    joined = join_ray(address, may_start=True, timeout_s=timeout_s)
-    try:
-        store = _start(config, timeout_s, joined.session)
-    except BaseException:
-        if joined.started:
-            ray.shutdown()
-        raise
+    deadline_s = time.monotonic() + timeout_s
+    with USE.joined(address, config.name, deadline_s, may_start=True) as joined:
+        store = _start(config, deadline_s, joined.session)
+        USE.hold(store)
     if joined.session.is_own:
         # Ray ends with this process without telling its actors, which leave their sockets.
         atexit.register(_stop_at_exit, store)
@@ -51,31 +51,32 @@ def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
     return store
 
 
-def _start(config: StoreConfig, timeout_s: float, session: RaySession) -> Store:
-    deadline_s = time.monotonic() + timeout_s
-    while (store := _start_once(config, deadline_s, session)) is None:
-        if time.monotonic() + _ENDS_S > deadline_s:
-            raise StoreUnavailable(
-                f"store {config.name!r} is being ended by another process; where that was interrupted, `kvstore stop` "
-                "or destroy() completes it"
-            )
-        time.sleep(_ENDS_S)
-    return store
+def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store:
+    own_id = secrets.token_hex(8)
+    try:
+        while (store := _start_once(config, deadline_s, session, own_id)) is None:
+            if time.monotonic() + _ENDS_S > deadline_s:
+                raise StoreUnavailable(
+                    f"store {config.name!r} is being ended by another process, or its supervisor goes away again and "
+                    "again; where an end was interrupted, `kvstore stop` or destroy() completes it"
+                )
+            time.sleep(_ENDS_S)
+        return store
+    except BaseException:  # Of who is interrupted, too: nobody else would end what this call began.
+        _give_up(config.name, own_id)
+        raise
 
 
-def _start_once(config: StoreConfig, deadline_s: float, session: RaySession) -> Store | None:
-    """Start a store or join the one that runs; None when that is just being ended."""
-    name, own_id = actor_name(config.name, "supervisor"), secrets.token_hex(8)
+def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own_id: str) -> Store | None:
+    """Start a store or join the one that runs; None when that is just being ended, or was lost meanwhile."""
+    name = actor_name(config.name, "supervisor")
     try:
         supervisor = _find_supervisor(config.name, deadline_s)
     except StoreNotRunning:
         _check_room(config)
-    else:
-        return _join(config, session, supervisor, own_id, deadline_s)
-    try:
         with ray_failures(name):
             supervisor = (
-                ray.remote(Supervisor)
+                ray.remote(concurrency_groups=ASKED_GROUP)(Supervisor)  # type: ignore[call-overload]
                 .options(
                     name=name,
                     namespace=RAY_NAMESPACE,
@@ -87,10 +88,10 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession) -> 
                 )
                 .remote(config.to_json(), own_id)
             )
+    try:
         return _join(config, session, supervisor, own_id, deadline_s)
-    except BaseException:  # Of who is interrupted, too: nobody else would end what this call began.
-        _end_if_started(config.name, own_id)
-        raise
+    except PeerLost:
+        return None
 
 
 def _find_supervisor(name: str, deadline_s: float) -> Any:
@@ -100,24 +101,30 @@ def _find_supervisor(name: str, deadline_s: float) -> Any:
 
 
 def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store | None:
-    try:
-        running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
-    except PeerLost:
-        return None
+    running = call("supervisor", supervisor.join, own_id, timeout_s=max(0.0, deadline_s - time.monotonic()))
     if running["is_ending"]:
         return None
     _check_compatible(config, running)
-    # Several calls may have wanted to make the supervisor at once; it knows which one did.
-    store = Store(config, session, own_id if running["starter"] == own_id else None)
-    _wait_ready(store, supervisor, deadline_s)
-    return store
+    _wait_ready(config.name, supervisor, deadline_s)
+    # Several calls may have wanted to make the supervisor at once; it knows which one did, or whose it is since that
+    # one gave up.
+    if running["starter"] != own_id:
+        with contextlib.suppress(TransferTimeout):
+            running = call("supervisor", supervisor.config, timeout_s=_UNDO_S)
+    return Store(config, session, own_id if running["starter"] == own_id else None)
 
 
-def _end_if_started(name: str, own_id: str) -> None:
-    """End a store that this process began and will not have: its supervisor, which may only come up, would make it."""
+def _give_up(name: str, own_id: str) -> None:
+    """End a store that this call began, and will not have, unless others have joined it meanwhile.
+
+    Its supervisor, which may only come up, would make it.
+    """
     try:
-        if starter_of(name) == own_id:
-            end_actors(name)
+        supervisor = find_actor(actor_name(name, "supervisor"))
+        if call("supervisor", supervisor.leave, own_id, timeout_s=_CALL_S):
+            end_actors(name, _UNDO_S)
+    except StoreNotRunning:
+        return
     except KVStoreError as error:
         logger.warning("store %r may have been started, and could not be asked: %s; destroy() ends it", name, error)
 
@@ -152,30 +159,51 @@ def _stop_at_exit(store: Store) -> None:
         store.stop()
 
 
-def _wait_ready(store: Store, supervisor: Any, deadline_s: float) -> None:
-    while True:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            problems = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
-            unfinished = call("supervisor", supervisor.unfinished, timeout_s=_CALL_S)
-            raise StoreUnavailable(f"not every node had a store in time: {unfinished | problems}")
+def _wait_ready(name: str, supervisor: Any, deadline_s: float) -> None:
+    """Wait until every node has a store that serves; one that is slow has until the deadline.
+
+    Raises:
+        ConfigError: no node can have one with these settings.
+        StoreUnavailable: not every node had one in time.
+        PeerLost: the supervisor, or a store, is gone.
+    """
+    last = ""
+    while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             served = call("supervisor", supervisor.reconcile, timeout_s=left_s)
-        except TransferTimeout:
-            continue
-        problems = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
-        if problems and set(problems) >= set(alive_nodes()):
-            raise ConfigError(f"no node could start a store: {problems}")
-        handles = node_stores(store.config.name)
-        if served and set(served) == set(alive_nodes()) <= set(handles):
-            for node in served:
-                left_s = max(0.1, deadline_s - time.monotonic())
-                if not call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + _CALL_S):
-                    raise StoreUnavailable(
-                        f"the mover of node {node} was not ready in time; see `kvstore doctor` and its log"
-                    )
-            return
+            if _are_ready(name, supervisor, served, deadline_s):
+                return
+        except (ConfigError, PeerLost):
+            raise
+        except KVStoreError as error:
+            if not ray.is_initialized():
+                raise
+            last = f"; {error}"
         time.sleep(0.1)
+    try:
+        unfinished, problems = (
+            call("supervisor", ask, timeout_s=_UNDO_S) for ask in (supervisor.unfinished, supervisor.problems)
+        )
+        last = f"{unfinished | problems}{last}"
+    except KVStoreError as error:
+        last = str(error)
+    raise StoreUnavailable(f"not every node had a store in time: {last}")
+
+
+def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float) -> bool:
+    """Whether the stores that `served` names are those of all nodes, and their movers are ready."""
+    hopeless = call("supervisor", supervisor.hopeless, timeout_s=_CALL_S)
+    nodes = set(alive_nodes())
+    if hopeless and set(hopeless) >= nodes:
+        raise ConfigError(f"no node could start a store: {hopeless}")
+    handles = node_stores(name)
+    if not served or not set(served) == nodes <= set(handles):
+        return False
+    for node in served:
+        left_s = max(0.1, deadline_s - time.monotonic())
+        if not call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + 1):
+            raise StoreUnavailable(f"the mover of node {node} was not ready in time; see `kvstore doctor` and its log")
+    return True
 
 
 def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> StoreConfig:
@@ -198,9 +226,10 @@ def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> St
 def connect(name: str, address: str | None, timeout_s: float) -> Store:
     """Find a running store; see kvstore.connect."""
     deadline_s = time.monotonic() + timeout_s
-    joined = join_ray(address, may_start=False, timeout_s=timeout_s)
-    supervisor = _find_supervisor(name, deadline_s)
-    running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
-    store = Store(_check_compatible(None, running), joined.session)
+    with USE.joined(address, name, deadline_s, may_start=False) as joined:
+        supervisor = _find_supervisor(name, deadline_s)
+        running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        store = Store(_check_compatible(None, running), joined.session)
+        USE.hold(store)
     _log_joined(store, joined)
     return store

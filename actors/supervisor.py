@@ -24,15 +24,22 @@ from kvstore.actors.directory import Directory
 from kvstore.actors.node_store import NodeStore
 from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning
+from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
 from kvstore.guard import Guard
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _CALL_S = 5.0
+#: Ray hands on what a constructor raised as text only.
+_CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
+#: Threads of the supervisor that only answer: rounds, in which callers wait for stores, keep none from its answer.
+ASKED = "asked"
+ASKED_GROUP = {ASKED: 4}
 #: A round returns after this long; nodes that take longer are reported, and go on by themselves.
 _ROUND_S = 15.0
+#: How long others wait for a round: for the directory, for the nodes, and for the cluster's answers.
+_SHARED_S = 2 * _ROUND_S + 15.0
 
 
 def alive_nodes() -> dict[str, dict[str, float]]:
@@ -67,6 +74,11 @@ class Supervisor:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._problems: dict[str, str] = {}
+        #: Nodes of whose problems time is no cure.
+        self._hopeless: set[str] = set()
+        #: Other calls than the starter's that wait for the store, or have a handle of it, in the order of their coming.
+        self._joined: list[str] = []
+        self._round: Future[list[str]] | None = None
         self._serving = ServingWatch()
         #: Of each node's store whose settings were seen, the actor's id.
         self._checked: dict[str, Any] = {}
@@ -75,17 +87,53 @@ class Supervisor:
         if watch:
             threading.Thread(target=self._watch, name="raykv-supervisor", daemon=True).start()
 
+    @ray.method(concurrency_group=ASKED)
     def config(self) -> dict[str, Any]:
         """Return what a connecting process has to agree with, and whether the store is being ended."""
+        return self._describe()
+
+    def _describe(self) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL_VERSION, "config": self._config_json, "starter": self._starter,
             "is_ending": self._stopping.is_set(),
         }  # fmt: skip
 
+    @ray.method(concurrency_group=ASKED)
+    def join(self, caller: str) -> dict[str, Any]:
+        """Note that a call of `start` wants this store; returns what `config` does."""
+        with self._lock:
+            if caller not in (self._starter, *self._joined) and not self._stopping.is_set():
+                self._joined.append(caller)
+        return self._describe()
+
+    @ray.method(concurrency_group=ASKED)
+    def leave(self, caller: str) -> bool:
+        """Note that a call of `start` has failed; whether nobody wants the store now, and the caller is to end it.
+
+        Where others have joined, the first of them counts as the starter from now on.
+        """
+        with self._lock:
+            self._joined = [other for other in self._joined if other != caller]
+            if caller != self._starter:
+                return False
+            if self._joined:
+                self._starter = self._joined.pop(0)
+                return False
+            self._stopping.set()
+            return True
+
+    @ray.method(concurrency_group=ASKED)
     def problems(self) -> dict[str, str]:
         """Return why nodes have no store, by node id."""
         return dict(self._problems)
 
+    @ray.method(concurrency_group=ASKED)
+    def hopeless(self) -> dict[str, str]:
+        """Return those of `problems` that stay as long as the settings do."""
+        problems, hopeless = dict(self._problems), set(self._hopeless)
+        return {node_id: text for node_id, text in problems.items() if node_id in hopeless}
+
+    @ray.method(concurrency_group=ASKED)
     def unfinished(self) -> dict[str, str]:
         """Return of each node whose store is being made just now what it may be waiting for, by node id."""
         with self._lock:
@@ -98,6 +146,7 @@ class Supervisor:
         wanted = self._config.capacity_bytes
         return {node: text.format(wanted, int(free.get(node, {}).get("memory", 0))) for node in made}
 
+    @ray.method(concurrency_group=ASKED)
     def stop(self) -> None:
         """Make nothing any more; the caller ends the actors."""
         with self._lock:
@@ -109,14 +158,34 @@ class Supervisor:
         """Make what is missing; returns the ids of the nodes that have a living store.
 
         Every node is seen to on a thread of its own, and the round ends within `_ROUND_S` whatever one of them does.
+        All that ask while a round is under way share it.
 
         Raises:
             KVStoreError: the cluster cannot be asked, or the directory cannot be made; the nodes were seen to.
         """
+        with self._lock:
+            under_way, own = self._round, Future[list[str]]()
+            if under_way is None or under_way.done():
+                under_way, self._round = None, own
+        if under_way is not None:
+            try:
+                return list(under_way.result(_SHARED_S))
+            except TimeoutError as error:
+                raise TransferTimeout(f"a round is not done within {_SHARED_S:g} s") from error
+        try:
+            served = self._reconcile()
+        except BaseException as error:
+            own.set_exception(error)
+            raise
+        own.set_result(served)
+        return served
+
+    def _reconcile(self) -> list[str]:
         if self._stopping.is_set():
             return []
         nodes = alive_nodes()
         self._problems = {node_id: text for node_id, text in self._problems.items() if node_id in nodes}
+        self._hopeless &= set(nodes)
         # First, because a store that comes up before it would publish a second later.
         directory = self._begin("directory", self._ensure_directory)
         wait([directory], _ROUND_S)
@@ -141,6 +210,7 @@ class Supervisor:
             if self._problems.get(node_id) != str(error):
                 logger.warning("node %s has no store: %s", node_id, error)
             self._problems[node_id] = str(error)
+            (self._hopeless.add if isinstance(error, ConfigError) else self._hopeless.discard)(node_id)
         if directory.done():
             directory.result()
         return served
@@ -268,7 +338,9 @@ def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) ->
             return handle
         except KVStoreError as error:
             last = error
-            if "creation task" in str(error):
-                break  # Ray's words for a constructor that raised: it would again.
+            if "creation task" in str(error):  # Ray's words for a constructor that raised: it would again.
+                if _CONFIG_ERROR in str(error):
+                    raise ConfigError(str(error)) from error
+                break
             time.sleep(0.2)
     raise last

@@ -34,7 +34,8 @@ def start(
         name: distinguishes several stores of one cluster.
         address: host:port of the Ray cluster; "auto": the one that runs on this machine, however it was started;
             "local": a Ray of this process alone. Not needed inside a Ray job or actor.
-        timeout_s: how long every node may take to be ready.
+        timeout_s: how long all of it may take: joining or starting Ray, and every node until it is ready. Where it is
+            not enough, what this call began is ended in a few seconds more.
         settings: any other field of StoreConfig, as docs/api.md lists them.
 
     Returns:
@@ -48,7 +49,9 @@ def start(
         WrongCluster: this process is connected to another Ray than `address`.
         IncompatibleStore: a store of this name runs with other settings; it is left alone.
         ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
-        StoreUnavailable: a node was not ready in time.
+        StoreUnavailable: a node, or a Ray for this process, was not ready in time. Where other calls of `start` wait
+            for the same store, it is theirs from then on, and goes on.
+        StoreBusy: another thread of this process joins or leaves Ray, and was not done in time.
         InvalidRequest: `timeout_s` is no time, or over a day, or `address` no text.
     """
     from kvstore.actors import starting
@@ -69,14 +72,18 @@ def connect(name: str = "default", *, address: str | None = None, timeout_s: flo
     Returns:
         A handle. The store is of others: `stop` ends the handle only, `destroy` the store.
 
+    Where this fails, as where `start` does, the process is connected to no Ray that it was not connected to before,
+    unless other threads of it use that meanwhile.
+
     Raises:
         StoreNotRunning: none of that name does, or no Ray cluster is there.
         ConfigError: several run on this machine, and none was named.
         WrongCluster: this process is connected to another Ray than `address`.
         IncompatibleStore: it speaks another protocol version.
         ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
+        StoreBusy: another thread of this process joins or leaves Ray, and was not done in time.
         InvalidRequest: an argument is of another type, or `timeout_s` over a day.
-        TransferTimeout: the store was not found in time.
+        TransferTimeout: the store was not found in time, or does not answer.
     """
     from kvstore.actors import starting
 

@@ -257,12 +257,18 @@ def status(ctx: click.Context, name: str, address: str | None, as_json: bool) ->
 @_name
 @_address
 def stop(name: str, address: str | None) -> None:
-    """Stop one store on every node, whoever uses it. Its blocks are gone; Ray and other stores go on."""
-    from kvstore.api import connect
+    """Stop one store on every node, whoever uses it. Its blocks are gone; Ray and other stores go on.
 
-    store = connect(name, address=address)
-    store.destroy()
-    click.echo(f"store {name!r} of the Ray at {store.address} stopped")
+    Also what is left of one whose supervisor hangs or is gone, and a store of another version. Where several Rays run
+    on this machine, --address or RAY_ADDRESS has to say which.
+    """
+    from kvstore.actors.ending import end_store
+    from kvstore.actors.joining import check_named, join_ray
+
+    check_named(address)
+    where = join_ray(address, may_start=False).session.address
+    end_store(name, lambda found: click.echo(f"stopping store {name!r} of the Ray at {where}, {found}"))
+    click.echo(f"store {name!r} of the Ray at {where} stopped")
 
 
 @main.command(short_help="Say what this machine can do, and what to fix.")

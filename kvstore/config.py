@@ -22,6 +22,7 @@ from kvstore.errors import ConfigError
 PROTOCOL_VERSION = 14
 
 _MAX_COPY_THREADS = 4
+_MAX_INT = 1 << 62
 #: The longest times that settings may name: a lease's, and all others, of which a load adds several.
 _MAX_LEASE_S, _MAX_S = 86400.0, 3600.0
 _KINDS = {str: "text", int: "a whole number", float: "a number"}
@@ -40,9 +41,9 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match.group(2).lower() not in _UNITS:
-        raise ConfigError(f"wanted a size such as '8GiB' or a number of bytes, got {text!r}")
+        raise ConfigError(f"wanted a size such as '8GiB' or a number of bytes, got {str(text)[:60]!r}")
     return int(Fraction(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
@@ -92,6 +93,10 @@ class StoreConfig:
             value, kind = getattr(self, setting.name), type(setting.default)
             if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
                 raise ConfigError(f"{setting.name}: wanted {_KINDS[kind]}, got {value!r}")
+            if isinstance(value, int) and abs(value) > _MAX_INT:  # Python writes no number of thousands of digits.
+                raise ConfigError(
+                    f"{setting.name}: wanted at most {_MAX_INT}, got a number of {value.bit_length()} bits"
+                )
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.name):
             raise ConfigError(f"name: wanted 1 to 40 letters, digits, '_', '.' or '-', got {self.name!r}")
         if self.capacity_bytes < 1 << 16:

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import ray
 from ray import exceptions as ray_errors
+from ray._private import auto_init_hook
 
 from kvstore.actors.calls import answer, call, find_actor, ray_failures
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreNotRunning, TransferTimeout
@@ -160,6 +161,24 @@ def test_an_unknown_name_and_a_lost_reference(initialised, monkeypatch):
     monkeypatch.setattr(ray, "get", unknown)
     with pytest.raises(PeerLost, match="directory"):
         answer("directory", None, 1.0)
+
+
+def test_a_ray_that_another_thread_shuts_down_is_not_replaced_by_another(monkeypatch):
+    begun, connected, called = [], [True], []
+    verb = auto_init_hook.wrap_auto_init(lambda: called.append("done"))  # As ray.get_actor and the others are.
+    monkeypatch.setattr(ray, "is_initialized", lambda: connected[0])
+    monkeypatch.setattr(ray, "init", lambda: begun.append("here"))
+
+    def ask():
+        with ray_failures("asking"):
+            connected[0] = False  # After it was looked whether there is a Ray.
+            verb()
+
+    with pytest.raises(StoreNotRunning, match="disconnected"):
+        ask()
+    assert (begun, called) == ([], [])
+    verb()  # Of the program itself.
+    assert (begun, called) == (["here"], ["done"])
 
 
 class Lost:

@@ -69,6 +69,37 @@ def test_start_status_stop(ray_cluster):
     assert again.stderr.startswith("StoreNotRunning: ")
 
 
+class Other:
+    """A supervisor of another version, which knows other questions."""
+
+    def ping(self):
+        return True
+
+
+@pytest.mark.parametrize("supervisor", ["hangs", "is gone", "is of another version"])
+def test_a_store_that_its_supervisor_cannot_answer_for_is_stopped(ray_cluster, node_ids, stopped, supervisor):
+    import ray
+
+    name, path = "headless", "raykv/headless/supervisor"
+    assert run("start", "--name", name, "--capacity", "8MiB", "--address", ray_cluster.address).exit_code == 0
+    handle = ray.get_actor(path, namespace="raykv")
+    if supervisor == "hangs":
+        stopped(ray.get(handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30))
+    else:
+        ray.kill(handle)
+    if supervisor == "is of another version":
+        other = ray.remote(Other).options(name=path, namespace="raykv", num_cpus=0).remote()
+        ray.get(other.ping.remote(), timeout=30)
+    done = run("stop", "--name", name)
+    assert done.exit_code == 0, done.output
+    said = done.stdout.splitlines()
+    assert said[0].startswith(f"stopping store '{name}' of the Ray at {ray_cluster.address}, ")
+    assert all(f"raykv/{name}/node/{node_id}" in said[0] for node_id in node_ids)
+    assert said[1:] == [f"store '{name}' of the Ray at {ray_cluster.address} stopped"]
+    left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    assert not any(actor.startswith(f"raykv/{name}/") for actor in left)
+
+
 def test_an_address_that_does_not_answer_is_a_finding():
     from kvstore.actors import diagnose
 

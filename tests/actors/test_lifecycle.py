@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -136,20 +137,56 @@ def test_a_start_whose_time_is_over_before_anything_is_up_leaves_nothing(ray_clu
 
 def test_what_a_start_waits_for_is_said_when_its_time_is_over(ray_cluster, node_ids):
     """Ray has the memory, but others hold it: the store's actor waits for it, and says nothing."""
-    total = int(next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == node_ids[0]))
-    free = total - NODE_STORE_BYTES
-    holders = [
-        ray.remote(Holder)
-        .options(memory=free, num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        .remote()
-        for node_id in node_ids
-    ]
-    ray.get([holder.ping.remote() for holder in holders], timeout=30)
+    holders = hold_memory(node_ids)
     with pytest.raises(StoreUnavailable, match=rf"{node_ids[0]}.*wants 16777216 bytes of Ray memory, free there are"):
         kvstore.start("16MiB", name="waits", timeout_s=5)
     assert named_actors("waits") == []
     for holder in holders:
         ray.kill(holder)
+
+
+def test_a_start_that_gives_up_leaves_the_store_to_those_that_wait_for_it(store, node_ids, eventually):
+    """Eight of them, which is more than the supervisor has threads for rounds."""
+    holders, more = hold_memory(node_ids), ThreadPoolExecutor(8)
+    first = more.submit(kvstore.start, "16MiB", name="waits", timeout_s=7)
+    assert eventually(lambda: "raykv/waits/supervisor" in named_actors("waits"), 10)
+    others = [more.submit(kvstore.start, "16MiB", name="waits", timeout_s=60) for _ in range(7)]
+    with pytest.raises(StoreUnavailable, match="not every node had a store in time"):
+        first.result(30)
+    for holder in holders:
+        ray.kill(holder)
+    stores = [other.result(60) for other in others]
+    assert {tuple(epochs(one).values()) for one in stores} == {tuple(epochs(stores[0]).values())}
+    for one in stores:  # One of them is the starter now.
+        one.stop()
+    assert eventually(lambda: named_actors("waits") == [], 10)
+    more.shutdown()
+
+
+def test_a_start_joins_a_store_that_is_suspended_for_a_moment(store, node_ids, get, stopped):
+    before = epochs(store)
+    pid = get(kvstore.node_store(node_ids[0]).pids.remote())["store"]
+    stopped(pid)
+    timer = threading.Timer(7, stopped.resume)
+    timer.start()
+    assert epochs(kvstore.start("16MiB", timeout_s=40)) == before
+    timer.join()
+
+
+def hold_memory(node_ids):
+    """Hold all Ray memory that the store of this module leaves, so that another one waits for its own."""
+    total = int(next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == node_ids[0]))
+    holders = [
+        ray.remote(Holder)
+        .options(
+            memory=total - NODE_STORE_BYTES, num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote()
+        for node_id in node_ids
+    ]  # fmt: skip
+    ray.get([holder.ping.remote() for holder in holders], timeout=30)
+    return holders
 
 
 class Holder:
@@ -226,13 +263,15 @@ def test_what_is_no_hashes_and_no_namespace_is_refused(store, wrong):
         store.client(wrong)
 
 
-@pytest.mark.parametrize("address", ["10.0.0..1:6379", "127.0.0.1:99999999"])
+@pytest.mark.parametrize("address", ["10.0.0..1:6379", "127.0.0.1:1"])
 def test_an_address_that_cannot_be_is_a_typed_error(address):
     with pytest.raises(StoreNotRunning, match="no Ray cluster answers"):
         check_answers(address)
 
 
-@pytest.mark.parametrize("address", ["nonsense", "6379", "host:", ":6379", "a/b:c"])
+@pytest.mark.parametrize(
+    "address", ["nonsense", "6379", "host:", ":6379", "a/b:c", "h:65536", "h:²", f"h:{'1' * 5000}"]
+)
 def test_what_is_no_address_is_said_to_be_none(address):
     with pytest.raises(ConfigError, match="wanted the host:port of a Ray cluster"):
         check_answers(address)

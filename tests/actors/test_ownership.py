@@ -356,8 +356,9 @@ def test_several_rays_are_refused_by_name(head, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(head.folder))
     folder = f"{head.folder}/ray"
     private, elsewhere = LocalRay("127.0.0.1:3", folder, False), LocalRay("127.0.0.1:4", "/tmp/x", True)
-    monkeypatch.setattr(joining, "rays_here", lambda: [private, elsewhere])
+    own = LocalRay(head.address, folder, True)
+    monkeypatch.setattr(joining, "rays_here", lambda: [own, private, elsewhere])
     assert joining.find_ray()[0] == head.address
-    monkeypatch.setattr(joining, "rays_here", lambda: [private, LocalRay("127.0.0.1:2", folder, True)])
+    monkeypatch.setattr(joining, "rays_here", lambda: [own, private, LocalRay("127.0.0.1:2", folder, True)])
     with pytest.raises(ConfigError, match=r"got 2: 127\.0\.0\.1:2, .*; say which with address="):
         joining.find_ray()

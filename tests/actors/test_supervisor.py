@@ -9,6 +9,7 @@ import pytest
 from kvstore.actors import supervisor as module
 from kvstore.actors.supervisor import Supervisor
 from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError, PeerLost, TransferTimeout
 
 
 class Idle(Supervisor):
@@ -53,3 +54,62 @@ def test_whatever_ends_a_thread_the_node_is_seen_to_again(idle):
     assert idle.reconcile() == []
     assert "SystemExit" in repr(idle._running["n"].exception())
     assert idle.reconcile() == ["n"]
+
+
+def test_all_that_ask_while_a_round_is_under_way_share_it(idle, monkeypatch):
+    inside, go, rounds = threading.Event(), threading.Event(), []
+
+    def nodes():
+        rounds.append(1)
+        inside.set()
+        go.wait(10)
+        return {}
+
+    monkeypatch.setattr(module, "alive_nodes", nodes)
+    served = []
+    threads = [threading.Thread(target=lambda: served.append(idle.reconcile())) for _ in range(4)]
+    threads[0].start()
+    assert inside.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    assert idle.config()["is_ending"] is False
+    monkeypatch.setattr(module, "_SHARED_S", 0.1)
+    with pytest.raises(TransferTimeout, match="a round is not done"):
+        idle.reconcile()
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert (served, len(rounds)) == ([[]] * 4, 1)
+    idle.reconcile()
+    assert len(rounds) == 2
+
+
+def test_a_starter_that_fails_ends_the_store_only_if_no_other_call_wants_it():
+    def joined(*callers):
+        made = Supervisor(StoreConfig(capacity_bytes=1 << 20).to_json(), "first", watch=False)
+        assert [made.join(caller)["starter"] for caller in callers] == ["first"] * len(callers)
+        return made
+
+    alone = joined("first", "other")
+    assert alone.leave("other") is False
+    assert alone.leave("first") is True
+    assert alone.join("late")["is_ending"] is True
+    shared = joined("first", "second", "third")
+    assert shared.leave("first") is False
+    assert (shared.config()["starter"], shared.config()["is_ending"]) == ("second", False)
+    assert shared.leave("third") is False
+    assert shared.leave("second") is True
+
+
+def test_only_settings_that_cannot_work_leave_no_hope(idle, monkeypatch):
+    errors = [PeerLost("suspended"), ConfigError("too little"), PeerLost("again")]
+
+    def fail(node_id, resources):
+        raise errors.pop(0)
+
+    monkeypatch.setattr(idle, "_ensure_node_store", fail)
+    seen = []
+    for _ in range(3):
+        assert idle.reconcile() == []
+        seen.append((idle.problems(), idle.hopeless()))
+    assert seen == [({"n": "suspended"}, {}), ({"n": "too little"}, {"n": "too little"}), ({"n": "again"}, {})]

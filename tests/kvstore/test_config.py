@@ -26,10 +26,16 @@ def test_sizes(text, wanted):
     assert parse_bytes(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 GiB 2", "1e9", "8 gibi", "0x10", True, None, 1.5j])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 GiB 2", "1e9", "8 gibi", "0x10", True, None, 1.5j, "1" * 5000])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match="wanted a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("setting", ["capacity_bytes", "lease_ttl_s", "chunk_bytes"])
+def test_a_number_that_python_would_not_even_write_is_refused(setting):
+    with pytest.raises(ConfigError, match=rf"{setting}: wanted at most \d+, got a number of 16610 bits"):
+        StoreConfig(**{setting: 10**5000})
 
 
 @pytest.mark.parametrize(

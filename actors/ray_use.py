@@ -1,0 +1,160 @@
+"""Which calls and handles of this process use its Ray, so that none of them ends it under another.
+
+A process has one Ray at a time, whichever of its threads asks; hence there is one `USE`, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from kvstore.actors.ending import stores_here, within
+from kvstore.actors.joining import Joined, check_answers, join_ray
+from kvstore.actors.ray_sessions import RaySession, current_session
+from kvstore.errors import KVStoreError, StoreBusy
+
+logger = logging.getLogger(__name__)
+
+#: How long one asks which stores a Ray has, before handles of this process are believed in place of an answer.
+_ASK_S = 5.0
+#: How long one that leaves waits for another thread that joins or leaves.
+_LEAVE_S = 60.0
+
+
+class RayUse:
+    """What of this process uses its Ray; any thread may call."""
+
+    def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all uses and locks."""
+        #: Held while Ray is joined, begun or left: Ray itself does not stand two of these at once.
+        self._changing = threading.RLock()
+        self._lock = threading.Lock()
+        self._handles: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Calls under way that may yet return a handle: to each the session and the name of the store.
+        self._calls: dict[object, tuple[str, str]] = {}
+        #: The session that a call of ours connected this process to, until the first one has succeeded in it.
+        self._unused: str | None = None
+
+    @contextlib.contextmanager
+    def joined(self, address: str | None, name: str, deadline_s: float, *, may_start: bool) -> Iterator[Joined]:
+        """Join Ray for what follows, which is to `hold` a handle. Where it fails, this process leaves again.
+
+        It stays for handles and calls of other threads, and in a Ray that it was connected to before.
+
+        Raises:
+            StoreBusy: another thread joins or leaves Ray, and is not done by `deadline_s`.
+            KVStoreError: as `join_ray`.
+        """
+        call, joined = object(), None
+        try:
+            with self._alone(deadline_s):
+                joined = join_ray(address, may_start=may_start, deadline_s=deadline_s)
+                with self._lock:
+                    self._calls[call] = joined.session.name, name
+                    if joined.connected:
+                        self._unused = joined.session.name
+            yield joined
+        except BaseException:
+            self._forget(call)
+            if joined is not None:
+                self._undo(joined.session)
+            raise
+        finally:
+            self._forget(call)
+
+    def hold(self, handle: Any) -> None:
+        """Count an open handle of a store."""
+        with self._lock:
+            self._handles.add(handle)
+            self._unused = None
+
+    def drop(self, handle: Any) -> None:
+        """Count a handle no more."""
+        with self._lock:
+            self._handles.discard(handle)
+
+    def starts(self, name: str, session: RaySession) -> bool:
+        """Whether an open handle of this process started a store of this name in that Ray, or a call may just now."""
+        with self._lock:
+            calls = (session.name, name) in self._calls.values()
+            return calls or any(one.has_started(name, session) for one in self._handles)
+
+    def leave(self, session: RaySession, name: str | None = None) -> list[str]:
+        """Shut Ray down in this process if nothing uses it any more; returns the stores that it goes on for.
+
+        Where the cluster does not say which stores it has, open handles of this process count as stores: that nothing
+        is known of others does not mean that there are none.
+
+        Args:
+            session: of the Ray that is left; in another one nothing happens.
+            name: of a store that has ended.
+
+        Raises:
+            StoreBusy: another thread joins or leaves Ray, and does not come to an end with it.
+        """
+        with self._alone(time.monotonic() + _LEAVE_S):
+            if not is_connected(session):
+                return []
+            with self._lock:
+                handles = {one.config.name for one in self._handles if one.is_of(session)}
+                starting = {store for _, store in self._calls.values()}
+            if session.is_own:
+                try:
+                    check_answers(session.address)
+                    handles = set(within("the stores of this Ray", _ASK_S, stores_here))
+                except KVStoreError as error:
+                    if isinstance(error.__cause__, ConnectionRefusedError):
+                        handles = set()  # Its head is a process of this machine: where nobody listens, it has ended.
+                    logger.warning("which stores the Ray at %s has is not known: %s", session.address, error)
+            others = sorted((handles - {name}) | starting)
+            if not others:
+                with self._lock:
+                    self._unused = None
+                ray.shutdown()
+            return others
+
+    def _undo(self, session: RaySession) -> None:
+        """Leave the Ray of a call that failed, if it was for such calls only that this process joined it."""
+        try:
+            if session.is_own or self._unused == session.name:
+                self.leave(session)
+        except KVStoreError as error:
+            logger.warning("this process stays connected to the Ray at %s: %s", session.address, error)
+
+    def _forget(self, call: object) -> None:
+        with self._lock:
+            self._calls.pop(call, None)
+
+    @contextlib.contextmanager
+    def _alone(self, deadline_s: float) -> Iterator[None]:
+        if not self._changing.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise StoreBusy("another thread of this process joins or leaves Ray, and was not done in time; try again")
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+
+def is_connected(session: RaySession) -> bool:
+    """Whether this process is connected to that Ray; looks, and connects never."""
+    try:
+        return current_session().name == session.name
+    except KVStoreError:
+        return False
+
+
+#: Of the whole process, as Ray is.
+USE = RayUse()
+# Another thread of the parent may hold the locks, and its handles are not the child's.
+os.register_at_fork(after_in_child=USE.begin_anew)

@@ -1,0 +1,182 @@
+"""What is asked and shown of an address before Ray is joined there, without a Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+from ray.core.generated import gcs_service_pb2
+
+from kvstore.actors import joining, ray_sessions
+from kvstore.actors.joining import check_answers, check_named, find_ray, join_ray
+from kvstore.actors.ray_sessions import LocalRay
+from kvstore.errors import ConfigError, StoreNotRunning
+
+TOKEN = "Bearer secret"
+
+
+class Tokens:
+    """Ray's loader of the user's token."""
+
+    @staticmethod
+    def instance():
+        return Tokens()
+
+    def has_token(self, ignore_auth_mode=False):
+        return True
+
+    def get_token_for_http_header(self):
+        return {"authorization": TOKEN}
+
+
+class Config:
+    """Ray's settings of this process, which other tests want as they are."""
+
+    @staticmethod
+    def initialize(text):
+        pass
+
+
+class Gcs(grpc.GenericRpcHandler):
+    """A GCS, or what greets like one; notes the tokens that it was shown."""
+
+    def __init__(self, says):
+        self.says, self.shown, self.over = says, [], threading.Event()
+        self.server = grpc.server(futures.ThreadPoolExecutor(4), handlers=(self,))
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def service(self, details):
+        self.shown.append(dict(details.invocation_metadata).get("authorization"))
+        return grpc.unary_unary_rpc_method_handler(self.answer) if self.says != "unknown" else None
+
+    def answer(self, request, context):
+        if self.says == "nothing":
+            self.over.wait(20)
+        if self.says == "token" and self.shown[-1] != TOKEN:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+        return gcs_service_pb2.GetClusterIdReply(cluster_id=b"x" * 28).SerializeToString()
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    monkeypatch.setattr(joining, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(joining, "AuthenticationTokenLoader", Tokens)
+    monkeypatch.setattr(joining, "Config", Config)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    made = []
+
+    def make(says):
+        made.append(Gcs(says))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.over.set()
+        one.server.stop(0).wait(10)
+
+
+def with_token(monkeypatch, shows):
+    mode = joining.AuthenticationMode.TOKEN if shows else joining.AuthenticationMode.DISABLED
+    monkeypatch.setattr(joining, "get_authentication_mode", lambda: mode)
+
+
+@pytest.mark.parametrize(("says", "match"), [("nothing", "DEADLINE_EXCEEDED"), ("unknown", "UNIMPLEMENTED")])
+def test_what_greets_and_answers_no_question_of_ray_is_found_out_and_shown_no_token(gcs, monkeypatch, says, match):
+    with_token(monkeypatch, True)
+    one, began_s = gcs(says), time.monotonic()
+    with pytest.raises(StoreNotRunning, match=f"no answer of a GCS .*{match}"):
+        check_answers(one.address)
+    assert time.monotonic() - began_s < 5
+    assert one.shown == [None]
+
+
+def test_a_gcs_is_shown_the_token_only_when_it_wants_one_and_ray_is_to_show_it(gcs, monkeypatch):
+    open_, closed = gcs("hello"), gcs("token")
+    with_token(monkeypatch, True)
+    check_answers(open_.address)
+    check_answers(closed.address)
+    assert (open_.shown, closed.shown) == ([None], [None, TOKEN])
+    with_token(monkeypatch, False)
+    check_answers(closed.address)  # It is one; Ray says what it wants.
+    assert closed.shown == [None, TOKEN, None]
+
+
+def test_the_time_of_the_caller_bounds_the_question(gcs, monkeypatch):
+    monkeypatch.setattr(joining, "_CONNECT_S", 10.0)
+    began_s = time.monotonic()
+    with pytest.raises(StoreNotRunning):
+        check_answers(gcs("nothing").address, began_s + 0.3)
+    assert time.monotonic() - began_s < 5
+
+
+def test_tls_is_on_as_ray_takes_it_and_a_silent_listener_is_found_out(gcs, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_USE_TLS", "false")
+    check_answers(gcs("hello").address)
+    monkeypatch.setenv("RAY_USE_TLS", "True")
+    for name in ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="RAY_USE_TLS"):
+            check_answers(address)
+        monkeypatch.setattr(joining, "load_certs_from_env", lambda: (None, None, None))
+        with pytest.raises(StoreNotRunning, match="no answer of a GCS"):
+            check_answers(address)
+
+
+def test_a_join_that_fails_leaves_the_mode_of_tokens_as_it_was(gcs, monkeypatch):
+    with_token(monkeypatch, True)
+    with pytest.raises(StoreNotRunning):
+        join_ray(gcs("unknown").address, may_start=False)
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_a_recorded_address_counts_only_while_a_ray_of_this_user_is_there(gcs, monkeypatch, tmp_path):
+    one, file = gcs("hello"), tmp_path / "ray_current_cluster"
+    monkeypatch.setattr(ray_sessions, "get_ray_address_file", lambda folder: str(file))
+    file.write_text(one.address)
+    monkeypatch.setattr(joining, "rays_here", list)
+    with pytest.raises(StoreNotRunning, match="another user's"):
+        find_ray()
+    assert one.shown == [], "nothing of this user goes there"
+    monkeypatch.setattr(joining, "rays_here", lambda: [LocalRay(one.address, str(tmp_path), True)])
+    assert find_ray()[0] == one.address
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert find_ray()[0] is None
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_record_that_is_no_file_is_none(monkeypatch, tmp_path, kind):
+    file = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr(ray_sessions, "get_ray_address_file", lambda folder: str(file))
+    if kind == "link":
+        (tmp_path / "real").write_text("127.0.0.1:1")
+        file.symlink_to(tmp_path / "real")
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    assert ray_sessions.recorded_address() is None
+
+
+def test_of_several_rays_none_is_taken_for_the_one_that_is_meant(monkeypatch):
+    rays = [LocalRay(f"127.0.0.1:{port}", "/tmp/ray", port == 1) for port in (1, 2)]
+    monkeypatch.setattr(joining, "rays_here", lambda: rays)
+    monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for address in (None, "auto"):
+        with pytest.raises(ConfigError, match=r"got 2: 127\.0\.0\.1:1, 127\.0\.0\.1:2; say which"):
+            check_named(address)
+    check_named("127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    check_named(None)
+    monkeypatch.delenv("RAY_ADDRESS")
+    del rays[0]
+    check_named(None)

@@ -1,0 +1,65 @@
+"""What a start waits for, without a cluster."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvstore.actors import starting
+from kvstore.errors import ConfigError, PeerLost, StoreUnavailable, TransferTimeout
+
+
+class Cluster:
+    """A supervisor, and one node with a store; each question is answered by the next of its answers, or its last."""
+
+    def __init__(self, **answers):
+        self.answers = {"reconcile": [["n"]], "hopeless": [{}], "problems": [{}], "unfinished": [{}], "ready": [True]}
+        self.answers |= answers
+
+    def __getattr__(self, what):
+        def answer(*_):
+            said = self.answers[what]
+            found = said.pop(0) if len(said) > 1 else said[0]
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return answer
+
+
+def wait(monkeypatch, cluster, timeout_s=5.0):
+    monkeypatch.setattr(starting, "call", lambda what, method, *args, timeout_s: method(*args))
+    monkeypatch.setattr(starting, "alive_nodes", lambda: {"n": {}})
+    monkeypatch.setattr(starting, "node_stores", lambda name: {"n": cluster})
+    monkeypatch.setattr(starting.ray, "is_initialized", lambda: True)
+    starting._wait_ready("a", cluster, time.monotonic() + timeout_s)
+
+
+@pytest.mark.parametrize("question", ["reconcile", "hopeless", "ready"])
+def test_an_answer_that_does_not_come_is_waited_for_until_the_deadline(monkeypatch, question):
+    late = [TransferTimeout("no answer in time"), {"reconcile": ["n"], "hopeless": {}, "ready": True}[question]]
+    wait(monkeypatch, Cluster(**{question: late}))
+
+
+def test_a_node_whose_store_does_not_answer_now_is_waited_for(monkeypatch):
+    wait(monkeypatch, Cluster(reconcile=[[], ["n"]], problems=[{"n": "does not answer its ping"}]))
+
+
+def test_what_no_time_cures_is_final(monkeypatch):
+    with pytest.raises(ConfigError, match=r"no node could start a store.*too little"):
+        wait(monkeypatch, Cluster(reconcile=[[]], hopeless=[{"n": "too little memory"}]))
+
+
+def test_a_supervisor_that_is_gone_is_looked_for_again(monkeypatch):
+    with pytest.raises(PeerLost):
+        wait(monkeypatch, Cluster(reconcile=[PeerLost("it died")]))
+
+
+def test_at_the_deadline_it_is_said_what_is_missing(monkeypatch):
+    with pytest.raises(StoreUnavailable, match=r"in time: .*'n': 'hangs'.*; said no"):
+        wait(monkeypatch, Cluster(reconcile=[StoreUnavailable("said no")], problems=[{"n": "hangs"}]), 0.3)
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="in time: of no use"):
+        wait(monkeypatch, Cluster(reconcile=[[]], unfinished=[TransferTimeout("of no use")]), 0.3)
+    assert time.monotonic() - began_s < 3
