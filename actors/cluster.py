@@ -289,13 +289,13 @@ class Store:
         end_actors(name)
         return True
 
-    def is_of(self, session: RaySession) -> bool:
+    def _is_of(self, session: RaySession) -> bool:
         """Whether this is an open handle of a store in that Ray."""
         return not self._closed and self._session.name == session.name
 
-    def has_started(self, name: str, session: RaySession) -> bool:
+    def _has_started(self, name: str, session: RaySession) -> bool:
         """Whether this open handle started the store of that name in that Ray."""
-        return self.is_of(session) and self._started_as is not None and self.config.name == name
+        return self._is_of(session) and self._started_as is not None and self.config.name == name
 
     def _check(self) -> None:
         """Raise unless this handle is open and this process connected to the store's Ray; looks, and connects never."""

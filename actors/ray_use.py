@@ -88,7 +88,7 @@ class RayUse:
         """Whether an open handle of this process started a store of this name in that Ray, or a call may just now."""
         with self._lock:
             calls = (session.name, name) in self._calls.values()
-            return calls or any(one.has_started(name, session) for one in self._handles)
+            return calls or any(one._has_started(name, session) for one in self._handles)
 
     def leave(self, session: RaySession, name: str | None = None) -> list[str]:
         """Shut Ray down in this process if nothing uses it any more; returns the stores that it goes on for.
@@ -107,7 +107,7 @@ class RayUse:
             if not is_connected(session):
                 return []
             with self._lock:
-                handles = {one.config.name for one in self._handles if one.is_of(session)}
+                handles = {one.config.name for one in self._handles if one._is_of(session)}
                 starting = {store for _, store in self._calls.values()}
             if session.is_own:
                 try:

@@ -139,7 +139,7 @@ def test_what_a_start_waits_for_is_said_when_its_time_is_over(ray_cluster, node_
     """Ray has the memory, but others hold it: the store's actor waits for it, and says nothing."""
     holders = hold_memory(node_ids)
     with pytest.raises(StoreUnavailable, match=rf"{node_ids[0]}.*wants 16777216 bytes of Ray memory, free there are"):
-        kvstore.start("16MiB", name="waits", timeout_s=5)
+        kvstore.start("16MiB", name="waits", timeout_s=8)
     assert named_actors("waits") == []
     for holder in holders:
         ray.kill(holder)

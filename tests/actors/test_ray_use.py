@@ -28,11 +28,11 @@ class Handle:
     def __init__(self, name, session=OWN, has_started=False):
         self.config, self.session, self.started = StoreConfig(name=name), session, has_started
 
-    def is_of(self, session):
+    def _is_of(self, session):
         return self.session == session
 
-    def has_started(self, name, session):
-        return self.started and self.is_of(session) and self.config.name == name
+    def _has_started(self, name, session):
+        return self.started and self._is_of(session) and self.config.name == name
 
 
 class World:
