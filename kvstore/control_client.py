@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvstore import clock
-from kvstore.errors import PeerLost, StoreBusy, TransferTimeout
+from kvstore.errors import NotAsked, PeerLost, StoreBusy, TransferTimeout
 from kvstore.forks import check_process, this_process
 from kvstore.wire import (
     ERROR,
@@ -37,10 +37,6 @@ from kvstore.wire import (
 Turn = list[int]
 #: One that waits for its turn also looks that often by itself: word of it may be lost to an interrupt.
 _LOOK_AGAIN_S = 0.05
-
-
-class NotAsked(PeerLost):
-    """The connection was closed before its turn came, by a question of another thread that failed; nothing was sent."""
 
 
 class ControlClient:

@@ -25,6 +25,7 @@ KVStoreError
 │   ├── TransferTimeout      not terminal in time; the destination is quarantined
 │   │   └── JobRunning       a save or load is not done yet; it goes on
 │   ├── PeerLost             the other side is gone
+│   │   └── NotAsked         its connection was closed before a question's turn came
 │   └── RegistrationFailed   memory could not be registered for transfer
 ├── JobAbandoned             the owner gave a save or load up
 ├── ProtocolError            bytes on a control connection that are not ours
@@ -136,6 +137,10 @@ class JobRunning(TransferTimeout):
 
 class PeerLost(TransferError):
     """The process on the other side of a transfer or a call is gone."""
+
+
+class NotAsked(PeerLost):
+    """The connection was closed before its turn came, by a question of another thread that failed; nothing was sent."""
 
 
 class RegistrationFailed(TransferError):

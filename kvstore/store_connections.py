@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.control_client import ControlClient, NotAsked
+from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_local
-from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
+from kvstore.errors import KVStoreError, NotAsked, StoreNotRunning, StoreUnavailable
 from kvstore.forks import check_process, this_process
 from kvstore.idle_connections import IdleConnections
 from kvstore.retelling import Retelling
