@@ -184,12 +184,13 @@ class ControlClient:
         """Give a turn up, if it was taken, and close a connection that was closed meanwhile."""
         if self._turn is turn:
             self._turn = None
-        with self._lock:
-            waiting = self._waiting[0] if self._turn is None and self._waiting else None
+        if self._waiting:
+            with self._lock:
+                waiting = self._waiting[0] if self._turn is None and self._waiting else None
+                if waiting is not None:
+                    self._turn = waiting[1]
             if waiting is not None:
-                self._turn = waiting[1]
-        if waiting is not None:
-            waiting[0].put(None)
+                waiting[0].put(None)
         if self.closed:
             self.close()
 

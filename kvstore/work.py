@@ -112,7 +112,7 @@ class Work(Generic[T]):
         # the handler of a signal may look at the work as well.
         self._lock = threading.RLock()
         self._taker: _Taker | None = None
-        self._looks_again = self._has_begun = self._is_cancelled = False
+        self._looks_again = self._is_beginning = self._has_begun = self._is_cancelled = False
         #: Whether `after` was called, or is being.
         self.is_left = False
         self._wake_fd = -1
@@ -122,7 +122,7 @@ class Work(Generic[T]):
         #: What came of it, once its steps have ended.
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._is_over = self._is_told = False
+        self._is_over = self._is_telling = self._is_told = False
         #: Called once by a thread that did the work to its end while it waited for it.
         self.ended_elsewhere: Callable[[], None] = nothing
         #: Called by such a thread when it leaves before the end: another one has to go on.
@@ -133,6 +133,7 @@ class Work(Generic[T]):
 
     def begin(self) -> None:
         """Say first of all that it has begun: from now on the job can be abandoned, but not cancelled."""
+        self._is_beginning = True
         self.future.set_running_or_notify_cancel()
         self._has_begun = True
 
@@ -241,7 +242,8 @@ class Work(Generic[T]):
             try:
                 if self._steps is None:
                     if not self._has_begun:
-                        if not self.future.running() and not self.future.set_running_or_notify_cancel():
+                        again, self._is_beginning = self._is_beginning, True  # After an interrupt in here.
+                        if not (again and self.future.running()) and not self.future.set_running_or_notify_cancel():
                             self._is_cancelled = True
                             return None
                         self._has_begun = True
@@ -266,7 +268,8 @@ class Work(Generic[T]):
         future = self.future
         if self._is_told:
             return
-        if future.done():
+        again, self._is_telling = self._is_telling, True
+        if again and future.done():
             future.tell_again()  # It takes no other result.
         elif self._error is not None:
             future.set_exception(self._error)
