@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import kvstore
 from kvstore import api, cli, terminal
+from kvstore.actors import joining
 from kvstore.doctor import Check, Status
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning
 
@@ -48,6 +49,7 @@ def fail(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("words", [["status"], ["stop"]])
 def test_an_error_is_one_line_on_stderr(monkeypatch, words):
     monkeypatch.setattr(api, "connect", fail)
+    monkeypatch.setattr(joining, "join_ray", fail)
     result = run(*words)
     assert result.exit_code == 2
     assert result.stdout == ""
