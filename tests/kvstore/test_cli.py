@@ -49,7 +49,7 @@ def fail(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("words", [["status"], ["stop"]])
 def test_an_error_is_one_line_on_stderr(monkeypatch, words):
     monkeypatch.setattr(api, "connect", fail)
-    monkeypatch.setattr(joining, "join_ray", fail)
+    monkeypatch.setattr(joining, "check_named", fail)  # Which Rays run here is nothing of this test.
     result = run(*words)
     assert result.exit_code == 2
     assert result.stdout == ""
