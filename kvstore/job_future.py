@@ -31,11 +31,10 @@ class _Condition(threading.Condition):
         waiter.acquire()
         self._waiters.append(waiter)  # type: ignore[attr-defined]
         try:
-            self.release()
+            self.release()  # Nothing comes before it in `try`, and nothing before `acquire` in `finally`.
             is_told = waiter.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
         finally:
-            if not self._is_owned():  # type: ignore[attr-defined]
-                self.acquire()
+            self.acquire()
             if not is_told:
                 with contextlib.suppress(ValueError):
                     self._waiters.remove(waiter)  # type: ignore[attr-defined]
