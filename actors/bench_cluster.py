@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,6 +30,7 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
     os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0")
     # A token of its own: no other process may join, and no token of the user's is shown.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    Config.initialize("")  # What Ray read of them when it was imported holds no more.
     os.environ.pop("RAY_ADDRESS", None)
     cluster: Any = None
     try:
@@ -53,6 +55,7 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
             cluster.shutdown()
         os.environ.clear()
         os.environ.update(before)
+        Config.initialize("")
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -54,14 +54,22 @@ def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
 def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store:
     own_id = secrets.token_hex(8)
     try:
-        while (store := _start_once(config, deadline_s, session, own_id)) is None:
-            if time.monotonic() + _ENDS_S > deadline_s:
-                raise StoreUnavailable(
-                    f"store {config.name!r} is being ended by another process, or its supervisor goes away again and "
-                    "again; where an end was interrupted, `kvstore stop` or destroy() completes it"
-                )
-            time.sleep(_ENDS_S)
-        return store
+        is_ending = False
+        while time.monotonic() < deadline_s or not is_ending:
+            try:
+                store = _start_once(config, deadline_s, session, own_id)
+            except TransferTimeout:
+                if not is_ending:
+                    raise
+                break
+            if store is not None:
+                return store
+            is_ending = True
+            time.sleep(min(_ENDS_S, max(0.0, deadline_s - time.monotonic())))
+        raise StoreUnavailable(
+            f"store {config.name!r} is being ended by another process, or its supervisor goes away again and again; "
+            "where an end was interrupted, `kvstore stop` or destroy() completes it"
+        )
     except BaseException:  # Of who is interrupted, too: nobody else would end what this call began.
         _give_up(config.name, own_id)
         raise

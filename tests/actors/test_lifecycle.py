@@ -206,7 +206,7 @@ def test_a_stop_that_was_interrupted_is_completed_by_another(ray_cluster, store,
             ending.end_actors("short")
     assert "raykv/short/supervisor" in named_actors("short")
     with pytest.raises(StoreUnavailable, match=r"being ended by another process.*kvstore stop"):
-        kvstore.start("8MiB", name="short", timeout_s=1.0)
+        kvstore.start("8MiB", name="short", timeout_s=3.0)
     assert len(named_actors("short")) == 2 + len(node_ids)
     kvstore.connect("short").destroy()
     assert named_actors("short") == []
