@@ -10,6 +10,9 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+#: Positions of blocks or slots.
+IndexArray = npt.NDArray[np.int32]
+
 
 class PinKind(Enum):
     """How strongly blocks are held.

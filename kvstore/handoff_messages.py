@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.errors import ProtocolError
+from kvstore.grants import IndexArray
 from kvstore.messages import pack_ints, unpack_ints
-from kvstore.transport import IndexArray
 
 _PREPARE = struct.Struct("<32sQ32sIIQQ")
 _COMPLETE = struct.Struct("<32sQd")

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from kvstore.chain import Chain, decode_chain
 from kvstore.errors import ProtocolError
-from kvstore.grants import Grant, PackedInts, PinKind, StoreTicket
-from kvstore.transport import IndexArray, ReadRequest
+from kvstore.grants import Grant, IndexArray, PackedInts, PinKind, StoreTicket
+from kvstore.transport import ReadRequest
 
 _INT32 = np.dtype("<i4")
 _LEASE = struct.Struct("<d")

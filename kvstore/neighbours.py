@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.errors import PeerLost, TransferError
-from kvstore.transport import IndexArray, PeerDescription, ReadRequest, ReadState, ReadTotals
+from kvstore.grants import IndexArray
+from kvstore.transport import PeerDescription, ReadRequest, ReadState, ReadTotals
 
 
 class StageMemory(Protocol):

@@ -12,12 +12,12 @@ import numpy as np
 
 from kvstore.engine_copy import EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.errors import CopyStuck, InvalidRequest, KernelError, KVStoreError, StoreUnavailable, TransferTimeout
+from kvstore.grants import IndexArray
 from kvstore.handoff import HandoffTicket
 from kvstore.handoff_messages import PrepareHandoff, pack_abort_handoff, pack_complete_handoff, pack_prepare_handoff
 from kvstore.jobs import CopyGuard
 from kvstore.messages import U64, unpack_ints
 from kvstore.stage_client import AttachedStage
-from kvstore.transport import IndexArray
 from kvstore.wire import Op
 
 logger = logging.getLogger(__name__)

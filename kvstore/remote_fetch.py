@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore import clock
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
+from kvstore.grants import IndexArray
 from kvstore.handoff_claim import SourceClaim
 from kvstore.handoff_messages import FetchRequest, PeerClaimed
 from kvstore.load_report import LoadReport
@@ -26,7 +27,7 @@ from kvstore.peers import Peer
 from kvstore.pool import Pool
 from kvstore.segments import plan_chunks, plan_stage_chunks
 from kvstore.stage_lanes import StageLane
-from kvstore.transport import IndexArray, PeerDescription, ReadRequest
+from kvstore.transport import PeerDescription, ReadRequest
 
 if TYPE_CHECKING:
     from kvstore.handoff_fetch import HandoffFetcher

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import PeerLost, TransferError
-
-IndexArray = npt.NDArray[np.int32]
+from kvstore.grants import IndexArray
 
 
 class ReadState(Enum):
