@@ -19,11 +19,11 @@ from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
 from kvstore.hashing import Namespace
 from kvstore.hints import Hints
+from kvstore.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.mover import Mover
 from kvstore.node import NodeCore
 from kvstore.shape import KVShape
 from kvstore.slabs import Slabs
-from kvstore.transport import LoopbackNetwork, LoopbackTransport
 from kvstore.versions import NamespaceVersions
 from kvstore.wire import Flag, Message, Op, encode
 

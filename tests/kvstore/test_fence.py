@@ -20,7 +20,8 @@ import numpy as np
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
 from kvstore.mover import Mover
-from kvstore.transport import LoopbackNetwork, LoopbackTransport, ReadState
+from kvstore.loopback import LoopbackNetwork, LoopbackTransport
+from kvstore.transport import ReadState
 
 class Stuck(LoopbackTransport):
     over = False

@@ -15,11 +15,12 @@ from kvstore.control_connect import connect_local
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
 from kvstore.errors import PeerLost, TransferError, TransferTimeout
+from kvstore.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.messages import NOTIFICATION, U64
 from kvstore.mover import Mover
 from kvstore.mover_link import MoverLink
 from kvstore.segments import plan_chunks
-from kvstore.transport import LoopbackNetwork, LoopbackTransport, PeerDescription, ReadRequest, ReadState
+from kvstore.transport import PeerDescription, ReadRequest, ReadState
 from kvstore.wire import Flag, Message, Op, encode, pack_json
 
 SLOT_BYTES, NUM_SLOTS = 64, 32

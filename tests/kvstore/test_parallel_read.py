@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kvstore.errors import PeerLost, TransferError
+from kvstore.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.nixl_transport import NixlTransport
 from kvstore.parallel_read import ParallelTransport, node_transport
-from kvstore.transport import LoopbackNetwork, LoopbackTransport, PeerDescription, ReadRequest, ReadState
+from kvstore.transport import PeerDescription, ReadRequest, ReadState
 
 BLOCK_BYTES, NUM_SLOTS, NUM_READERS = 256 << 10, 32, 3
 EVERYTHING = range(NUM_SLOTS)

@@ -10,10 +10,11 @@ import pytest
 from kvstore import nixl_transport
 from kvstore.errors import PeerLost, TransferError
 from kvstore.kernels import vram
+from kvstore.loopback import LoopbackNetwork, LoopbackTransport
 from kvstore.nixl_transport import NixlTransport
 from kvstore.parallel_read import ParallelTransport
 from kvstore.results import MissReason
-from kvstore.transport import LoopbackNetwork, LoopbackTransport, PeerDescription, ReadRequest, ReadState
+from kvstore.transport import PeerDescription, ReadRequest, ReadState
 from tests.kvstore.test_handoff import fetch, is_empty, reason
 
 SLOT_BYTES, NUM_SLOTS = 64, 8

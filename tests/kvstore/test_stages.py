@@ -18,10 +18,10 @@ from kvstore.config import StoreConfig
 from kvstore.copier import HostCopier
 from kvstore.errors import ConfigError, CopyStuck, InvalidRequest, KernelError, RegistrationFailed, StoreUnavailable
 from kvstore.fence import MoverFence
+from kvstore.loopback import LoopbackTransport
 from kvstore.pool import Pool
 from kvstore.results import MissReason
 from kvstore.stage_lanes import StageLanes
-from kvstore.transport import LoopbackTransport
 from tests.kvstore.test_handoff import Held, fetch, is_empty, reason, same
 from tests.kvstore.test_named_tickets import named
 from tests.kvstore.test_results import kept_work, see_done

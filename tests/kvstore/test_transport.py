@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import PeerLost, TransferError
-from kvstore.transport import LoopbackNetwork, LoopbackTransport, PeerDescription, ReadRequest, ReadState, count_runs
+from kvstore.loopback import LoopbackNetwork, LoopbackTransport
+from kvstore.transport import PeerDescription, ReadRequest, ReadState, count_runs
 
 SLOT_BYTES, BLOCK_BYTES, NUM_SLOTS = 64, 48, 8
 
