@@ -17,15 +17,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kvstore.errors import ProtocolError, RegistrationFailed, TransferError, TransferTimeout
-from kvstore.messages import (
-    NOTIFICATION,
-    U64,
-    MoverDone,
-    MoverRead,
-    pack_mover_done,
-    unpack_mover_read,
-    unpack_mover_wake,
-)
+from kvstore.messages import NOTIFICATION, U64
+from kvstore.mover_messages import MoverDone, MoverRead, pack_mover_done, unpack_mover_read, unpack_mover_wake
 from kvstore.slabs import Slabs
 from kvstore.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
 from kvstore.wire import RECEIVE_BYTES, Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json

@@ -18,15 +18,16 @@ import numpy.typing as npt
 from kvstore import clock
 from kvstore.control_connection import Connection
 from kvstore.errors import KVStoreError, PeerLost, ProtocolError, TransferTimeout
-from kvstore.messages import (
-    U64,
+from kvstore.messages import U64
+from kvstore.mover_messages import (
     MoverDone,
     MoverRead,
+    OwnTransport,
+    own_transport,
     pack_mover_read,
     pack_mover_wake,
     unpack_mover_done,
 )
-from kvstore.mover_words import OwnTransport, own_transport
 from kvstore.transport import PeerDescription, ReadRequest
 from kvstore.wire import Flag, Message, Op, pack_error, pack_json, unpack_error, unpack_json, unpacked
 

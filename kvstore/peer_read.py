@@ -16,7 +16,8 @@ from kvstore import clock
 from kvstore.chain import Chain
 from kvstore.errors import KVStoreError, LeaseError, PeerLost, TransferError, TransferTimeout
 from kvstore.flight import Flight
-from kvstore.messages import NOTIFICATION, MoverDone, PeerGrant
+from kvstore.messages import NOTIFICATION, PeerGrant
+from kvstore.mover_messages import MoverDone
 from kvstore.peer_words import check_slots
 from kvstore.peers import Peer
 from kvstore.segments import plan_chunks, plan_segments

@@ -21,7 +21,8 @@ from kvstore.grants import IndexArray
 from kvstore.handoff_claim import SourceClaim
 from kvstore.handoff_messages import FetchRequest, PeerClaimed
 from kvstore.load_report import LoadReport
-from kvstore.messages import NOTIFICATION, STAGE_BIT, MoverDone, Progress, pack_progress
+from kvstore.messages import NOTIFICATION, STAGE_BIT, Progress, pack_progress
+from kvstore.mover_messages import MoverDone
 from kvstore.peer_words import check_slots
 from kvstore.peers import Peer
 from kvstore.pool import Pool

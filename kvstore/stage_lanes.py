@@ -18,8 +18,8 @@ import numpy as np
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, TransferError, TransferTimeout
 from kvstore.handoff_messages import pack_soon
-from kvstore.messages import MoverDone
 from kvstore.mover_link import MoverLink
+from kvstore.mover_messages import MoverDone
 from kvstore.peer_words import stages_of
 from kvstore.peers import Peer
 from kvstore.stages import WARM_BYTES, Stage

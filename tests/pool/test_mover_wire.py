@@ -12,7 +12,8 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local
 from kvstore.control_connection import Connection
 from kvstore.errors import KVStoreError
-from kvstore.messages import U64, MoverDone, pack_mover_done
+from kvstore.messages import U64
+from kvstore.mover_messages import MoverDone, pack_mover_done
 from kvstore.transport import ReadState
 from kvstore.wire import Op
 from poolcheck.wire_faults import Spoil, WireFaults
