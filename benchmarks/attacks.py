@@ -30,7 +30,8 @@ from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_local, connect_remote
 from kvstore.errors import KVStoreError, PeerLost
-from kvstore.messages import U64, PeerLease, pack_peer_lease
+from kvstore.messages import U64
+from kvstore.peer_messages import PeerLease, pack_peer_lease
 from kvstore.provenance import provenance
 from kvstore.wire import HEADER, Op
 

@@ -30,12 +30,9 @@ from kvstore.errors import (
 from kvstore.flight import Flights
 from kvstore.hints import Hints
 from kvstore.load_report import LoadReport
-from kvstore.messages import (
-    PeerLease,
-    Progress,
-    pack_progress,
-)
+from kvstore.messages import Progress, pack_progress
 from kvstore.mover_link import MoverLink
+from kvstore.peer_messages import PeerLease
 from kvstore.peer_read import PeerRead
 from kvstore.peers import Peer, PeerBook
 from kvstore.pool import Pool

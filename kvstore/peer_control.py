@@ -16,7 +16,8 @@ from kvstore.config import StoreConfig
 from kvstore.control_connection import Connection
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
 from kvstore.grants import Grant
-from kvstore.messages import NOTIFICATION, OWNER_KEY_BYTES, U64, PeerGrant, pack_peer_grant, unpack_peer_lease
+from kvstore.messages import NOTIFICATION, OWNER_KEY_BYTES, U64
+from kvstore.peer_messages import PeerGrant, pack_peer_grant, unpack_peer_lease
 from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Message, Op, clip, pack_json

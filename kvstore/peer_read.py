@@ -16,8 +16,9 @@ from kvstore import clock
 from kvstore.chain import Chain
 from kvstore.errors import KVStoreError, LeaseError, PeerLost, TransferError, TransferTimeout
 from kvstore.flight import Flight
-from kvstore.messages import NOTIFICATION, PeerGrant
+from kvstore.messages import NOTIFICATION
 from kvstore.mover_messages import MoverDone
+from kvstore.peer_messages import PeerGrant
 from kvstore.peer_words import check_slots
 from kvstore.peers import Peer
 from kvstore.segments import plan_chunks, plan_segments

@@ -12,7 +12,7 @@ from kvstore.bounds import MAX_SLOTS
 from kvstore.errors import PeerLost, ProtocolError
 from kvstore.grants import IndexArray
 from kvstore.handoff_messages import PeerClaimed, unpack_peer_claimed
-from kvstore.messages import PeerGrant, unpack_peer_grant
+from kvstore.peer_messages import PeerGrant, unpack_peer_grant
 from kvstore.transport import PeerDescription
 from kvstore.wire import clip, unpack_json, unpacked
 

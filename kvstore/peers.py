@@ -17,7 +17,8 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_client import ControlClient
 from kvstore.control_connect import connect_remote
 from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable, TransferError
-from kvstore.messages import OWNER_KEY_BYTES, U64, PeerGrant, PeerLease, pack_peer_lease
+from kvstore.messages import OWNER_KEY_BYTES, U64
+from kvstore.peer_messages import PeerGrant, PeerLease, pack_peer_lease
 from kvstore.peer_words import epoch_of, grant_of, transport_of
 from kvstore.transport import PeerDescription
 from kvstore.wire import Op

@@ -104,9 +104,9 @@ def store(folder, node_id, config):
     from kvstore.config import StoreConfig
     from kvstore.errors import PeerLost
     from kvstore.hints import Hints
-    from kvstore.messages import PeerLease
     from kvstore.mover_keeper import MoverKeeper
     from kvstore.node import NodeCore
+    from kvstore.peer_messages import PeerLease
     from kvstore.peer_read import PeerRead
     from kvstore.peers import Peer
     from kvstore.transport import ReadRequest

@@ -11,7 +11,7 @@ import torch
 from kvstore.clears import group_of
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest, PeerLost, StaleVersion
-from kvstore.messages import PeerLease
+from kvstore.peer_messages import PeerLease
 from kvstore.shape import BLOCK_ORDER_VERSION
 
 NUM_THREADS = 4  # of a client's jobs

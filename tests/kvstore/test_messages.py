@@ -82,18 +82,3 @@ def test_ticket(write_id, pairs):
 def test_progress(slots, report):
     back = messages.unpack_progress(messages.pack_progress(messages.Progress(9, 4, slots, report)))
     assert (back.lease_id, back.first, back.slots.tolist(), back.report) == (9, 4, slots.tolist(), report)
-
-
-def test_peer_lease():
-    lease = messages.PeerLease(chain=CHAIN, block_bytes=2**32 - 1, slot_format=1, namespace_version=2**63, ttl_s=0.5)
-    assert messages.unpack_peer_lease(messages.pack_peer_lease(lease)) == lease
-
-
-def test_peer_grant():
-    grant = messages.PeerGrant(
-        lease_id=2**64 - 1, epoch=b"12345678", namespace_version=3, mover_generation=4, slots=SLOTS
-    )
-    back = messages.unpack_peer_grant(messages.pack_peer_grant(grant))
-    assert back.slots.tolist() == SLOTS.tolist()
-    for name in ("lease_id", "epoch", "namespace_version", "mover_generation"):
-        assert getattr(back, name) == getattr(grant, name)

@@ -10,7 +10,8 @@ from kvstore.chain import Chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_remote
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
-from kvstore.messages import NOTIFICATION, U64, PeerLease, pack_peer_lease, unpack_peer_grant
+from kvstore.messages import NOTIFICATION, U64
+from kvstore.peer_messages import PeerLease, pack_peer_lease, unpack_peer_grant
 from kvstore.wire import Op
 
 ONE, OTHER = b"epoch--1", b"epoch--2"

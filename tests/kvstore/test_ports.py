@@ -21,7 +21,8 @@ from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local, connect_remote
 from kvstore.errors import ConfigError, IncompatibleStore, InvalidRequest, KVStoreError, PeerLost, ProtocolError
-from kvstore.messages import U64, PeerLease, pack_lease, pack_peer_lease
+from kvstore.messages import U64, pack_lease
+from kvstore.peer_messages import PeerLease, pack_peer_lease
 from kvstore.wire import HEADER, STRANGER_BYTES, Decoder, Op, clip, pack_error, unpack_error
 
 HELLO = {

@@ -1,0 +1,24 @@
+import numpy as np
+
+from kvstore import peer_messages
+from kvstore.chain import Chain
+
+CHAIN = Chain(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
+SLOTS = np.array([5, 0, 2**31 - 1], dtype=np.int32)
+
+
+def test_peer_lease():
+    lease = peer_messages.PeerLease(
+        chain=CHAIN, block_bytes=2**32 - 1, slot_format=1, namespace_version=2**63, ttl_s=0.5
+    )
+    assert peer_messages.unpack_peer_lease(peer_messages.pack_peer_lease(lease)) == lease
+
+
+def test_peer_grant():
+    grant = peer_messages.PeerGrant(
+        lease_id=2**64 - 1, epoch=b"12345678", namespace_version=3, mover_generation=4, slots=SLOTS
+    )
+    back = peer_messages.unpack_peer_grant(peer_messages.pack_peer_grant(grant))
+    assert back.slots.tolist() == SLOTS.tolist()
+    for name in ("lease_id", "epoch", "namespace_version", "mover_generation"):
+        assert getattr(back, name) == getattr(grant, name)
