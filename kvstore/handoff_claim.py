@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvstore import clock
+from kvstore.claim_messages import PeerClaim, PeerClaimed, claimed_of, pack_peer_claim
 from kvstore.control_client import ControlClient, Question
 from kvstore.errors import KVStoreError, TransferTimeout
-from kvstore.handoff_messages import END, FetchRequest, PeerClaim, PeerClaimed, pack_peer_claim, pack_soon
+from kvstore.handoff_messages import END, FetchRequest, pack_soon
 from kvstore.handoff_records import NOT_READY, NOT_READY_IN_TIME
-from kvstore.peer_words import claimed_of
 from kvstore.peers import Peer
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import Op

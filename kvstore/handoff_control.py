@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore import clock
 from kvstore.bounds import check_seconds
+from kvstore.claim_messages import PeerClaim, PeerClaimed, pack_peer_claimed, unpack_peer_claim
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
 from kvstore.errors import (
@@ -25,14 +26,10 @@ from kvstore.handoff_fetch import HandoffFetcher
 from kvstore.handoff_messages import (
     END,
     FetchRequest,
-    PeerClaim,
-    PeerClaimed,
     check_key,
-    pack_peer_claimed,
     unpack_abort_handoff,
     unpack_complete_handoff,
     unpack_fetch,
-    unpack_peer_claim,
     unpack_prepare_handoff,
 )
 from kvstore.handoff_records import CLAIM_BIT, NOT_READY, NOT_READY_IN_TIME, Claim, Place

@@ -11,14 +11,13 @@ import numpy as np
 from kvstore.bounds import MAX_SLOTS
 from kvstore.errors import PeerLost, ProtocolError
 from kvstore.grants import IndexArray
-from kvstore.handoff_messages import PeerClaimed, unpack_peer_claimed
 from kvstore.peer_messages import PeerGrant, unpack_peer_grant
 from kvstore.transport import PeerDescription
 from kvstore.wire import clip, unpack_json, unpacked
 
 _T = TypeVar("_T")
 
-_EPOCH_BYTES, _MAX_REASON_CHARS = 8, 1000
+_EPOCH_BYTES = 8
 _MAX_AGENT_BYTES, _MAX_GPUS = 1 << 20, 1 << 10
 #: Addresses of a process lie below.
 _ADDRESS_END = 1 << 57
@@ -37,23 +36,7 @@ def grant_of(payload: bytes, num_wanted: int) -> PeerGrant:
             raise ProtocolError(f"wanted at most {num_wanted} slots, got {len(found.slots)}")
         return found
 
-    return _sensible(grant, payload)
-
-
-def claimed_of(payload: bytes, num_wanted: int) -> PeerClaimed:
-    """Return what a peer answered to a claim of `num_wanted` blocks.
-
-    Raises:
-        PeerLost: that is nonsense.
-    """
-
-    def claimed(data: bytes) -> PeerClaimed:
-        found = unpack_peer_claimed(data)
-        if not found.reason and len(found.slots) != num_wanted:
-            raise ProtocolError(f"wanted {num_wanted} slots, got {len(found.slots)}")
-        return found._replace(reason=found.reason[:_MAX_REASON_CHARS])
-
-    return _sensible(claimed, payload)
+    return sensible(grant, payload)
 
 
 def epoch_of(hello: dict[str, Any]) -> bytes:
@@ -69,7 +52,7 @@ def epoch_of(hello: dict[str, Any]) -> bytes:
             raise ProtocolError(f"epoch: wanted {_EPOCH_BYTES} bytes, got {len(found)}")
         return found
 
-    return _sensible(epoch, b"")
+    return sensible(epoch, b"")
 
 
 def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]:
@@ -83,7 +66,7 @@ def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]
         value = unpack_json(data)
         return int(value["generation"]), _described(value, same_host=same_host)
 
-    return _sensible(transport, payload)
+    return sensible(transport, payload)
 
 
 def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescription]]:
@@ -107,7 +90,7 @@ def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescri
             found.append((int(value["slab"]), int(value["generation"]), num_warm, description))
         return found
 
-    return _sensible(stages, payload)
+    return sensible(stages, payload)
 
 
 def check_slots(slots: IndexArray | Sequence[int], description: PeerDescription, block_bytes: int) -> None:
@@ -147,7 +130,12 @@ def _described(value: dict[str, Any], *, same_host: bool = False, gpu: int = 0, 
     )
 
 
-def _sensible(unpack: Callable[[bytes], _T], payload: bytes) -> _T:
+def sensible(unpack: Callable[[bytes], _T], payload: bytes) -> _T:
+    """Take what a peer answered apart.
+
+    Raises:
+        PeerLost: that is nonsense.
+    """
     try:
         return unpacked(unpack, payload)
     except ProtocolError as error:

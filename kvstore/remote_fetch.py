@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import clock
+from kvstore.claim_messages import PeerClaimed
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.grants import IndexArray
 from kvstore.handoff_claim import SourceClaim
-from kvstore.handoff_messages import FetchRequest, PeerClaimed
+from kvstore.handoff_messages import FetchRequest
 from kvstore.load_report import LoadReport
 from kvstore.messages import NOTIFICATION, STAGE_BIT, Progress, pack_progress
 from kvstore.mover_messages import MoverDone

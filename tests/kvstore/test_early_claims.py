@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from kvstore import clock
+from kvstore.claim_messages import PeerClaimed, pack_peer_claimed
 from kvstore.config import StoreConfig
 from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.handoff_claim import SourceClaim
-from kvstore.handoff_messages import FetchRequest, PeerClaimed, pack_peer_claimed
+from kvstore.handoff_messages import FetchRequest
 from kvstore.handoff_records import NOT_READY
 from kvstore.results import MissReason
 from tests.kvstore.test_handoff import fetch, reason, same

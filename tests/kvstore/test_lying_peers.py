@@ -8,12 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
+from kvstore.claim_messages import PeerClaimed, claimed_of, pack_peer_claimed
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_server import ControlServer
 from kvstore.errors import LayoutMismatch, PeerLost
-from kvstore.handoff_messages import PeerClaimed, pack_peer_claimed
 from kvstore.peer_messages import PeerGrant, pack_peer_grant
-from kvstore.peer_words import claimed_of, grant_of, stages_of, transport_of
+from kvstore.peer_words import grant_of, stages_of, transport_of
 from kvstore.peers import PeerAddress
 from kvstore.wire import Op, pack_json
 
