@@ -12,9 +12,10 @@ import torch
 
 from kvstore.client import Client
 from kvstore.errors import TransferTimeout
-from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket
+from kvstore.handoff import HandoffTicket
 from kvstore.hashing import Namespace
 from kvstore.kernels.reference import torch_dtype
+from kvstore.results import FetchResult, HandoffRoute
 
 _POISON = 0x5A
 #: Some 5 ms of a GPU of 1.8 GHz.

@@ -13,12 +13,23 @@ if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.config import StoreConfig
     from kvstore.errors import KVStoreError
-    from kvstore.handoff import FetchResult, HandoffRoute, HandoffTicket, Publication
+    from kvstore.handoff import HandoffTicket
     from kvstore.hashing import BlockHashes, Namespace
     from kvstore.layout import EngineLayout
     from kvstore.lease import Lease
     from kvstore.part import Part
-    from kvstore.results import BlockFailure, Job, LoadResult, Match, MissReason, Pinned, SaveResult
+    from kvstore.results import (
+        BlockFailure,
+        FetchResult,
+        HandoffRoute,
+        Job,
+        LoadResult,
+        Match,
+        MissReason,
+        Pinned,
+        Publication,
+        SaveResult,
+    )
     from kvstore.shape import KVShape, Planes, SideTensor
 
 __version__ = "0.1.0"
@@ -59,10 +70,10 @@ _MODULE_OF = {
     "Client": "client",
     "StoreConfig": "config",
     "KVStoreError": "errors",
-    "FetchResult": "handoff",
-    "HandoffRoute": "handoff",
+    "FetchResult": "results",
+    "HandoffRoute": "results",
     "HandoffTicket": "handoff",
-    "Publication": "handoff",
+    "Publication": "results",
     "BlockHashes": "hashing",
     "Namespace": "hashing",
     "EngineLayout": "layout",

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from kvstore.bounds import DIGEST_BYTES, check_count
 from kvstore.errors import InvalidRequest
-from kvstore.results import Job, LoadResult
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.wire import clip
 
@@ -150,47 +149,6 @@ class HandoffTicket:
             slab=slab,
             is_early=bool(is_early),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchResult(LoadResult):
-    """How a fetch ended: as a load's result, with blocks counted from the ticket's first.
-
-    Args:
-        route: the memory that the blocks went through: "host" is the nodes' arenas, "gpu" are stages on GPUs.
-        note: why not the other route, if a stage was attached and could not be used.
-    """
-
-    route: str = "host"
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Publication:
-    """Blocks that are being published.
-
-    Args:
-        ticket: good at once: a fetch waits until the blocks are there.
-        job: done when they are, and the engine's blocks are its own again.
-    """
-
-    ticket: HandoffTicket
-    job: Job[HandoffTicket]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffRoute:
-    """Which way a client's hand-offs go.
-
-    Args:
-        route: "gpu" from stage to stage, or "host" through the nodes' arenas.
-        why_not: why it is "host".
-        gb_per_s: of a READ from each node that was named, warm; 0 for one that cannot be reached from GPU to GPU.
-    """
-
-    route: str
-    why_not: str = ""
-    gb_per_s: dict[str, float] = field(default_factory=dict)
 
 
 def _check_bytes(name: str, value: object, num_bytes: int) -> None:

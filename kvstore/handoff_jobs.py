@@ -21,11 +21,12 @@ from kvstore.errors import (
     StoreUnavailable,
     TransferError,
 )
-from kvstore.handoff import FetchResult, HandoffTicket
+from kvstore.handoff import HandoffTicket
 from kvstore.handoff_messages import END, FetchRequest, pack_fetch
 from kvstore.hashing import Namespace
 from kvstore.jobs import Answer, CopyGuard, failures
 from kvstore.messages import STAGE_BIT
+from kvstore.results import FetchResult
 from kvstore.segments import plan_stage_chunks
 from kvstore.shape import BLOCK_ORDER_VERSION
 from kvstore.stage_client import AttachedStage

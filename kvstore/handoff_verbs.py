@@ -10,11 +10,11 @@ from kvstore.bounds import MAX_COPY_THREADS, check_count, check_seconds
 from kvstore.control_client import ControlClient
 from kvstore.engine_copy import engine_pages, ordered
 from kvstore.errors import CopyStuck, KVStoreError, PeerLost, StoreUnavailable
-from kvstore.handoff import FetchResult, HandoffTicket
+from kvstore.handoff import HandoffTicket
 from kvstore.handoff_jobs import Asked, ask_fetch, check_ticket, failed_fetch, run_fetch
 from kvstore.jobs import TIMED_OUT_IN_QUEUE, CopyGuard
 from kvstore.publish_verbs import PublishVerbs
-from kvstore.results import Job
+from kvstore.results import FetchResult, Job
 from kvstore.sides import check_skip
 from kvstore.stage_client import AttachedStage
 from kvstore.wire import Op

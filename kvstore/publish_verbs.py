@@ -18,11 +18,11 @@ from kvstore.errors import (
     PoolExhausted,
     StoreUnavailable,
 )
-from kvstore.handoff import HandoffTicket, Publication, expiry_after
+from kvstore.handoff import HandoffTicket, expiry_after
 from kvstore.handoff_jobs import check_named
 from kvstore.messages import U64
 from kvstore.publishing import Publishing, num_published
-from kvstore.results import Job
+from kvstore.results import Job, Publication
 from kvstore.stage_client import AttachedStage, StageLink
 from kvstore.stage_verbs import StageVerbs
 from kvstore.wire import Op

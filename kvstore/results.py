@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from kvstore import clock
 from kvstore.errors import InvalidRequest, JobAbandoned, JobRunning
 from kvstore.forks import check_process, this_process
+from kvstore.handoff import HandoffTicket
 from kvstore.work import Work
 
 T = TypeVar("T")
@@ -93,6 +94,19 @@ class LoadResult:
     def failed_block_ids(self) -> frozenset[int]:
         """The engine's blocks that hold a token which was not delivered."""
         return frozenset(block_id for failure in self.failed for block_id in failure.block_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchResult(LoadResult):
+    """How a fetch ended: as a load's result, with blocks counted from the ticket's first.
+
+    Args:
+        route: the memory that the blocks went through: "host" is the nodes' arenas, "gpu" are stages on GPUs.
+        note: why not the other route, if a stage was attached and could not be used.
+    """
+
+    route: str = "host"
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,3 +318,31 @@ def _check_number(name: str, value: object) -> None:
     # A time that has passed already is one, too: who counts down to a deadline may ask then.
     if not isinstance(value, int | float):
         raise InvalidRequest(f"{name}: wanted a number of seconds, got {value!r:.60}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
+    """Blocks that are being published.
+
+    Args:
+        ticket: good at once: a fetch waits until the blocks are there.
+        job: done when they are, and the engine's blocks are its own again.
+    """
+
+    ticket: HandoffTicket
+    job: Job[HandoffTicket]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffRoute:
+    """Which way a client's hand-offs go.
+
+    Args:
+        route: "gpu" from stage to stage, or "host" through the nodes' arenas.
+        why_not: why it is "host".
+        gb_per_s: of a READ from each node that was named, warm; 0 for one that cannot be reached from GPU to GPU.
+    """
+
+    route: str
+    why_not: str = ""
+    gb_per_s: dict[str, float] = field(default_factory=dict)

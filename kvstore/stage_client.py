@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvstore.errors import ConfigError, CopyStuck, KernelError, KVStoreError, RegistrationFailed
-from kvstore.handoff import HandoffRoute
 from kvstore.handoff_messages import pack_soon
+from kvstore.results import HandoffRoute
 from kvstore.stage_copier import EngineCaches, StageSide, make_stage_copier, stage_uuid
 from kvstore.wire import Op, pack_json, unpack_json
 

@@ -11,12 +11,11 @@ from kvstore.clears import ClearCounts
 from kvstore.config import StoreConfig, parse_bytes
 from kvstore.engine_copy import CopyOrder, EngineCopier
 from kvstore.errors import CopyStuck
-from kvstore.handoff import HandoffRoute
 from kvstore.hashing import Namespace
 from kvstore.job_threads import JobThreads
 from kvstore.jobs import CopyGuard
 from kvstore.part import Part
-from kvstore.results import Job
+from kvstore.results import HandoffRoute, Job
 from kvstore.stage_client import StageLink
 from kvstore.stage_copier import EngineCaches
 from kvstore.store_connections import StoreConnections

@@ -17,9 +17,9 @@ from benchmarks.soak.plan import SHAPE, Choice, Verb, space
 from benchmarks.soak.voice import Voice
 from benchmarks.soak.weights import Weights
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, all_error_types
-from kvstore.handoff import FetchResult, HandoffTicket, expiry_after
+from kvstore.handoff import HandoffTicket, expiry_after
 from kvstore.hashing import BlockHashes
-from kvstore.results import BlockFailure, Job, MissReason
+from kvstore.results import BlockFailure, FetchResult, Job, MissReason
 
 #: Reasons that say nothing about the ticket: of a load, whose way was bad or too long.
 _OF_A_LOAD = frozenset(

@@ -9,11 +9,11 @@ from typing import Any
 
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.handoff import FetchResult, HandoffTicket
+from kvstore.handoff import HandoffTicket
 from kvstore.integrations.vllm.handover import Desk
 from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan
 from kvstore.part import Part
-from kvstore.results import Job
+from kvstore.results import FetchResult, Job
 
 logger = logging.getLogger(__name__)
 
