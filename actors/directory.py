@@ -5,11 +5,10 @@ from __future__ import annotations
 import ray
 
 from kvstore.actors.calls import node_address
-from kvstore.bounds import DIGEST_BYTES, MAX_CHAIN_BYTES, check_count, check_digest, check_seconds
+from kvstore.bounds import DIGEST_BYTES, MAX_CHAIN_BYTES, check_count, check_digest, check_seconds, clip
 from kvstore.directory import SETTLE_S, DirectoryServer
 from kvstore.errors import InvalidRequest
 from kvstore.peers import PeerAddress
-from kvstore.wire import clip
 
 _MAX_VERSION = (1 << 64) - 1
 

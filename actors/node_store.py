@@ -26,6 +26,7 @@ from kvstore.bounds import (
     check_count,
     check_digest,
     check_seconds,
+    clip,
 )
 from kvstore.chain import Chain, decode_chain
 from kvstore.config import StoreConfig
@@ -36,7 +37,6 @@ from kvstore.mover_keeper import MoverKeeper, StartedMover
 from kvstore.node import NodeCore
 from kvstore.peers import PeerAddress
 from kvstore.pool_verbs import deadline_after
-from kvstore.wire import clip
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvstore.errors import InvalidRequest
-from kvstore.wire import clip
 
 #: The longest time that a lease, a claim, a published ticket or a wait may be asked for. A pin may be for ever.
 MAX_TTL_S = 86400.0
@@ -26,6 +25,15 @@ MAX_COPY_THREADS = 1024
 MAX_OWNER_CHARS = 200
 #: Digests of namespaces and hashes of blocks.
 DIGEST_BYTES = 32
+
+
+def clip(value: object, num_chars: int = 60) -> str:
+    """Return a value for an error's text: what came from outside, however long it is, as a few characters."""
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        text = repr(value[:num_chars] if isinstance(value, str) else bytes(value[:num_chars]))
+        return text if len(value) <= num_chars else f"{text}... ({len(value)} in all)"
+    text = repr(value)
+    return text if len(text) <= num_chars else f"{text[:num_chars]}..."
 
 
 def check_bytes(name: str, value: object, most: int) -> bytes:

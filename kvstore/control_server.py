@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from kvstore import clock
 from kvstore.acceptor import Acceptor, peer_pidfd
+from kvstore.bounds import clip
 from kvstore.control_connection import Connection, Handler
 from kvstore.control_loop import ControlLoop
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
@@ -37,7 +38,6 @@ from kvstore.wire import (
     Flag,
     Message,
     Op,
-    clip,
     decode_short,
     pack_error,
 )

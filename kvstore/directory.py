@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvstore import clock
 from kvstore.announcements import Batch, unpack_batch
+from kvstore.bounds import clip
 from kvstore.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connection import Connection
@@ -22,7 +23,7 @@ from kvstore.errors import IncompatibleStore, ProtocolError
 from kvstore.messages import OWNER_KEY_BYTES
 from kvstore.peers import PeerAddress
 from kvstore.versions import NamespaceVersions, pack_versions
-from kvstore.wire import Message, Op, clip, is_secret, pack_json, unpack_json
+from kvstore.wire import Message, Op, is_secret, pack_json, unpack_json
 
 __all__ = ["SETTLE_S", "DirectoryIndex", "DirectoryServer"]
 

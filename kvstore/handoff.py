@@ -9,10 +9,9 @@ import struct
 import time
 from dataclasses import dataclass, field
 
-from kvstore.bounds import DIGEST_BYTES, check_count
+from kvstore.bounds import DIGEST_BYTES, check_count, clip
 from kvstore.errors import InvalidRequest
 from kvstore.shape import BLOCK_ORDER_VERSION
-from kvstore.wire import clip
 
 TICKET_VERSION = 2
 NONCE_BYTES = 16

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from kvstore import clock
-from kvstore.bounds import check_ttl
+from kvstore.bounds import check_ttl, clip
 from kvstore.errors import InvalidRequest, LeaseExpired, LeaseReleased
 from kvstore.forks import check_process, this_process
 from kvstore.hashing import BlockHashes
-from kvstore.wire import clip
 
 
 class Lease:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore import clock
-from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds
+from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds, clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connection import Connection
 from kvstore.control_server import ControlServer
@@ -42,17 +42,7 @@ from kvstore.pool import Pool
 from kvstore.pool_control import PoolControl
 from kvstore.pool_verbs import deadline_after
 from kvstore.store_threads import Blocking
-from kvstore.wire import (
-    OWNER_KEY_DIGITS,
-    STRANGER_BYTES,
-    Flag,
-    Message,
-    Op,
-    clip,
-    is_secret,
-    pack_json,
-    unpack_json,
-)
+from kvstore.wire import OWNER_KEY_DIGITS, STRANGER_BYTES, Flag, Message, Op, is_secret, pack_json, unpack_json
 
 if TYPE_CHECKING:
     from kvstore.node import NodeCore

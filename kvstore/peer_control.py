@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.bounds import clip
 from kvstore.config import StoreConfig
 from kvstore.control_connection import Connection
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
@@ -20,7 +21,7 @@ from kvstore.messages import NOTIFICATION, OWNER_KEY_BYTES, U64
 from kvstore.peer_messages import PeerGrant, pack_peer_grant, unpack_peer_lease
 from kvstore.pool_verbs import deadline_after
 from kvstore.shape import BLOCK_ORDER_VERSION
-from kvstore.wire import Message, Op, clip, pack_json
+from kvstore.wire import Message, Op, pack_json
 
 if TYPE_CHECKING:
     from kvstore.node import NodeCore

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore.bounds import MAX_SLOTS
+from kvstore.bounds import MAX_SLOTS, clip
 from kvstore.errors import PeerLost, ProtocolError
 from kvstore.grants import IndexArray
 from kvstore.peer_messages import PeerGrant, unpack_peer_grant
 from kvstore.transport import PeerDescription
-from kvstore.wire import clip, unpack_json, unpacked
+from kvstore.wire import unpack_json, unpacked
 
 _T = TypeVar("_T")
 

@@ -11,10 +11,10 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 
+from kvstore.bounds import clip
 from kvstore.clears import group_of
 from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
 from kvstore.guard import LogLimit
-from kvstore.wire import clip
 
 logger = logging.getLogger(__name__)
 

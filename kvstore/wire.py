@@ -14,6 +14,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
+from kvstore.bounds import clip
 from kvstore.errors import KVStoreError, ProtocolError, all_error_types
 
 HEADER = struct.Struct("<4sHBBIQ")
@@ -270,15 +271,6 @@ def unpacked(unpack: Callable[[bytes], _T], payload: bytes) -> _T:
 def is_secret(value: object, secret: str) -> bool:
     """Whether what came is a secret; takes as long whatever part of it is right."""
     return isinstance(value, str) and secrets.compare_digest(value.encode("utf-8", "replace"), secret.encode())
-
-
-def clip(value: object, num_chars: int = 60) -> str:
-    """Return a value for an error's text: what came from outside, however long it is, as a few characters."""
-    if isinstance(value, str | bytes | bytearray | memoryview):
-        text = repr(value[:num_chars] if isinstance(value, str) else bytes(value[:num_chars]))
-        return text if len(value) <= num_chars else f"{text}... ({len(value)} in all)"
-    text = repr(value)
-    return text if len(text) <= num_chars else f"{text[:num_chars]}..."
 
 
 def pack_error(error: BaseException) -> bytes:

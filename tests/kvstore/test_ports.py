@@ -18,12 +18,13 @@ import pytest
 from kvstore import strangers, unread
 from kvstore.announcements import Batch, pack_batch
 from kvstore.arena import attach_arena
+from kvstore.bounds import clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.control_connect import connect_local, connect_remote
 from kvstore.errors import ConfigError, IncompatibleStore, InvalidRequest, KVStoreError, PeerLost, ProtocolError
 from kvstore.messages import U64, pack_lease
 from kvstore.peer_messages import PeerLease, pack_peer_lease
-from kvstore.wire import HEADER, STRANGER_BYTES, Decoder, Op, clip, pack_error, unpack_error
+from kvstore.wire import HEADER, STRANGER_BYTES, Decoder, Op, pack_error, unpack_error
 
 HELLO = {
     "role": "peer",
