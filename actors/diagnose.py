@@ -21,10 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kvstore
+import kvstore  # only for where it lies
+from kvstore.config import StoreConfig
 from kvstore.doctor import Check, Look, Status
 from kvstore.errors import KVStoreError, StoreUnavailable, TransferTimeout
+from kvstore.hashing import Namespace
 from kvstore.provenance import package_version
+from kvstore.shape import KVShape
 
 _CLUSTER_S = 30.0
 _IDLE_SETUP_S = 90.0
@@ -191,8 +194,8 @@ class _IdleClient:
     def __init__(self, store: Any) -> None:
         import torch
 
-        shape = kvstore.KVShape(num_layers=2, num_kv_heads=1, head_dim=16, dtype="float16", block_size=16)
-        self._client = store.client(kvstore.Namespace(model="doctor", shape=shape))
+        shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=16, dtype="float16", block_size=16)
+        self._client = store.client(Namespace(model="doctor", shape=shape))
         self._client.register_kv_caches([torch.zeros(2, 8, 16, 1, 16, dtype=torch.float16) for _ in range(2)])
 
     def pid(self) -> int:
@@ -204,13 +207,16 @@ def _measure_idle(seconds: float) -> dict[str, float]:
     import ray
 
     from kvstore.actors.calls import call
+    from kvstore.actors.cluster import node_store
+    from kvstore.actors.starting import start
 
-    store = kvstore.start(_CAPACITY_BYTES, name="doctor", address="local", timeout_s=_IDLE_SETUP_S - 10)
+    config = StoreConfig(name="doctor", capacity_bytes=_CAPACITY_BYTES)
+    store = start(config, "local", _IDLE_SETUP_S - 10)
     try:
         idle_client: Any = ray.remote(_IdleClient)
         worker = idle_client.options(num_cpus=0).remote(store)
         client_pid = call("idle client", worker.pid, timeout_s=30.0)
-        pids = call("node store", kvstore.node_store(name="doctor").pids, timeout_s=10.0)
+        pids = call("node store", node_store(None, "doctor").pids, timeout_s=10.0)
         pids["client"] = client_pid
         time.sleep(_SETTLE_S)
         before, started_s = {what: _cpu_s(pid) for what, pid in pids.items()}, time.monotonic()
