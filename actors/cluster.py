@@ -18,6 +18,8 @@ from kvstore.actors.joining import check_goes_on
 from kvstore.actors.ray_sessions import RaySession, current_session
 from kvstore.actors.ray_use import USE, is_connected
 from kvstore.actors.supervisor import alive_nodes
+from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.part import Part
 from kvstore.bounds import check_count, check_seconds
 from kvstore.config import StoreConfig
 from kvstore.errors import (
@@ -26,11 +28,9 @@ from kvstore.errors import (
     StoreNotRunning,
     WrongCluster,
 )
-from kvstore.hashing import BlockHashes, Namespace
-from kvstore.part import Part
 
 if TYPE_CHECKING:
-    from kvstore.client import Client
+    from kvstore.client.client import Client
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,9 @@ class Store:
             ConfigError: the store's slots are too small for these blocks.
             LayoutMismatch: these blocks cannot be divided among so many ranks.
         """
-        from kvstore.client import Client  # With it comes torch, which starting and stopping a store need not wait for.
+        from kvstore.client.client import (
+            Client,  # With it comes torch, which starting and stopping a store need not wait for.
+        )
 
         return Client(self.control_path(node_id=node_id), space, part)
 

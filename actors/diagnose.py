@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import kvstore  # only for where it lies
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
 from kvstore.config import StoreConfig
-from kvstore.doctor import Check, Look, Status
 from kvstore.errors import KVStoreError, StoreUnavailable, TransferTimeout
-from kvstore.hashing import Namespace
-from kvstore.provenance import package_version
-from kvstore.shape import KVShape
+from kvstore.tools.doctor import Check, Look, Status
+from kvstore.tools.provenance import package_version
 
 _CLUSTER_S = 30.0
 _IDLE_SETUP_S = 90.0

@@ -6,15 +6,15 @@ import ray
 
 from kvstore.actors.calls import node_address
 from kvstore.bounds import DIGEST_BYTES, MAX_CHAIN_BYTES, check_count, check_digest, check_seconds, clip
-from kvstore.directory import SETTLE_S, DirectoryServer
 from kvstore.errors import InvalidRequest
-from kvstore.peers import PeerAddress
+from kvstore.remote.directory import SETTLE_S, DirectoryServer
+from kvstore.remote.peers import PeerAddress
 
 _MAX_VERSION = (1 << 64) - 1
 
 
 class Directory:
-    """Facade of kvstore.directory.DirectoryServer.
+    """Facade of kvstore.remote.directory.DirectoryServer.
 
     Args:
         is_first: whether no store ran in the cluster when it was made, so that none has to find it again.

@@ -7,12 +7,12 @@ import os
 import threading
 import time
 
-from kvstore.arena import attach_arena
 from kvstore.config import PROTOCOL_VERSION, StoreConfig, num_copy_threads, set_ucx_lane
-from kvstore.control_connect import connect_local
-from kvstore.mover import Mover as MoverLoop
-from kvstore.slabs import Slabs
-from kvstore.stage_memory import make_stage
+from kvstore.memory.arena import attach_arena
+from kvstore.mover.gpu_stage import make_stage
+from kvstore.mover.process import Mover as MoverLoop
+from kvstore.mover.slabs import Slabs
+from kvstore.rpc.connect import connect_local
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Mover:
         # It stages blocks for every GPU whose worker asks, and knows them by UUID: Ray would show it none.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         set_ucx_lane(config.lane)
-        from kvstore.parallel_read import node_transport
+        from kvstore.mover.parallel import node_transport
 
         hello = {"role": "mover", "protocol": PROTOCOL_VERSION}
         client, fd = connect_local(control_path, hello, timeout_s=config.call_timeout_s)

@@ -1,7 +1,7 @@
 """The node store as a Ray actor: named, detached, pinned to its node, never restarted by Ray.
 
 Its state is a cache, so a new one starts empty, with a new epoch, made by the supervisor. All logic is
-in kvstore.node.NodeCore; this facade adds the child mover and the names by which peers find each other.
+in kvstore.node.core.NodeCore; this facade adds the child mover and the names by which peers find each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.mover import Mover
 from kvstore.actors.serving import DRAIN, READY
+from kvstore.blocks.chain import Chain, decode_chain
+from kvstore.blocks.grants import Grant, PinKind, StoreTicket
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import (
     MAX_CHAIN_BYTES,
     MAX_OWNER_CHARS,
@@ -28,15 +31,12 @@ from kvstore.bounds import (
     check_seconds,
     clip,
 )
-from kvstore.chain import Chain, decode_chain
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, NamespaceMismatch
-from kvstore.grants import Grant, PinKind, StoreTicket
-from kvstore.hashing import BlockHashes
-from kvstore.mover_keeper import MoverKeeper, StartedMover
-from kvstore.node import NodeCore
-from kvstore.peers import PeerAddress
-from kvstore.pool_verbs import deadline_after
+from kvstore.mover.keeper import MoverKeeper, StartedMover
+from kvstore.node.core import NodeCore
+from kvstore.node.pool_verbs import deadline_after
+from kvstore.remote.peers import PeerAddress
 
 logger = logging.getLogger(__name__)
 

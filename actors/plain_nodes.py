@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstore.config import StoreConfig
-from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost, StoreUnavailable
-from kvstore.mover_keeper import MoverKeeper
-from kvstore.node import NodeCore
-from kvstore.peers import PeerAddress
+from kvstore.mover.keeper import MoverKeeper
+from kvstore.node.core import NodeCore
+from kvstore.remote.directory import DirectoryServer
+from kvstore.remote.peers import PeerAddress
 
 _HOST = "127.0.0.1"
 _END_S = 10.0

@@ -25,7 +25,7 @@ from kvstore.actors.node_store import NodeStore
 from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning, TransferTimeout
-from kvstore.guard import Guard
+from kvstore.runtime.guard import Guard
 
 logger = logging.getLogger(__name__)
 

@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.chain import Chain
+from kvstore.blocks.chain import Chain
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.control_client import ControlClient
-from kvstore.control_connect import connect_local, connect_remote
 from kvstore.errors import KVStoreError, PeerLost
-from kvstore.messages import U64
-from kvstore.peer_messages import PeerLease, pack_peer_lease
-from kvstore.provenance import provenance
-from kvstore.wire import HEADER, Op
+from kvstore.remote.messages import PeerLease, pack_peer_lease
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.connect import connect_local, connect_remote
+from kvstore.rpc.framing import HEADER, Op
+from kvstore.rpc.messages import U64
+from kvstore.tools.provenance import provenance
 
 NAMESPACE, BLOCK_BYTES, NUM_BLOCKS = b"n" * 32, 4096, 64
 CHAIN = Chain(NAMESPACE, NAMESPACE, 0, b"".join(bytes([i]) * 32 for i in range(1, NUM_BLOCKS + 1)))
@@ -45,8 +45,8 @@ EVERY_S, WITHIN_S, NUM_DESCRIPTORS = 2e-3, 30.0, 512
 
 def serve() -> None:
     """Be the store and the directory until standard input ends."""
-    from kvstore.directory import DirectoryServer
-    from kvstore.node import NodeCore
+    from kvstore.node.core import NodeCore
+    from kvstore.remote.directory import DirectoryServer
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_DESCRIPTORS, NUM_DESCRIPTORS))
     sys.setswitchinterval(1e-4)  # As a node store's process does.

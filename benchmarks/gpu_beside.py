@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from benchmarks.gpu_rows import Rows, rows_command
-from kvstore.bench_gpu import BESIDE, SHAPES, make_setup, make_shape
-from kvstore.bench_gpu_beside import beside_products
+from kvstore.bench.gpu import BESIDE, SHAPES, make_setup, make_shape
+from kvstore.bench.gpu_beside import beside_products
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 1024
 

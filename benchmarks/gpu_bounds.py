@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_rows import Rows, rows_command
-from kvstore.bench_gpu import SHAPES
+from kvstore.bench.gpu import SHAPES
 from kvstore.kernels.driver import launch, on_device
 
 Way = TypeVar("Way")

@@ -36,7 +36,7 @@ from kvstore.kernels.stored import StoredBlock
 SHAPE = kvstore.KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
 COUNTS = (16, 64, 256)
 NUM_BLOCKS = 256
-#: Layout -> dims of the engine's tensors, in the letters of kvstore/layout.py.
+#: Layout -> dims of the engine's tensors, in the letters of kvstore/engine/layout.py.
 LAYOUTS = {"per layer (NHD)": "PBTHD", "cross-layer, stored order": "BHLPTD"}
 SECOND = 1e9
 

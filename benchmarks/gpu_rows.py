@@ -10,7 +10,7 @@ from typing import Any
 import click
 import torch
 
-from kvstore.provenance import provenance
+from kvstore.tools.provenance import provenance
 
 Rows = list[dict[str, Any]]
 

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu_rows import Rows, rows_command
-from kvstore.bench_gpu import (
+from kvstore.bench.gpu import (
     DEVICE_DELAY_CYCLES,
     NUM_PLACES,
     OTHER_BYTES,
@@ -31,12 +31,12 @@ from kvstore.bench_gpu import (
     measure_ways,
     smaller_setup,
 )
-from kvstore.bench_gpu_ways import Setup, Way, device_directions
+from kvstore.bench.gpu_ways import Setup, Way, device_directions
+from kvstore.blocks.shape import KVShape
 from kvstore.kernels import launch
 from kvstore.kernels.launch import Style, lie_together, style_of
 from kvstore.kernels.module import INSIDE
 from kvstore.kernels.spans import Spans, block_spans
-from kvstore.shape import KVShape
 
 WORD_BYTES = 16
 #: Tokens of a block, blocks, and half of those that the cache has.

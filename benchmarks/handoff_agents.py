@@ -69,7 +69,7 @@ class Side:
             self.slabs[key] = slab
             address, out = slab.address, getattr(slab, "handle", b"")
         step("memory_s")
-        from kvstore.nixl_transport import NixlTransport
+        from kvstore.mover.nixl import NixlTransport
 
         place = None if kind == "host" else gpu
         transport = NixlTransport(f"{key}-{os.getpid()}-{time.monotonic_ns()}", address, num_bytes, gpu=place)
@@ -83,7 +83,7 @@ class Side:
 
     def connect(self, key: str, agent: bytes, address: int, gpu: int) -> None:
         """Load a peer's metadata."""
-        from kvstore.transport import PeerDescription
+        from kvstore.mover.transport import PeerDescription
 
         description = PeerDescription(
             agent=agent, address=address, slot_bytes=FRAGMENT_BYTES, num_slots=TOTAL_BYTES // FRAGMENT_BYTES, gpu=gpu
@@ -92,7 +92,7 @@ class Side:
 
     def read(self, key: str, piece_bytes: int, chunk_bytes: int, window: int, mixed: bool, rounds: int) -> list[float]:
         """READ 512 MiB in pieces, `chunk_bytes` a request, up to `window` requests at once; GB/s of every round."""
-        from kvstore.transport import ReadRequest, ReadState
+        from kvstore.mover.transport import ReadRequest, ReadState
 
         transport, count = self.transports[key], TOTAL_BYTES // piece_bytes
         # A transport knows slots of one size only; here the same memory is cut in several ways.
@@ -432,7 +432,7 @@ def _peer_copy(rows: list[dict[str, Any]]) -> None:
 def main(rounds: int, dry: bool, log: str, only: str) -> None:
     import json
 
-    from kvstore.provenance import provenance
+    from kvstore.tools.provenance import provenance
 
     rows: list[dict[str, Any]] = []
     lanes = ({"UCX_PROTO_INFO": "used", "UCX_LOG_LEVEL": "info"},) * 2

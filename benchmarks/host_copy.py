@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.arena import Arena, create_arena
-from kvstore.copier import HostCopier
-from kvstore.detect import detect_layout
-from kvstore.engine_copy import engine_pages
+from kvstore.blocks.part import WHOLE, Part
+from kvstore.blocks.shape import KVShape
+from kvstore.engine.copier import engine_pages
+from kvstore.engine.detect import detect_layout
+from kvstore.engine.host_copier import HostCopier
+from kvstore.engine.layout import canonical_views
 from kvstore.kernels import reference
-from kvstore.layout import canonical_views
-from kvstore.part import WHOLE, Part
-from kvstore.provenance import provenance
-from kvstore.shape import KVShape
+from kvstore.memory.arena import Arena, create_arena
+from kvstore.tools.provenance import provenance
 
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
 NUM_BLOCKS, ROUNDS = 48, 7

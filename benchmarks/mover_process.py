@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.arena import attach_arena, create_arena
-from kvstore.provenance import provenance
-from kvstore.transport import PeerDescription, ReadRequest, ReadState
+from kvstore.memory.arena import attach_arena, create_arena
+from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState
+from kvstore.tools.provenance import provenance
 
 BLOCK_BYTES = 1 << 20
 NUM_BLOCKS = 64
@@ -42,7 +42,7 @@ def _transport(lane: str, fd: int) -> tuple[Any, Any]:
     from kvstore.config import set_ucx_lane
 
     set_ucx_lane(lane)
-    from kvstore.nixl_transport import NixlTransport
+    from kvstore.mover.nixl import NixlTransport
 
     arena = attach_arena(fd, BLOCK_BYTES * NUM_BLOCKS)
     arena.populate()

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.announcements import PIECE_BLOCKS
-from kvstore.chain import Chain
-from kvstore.directory_index import SWEEP_BLOCKS, DirectoryIndex
-from kvstore.pool import Pool
-from kvstore.provenance import provenance
+from kvstore.blocks.chain import Chain
+from kvstore.pool.pool import Pool
+from kvstore.remote.announcements import PIECE_BLOCKS
+from kvstore.remote.directory_index import SWEEP_BLOCKS, DirectoryIndex
+from kvstore.tools.provenance import provenance
 
 NAMESPACE = bytes(32)
 SIZES = (128, 1024)

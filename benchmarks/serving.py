@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks import serving_gpu
 from benchmarks.serving_engine import BLOCK_SIZE, CACHE_TOKENS, VOCABULARY, Engines, save_model
 from benchmarks.serving_report import Found, Rows, ratios, show, spread
-from kvstore.provenance import package_version, provenance
+from kvstore.tools.provenance import package_version, provenance
 
 LENGTHS = (1500, 3000)
 #: A prompt that was computed once is asked for warm this often.
@@ -173,7 +173,7 @@ def measure(
         write: called with all there is so far, after each part and length.
     """
     import kvstore
-    from kvstore.actors.bench_cluster import two_nodes
+    from kvstore.actors.bench.cluster import two_nodes
 
     found: Found = {
         "rows": [], "ratios": [], "refused": {}, "dtype": dtype,

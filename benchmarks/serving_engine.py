@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvstore.actors.bench_process import InProcess
+from kvstore.actors.bench.process import InProcess
 from kvstore.errors import ConfigError, StoreUnavailable
 
 VOCABULARY = 2048

@@ -33,7 +33,7 @@ from typing import Any
 import click
 
 from benchmarks.serving_way import SHORT_TOKENS, WayProcess
-from kvstore.actors.bench_process import InProcess
+from kvstore.actors.bench.process import InProcess
 from kvstore.config import parse_bytes
 from kvstore.errors import KVStoreError, StoreUnavailable
 

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.serving_cores import SLOW, loop_s, to_fastest_core
 from benchmarks.serving_engine import ServingEngine
 from kvstore.errors import StoreUnavailable
-from kvstore.provenance import package_version, provenance
+from kvstore.tools.provenance import package_version, provenance
 
 ANSWER_TOKENS = 8
 #: Of answers to nothing: right before each one that counts, so that every way is as awake; and after it, so that what

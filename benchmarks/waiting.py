@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from kvstore.actors.plain_nodes import plain_nodes
-from kvstore.client import Client
+from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.shape import KVShape
+from kvstore.client.client import Client
 from kvstore.config import StoreConfig
-from kvstore.hashing import BlockHashes, Namespace
-from kvstore.provenance import provenance
-from kvstore.shape import KVShape
+from kvstore.tools.provenance import provenance
 
 SHAPE = KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_size=16)
 NUM_AT_ONCE, BLOCKS_PER_LOAD = 64, 8

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvstore.api import connect, node_store, start
-    from kvstore.client import Client
-    from kvstore.config import StoreConfig
-    from kvstore.errors import KVStoreError
-    from kvstore.handoff import HandoffTicket
-    from kvstore.hashing import BlockHashes, Namespace
-    from kvstore.layout import EngineLayout
-    from kvstore.lease import Lease
-    from kvstore.part import Part
-    from kvstore.results import (
+    from kvstore.blocks.hashing import BlockHashes, Namespace
+    from kvstore.blocks.part import Part
+    from kvstore.blocks.shape import KVShape, Planes, SideTensor
+    from kvstore.blocks.ticket import HandoffTicket
+    from kvstore.client.client import Client
+    from kvstore.client.lease import Lease
+    from kvstore.client.results import (
         BlockFailure,
         FetchResult,
         HandoffRoute,
@@ -30,7 +28,9 @@ if TYPE_CHECKING:
         Publication,
         SaveResult,
     )
-    from kvstore.shape import KVShape, Planes, SideTensor
+    from kvstore.config import StoreConfig
+    from kvstore.engine.layout import EngineLayout
+    from kvstore.errors import KVStoreError
 
 __version__ = "0.1.0"
 
@@ -67,28 +67,28 @@ _MODULE_OF = {
     "connect": "api",
     "node_store": "api",
     "start": "api",
-    "Client": "client",
+    "Client": "client.client",
     "StoreConfig": "config",
     "KVStoreError": "errors",
-    "FetchResult": "results",
-    "HandoffRoute": "results",
-    "HandoffTicket": "handoff",
-    "Publication": "results",
-    "BlockHashes": "hashing",
-    "Namespace": "hashing",
-    "EngineLayout": "layout",
-    "Part": "part",
-    "Lease": "lease",
-    "BlockFailure": "results",
-    "Job": "results",
-    "LoadResult": "results",
-    "Match": "results",
-    "MissReason": "results",
-    "Pinned": "results",
-    "SaveResult": "results",
-    "KVShape": "shape",
-    "Planes": "shape",
-    "SideTensor": "shape",
+    "FetchResult": "client.results",
+    "HandoffRoute": "client.results",
+    "HandoffTicket": "blocks.ticket",
+    "Publication": "client.results",
+    "BlockHashes": "blocks.hashing",
+    "Namespace": "blocks.hashing",
+    "EngineLayout": "engine.layout",
+    "Part": "blocks.part",
+    "Lease": "client.lease",
+    "BlockFailure": "client.results",
+    "Job": "client.results",
+    "LoadResult": "client.results",
+    "Match": "client.results",
+    "MissReason": "client.results",
+    "Pinned": "client.results",
+    "SaveResult": "client.results",
+    "KVShape": "blocks.shape",
+    "Planes": "blocks.shape",
+    "SideTensor": "blocks.shape",
 }
 
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import click
 
-from kvstore import __version__, clock
+from kvstore import __version__
 from kvstore.config import parse_bytes
-from kvstore.doctor import Status, human_bytes, machine_checks
 from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
-from kvstore.provenance import provenance
-from kvstore.terminal import progress, show_check, show_rows, show_status, show_summary
+from kvstore.runtime import clock
+from kvstore.tools.doctor import Status, human_bytes, machine_checks
+from kvstore.tools.provenance import provenance
+from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
 
 _MAX_ERROR_CHARS = 600
 #: What errors say to Python callers, and what the same is called here.
@@ -321,7 +322,7 @@ def transfer(
 
     What cannot be measured is said on stderr, and the exit status is 1; the rows of the rest are printed in any case.
     """
-    from kvstore.actors.bench_transfer import Measured, run_transfer
+    from kvstore.actors.bench.transfer import Measured, run_transfer
 
     blocks, found = [parse_bytes(size) for size in sizes or ("64KiB", "512KiB", "2MiB")], Measured()
     chosen = ["default", "tcp"] if not lanes or "all" in lanes else list(lanes)
@@ -346,7 +347,7 @@ def transfer(
 @_output
 def control(counts: tuple[int, ...], rounds: int, as_json: bool, output: Path | None) -> None:
     """Microseconds of lookup and lease, over the local socket and over the Ray handle."""
-    from kvstore.actors.bench_control import run_control
+    from kvstore.actors.bench.control import run_control
 
     with progress() as say:
         rows = run_control(list(counts or (128, 2048)), rounds, say)
@@ -377,7 +378,7 @@ def gpu(
     Ours beside one copy of the same bytes (the limit), a copy for each fragment, the driver's batch of fragments,
     and torch's gather. Pack and unpack are in device memory; the other directions cross the link. No Ray is started.
     """
-    from kvstore.bench_gpu import SHAPES, run_gpu
+    from kvstore.bench.gpu import SHAPES, run_gpu
 
     with progress() as say:
         rows = run_gpu(
@@ -417,7 +418,7 @@ def handoff(
     sent while blocks are packed; early, with the ticket sent first; ahead, published while blocks are computed; and all
     of that on cores that are kept from sleeping. With fewer than two GPUs through host memory.
     """
-    from kvstore.actors.bench_handoff import run_handoff
+    from kvstore.actors.bench.handoff import run_handoff
 
     with progress() as say:
         rows = run_handoff(

@@ -13,8 +13,8 @@ import pytest
 import kvstore
 from kvstore.actors.cluster import Store
 from kvstore.errors import PeerLost
-from kvstore.node import NodeCore
-from kvstore.peers import PeerAddress
+from kvstore.node.core import NodeCore
+from kvstore.remote.peers import PeerAddress
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}

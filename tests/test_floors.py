@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FACE = {"kvstore/api.py", "kvstore/cli.py"}  # the only ones that look up, to kvstore.actors
-NIXL_FILE = "kvstore/nixl_transport.py"
+NIXL_FILE = "kvstore/mover/nixl.py"
 NIXL_PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 STOP = " ".join(("ray", "stop"))  # in two words here, so that this file passes its own test
 
@@ -134,7 +134,7 @@ def test_nothing_but_integrations_imports_integrations():
 
 def test_integrations_use_the_public_side_of_the_store():
     paths = python_files("kvstore/integrations")
-    assert offences(paths, "kvstore.pool", "kvstore.node", "kvstore.arena", "kvstore.control_client") == []
+    assert offences(paths, "kvstore.pool.pool", "kvstore.node.core", "kvstore.memory.arena", "kvstore.rpc.client") == []
 
 
 def test_nothing_imports_examples_tests_or_benchmarks():

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.soak.run import Outcome, soak
-from kvstore.provenance import provenance
-from kvstore.terminal import progress
+from kvstore.tools.provenance import provenance
+from kvstore.tools.terminal import progress
 
 
 def show(outcome: Outcome) -> None:

@@ -31,8 +31,8 @@ from benchmarks.soak.plan import (
 from benchmarks.soak.weights import Weights
 from kvstore.actors.calls import actor_name, call, find_actor
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_connect import connect_local
 from kvstore.errors import KVStoreError
+from kvstore.rpc.connect import connect_local
 
 _CALL_S = 10.0
 _PROBE_BLOCKS = 4

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from benchmarks.soak.plan import NUM_RANKS, SHAPE
-from kvstore.client import Client
-from kvstore.hashing import BlockHashes, Namespace
-from kvstore.lease import Lease
+from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.client.client import Client
+from kvstore.client.lease import Lease
 
 POISON, MINE = 0x5A5A, 0x3C3C
 #: [layer, plane, token, head, dim], in which stamps are made.

@@ -8,9 +8,9 @@ import signal
 from collections.abc import Callable
 
 from benchmarks.soak.engine import Engine
+from kvstore.blocks.hashing import BlockHashes
+from kvstore.client.lease import Lease
 from kvstore.errors import KVStoreError
-from kvstore.hashing import BlockHashes
-from kvstore.lease import Lease
 
 _CHILD_S = 20.0
 

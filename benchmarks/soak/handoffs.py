@@ -16,10 +16,10 @@ from benchmarks.soak.mailbox import Letter, Mailbox
 from benchmarks.soak.plan import SHAPE, Choice, Verb, space
 from benchmarks.soak.voice import Voice
 from benchmarks.soak.weights import Weights
+from kvstore.blocks.hashing import BlockHashes
+from kvstore.blocks.ticket import HandoffTicket, expiry_after
+from kvstore.client.results import BlockFailure, FetchResult, Job, MissReason
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, all_error_types
-from kvstore.handoff import HandoffTicket, expiry_after
-from kvstore.hashing import BlockHashes
-from kvstore.results import BlockFailure, FetchResult, Job, MissReason
 
 #: Reasons that say nothing about the ticket: of a load, whose way was bad or too long.
 _OF_A_LOAD = frozenset(

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvstore.handoff import HandoffTicket
+from kvstore.blocks.ticket import HandoffTicket
 
 #: Letters that nobody took for so long are thrown away.
 _OLDEST_S = 40.0

@@ -13,7 +13,7 @@ from enum import Enum
 import numpy as np
 
 import kvstore
-from kvstore.hashing import BlockHashes
+from kvstore.blocks.hashing import BlockHashes
 
 #: 32 KiB a block.
 SHAPE = kvstore.KVShape(num_layers=2, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_size=16)

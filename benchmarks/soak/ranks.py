@@ -15,8 +15,8 @@ from benchmarks.soak.plan import chains, ranks_space
 from benchmarks.soak.settings import OPERATION_S, REOPEN_S, WorkerSettings
 from benchmarks.soak.voice import Voice
 from benchmarks.soak.weights import Weights
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import ChainBroken, KVStoreError, StoreUnavailable, TransferError
-from kvstore.hashing import BlockHashes
 
 #: Each chain is saved for so long, and a rank that was not there comes in with the next one.
 _TURN_S = 0.25

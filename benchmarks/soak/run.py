@@ -20,7 +20,7 @@ from benchmarks.soak.cluster import NotRecovered, StoreUnderTest, session_logs, 
 from benchmarks.soak.engine import LAYOUTS, Engine, wrong_in_lease
 from benchmarks.soak.fleet import Fleet
 from benchmarks.soak.plan import CAPACITY_BYTES, GCS_STOPPED_S, SETTINGS, Fault, FaultChoice, chains, faults, space
-from kvstore.actors.bench_cluster import two_nodes
+from kvstore.actors.bench.cluster import two_nodes
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, TransferError
 
 #: How long each kind of process may take until the store serves again, in both directions.

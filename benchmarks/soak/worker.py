@@ -20,6 +20,8 @@ from benchmarks.soak.ranks import RankWorker
 from benchmarks.soak.settings import OPERATION_S, REOPEN_S, WorkerSettings
 from benchmarks.soak.voice import Voice
 from benchmarks.soak.weights import Weights
+from kvstore.blocks.hashing import BlockHashes
+from kvstore.client.results import Job, LoadResult, MissReason
 from kvstore.errors import (
     ChainBroken,
     InvalidRequest,
@@ -33,8 +35,6 @@ from kvstore.errors import (
     TransferError,
     all_error_types,
 )
-from kvstore.hashing import BlockHashes
-from kvstore.results import Job, LoadResult, MissReason
 
 _MOMENT_S = 10.0
 #: Blocks of the engine: for operations, for jobs that were given up, and never named by anything.

@@ -106,8 +106,8 @@ class Engine:
 
     def hold(self, leased: Any, written: Any) -> tuple[int, int]:
         """Take a lease and half of a write, and keep both; returns how many blocks each has."""
-        from kvstore.messages import pack_prepare, unpack_ticket
-        from kvstore.wire import Op
+        from kvstore.rpc.framing import Op
+        from kvstore.rpc.messages import pack_prepare, unpack_ticket
 
         self.held = self.client.lease(leased, ttl_s=600)
         request = pack_prepare(self.client._chain(written), 1)

@@ -10,10 +10,10 @@ import pytest
 
 from kvstore.actors import clearing
 from kvstore.actors.clearing import clear_everywhere
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
 from kvstore.errors import InvalidRequest, PeerLost, StaleVersion, StoreUnavailable
-from kvstore.hashing import Namespace
-from kvstore.shape import KVShape
-from kvstore.versions import NamespaceVersions
+from kvstore.remote.versions import NamespaceVersions
 
 _PATH = Path(__file__).parent.parent / "kvstore" / "conftest.py"
 _SPEC = importlib.util.spec_from_file_location("kvstore_cluster_of_clearing", _PATH)

@@ -11,13 +11,13 @@ import torch
 
 from cuda_engine import CudaEngine
 from kvstore.actors.plain_nodes import plain_nodes
-from kvstore.client import Client
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
+from kvstore.client.client import Client
+from kvstore.client.results import MissReason
 from kvstore.config import StoreConfig
-from kvstore.cuda_order import CudaOrder
+from kvstore.engine.cuda_order import CudaOrder
 from kvstore.errors import KVStoreError
-from kvstore.hashing import Namespace
-from kvstore.results import MissReason
-from kvstore.shape import KVShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 two_gpus = pytest.mark.multi_gpu(2)

@@ -14,8 +14,8 @@ from cuda_engine import CudaEngine
 pytest.importorskip("ray", reason="needs Ray beside torch and CuPy")
 
 import kvstore
+from kvstore.client.results import MissReason
 from kvstore.errors import KVStoreError
-from kvstore.results import MissReason
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ray, pytest.mark.timeout(240)]
 LONG_CYCLES = 2_000_000_000  # a second and more

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.client.results import MissReason
 from kvstore.errors import InvalidRequest, NamespaceMismatch
-from kvstore.results import MissReason
-from kvstore.transport import count_runs
+from kvstore.mover.transport import count_runs
 
 pytestmark = [pytest.mark.ray]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.actors.directory import Directory
-from kvstore.directory import DirectoryServer
 from kvstore.errors import InvalidRequest
+from kvstore.remote.directory import DirectoryServer
 
 SPACE = b"n" * 32
 

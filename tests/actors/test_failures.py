@@ -15,8 +15,8 @@ import pytest
 import ray
 
 import kvstore
+from kvstore.client.results import MissReason
 from kvstore.errors import StoreUnavailable, TransferError
-from kvstore.results import MissReason
 
 pytestmark = [pytest.mark.ray, pytest.mark.ruins_cluster]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.blocks.chunking import plan_chunks
+from kvstore.client.results import MissReason
 from kvstore.config import StoreConfig
 from kvstore.errors import StoreUnavailable
-from kvstore.results import MissReason
-from kvstore.segments import plan_chunks
 
 pytestmark = [pytest.mark.ray]
 

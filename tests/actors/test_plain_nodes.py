@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvstore.actors.plain_nodes import plain_nodes
-from kvstore.client import Client
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
+from kvstore.client.client import Client
+from kvstore.client.results import MissReason
 from kvstore.config import StoreConfig
 from kvstore.errors import StoreUnavailable
-from kvstore.hashing import Namespace
-from kvstore.results import MissReason
-from kvstore.shape import KVShape
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16", block_size=16)
 NUM_BLOCKS = 16

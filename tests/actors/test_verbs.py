@@ -8,6 +8,7 @@ import pytest
 import ray
 
 import kvstore
+from kvstore.client.results import MissReason
 from kvstore.errors import (
     ChainBroken,
     ConfigError,
@@ -19,7 +20,6 @@ from kvstore.errors import (
     StoreDraining,
     StoreNotRunning,
 )
-from kvstore.results import MissReason
 
 pytestmark = [pytest.mark.ray]
 

@@ -13,7 +13,7 @@ from multiprocessing.shared_memory import SharedMemory
 import pytest
 
 from benchmarks.soak import audit
-from kvstore.arena import create_arena
+from kvstore.memory.arena import create_arena
 
 
 def mine() -> audit.Held:

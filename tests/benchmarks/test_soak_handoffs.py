@@ -12,8 +12,8 @@ import pytest
 from benchmarks.soak.handoffs import unexplained
 from benchmarks.soak.mailbox import Letter, Mailbox
 from benchmarks.soak.run import still_held
-from kvstore.handoff import HandoffTicket
-from kvstore.results import BlockFailure, MissReason
+from kvstore.blocks.ticket import HandoffTicket
+from kvstore.client.results import BlockFailure, MissReason
 
 LETTER = Letter(
     ticket=HandoffTicket(

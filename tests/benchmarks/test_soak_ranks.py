@@ -17,9 +17,9 @@ from benchmarks.soak.ranks import RankWorker
 from benchmarks.soak.settings import WorkerSettings
 from benchmarks.soak.weights import Weights
 from kvstore.config import StoreConfig
-from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
-from kvstore.node import NodeCore
+from kvstore.node.core import NodeCore
+from kvstore.remote.directory import DirectoryServer
 
 
 def nobody(node_id):

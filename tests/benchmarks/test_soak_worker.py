@@ -19,10 +19,10 @@ from benchmarks.soak.plan import Verb
 from benchmarks.soak.weights import Weights
 from benchmarks.soak.worker import Worker, WorkerSettings
 from kvstore.config import StoreConfig
-from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
-from kvstore.handoff_table import HandoffTable
-from kvstore.node import NodeCore
+from kvstore.handoff.table import HandoffTable
+from kvstore.node.core import NodeCore
+from kvstore.remote.directory import DirectoryServer
 
 
 def nobody(node_id):
@@ -200,10 +200,10 @@ def test_kv_of_cleared_weights_is_found(desk):
 
 def test_a_save_that_leaves_blocks_out_at_once_is_found(desk, monkeypatch):
     """Leaving them to whoever writes them takes the time of waiting for him."""
-    from kvstore import client, jobs
+    from kvstore.client import client, save_load
 
     def hasty(*args, **kwargs):
-        result = yield from jobs.run_save(*args, **kwargs)
+        result = yield from save_load.run_save(*args, **kwargs)
         return dataclasses.replace(result, num_blocks=max(result.num_blocks - 1, 0))
 
     monkeypatch.setattr(client, "run_save", hasty)

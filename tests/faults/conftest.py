@@ -17,10 +17,10 @@ import pytest
 import torch
 from waiting import eventually, stop_process
 
-from kvstore.client import Client
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
+from kvstore.client.client import Client
 from kvstore.config import StoreConfig
-from kvstore.hashing import Namespace
-from kvstore.shape import KVShape
 
 SPACE = Namespace(model="m", shape=KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_size=16))
 POISON = 0x5A5A

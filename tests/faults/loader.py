@@ -14,12 +14,12 @@ import json
 import sys
 import threading
 
-from kvstore.arena import attach_arena
-from kvstore.chain import decode_chain
+from kvstore.blocks.chain import decode_chain
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_connect import connect_local
-from kvstore.messages import U64, pack_load, unpack_progress
-from kvstore.wire import Op
+from kvstore.memory.arena import attach_arena
+from kvstore.rpc.connect import connect_local
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import U64, pack_load, unpack_progress
 
 
 def load(client, arena, chain, block_bytes, timeout_s, hold):

@@ -81,7 +81,7 @@ def write(path, value):
 
 def address_in(path):
     from kvstore.errors import StoreNotRunning
-    from kvstore.peers import PeerAddress
+    from kvstore.remote.peers import PeerAddress
 
     try:
         return PeerAddress(*json.loads(path.read_text()))
@@ -90,7 +90,7 @@ def address_in(path):
 
 
 def directory(folder):
-    from kvstore.directory import DirectoryServer
+    from kvstore.remote.directory import DirectoryServer
 
     address = DirectoryServer(HOST).address()
     write(Path(folder) / "directory", [address.host, address.port, address.token])
@@ -100,16 +100,16 @@ def directory(folder):
 def store(folder, node_id, config):
     import numpy as np
 
-    from kvstore.chain import Chain, decode_chain
+    from kvstore.blocks.chain import Chain, decode_chain
     from kvstore.config import StoreConfig
     from kvstore.errors import PeerLost
-    from kvstore.hints import Hints
-    from kvstore.mover_keeper import MoverKeeper
-    from kvstore.node import NodeCore
-    from kvstore.peer_messages import PeerLease
-    from kvstore.peer_read import PeerRead
-    from kvstore.peers import Peer
-    from kvstore.transport import ReadRequest
+    from kvstore.mover.keeper import MoverKeeper
+    from kvstore.mover.transport import ReadRequest
+    from kvstore.node.core import NodeCore
+    from kvstore.remote.directory_link import Hints
+    from kvstore.remote.messages import PeerLease
+    from kvstore.remote.peer_read import PeerRead
+    from kvstore.remote.peers import Peer
 
     sys.setswitchinterval(1e-4)
     gates, children = Gates(), []
@@ -206,7 +206,7 @@ def store(folder, node_id, config):
 
 def mover(control_path, name, config, wait):
     from kvstore.actors.mover import Mover
-    from kvstore.nixl_transport import NixlTransport
+    from kvstore.mover.nixl import NixlTransport
 
     gates = Gates()
     gates.before(NixlTransport, "poll", "read")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import state_of
 
-from kvstore.results import MissReason
+from kvstore.client.results import MissReason
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from kvstore.copier import HostCopier
-from kvstore.results import MissReason
+from kvstore.client.results import MissReason
+from kvstore.engine.host_copier import HostCopier
 
 LOAD_S = 1.0
 #: The load's own time, a call to a peer, the mover's grace, and what a busy machine adds.

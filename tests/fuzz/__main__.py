@@ -10,7 +10,7 @@ import secrets
 import sys
 import tempfile
 
-from kvstore.provenance import provenance
+from kvstore.tools.provenance import provenance
 
 
 def main() -> int:

@@ -12,10 +12,10 @@ import struct
 import threading
 
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_connection import Connection
-from kvstore.control_server import ControlServer
-from kvstore.peers import PeerAddress
-from kvstore.wire import Flag, Message, Op, encode_short, pack_json
+from kvstore.remote.peers import PeerAddress
+from kvstore.rpc.connection import Connection
+from kvstore.rpc.framing import Flag, Message, Op, encode_short, pack_json
+from kvstore.rpc.server import ControlServer
 from tests.fuzz.mutate import answered, mutated
 
 #: So long a store may leave a socket full before that is a finding.

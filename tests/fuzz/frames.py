@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from unittest import mock
 
-from kvstore.chain import Chain
-from kvstore.control_connection import Connection
-from kvstore.control_server import ControlServer
-from kvstore.handoff_messages import END, pack_soon
-from kvstore.messages import NOTIFICATION, U64
-from kvstore.wire import Flag, Message, Op, pack_json
+from kvstore.blocks.chain import Chain
+from kvstore.rpc.connection import Connection
+from kvstore.rpc.framing import Flag, Message, Op, pack_json
+from kvstore.rpc.handoff_messages import END, pack_soon
+from kvstore.rpc.messages import NOTIFICATION, U64
+from kvstore.rpc.server import ControlServer
 from tests.kvstore.conftest import Cluster
 
 #: So many different frames of one kind are kept.

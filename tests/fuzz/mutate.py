@@ -9,7 +9,7 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 
-from kvstore.wire import HEADER, Flag, Message, Op
+from kvstore.rpc.framing import HEADER, Flag, Message, Op
 
 _NUMBERS = [
     b"\xff" * 8, bytes(8), b"\x80" + bytes(7), b"\x7f" * 4, b"\xff" * 4,

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from kvstore.control_server import ControlServer
+from kvstore.client.results import Job
 from kvstore.errors import KVStoreError
-from kvstore.peers import PeerAddress
-from kvstore.results import Job
+from kvstore.remote.peers import PeerAddress
+from kvstore.rpc.server import ControlServer
 from tests.fuzz.doors import Door, Liar, StuckError, without_agents
 from tests.fuzz.frames import record
 from tests.kvstore.conftest import Cluster, Worker, wait_until
@@ -167,9 +167,13 @@ def fuzz(seed: int, num_frames: int, say: Callable[[str], None]) -> Outcome:
     cluster = Cluster()
     try:
         # Peers' leases end soon enough to see that nothing is held at the end.
-        names = ("peer_control._LEAST_MOST_TTL_S", "fetch._LEAST_CALL_S", "handoff_claim._LEAST_CALL_S")
+        shorter = {
+            "node.peer_service._LEAST_MOST_TTL_S": _LEASE_S,
+            "remote.fetch._LEAST_CALL_S": 0.1,
+            "handoff.source_claim._LEAST_CALL_S": 0.1,
+        }
         with contextlib.ExitStack() as patches:
-            for name, seconds in zip(names, (_LEASE_S, 0.1, 0.1), strict=True):
+            for name, seconds in shorter.items():
                 patches.enter_context(mock.patch(f"kvstore.{name}", seconds))
             _run(cluster, outcome, say)
     except Exception:  # noqa: BLE001

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from copy_case import CROSS, DTYPES, ORDERS, Case, ElevenPlanes
-from kvstore.bench_gpu import BESIDE, run_gpu
+from kvstore.bench.gpu import BESIDE, run_gpu
 from kvstore.kernels import host_register, index
 from kvstore.kernels import reference_index as index_oracle
 from kvstore.kernels import reference_tokens as oracle

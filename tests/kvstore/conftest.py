@@ -11,21 +11,21 @@ import pytest
 import torch
 from hypothesis import settings
 
-from kvstore.arena import attach_arena
-from kvstore.client import Client
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
+from kvstore.client.client import Client
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.control_connect import connect_local
-from kvstore.directory import DirectoryServer
 from kvstore.errors import PeerLost
-from kvstore.hashing import Namespace
-from kvstore.hints import Hints
-from kvstore.loopback import LoopbackNetwork, LoopbackTransport
-from kvstore.mover import Mover
-from kvstore.node import NodeCore
-from kvstore.shape import KVShape
-from kvstore.slabs import Slabs
-from kvstore.versions import NamespaceVersions
-from kvstore.wire import Flag, Message, Op, encode
+from kvstore.memory.arena import attach_arena
+from kvstore.mover.loopback import LoopbackNetwork, LoopbackTransport
+from kvstore.mover.process import Mover
+from kvstore.mover.slabs import Slabs
+from kvstore.node.core import NodeCore
+from kvstore.remote.directory import DirectoryServer
+from kvstore.remote.directory_link import Hints
+from kvstore.remote.versions import NamespaceVersions
+from kvstore.rpc.connect import connect_local
+from kvstore.rpc.framing import Flag, Message, Op, encode
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
 HOST = "127.0.0.1"

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from cuda_engine import CudaEngine
-from kvstore.client import Client
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
+from kvstore.client.client import Client
 from kvstore.config import StoreConfig
-from kvstore.directory import DirectoryServer
 from kvstore.errors import KVStoreError, PeerLost
-from kvstore.hashing import Namespace
-from kvstore.node import NodeCore
-from kvstore.shape import KVShape
+from kvstore.node.core import NodeCore
+from kvstore.remote.directory import DirectoryServer
 
 
 def resolve(node_id):

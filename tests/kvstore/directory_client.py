@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from kvstore.announcements import Batch, pack_batch
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_connect import connect_remote
-from kvstore.hints import Hints
-from kvstore.peers import PeerAddress
-from kvstore.wire import Op
+from kvstore.remote.announcements import Batch, pack_batch
+from kvstore.remote.directory_link import Hints
+from kvstore.remote.peers import PeerAddress
+from kvstore.rpc.connect import connect_remote
+from kvstore.rpc.framing import Op
 
 
 def connect(address: PeerAddress, **changes):

@@ -9,10 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 import kvstore
-from kvstore import api, cli, terminal
+from kvstore import api, cli
 from kvstore.actors import joining
-from kvstore.doctor import Check, Status
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning
+from kvstore.tools import terminal
+from kvstore.tools.doctor import Check, Status
 
 COMMANDS = [["start"], ["status"], ["stop"], ["doctor"], ["bench"], ["bench", "transfer"], ["bench", "control"]]
 
@@ -262,14 +263,14 @@ TRANSFER = [
 
 
 def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tmp_path):
-    from kvstore.actors import bench_transfer
+    from kvstore.actors.bench import transfer
 
     def run_transfer(lanes, block_bytes, load_bytes, rounds, progress, measured):
         assert (lanes, block_bytes, load_bytes, rounds) == (["tcp"], [65536], 1 << 20, 2)
         progress("half")
         measured.rows.extend(TRANSFER)
 
-    monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
+    monkeypatch.setattr(transfer, "run_transfer", run_transfer)
     words = ["bench", "transfer", "--lane", "tcp", "--block-bytes", "64KiB", "--load-bytes", "1MiB", "--rounds", "2"]
     result = run(*words, "--json", "--output", str(tmp_path / "rows.json"))
     assert result.exit_code == 0
@@ -284,14 +285,14 @@ def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tm
 
 
 def test_bench_transfer_prints_what_it_has_when_a_lane_fails(monkeypatch):
-    from kvstore.actors import bench_transfer
+    from kvstore.actors.bench import transfer
 
     def run_transfer(lanes, block_bytes, load_bytes, rounds, progress, measured):
         assert lanes == ["default", "tcp"]
         measured.rows.extend(TRANSFER)
         measured.failures.append("lane default: RegistrationFailed: no such lane")
 
-    monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
+    monkeypatch.setattr(transfer, "run_transfer", run_transfer)
     result = run("bench", "transfer", "--json", "--lane", "all")
     assert result.exit_code == 1
     assert json.loads(result.stdout) == TRANSFER
@@ -301,13 +302,13 @@ def test_bench_transfer_prints_what_it_has_when_a_lane_fails(monkeypatch):
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit(15)])
 def test_bench_transfer_prints_what_it_has_when_it_is_interrupted(monkeypatch, tmp_path, how):
-    from kvstore.actors import bench_transfer
+    from kvstore.actors.bench import transfer
 
     def run_transfer(*arguments):
         arguments[-1].rows.extend(TRANSFER)
         raise how
 
-    monkeypatch.setattr(bench_transfer, "run_transfer", run_transfer)
+    monkeypatch.setattr(transfer, "run_transfer", run_transfer)
     result = run("bench", "transfer", "--json", "--output", str(tmp_path / "rows.json"))
     assert result.exit_code == 1
     assert json.loads(result.stdout) == TRANSFER
@@ -324,7 +325,7 @@ def test_bench_transfer_knows_its_block_sizes():
 def test_a_lane_that_cannot_be_measured_takes_no_other_rows_along(monkeypatch):
     import contextlib
 
-    from kvstore.actors import bench_transfer
+    from kvstore.actors.bench import transfer
     from kvstore.errors import RegistrationFailed
 
     def measure(nodes, lane, size, load_bytes, rounds):
@@ -332,10 +333,10 @@ def test_a_lane_that_cannot_be_measured_takes_no_other_rows_along(monkeypatch):
             raise RegistrationFailed("no such lane")
         return {"nixl_huge_pages": [1.0, 2.0, 3.0], "load": [2.0, 2.0, 4.0]}
 
-    monkeypatch.setattr(bench_transfer, "two_nodes", lambda **_: contextlib.nullcontext(["a", "b"]))
-    monkeypatch.setattr(bench_transfer, "_measure", measure)
-    found = bench_transfer.Measured()
-    bench_transfer.run_transfer(["default", "tcp"], [64 << 10], 1 << 20, 3, lambda text: None, found)
+    monkeypatch.setattr(transfer, "two_nodes", lambda **_: contextlib.nullcontext(["a", "b"]))
+    monkeypatch.setattr(transfer, "_measure", measure)
+    found = transfer.Measured()
+    transfer.run_transfer(["default", "tcp"], [64 << 10], 1 << 20, 3, lambda text: None, found)
     assert [(row["lane"], row["way"], row.get("of_nixl")) for row in found.rows] == [
         ("tcp", "nixl_huge_pages", None),
         ("tcp", "load", 0.75),
@@ -346,10 +347,10 @@ def test_a_lane_that_cannot_be_measured_takes_no_other_rows_along(monkeypatch):
 
 
 def test_bench_control_shows_percentiles(monkeypatch):
-    from kvstore.actors import bench_control
+    from kvstore.actors.bench import control
 
     row = {"op": "lookup", "way": "socket", "num_hashes": 2048, "p50_us": 1234.5, "p99_us": 2000.0}
-    monkeypatch.setattr(bench_control, "run_control", lambda counts, rounds, progress: [row])
+    monkeypatch.setattr(control, "run_control", lambda counts, rounds, progress: [row])
     shown = run("bench", "control").stdout
     assert "2,048" in shown
     assert "1,234.5 / 2,000.0" in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore import pool, slots
+from kvstore.pool import pool, slots
 from poolcheck.chains import NAMESPACES
 from poolcheck.explore import explore, replay
 from poolcheck.handoff_scenarios import HANDOFFS

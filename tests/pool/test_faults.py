@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.control_server import ControlServer
 from kvstore.errors import KVStoreError
-from kvstore.fetch import Fetcher
-from kvstore.hints import Hints
-from kvstore.peers import PeerBook
+from kvstore.remote.directory_link import Hints
+from kvstore.remote.fetch import Fetcher
+from kvstore.remote.peers import PeerBook
+from kvstore.rpc.server import ControlServer
 from poolcheck.faults import Faults, FaultyTransport, InjectedFault
 
 NUM_BLOCKS, NUM_SLOTS = 3, 8

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvstore.blocks.grants import PinKind
 from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased, PoolExhausted
-from kvstore.grants import PinKind
-from kvstore.pool import Pool
+from kvstore.pool.pool import Pool
 from poolcheck.chains import NAMESPACES, chain_of
 from poolcheck.model import NEVER_S, Block, Held, Model, Watch, Write
 

@@ -9,13 +9,13 @@ import time
 import pytest
 
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_connect import connect_local
-from kvstore.control_connection import Connection
 from kvstore.errors import KVStoreError
-from kvstore.messages import U64
-from kvstore.mover_messages import MoverDone, pack_mover_done
-from kvstore.transport import ReadState
-from kvstore.wire import Op
+from kvstore.mover.messages import MoverDone, pack_mover_done
+from kvstore.mover.transport import ReadState
+from kvstore.rpc.connect import connect_local
+from kvstore.rpc.connection import Connection
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import U64
 from poolcheck.wire_faults import Spoil, WireFaults
 
 NUM_BLOCKS, NUM_SLOTS = 6, 16
@@ -30,7 +30,7 @@ class Nodes:
         self.cluster, self.faults, self.num_replaced = cluster, faults, 0
         # Movers are threads of this process; killing one is its death and nobody else's.
         monkeypatch.setattr(Connection, "kill", lambda connection: self._kill(connection))
-        monkeypatch.setattr("kvstore.peer_read._MOVER_GRACE_S", 0.1)
+        monkeypatch.setattr("kvstore.remote.peer_read._MOVER_GRACE_S", 0.1)
         settings = {
             "capacity_bytes": 1 << 16, "block_bytes": (1 << 16) // NUM_SLOTS, "chunk_bytes": 1 << 13,
             "max_pinned_fraction": 1.0, "lease_ttl_s": 0.5, "lease_margin_s": 0.05, "call_timeout_s": 1.0,

@@ -42,9 +42,9 @@ def test_every_mutant_applies_to_the_code_as_it_is():
 @pytest.mark.parametrize("old", ["no such text", "        self._yield("])
 def test_a_patch_that_does_not_fit_once_is_refused(old):
     with pytest.raises(DoesNotApply, match=r"found \d+ times"):
-        check([Patch("kvstore.pool", old, "")], ROOT)
+        check([Patch("kvstore.pool.pool", old, "")], ROOT)
 
 
 def test_a_patch_that_is_no_program_is_refused():
     with pytest.raises(SyntaxError):
-        check([Patch("kvstore.pool", "class Pool:", "class Pool")], ROOT)
+        check([Patch("kvstore.pool.pool", "class Pool:", "class Pool")], ROOT)

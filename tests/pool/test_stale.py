@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import InvalidRequest, LeaseReleased, StaleTicket
-from kvstore.pool import Pool
+from kvstore.pool.pool import Pool
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 
 FOREIGN_EPOCH = b"x" * 8

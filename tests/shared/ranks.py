@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.client import Client
-from kvstore.part import as_part
+from kvstore.blocks.part import as_part
+from kvstore.client.client import Client
 
 POISON = 0x5A5A
 #: Blocks of the longest chain; an engine's caches have room for four times as many.
@@ -108,7 +108,7 @@ class RankProcess:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "kvstore.client"])
+        context.set_forkserver_preload(["torch", "kvstore.client.client"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()

@@ -230,9 +230,9 @@ def side():
     """A worker and what its saves are made of."""
     from concurrent.futures import Future
 
+    from kvstore.blocks.part import WHOLE
+    from kvstore.client.results import Job, SaveResult
     from kvstore.integrations.vllm import landing, options, plan, stats, worker
-    from kvstore.part import WHOLE
-    from kvstore.results import Job, SaveResult
 
     made = worker.WorkerSide(options.Options(), None, None, WHOLE, 0, True, stats.Stats())
 

@@ -24,10 +24,10 @@ class Ranks:
     def __init__(self, store, space, node_id, tp_size, seed):
         import torch
 
+        from kvstore.blocks.part import Part
         from kvstore.integrations.vllm.handoffs import HandoffSide
         from kvstore.integrations.vllm.publishing import Publishing
         from kvstore.integrations.vllm.stats import Stats
-        from kvstore.part import Part
 
         block_size, random = space.shape.block_size, torch.Generator().manual_seed(seed)
         dims = (2, NUM_BLOCKS, block_size, HEADS, HEAD_DIM)

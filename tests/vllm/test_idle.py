@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.part import WHOLE
+from kvstore.blocks.part import WHOLE
 
 NOT_QUEUED = SimpleNamespace(is_set=lambda: False)
 RUNNING = SimpleNamespace(job=SimpleNamespace(done=lambda: False), queued=NOT_QUEUED)

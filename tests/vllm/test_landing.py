@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvstore.blocks.part import WHOLE
+from kvstore.client.results import BlockFailure, LoadResult, MissReason
 from kvstore.errors import CopyStuck, JobRunning, KernelError, KVStoreError
-from kvstore.part import WHOLE
-from kvstore.results import BlockFailure, LoadResult, MissReason
 
 
 @pytest.fixture

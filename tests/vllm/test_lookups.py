@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.results import Match
+from kvstore.client.results import Match
 
 SIZE = 16
 
@@ -309,9 +309,9 @@ def test_of_a_request_without_blocks_nothing_is_saved(ended):
 
 @pytest.mark.parametrize("is_cleared", [False, True])
 def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended, parts, monkeypatch, is_cleared):
+    from kvstore.blocks.part import WHOLE
     from kvstore.integrations.vllm.options import Options
     from kvstore.integrations.vllm.worker import WorkerSide
-    from kvstore.part import WHOLE
 
     ended.side.ended(ended.request, [5, 6, 7, 8])
     if is_cleared:

@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
 from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
-from kvstore.hashing import Namespace
-from kvstore.shape import KVShape
 
 SUPPORTED = (
     "supported are decoder-only models in eval mode whose DynamicCache has one plain DynamicLayer per layer: full "

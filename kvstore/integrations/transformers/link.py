@@ -10,9 +10,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from kvstore.client import Client
+from kvstore.blocks.hashing import Namespace
+from kvstore.client.client import Client
 from kvstore.errors import KVStoreError
-from kvstore.hashing import Namespace
 from kvstore.integrations.transformers.staging import Staging
 
 logger = logging.getLogger(__name__)

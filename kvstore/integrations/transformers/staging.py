@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvstore.client import Client
+from kvstore.blocks.hashing import BlockHashes
+from kvstore.blocks.shape import KVShape
+from kvstore.client.client import Client
+from kvstore.client.results import Job, LoadResult, MissReason
 from kvstore.errors import ChainBroken, StoreUnavailable
-from kvstore.hashing import BlockHashes
-from kvstore.results import Job, LoadResult, MissReason
-from kvstore.shape import KVShape
 
 Write: TypeAlias = "Callable[[int, torch.Tensor], None]"
 """Takes the index of a first block, and blocks [n, num_kv_heads, num_layers, 2, block_size, head_dim]."""

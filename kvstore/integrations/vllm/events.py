@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
 
-from kvstore.hashing import BlockHashes, Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 
 
 def stored_event(space: Namespace, request: Any, hashes: BlockHashes) -> Any:

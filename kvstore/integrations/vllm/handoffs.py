@@ -8,9 +8,9 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.errors import InvalidRequest
-from kvstore.handoff import HandoffTicket, expiry_after
-from kvstore.hashing import BlockHashes, Namespace
 from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, Handover
 from kvstore.integrations.vllm.plan import PublishPlan, StepPlan
 from kvstore.integrations.vllm.stats import Stats

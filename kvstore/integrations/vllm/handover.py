@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.blocks.hashing import BlockHashes
+from kvstore.blocks.ticket import HandoffTicket
 from kvstore.errors import InvalidRequest
-from kvstore.handoff import HandoffTicket
-from kvstore.hashing import BlockHashes
 
 TICKET = "raykv_ticket"
 DO_PREFILL, DO_DECODE = "do_remote_prefill", "do_remote_decode"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvstore.engine.registered import Registered
 from kvstore.errors import ConfigError
-from kvstore.registered import Registered
 
 #: Kernels whose order is keys [head_dim, tokens], then values [tokens, head_dim].
 _KEYS_TURNED = ("vec", "vec16")

@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvstore.hash_inputs import ExtraKey
-from kvstore.hashing import BlockHashes, Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.token_bytes import ExtraKey
 
 #: Hashed at a stretch; meanwhile the scheduler's thread may wait for the interpreter.
 _PIECE_TOKENS = 512

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.client import Client
+from kvstore.client.client import Client
+from kvstore.client.results import Job, LoadResult
 from kvstore.errors import CopyStuck, KVStoreError
 from kvstore.integrations.vllm.plan import StepPlan, Wakeup
 from kvstore.integrations.vllm.stats import Stats
-from kvstore.results import Job, LoadResult
 
 #: With nothing to compute the engine would step on and on. It waits instead, which leaves the cores to those who copy,
 #: until one has ended, or so long: new requests may have come. A worker apart from its scheduler hears of no answers.

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 
 from kvstore.api import connect
-from kvstore.client import Client
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.part import Part
+from kvstore.client.client import Client
 from kvstore.errors import KVStoreError, StoreDraining, StoreNotRunning, StoreUnavailable
-from kvstore.guard import Guard
-from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.options import Options
-from kvstore.part import Part
+from kvstore.runtime.guard import Guard
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import queue
 import threading
 import time
 
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
-from kvstore.hashing import BlockHashes
 from kvstore.integrations.vllm.keys import PromptHashes
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.stats import Stats

@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstore.handoff import HandoffTicket
-from kvstore.hashing import BlockHashes, Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.ticket import HandoffTicket
 from kvstore.integrations.vllm.handover import Desk
 
 

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from kvstore.client import Client
+from kvstore.blocks.part import Part
+from kvstore.blocks.ticket import HandoffTicket
+from kvstore.client.client import Client
+from kvstore.client.results import FetchResult, Job
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.handoff import HandoffTicket
 from kvstore.integrations.vllm.handover import Desk
 from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan
-from kvstore.part import Part
-from kvstore.results import FetchResult, Job
 
 logger = logging.getLogger(__name__)
 

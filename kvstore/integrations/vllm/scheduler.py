@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.blocks.hashing import Namespace
 from kvstore.errors import KVStoreError
-from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.ending import Ending
 from kvstore.integrations.vllm.events import stored_event
 from kvstore.integrations.vllm.handoffs import HandoffSide

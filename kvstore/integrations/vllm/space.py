@@ -11,11 +11,11 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.part import Part
+from kvstore.blocks.shape import KVShape, Planes
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.options import Options
-from kvstore.part import Part
-from kvstore.shape import KVShape, Planes
 
 _NOT_OF_KV = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "_commit_hash")
 """Keys of a config that say where a model came from or what its head is called; the engine's dtype counts by itself."""

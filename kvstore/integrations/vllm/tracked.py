@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.hashing import BlockHashes, Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.integrations.vllm.handover import Handover
 from kvstore.integrations.vllm.keys import hash_blocks
 from kvstore.integrations.vllm.lookups import Question

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from kvstore.client import Client
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.part import Part
+from kvstore.blocks.ticket import HandoffTicket
+from kvstore.client.client import Client
+from kvstore.client.results import Job, LoadResult, MissReason, SaveResult
 from kvstore.config import num_idle_copy_threads
 from kvstore.errors import CopyStuck, JobAbandoned, KVStoreError, LayoutMismatch
-from kvstore.handoff import HandoffTicket
-from kvstore.hashing import Namespace
 from kvstore.integrations.vllm.interior import TokenRows, axes_inside, order_inside
 from kvstore.integrations.vllm.landing import Landing, Running, count_load, wait_idle
 from kvstore.integrations.vllm.link import StoreLink
@@ -26,8 +28,6 @@ from kvstore.integrations.vllm.plan import Door, LoadPlan, PublishPlan, SavePlan
 from kvstore.integrations.vllm.publishing import Publishing
 from kvstore.integrations.vllm.space import in_order_of_layers, make_space
 from kvstore.integrations.vllm.stats import Stats
-from kvstore.part import Part
-from kvstore.results import Job, LoadResult, MissReason, SaveResult
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from hashlib import sha256
 
-from kvstore.chain import Chain
-from kvstore.pool import Pool
+from kvstore.blocks.chain import Chain
+from kvstore.pool.pool import Pool
 
 NAMESPACES = (b"a" * 32, b"b" * 32)
 LATER_S = 1e9

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.control_client import ControlClient
-from kvstore.control_connection import Connection
-from kvstore.copier import HostCopier
+from kvstore.engine.host_copier import HostCopier
 from kvstore.errors import TransferError
-from kvstore.transport import ReadState
-from kvstore.wire import Flag, Op
+from kvstore.mover.transport import ReadState
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.connection import Connection
+from kvstore.rpc.framing import Flag, Op
 
 NEVER = -1
 

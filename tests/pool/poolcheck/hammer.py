@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.errors import ChainBroken, LeaseReleased
-from kvstore.pool import Grant, Pool, StoreTicket
+from kvstore.pool.pool import Grant, Pool, StoreTicket
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 
 _STAMP = 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.handoff_records import Claim
+from kvstore.handoff.records import Claim
 from poolcheck.handoffs import LATE_S, Handoffs, key_of, writer_of
 from poolcheck.run import Run
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
-from kvstore.handoff_records import Claim, Place
-from kvstore.handoff_table import HandoffTable
+from kvstore.handoff.records import Claim, Place
+from kvstore.handoff.table import HandoffTable
 from poolcheck.chains import NAMESPACES
 from poolcheck.run import Run
 from poolcheck.world import World

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvstore.chain import Chain
-from kvstore.grants import PinKind
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.grants import PinKind
 
 NEVER_S = float("inf")
 

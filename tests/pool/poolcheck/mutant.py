@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from poolcheck.patch import Patch
 
-POOL, SLOTS, LEASES, WRITES = "kvstore.pool", "kvstore.slots", "kvstore.leases", "kvstore.writes"
-PART_RUNS = "kvstore.part_runs"
-RUNS, PRESENCE, VERSIONS = "kvstore.runs", "kvstore.presence", "kvstore.versions"
+POOL, SLOTS, LEASES, WRITES = "kvstore.pool.pool", "kvstore.pool.slots", "kvstore.pool.leases", "kvstore.pool.writes"
+PART_RUNS = "kvstore.pool.part_runs"
+RUNS, PRESENCE, VERSIONS = "kvstore.pool.slot_lists", "kvstore.memory.presence", "kvstore.remote.versions"
 EXPLORER = "tests/pool/test_explorer.py::test_every_schedule_up_to_three_preemptions"
 LINES = "tests/pool/test_explorer.py::test_a_preemption_at_every_line_of_the_pool"
 MODEL = "tests/pool/test_model.py::TestPoolMachine::runTest"
 FAULTS = "tests/pool/test_faults.py::test_a_fault_at_every_step"
 STALE = "tests/pool/test_stale.py"
 WIRE = "tests/pool/test_mover_wire.py"
-POOL_RULES = "tests/kvstore/test_pool.py"
-POOL_PINS, POOL_WRITES = "tests/kvstore/test_pool_pins.py", "tests/kvstore/test_pool_writes.py"
-PEERS, RUN_RULES = "tests/kvstore/test_peer_control.py", "tests/kvstore/test_runs.py"
-PRESENCE_RULES, CLEARING = "tests/kvstore/test_presence.py", "tests/kvstore/test_clearing.py"
-SWEEPING = "tests/kvstore/test_sweeping.py"
+POOL_RULES = "tests/kvstore/pool/test_pool.py"
+POOL_PINS, POOL_WRITES = "tests/kvstore/pool/test_pool_pins.py", "tests/kvstore/pool/test_pool_writes.py"
+PEERS, RUN_RULES = "tests/kvstore/node/test_peer_service.py", "tests/kvstore/pool/test_slot_lists.py"
+PRESENCE_RULES, CLEARING = "tests/kvstore/memory/test_presence.py", "tests/kvstore/client/test_clearing.py"
+SWEEPING = "tests/kvstore/pool/test_sweeping.py"
 
 #: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
 GAP = Patch(

@@ -174,7 +174,7 @@ BLOCKS = (
         source="SGLang, LightLLM: prefixes with holes",
         patches=(
             Patch(SLOTS, "if ref_count[slot] or num_children[slot] or space", "if ref_count[slot] or space"),
-            Patch("kvstore.eviction", "slot = current.pop()", "slot = current.pop(0)"),
+            Patch("kvstore.pool.eviction", "slot = current.pop()", "slot = current.pop(0)"),
         ),
         tests=(MODEL,),
     ),
@@ -278,7 +278,7 @@ BLOCKS = (
     bug(
         "those who wait take a lost block for a stored one",
         "LMCache: failed stores stay visible",
-        "kvstore.watches",
+        "kvstore.pool.watches",
         "                if not published:\n                    watch.lost.add(own)\n",
         "",
         f"{POOL_WRITES}::test_a_watch_counts_up_to_the_first_lost_block",
@@ -286,7 +286,7 @@ BLOCKS = (
     bug(
         "those who wait are told twice",
         "ours",
-        "kvstore.watches",
+        "kvstore.pool.watches",
         "        watch = self._watches.pop(watch_id)\n",
         "        watch = self._watches[watch_id]\n",
         f"{POOL_WRITES}::test_a_watch_that_ends_early_counts_nothing_unfinished",

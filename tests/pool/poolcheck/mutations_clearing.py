@@ -8,7 +8,7 @@ CLEARINGS: tuple[Mutant, ...] = (
     bug(
         "a save is of the version that its thread finds",
         "ours: the count was taken with the first question",
-        "kvstore.client",
+        "kvstore.client.client",
         "deadline_s, num_clears)",
         "deadline_s, self._clears.get(chain.namespace))",
         f"{CLEARING}::test_a_save_that_waits_for_a_thread_while_its_namespace_is_cleared_stores_nothing",
@@ -16,7 +16,7 @@ CLEARINGS: tuple[Mutant, ...] = (
     bug(
         "a rank's part is of the version that its thread finds",
         "ours: parts of old and of new weights became one block",
-        "kvstore.client",
+        "kvstore.client.client",
         "deadline_s, num_clears)",
         "deadline_s, self._clears.get(chain.namespace))",
         f"{CLEARING}::test_parts_of_one_block_are_of_one_version_or_it_is_not_stored",
@@ -75,7 +75,7 @@ CLEARINGS: tuple[Mutant, ...] = (
         VERSIONS,
         "            if version <= known:\n",
         "            if version <= known:\n                return version\n            if version <= known:\n",
-        "tests/kvstore/test_versions.py::test_only_later_clearings_are_news",
+        "tests/kvstore/remote/test_versions.py::test_only_later_clearings_are_news",
     ),
     bug(
         "versions are the callers' clocks",
@@ -91,6 +91,6 @@ CLEARINGS: tuple[Mutant, ...] = (
         VERSIONS,
         "not 0 <= version <= known + _MAX_AHEAD",
         "False",
-        "tests/kvstore/test_versions.py::test_what_is_no_next_version_is_refused_and_clearing_goes_on",
+        "tests/kvstore/remote/test_versions.py::test_what_is_no_next_version_is_refused_and_clearing_goes_on",
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from poolcheck.mutant import EXPLORER, Mutant, bug
 from poolcheck.patch import Patch
 
-_TABLE, _WRITERS = "kvstore.handoff_table", "tests/kvstore/test_slot_writers.py"
+_TABLE, _WRITERS = "kvstore.handoff.table", "tests/kvstore/handoff/test_slot_writers.py"
 
 HANDOFFS: tuple[Mutant, ...] = (
     bug(
@@ -80,18 +80,18 @@ HANDOFFS: tuple[Mutant, ...] = (
         source="ours: kernels go on after a refused launch",
         patches=(
             Patch(
-                "kvstore.stage_copier",
+                "kvstore.engine.stage_copier",
                 "            await_copies(pages)  # Who hears of the failure may use blocks and slots again.\n",
                 "",
             ),
-            Patch("kvstore.publishing", "            self._copier.finish(self.pages)\n", "            pass\n"),
+            Patch("kvstore.client.publication", "            self._copier.finish(self.pages)\n", "            pass\n"),
         ),
         tests=(f"{_WRITERS}::test_copies_that_are_queued_in_part_have_ended_when_their_failure_is_heard",),
     ),
     bug(
         "partly queued failure has no mark",
         "ours: kernels go on after a refused launch",
-        "kvstore.cuda_order",
+        "kvstore.engine.cuda_order",
         "            self.unmarked = (*self.unmarked, *streams)\n",
         "            pass\n",
         f"{_WRITERS}::test_copies_that_are_queued_in_part_have_ended_when_their_failure_is_heard[True]",
@@ -99,34 +99,34 @@ HANDOFFS: tuple[Mutant, ...] = (
     bug(
         "a READ for one life's stage is made by the next mover",
         "ours: a new mover's stage has the number of the old one",
-        "kvstore.mover_link",
+        "kvstore.mover.link",
         "generation not in (0, self._generation)",
         "False",
-        "tests/kvstore/test_stages.py::test_what_was_claimed_in_one_movers_stage_is_not_read_into_the_next_ones",
+        "tests/kvstore/handoff/test_stages.py::test_what_was_claimed_in_one_movers_stage_is_not_read_into_the_next_ones",
     ),
     bug(
         "a READ that was posted in part is terminal",
         "NIXL: a request that is refused lets go of what it has started",
-        "kvstore.nixl_transport",
+        "kvstore.mover.nixl",
         "            if self._num_descriptors(request, description) == 1:\n",
         "            if True:\n",
-        "tests/kvstore/test_partly_posted.py::test_a_request_that_is_refused_after_a_part_was_started_is_lost",
+        "tests/kvstore/mover/test_partly_posted.py::test_a_request_that_is_refused_after_a_part_was_started_is_lost",
     ),
     bug(
         "a part of a shared READ that was posted in part is terminal",
         "NIXL: a request that is refused lets go of what it has started",
-        "kvstore.parallel_read",
+        "kvstore.mover.parallel",
         "            if state is ReadState.LOST:\n                read.lose_part()\n",
         "            if state is ReadState.LOST:\n                read.end_part(None, ReadTotals())\n",
-        "tests/kvstore/test_partly_posted.py::test_a_shared_read_of_which_a_part_is_lost_is_lost",
+        "tests/kvstore/mover/test_partly_posted.py::test_a_shared_read_of_which_a_part_is_lost_is_lost",
     ),
     bug(
         "slots of a READ that was posted in part are free",
         "NIXL: a request that is refused lets go of what it has started",
-        "kvstore.mover",
+        "kvstore.mover.process",
         "            if self._transport.poll(handle) is not ReadState.DONE:\n                return False\n",
         "            if self._transport.poll(handle) is ReadState.RUNNING:\n                return False\n",
-        "tests/kvstore/test_partly_posted.py::test_slots_of_a_read_that_was_posted_in_part_wait_for_the_movers_end",
+        "tests/kvstore/mover/test_partly_posted.py::test_slots_of_a_read_that_was_posted_in_part_wait_for_the_movers_end",
     ),
     bug(
         "copies between GPUs go on behind a refusal",
@@ -134,12 +134,12 @@ HANDOFFS: tuple[Mutant, ...] = (
         "kvstore.kernels.vram",
         "                driver.cuStreamSynchronize(self._stream)\n",
         "",
-        "tests/kvstore/test_partly_posted.py::test_copies_between_gpus_have_ended_when_one_is_refused",
+        "tests/kvstore/mover/test_partly_posted.py::test_copies_between_gpus_have_ended_when_one_is_refused",
     ),
     bug(
         "stuck copies free with the next job",
         "ours",
-        "kvstore.idle_connections",
+        "kvstore.client.idle_connections",
         "self._since = connection.next_question",
         "self._since = 0",
         f"{_WRITERS}::test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket",

@@ -21,7 +21,7 @@ from poolcheck.mutant import (
 )
 from poolcheck.patch import Patch
 
-OWNERS = "tests/kvstore/test_client_owner.py"
+OWNERS = "tests/kvstore/client/test_client_owner.py"
 
 HOLDERS = (
     Mutant(
@@ -51,7 +51,7 @@ HOLDERS = (
     bug(
         "no epoch in notifications",
         "vLLM: a peer restarts at the same address",
-        "kvstore.peer_control",
+        "kvstore.node.peer_service",
         "if epoch == self._core.epoch:",
         "if True:",
         f"{PEERS}::test_a_notification_for_another_life_of_the_store_frees_nothing",
@@ -117,7 +117,7 @@ HOLDERS = (
     bug(
         "leak on a fault in a save",
         "LMCache: half-written memory is never given back",
-        "kvstore.jobs",
+        "kvstore.client.save_load",
         (
             "                with contextlib.suppress(KVStoreError):\n"
             "                    yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)\n"
@@ -129,7 +129,7 @@ HOLDERS = (
     bug(
         "leak on a fault in a shutdown",
         "LMCache, Ray: segments outlive their owner",
-        "kvstore.node",
+        "kvstore.node.core",
         "            steps.callback(self._close_memory)\n",
         "",
         f"{FAULTS}_of_a_shutdown_leaves_nothing_open",
@@ -137,7 +137,7 @@ HOLDERS = (
     bug(
         "alone for ever",
         "ours: what another node has is said to be absent",
-        "kvstore.solitude",
+        "kvstore.remote.sole_node",
         "                if number == self._number:\n                    self._say(False)\n",
         "                pass\n",
         f"{PRESENCE_RULES}::test_other_nodes_count_until_the_directory_knows_of_none_and_from_the_moment_it_does",
@@ -145,10 +145,10 @@ HOLDERS = (
     bug(
         "a read that outlived its lease",
         "Mooncake: bytes read after the lease ended",
-        "kvstore.peer_read",
+        "kvstore.remote.peer_read",
         "clock.now_s() < self._valid_until_s",
         "True",
-        "tests/kvstore/test_node.py::test_a_block_counts_only_if_the_lease_covered_its_read",
+        "tests/kvstore/node/test_node.py::test_a_block_counts_only_if_the_lease_covered_its_read",
     ),
     bug(
         "pin budget not enforced",
@@ -201,7 +201,7 @@ HOLDERS = (
     bug(
         "peers share one owner",
         "TensorRT-LLM: unpin takes raw ids",
-        "kvstore.peer_control",
+        "kvstore.node.peer_service",
         'return f"store-{key.hex()}"',
         'return "peers"',
         f"{PEERS}::test_a_peer_cannot_release_the_lease_of_another_by_its_id",
@@ -209,7 +209,7 @@ HOLDERS = (
     bug(
         "the report of another mover counts",
         "ours",
-        "kvstore.mover_link",
+        "kvstore.mover.link",
         "elif not self.is_present(connection):",
         "elif False:",
         f"{WIRE}::test_what_another_mover_reports_counts_for_nothing",
@@ -217,7 +217,7 @@ HOLDERS = (
     bug(
         "more blocks are taken for read than were asked for",
         "ours",
-        "kvstore.mover_link",
+        "kvstore.mover.link",
         "if done.num_blocks > num_blocks or (",
         "if (",
         f"{WIRE}::test_a_mover_that_says_what_cannot_be_is_replaced_and_nothing_is_published",
@@ -225,23 +225,23 @@ HOLDERS = (
     bug(
         "a READ done twice",
         "ours",
-        "kvstore.mover",
+        "kvstore.mover.process",
         "if read.read_id <= self._last_read_id or read",
         "if read",
-        "tests/kvstore/test_mover.py::test_a_mover_that_is_told_what_cannot_be_ends_and_writes_nothing",
+        "tests/kvstore/mover/test_mover.py::test_a_mover_that_is_told_what_cannot_be_ends_and_writes_nothing",
     ),
     bug(
         "slots free while a given-up READ writes",
         "NIXL: a released handle still writes",
-        "kvstore.peer_read",
+        "kvstore.remote.peer_read",
         "self._end(segment, 0 if done.terminal else done.read_id)",
         "self._end(segment, 0)",
-        "tests/kvstore/test_node.py::test_a_read_that_never_ends_is_quarantined_until_it_does",
+        "tests/kvstore/node/test_node.py::test_a_read_that_never_ends_is_quarantined_until_it_does",
     ),
     bug(
         "fence skipped",
         "ours",
-        "kvstore.fence",
+        "kvstore.node.fence",
         "        if self._mover.fence():\n",
         "        if True:\n",
         f"{WIRE}::test_a_spoilt_message_at_every_step_leaves_nothing[dropped]",
@@ -249,7 +249,7 @@ HOLDERS = (
     bug(
         "late grant kept",
         "ours",
-        "kvstore.control_server",
+        "kvstore.rpc.server",
         "                if gave is not None and gave[0] >= since:\n",
         "                if False:\n",
         f"{OWNERS}::test_what_comes_after_its_caller_gave_up_is_given_back[pin]",
@@ -257,7 +257,7 @@ HOLDERS = (
     bug(
         "heard grant taken back",
         "ours",
-        "kvstore.control_server",
+        "kvstore.rpc.server",
         "gave[0] >= since",
         "gave[0] >= 0",
         f"{OWNERS}::test_a_pin_is_given_back_over_another_connection_than_it_was_taken",
@@ -265,9 +265,9 @@ HOLDERS = (
     bug(
         "goodbye lost after a reset",
         "ours",
-        "kvstore.control_server",
+        "kvstore.rpc.server",
         "            if not connection.local:\n                logger",
         "            if True:\n                logger",
-        "tests/kvstore/test_control.py::test_goodbye_is_heard_also_of_a_client_that_left_an_answer_unread",
+        "tests/kvstore/rpc/test_control.py::test_goodbye_is_heard_also_of_a_client_that_left_an_answer_unread",
     ),
 )

@@ -20,7 +20,7 @@ class Patch:
     """Text of a module and what takes its place.
 
     Args:
-        module: such as `kvstore.pool`.
+        module: such as `kvstore.pool.pool`.
         old: the text; indentation counts.
         new: what takes its place.
         everywhere: change each of many; otherwise the text has to be there exactly once.

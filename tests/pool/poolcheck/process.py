@@ -15,15 +15,15 @@ from collections import Counter
 
 import numpy as np
 
-from kvstore.arena import attach_arena
-from kvstore.chain import Chain
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.grants import StoreTicket
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.control_client import ControlClient
-from kvstore.control_connect import connect_local
 from kvstore.errors import ChainBroken
-from kvstore.grants import StoreTicket
-from kvstore.messages import U64, U64_F64, pack_lease, pack_prepare, pack_write_end, unpack_grant, unpack_ticket
-from kvstore.wire import Op
+from kvstore.memory.arena import attach_arena
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.connect import connect_local
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import U64, U64_F64, pack_lease, pack_prepare, pack_write_end, unpack_grant, unpack_ticket
 from poolcheck.chains import chain_of
 
 _CALL_S = 20.0

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.control_connection import Connection
-from kvstore.mover import Mover
-from kvstore.wire import Flag, Op
+from kvstore.mover.process import Mover
+from kvstore.rpc.connection import Connection
+from kvstore.rpc.framing import Flag, Op
 
 NEVER = -1
 #: Later than all that waits for it has given up.

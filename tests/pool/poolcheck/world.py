@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import count
 
-from kvstore.pool import Grant, Pool, StoreTicket
+from kvstore.pool.pool import Grant, Pool, StoreTicket
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of
 from poolcheck.run import Run
 

@@ -1,0 +1,6 @@
+"""What `kvstore bench` measures on a cluster.
+
+In: sizes, counts and a running Ray.
+Out: rows of figures.
+Floor: above all but the command line, which alone imports it.
+"""

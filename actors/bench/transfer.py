@@ -1,0 +1,232 @@
+"""Benchmark: bytes from one node to another, by memcpy, raw NIXL, our load, and Ray's object store.
+
+A load ends with the bytes in the engine's memory, a raw READ with the bytes in the slab. "nixl_copied" is the READ
+that goes as far as a load, done by hand: what a machine with few cores has left when it copies too.
+
+Everything is measured in one run, round by round in turn, so that noise hits all ways alike. Data is drawn
+fresh for each round, destinations are poisoned before and compared after. The figure is the median.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+
+from kvstore.actors.bench.cluster import on_node, two_nodes
+from kvstore.actors.bench.raw_end import POISON, RawEnd, random_bytes
+from kvstore.actors.calls import answer, call
+from kvstore.actors.cluster import Store
+from kvstore.actors.starting import start
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import KVShape
+from kvstore.config import StoreConfig
+from kvstore.errors import InvalidRequest, KVStoreError
+
+_TIMEOUT_S = 120.0
+#: Shapes whose blocks have a round size: bytes -> (layers, KV heads, head dim), 16 tokens, bfloat16.
+SHAPES = {
+    64 << 10: (16, 1, 64),
+    512 << 10: (32, 4, 64),
+    2 << 20: (32, 8, 128),
+}
+
+
+def shape_of(block_bytes: int) -> KVShape:
+    """Return a shape whose block has exactly `block_bytes`."""
+    layers, heads, dim = SHAPES[block_bytes]
+    shape = KVShape(num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype="bfloat16", block_size=16)
+    assert shape.block_bytes == block_bytes
+    return shape
+
+
+class Worker:
+    """A worker with an engine cache whose blocks are contiguous, on one node."""
+
+    def __init__(self, store: Store, space: Namespace, num_blocks: int) -> None:
+        import torch  # Here: the raw ends start several seconds sooner without it.
+
+        shape = space.shape
+        self._space = space
+        self._client = store.client(space)
+        groups, heads, layers, planes, tokens, dim = shape.block_dims
+        self._cache = torch.zeros(num_blocks, heads, groups * layers, planes, tokens, dim, dtype=torch.bfloat16)
+        self._client.register_kv_caches(self._cache, axes="BHLPTD")
+        self._bytes = self._cache.view(torch.uint8).reshape(-1).numpy()
+
+    def save(self, round_number: int, num_blocks: int) -> None:
+        """Draw fresh data and save it under hashes of this round."""
+        num_bytes = num_blocks * self._space.shape.block_bytes
+        self._bytes[:num_bytes] = random_bytes(num_bytes, round_number)
+        result = self._client.save(self._hashes(round_number, num_blocks), range(num_blocks)).result(_TIMEOUT_S)
+        assert result.num_written == num_blocks, result
+
+    def load(self, round_number: int, num_blocks: int) -> float:
+        """Load what the other node saved; returns the seconds, after comparing every byte."""
+        num_bytes = num_blocks * self._space.shape.block_bytes
+        self._bytes[:num_bytes] = POISON
+        hashes = self._hashes(round_number, num_blocks)
+        # As engines do: the scheduler looks up what a load then brings.
+        assert max(count for _, count in self._client.lookup(hashes).nodes) == num_blocks
+        started_s = time.perf_counter()
+        result = self._client.load(hashes, range(num_blocks)).result(_TIMEOUT_S)
+        seconds = time.perf_counter() - started_s
+        assert result.num_peer == num_blocks, result
+        if not np.array_equal(self._bytes[:num_bytes], random_bytes(num_bytes, round_number)):
+            raise AssertionError("our load delivered other bytes than were saved")
+        return seconds
+
+    def put(self, seed: int, num_bytes: int) -> list[Any]:
+        """Put fresh data into Ray's object store on this node."""
+        return [ray.put(random_bytes(num_bytes, seed))]
+
+    def get(self, refs: list[Any]) -> float:
+        """Get it on this node; returns the seconds."""
+        started_s = time.perf_counter()
+        answer("ray object", refs[0], _TIMEOUT_S)
+        return time.perf_counter() - started_s
+
+    def _hashes(self, round_number: int, num_blocks: int) -> Any:
+        tokens = np.arange(num_blocks * 16, dtype=np.int64) + round_number * 10_000_000
+        return self._space.block_hashes(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run has found so far: rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}, and what failed."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def run_transfer(
+    lanes: list[str],
+    block_bytes: list[int],
+    load_bytes: int,
+    rounds: int,
+    progress: Callable[[str], None],
+    measured: Measured,
+) -> None:
+    """Measure every way for every lane and block size; one that fails takes no other's rows along.
+
+    Args:
+        lanes: "default" and "tcp".
+        block_bytes: sizes out of `SHAPES`.
+        load_bytes: bytes moved at a time by every way.
+        rounds: how often; the median counts. One more is done first and thrown away.
+        progress: is told what is being measured.
+        measured: gets rows and failures as they come. The row of "load" also has "of_nixl", the median over the
+            rounds of its speed as a share of what "nixl_huge_pages" had in the same round.
+
+    Raises:
+        InvalidRequest: a block size that no shape has; nothing was measured.
+    """
+    if unknown := [size for size in block_bytes if size not in SHAPES]:
+        raise InvalidRequest(f"block_bytes: wanted some of {sorted(SHAPES)}, got {unknown}")
+    with two_nodes(object_store_bytes=4 * load_bytes + (64 << 20)) as nodes:
+        for lane in lanes:
+            for size in block_bytes:
+                what = f"lane {lane}, blocks of {size >> 10} KiB"
+                progress(what)
+                try:
+                    times = _measure(nodes, lane, size, load_bytes, rounds)
+                    measured.rows.extend(_rows(lane, size, load_bytes, times))
+                except KVStoreError as error:
+                    measured.failures.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _rows(lane: str, block_bytes: int, load_bytes: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    rows = []
+    for way, seconds in times.items():
+        row = {
+            "lane": lane,
+            "block_bytes": block_bytes,
+            "way": way,
+            "gb_per_s": round(load_bytes / statistics.median(seconds) / 1e9, 3),
+            "load_bytes": load_bytes,
+        }
+        if way == "load":
+            # Round by round: what slows a shared machine down slows both of a pair.
+            pairs = zip(times["nixl_huge_pages"], seconds, strict=True)
+            row["of_nixl"] = round(statistics.median(raw / load for raw, load in pairs), 3)
+        rows.append(row)
+    return rows
+
+
+def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rounds: int) -> dict[str, list[float]]:
+    num_blocks = load_bytes // block_bytes
+    config = StoreConfig(name=f"bench-{lane}-{block_bytes >> 10}", capacity_bytes=(rounds + 2) * load_bytes, lane=lane)
+    times: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as started:
+        # Their processes start while the store does.
+        raw = _raw_pair(started, nodes, lane, f"{config.name}-a", load_bytes, block_bytes, True, False)
+        huge = _raw_pair(started, nodes, lane, f"{config.name}-b", load_bytes, block_bytes, True, True)
+        store = start(config, None, _TIMEOUT_S)
+        started.callback(store.stop)
+        space = Namespace(model="bench", shape=shape_of(block_bytes))
+        workers = [on_node(Worker, node).remote(store, space, num_blocks) for node in nodes]
+        _kill_at_end(started, workers)
+        _connect(raw)
+        _connect(huge)
+        for number in range(rounds + 1):
+            seen = {
+                "memcpy": call("memcpy", raw[1].memcpy, load_bytes, timeout_s=_TIMEOUT_S),
+                "nixl": _read_raw(raw, number, load_bytes),
+            }
+            call("save", workers[0].save, number, num_blocks, timeout_s=_TIMEOUT_S)
+            # One right after the other, for the sake of their ratio.
+            seen["nixl_huge_pages"] = _read_raw(huge, number, load_bytes)
+            seen["nixl_copied"] = _read_raw(huge, number, load_bytes, "read_and_copy")
+            seen["load"] = call("load", workers[1].load, number, num_blocks, timeout_s=_TIMEOUT_S)
+            refs = call("put", workers[0].put, number, load_bytes, timeout_s=_TIMEOUT_S)
+            seen["ray"] = call("get", workers[1].get, refs, timeout_s=_TIMEOUT_S)
+            del refs
+            if number:  # The first round connects and warms up.
+                for way, seconds in seen.items():
+                    times.setdefault(way, []).append(seconds)
+    with contextlib.ExitStack() as started:
+        # By themselves: each agent as the wrapper builds it spins on a core all the time.
+        spinning = _raw_pair(started, nodes, lane, config.name, load_bytes, block_bytes, False, False)
+        _connect(spinning)
+        times["nixl_untuned"] = [_read_raw(spinning, number, load_bytes) for number in range(rounds + 1)][1:]
+    return times
+
+
+def _kill_at_end(started: contextlib.ExitStack, handles: list[Any]) -> None:
+    started.callback(lambda: [ray.kill(handle) for handle in handles])
+
+
+def _raw_pair(
+    started: contextlib.ExitStack,
+    nodes: list[str],
+    lane: str,
+    name: str,
+    load_bytes: int,
+    block_bytes: int,
+    tuned: bool,
+    huge_pages: bool,
+) -> list[Any]:
+    ends = [
+        on_node(RawEnd, node).remote(lane, f"{name}-{i}", 2 * load_bytes, block_bytes, tuned, huge_pages)
+        for i, node in enumerate(nodes)
+    ]
+    _kill_at_end(started, ends)
+    return ends
+
+
+def _connect(ends: list[Any]) -> None:
+    description = call("raw", ends[0].describe, timeout_s=_TIMEOUT_S)
+    call("raw", ends[1].add_peer, description, timeout_s=_TIMEOUT_S)
+
+
+def _read_raw(ends: list[Any], number: int, load_bytes: int, verb: str = "read") -> float:
+    start_at = (number % 2) * load_bytes
+    call("raw", ends[0].fill, start_at, load_bytes, number, timeout_s=_TIMEOUT_S)
+    seconds: float = call("raw", getattr(ends[1], verb), start_at, load_bytes, number, timeout_s=_TIMEOUT_S)
+    return seconds

@@ -1,0 +1,161 @@
+"""A hand-off's ticket: what the publisher of a request's blocks sends to the worker that goes on with it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import struct
+import time
+from dataclasses import dataclass, field
+
+from kvstore.blocks.shape import BLOCK_ORDER_VERSION
+from kvstore.bounds import DIGEST_BYTES, check_count, clip
+from kvstore.errors import InvalidRequest
+
+TICKET_VERSION = 2
+NONCE_BYTES = 16
+_EPOCH_BYTES = 8
+
+_MAGIC = b"RKVH"
+_HEAD = struct.Struct(f"<4sHH{_EPOCH_BYTES}s{NONCE_BYTES}s{DIGEST_BYTES}sIIH4HdIB")
+#: What every version begins with.
+_KIND = struct.Struct("<4sH")
+_MOST_U16, _MOST_U32 = (1 << 16) - 1, (1 << 32) - 1
+_WHOLE = (0, 1, 0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffTicket:
+    """Names blocks that one client published for one fetch. Small, picklable, or bytes by `to_bytes`.
+
+    It is worth nothing to another life of the store that it names, nor with another field changed than `expires_s`:
+    the store knows the blocks by a digest of all others. Who holds it can read the blocks, once.
+
+    Args:
+        node_id: the node whose store has the blocks.
+        epoch: the life of that store: 8 bytes, `bytes.fromhex` of what `Store.stats` says.
+        nonce: drawn for this ticket alone.
+        namespace: digest of what the blocks mean; covers their shape.
+        num_blocks: stored blocks, from the request's first token on.
+        block_bytes: of each.
+        block_order: version of the order of bytes in a block.
+        part: which part of each block was published, as (tp_rank, tp_size, pp_rank, pp_size).
+        slab: which memory of the node they are in: 0 is its arena, others are stages on GPUs.
+        expires_s: until when the store keeps the blocks at least, in seconds since 1970 by the publisher's clock. For
+            people and routers: only the store decides. In a ticket that is made ahead of its blocks this is a guess,
+            and publishing returns the ticket with the time that counts. Two tickets are equal whatever this says.
+        is_early: it travels before anything is published under it: a fetch waits for that, too.
+
+    Raises:
+        InvalidRequest: a field is of another type, or beyond what a ticket can say.
+    """
+
+    node_id: str
+    epoch: bytes
+    namespace: bytes
+    num_blocks: int
+    block_bytes: int
+    expires_s: float = field(compare=False)
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    block_order: int = BLOCK_ORDER_VERSION
+    part: tuple[int, int, int, int] = _WHOLE
+    slab: int = 0
+    is_early: bool = False
+
+    def __post_init__(self) -> None:
+        _check_bytes("epoch", self.epoch, _EPOCH_BYTES)
+        _check_bytes("nonce", self.nonce, NONCE_BYTES)
+        _check_bytes("namespace", self.namespace, DIGEST_BYTES)
+        check_count("num_blocks", self.num_blocks, 1, _MOST_U32)
+        check_count("block_bytes", self.block_bytes, 1, _MOST_U32)
+        check_count("block_order", self.block_order, 0, _MOST_U16)
+        check_count("slab", self.slab, 0, _MOST_U32)
+        if not isinstance(self.node_id, str) or len(self.node_id) > _MOST_U16 // 4:
+            raise InvalidRequest(f"node_id: wanted the id of a node as a str, got {clip(self.node_id)}")
+        expires_s = self.expires_s
+        if not isinstance(expires_s, int | float) or isinstance(expires_s, bool) or not math.isfinite(expires_s):
+            raise InvalidRequest(f"expires_s: wanted seconds since 1970, got {clip(expires_s)}")
+        if not isinstance(self.part, tuple) or len(self.part) != len(_WHOLE):
+            raise InvalidRequest(f"part: wanted (tp_rank, tp_size, pp_rank, pp_size), got {clip(self.part)}")
+        for number in self.part:
+            check_count("part", number, 0, _MOST_U16)
+        if not isinstance(self.is_early, bool):
+            raise InvalidRequest(f"is_early: wanted True or False, got {clip(self.is_early)}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a fetch of it moves."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def key(self) -> bytes:
+        """32 bytes by which the store that has the blocks knows them."""
+        return hashlib.sha256(b"raykv/handoff/2" + self._packed(0.0)).digest()
+
+    def to_bytes(self) -> bytes:
+        """Return the ticket as bytes, for channels that carry nothing else."""
+        return self._packed(self.expires_s)
+
+    def _packed(self, expires_s: float) -> bytes:
+        node = self.node_id.encode()
+        head = _HEAD.pack(
+            _MAGIC, TICKET_VERSION, len(node), self.epoch, self.nonce, self.namespace, self.num_blocks,
+            self.block_bytes, self.block_order, *self.part, expires_s, self.slab, self.is_early,
+        )  # fmt: skip
+        return head + node
+
+    @staticmethod
+    def from_bytes(data: bytes) -> HandoffTicket:
+        """Return the ticket that `to_bytes` wrote.
+
+        Raises:
+            InvalidRequest: these are not the bytes of a ticket of this version.
+        """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {type(data).__name__}")
+        data = bytes(data)
+        if len(data) < _KIND.size or not data.startswith(_MAGIC):
+            raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {len(data)} others: {clip(data)}")
+        _, version = _KIND.unpack_from(data)
+        if version != TICKET_VERSION:
+            raise InvalidRequest(
+                f"ticket: wanted a ticket of version {TICKET_VERSION}, got version {version}; "
+                "run one version of raykv everywhere"
+            )
+        num_bytes = _HEAD.size + (_HEAD.unpack_from(data)[2] if len(data) >= _HEAD.size else 0)
+        if len(data) != num_bytes:
+            raise InvalidRequest(
+                f"ticket: wanted all bytes of a ticket, at least {num_bytes}, got {len(data)}; they were cut or joined "
+                "on their way"
+            )
+        _, _, _, epoch, nonce, namespace, num_blocks, block_bytes, order, *rest = _HEAD.unpack_from(data)
+        *part, expires_s, slab, is_early = rest
+        try:
+            node = data[_HEAD.size :].decode()
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"ticket: wanted the id of a node, got other bytes ({error})") from error
+        return HandoffTicket(
+            node_id=node,
+            epoch=epoch,
+            nonce=nonce,
+            namespace=namespace,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            block_order=order,
+            part=(part[0], part[1], part[2], part[3]),
+            expires_s=expires_s,
+            slab=slab,
+            is_early=bool(is_early),
+        )
+
+
+def _check_bytes(name: str, value: object, num_bytes: int) -> None:
+    if not isinstance(value, bytes) or len(value) != num_bytes:
+        advice = "; bytes.fromhex() makes bytes of hexadecimal digits" if isinstance(value, str) else ""
+        raise InvalidRequest(f"{name}: wanted {num_bytes} bytes, got {clip(value)}{advice}")
+
+
+def expiry_after(ttl_s: float) -> float:
+    """Return the time that lies `ttl_s` seconds ahead, for a ticket's `expires_s`."""
+    return time.time() + ttl_s

@@ -1,0 +1,214 @@
+"""A client's connections to the store of its node.
+
+To the store they are all one owner, which the client is by a key of its own: what was granted over one is released,
+renewed and completed over any. A call that times out closes its connection. The next one names it, and from which
+question on nothing was heard over it: what the store gave for those, or would have given yet, it takes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+
+from kvstore.client.idle_connections import IdleConnections
+from kvstore.config import PROTOCOL_VERSION, StoreConfig
+from kvstore.errors import KVStoreError, NotAsked, StoreNotRunning, StoreUnavailable
+from kvstore.memory.arena import attach_arena
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.connect import connect_local
+from kvstore.rpc.framing import OWNER_KEY_DIGITS, Op
+from kvstore.rpc.retelling import Retelling
+from kvstore.runtime.forks import check_process, this_process
+
+logger = logging.getLogger(__name__)
+
+_HELLO_TIMEOUT_S = 5.0
+#: Of one call that met connections which others' failures closed before its turn.
+_MOST_TRIES = 3
+
+
+class StoreConnections:
+    """Connections to one life of a node's store; for any thread.
+
+    Args:
+        path: the store's socket.
+        on_lost: called when that life of the store turns out to be over; on any thread, and perhaps more than once.
+
+    Attributes:
+        node_id, epoch, config: of the store.
+        call_timeout_s: for the answer to one call.
+        arena: the store's memory, mapped; the caller unmaps it.
+        for_jobs, for_fetches, for_lookups: those that no save or load, no fetch, no lookup or `stats` has now.
+
+    Raises:
+        StoreNotRunning: nobody answers at the path.
+        IncompatibleStore: the store runs another protocol version.
+    """
+
+    def __init__(self, path: str, on_lost: Callable[[], None]) -> None:
+        self.path, self._on_lost = path, on_lost
+        self.has_ended = self._is_lost = False
+        self._pid, self._key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
+        self._lock, self._renewing = threading.Lock(), threading.Lock()
+        self._open: list[ControlClient] = []
+        self.for_jobs = IdleConnections(self.connect)
+        self.for_fetches = IdleConnections(self.connect)
+        self.for_lookups = IdleConnections(self.connect)
+        self._retelling = Retelling(self.call, lambda: self._is_lost)
+        self.call_timeout_s = _HELLO_TIMEOUT_S
+        self._calls, fd = self._connect()
+        hello = self._calls.hello
+        self.node_id, self.epoch = str(hello["node"]), str(hello["epoch"])
+        self.config = StoreConfig.from_json(str(hello["config"]))
+        self.call_timeout_s = self.config.call_timeout_s
+        self.arena = attach_arena(fd, int(hello["arena_bytes"]))
+
+    def _connect(self, replaces: ControlClient | None = None, since: int = 0) -> tuple[ControlClient, int]:
+        hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": self._key}
+        if replaces is not None:
+            hello |= {"replaces": replaces.hello["connection"], "since": since}
+        connection, fd = connect_local(self.path, hello, timeout_s=self.call_timeout_s)
+        with self._lock:
+            # Those that a timeout or an abandoned load closed are of no use to anybody any more.
+            self._open = [*(known for known in self._open if not known.closed), connection]
+        return connection, fd
+
+    def connect(self, replaces: ControlClient | None = None, since: int = 0) -> ControlClient:
+        """Open one more connection.
+
+        Args:
+            replaces: a broken one.
+            since: the number of a question on that; what the store gave for this one and later ones is given back.
+
+        Raises:
+            StoreUnavailable: the store is gone, or was restarted; `on_lost` was called.
+            ForkedClient: this is a child of the process that made it.
+        """
+        check_process(self._pid)
+        try:
+            connection, fd = self._connect(replaces, since)
+        except StoreNotRunning as error:
+            if isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
+                self._lose()
+            raise
+        os.close(fd)
+        if connection.hello["epoch"] != self.epoch:
+            connection.close()
+            self._lose()
+            raise StoreUnavailable(
+                "the node store was restarted: its memory is another one; close this client and make a new one"
+            )
+        return connection
+
+    def _lose(self) -> None:
+        self._is_lost = True
+        self._on_lost()
+
+    def call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0) -> bytes:
+        """Ask over the connection of calls; see `ControlClient.call` for what is raised."""
+        self.check_open()
+        for _ in range(_MOST_TRIES):
+            connection = self._for_calls()
+            try:
+                return connection.call(op, payload, timeout_s=self.call_timeout_s, meanwhile=meanwhile, awake_s=awake_s)
+            except NotAsked as error:
+                last = error
+        raise last
+
+    def tell_surely(self, op: Op, payload: bytes) -> None:
+        """Tell the store what only this client knows: now, or as soon as it answers again."""
+        self._retelling.tell(op, payload)
+
+    def say(self, op: Op, payload: bytes) -> None:
+        """Tell the store over that connection what has no answer."""
+        self.check_open()
+        self._for_calls().send(op, payload)
+
+    def _for_calls(self) -> ControlClient:
+        if self._calls.closed:
+            check_process(self._pid)
+            with self._renewing:
+                self.check_open()  # Closed meanwhile, nobody would give back what is granted now.
+                broken = self._calls
+                if broken.closed:
+                    self._calls = self.connect(broken, broken.unheard or broken.next_question)
+        return self._calls
+
+    def ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
+        """Ask over a connection of its own, for what takes longer than a call."""
+        self.check_open()
+        connection = self.connect()
+        try:
+            return connection.call(op, payload, timeout_s=timeout_s)
+        finally:
+            connection.close()
+
+    def check_open(self) -> None:
+        """Refuse to go on after `end`.
+
+        Raises:
+            StoreUnavailable: the client was closed.
+            ForkedClient: this is a child of the process that made it.
+        """
+        check_process(self._pid)
+        if self.has_ended:
+            raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
+
+    def check_process(self) -> None:
+        """Refuse a forked child.
+
+        Raises:
+            ForkedClient: this is a child of the process that made the client.
+        """
+        check_process(self._pid)
+
+    def is_inherited(self) -> bool:
+        """Whether this is a child of the process that made the client, and the connections are not its own."""
+        return this_process() != self._pid
+
+    def end(self) -> bool:
+        """Refuse everything new; jobs that run keep their connections. Whether that was not so before."""
+        if self.is_inherited():  # Of a fork, in which the lock may be held for ever.
+            had_ended, self.has_ended = self.has_ended, True
+            return not had_ended
+        with self._lock:
+            had_ended, self.has_ended = self.has_ended, True
+            for idle in (self.for_jobs, self.for_fetches, self.for_lookups):
+                idle.is_closed = True
+        return not had_ended
+
+    def close(self, *, jobs_are_over: bool) -> None:
+        """Close every connection, and have the store take everything back.
+
+        Without `jobs_are_over` that is only the pins. What jobs hold they may still copy: the store keeps it until
+        `say_goodbye`, or until this process ends.
+        """
+        if self.is_inherited():
+            connections, self._open = self._open, []
+        else:
+            self._retelling.close()
+            self._say_last(Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL)
+            with self._lock:
+                connections, self._open = self._open, []
+        for connection in connections:
+            connection.close()
+
+    def say_goodbye(self) -> None:
+        """Have the store take everything back, after `close`: no job copies any more."""
+        self._say_last(Op.GOODBYE)
+        self._calls.close()
+
+    def _say_last(self, op: Op) -> None:
+        if self._is_lost:
+            return
+        try:
+            with self._renewing:
+                if (last := self._calls).closed:
+                    self._calls, fd = self._connect(last, last.unheard or last.next_question)
+                    os.close(fd)
+            self._calls.send(op)
+        except KVStoreError:
+            logger.debug("the node store was gone before this client")

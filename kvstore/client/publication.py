@@ -1,0 +1,242 @@
+"""What publishing does: claims slots, has blocks copied there, and has them kept for whoever fetches them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Sized
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.blocks.grants import IndexArray
+from kvstore.blocks.ticket import HandoffTicket
+from kvstore.client.save_load import CopyGuard
+from kvstore.client.stage_link import AttachedStage
+from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
+from kvstore.errors import CopyStuck, InvalidRequest, KernelError, KVStoreError, StoreUnavailable, TransferTimeout
+from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import PrepareHandoff, pack_abort_handoff, pack_complete_handoff, pack_prepare_handoff
+from kvstore.rpc.messages import U64, unpack_ints
+
+logger = logging.getLogger(__name__)
+
+#: For slots of a stage, by a store that was woken before it was asked.
+_AWAKE_S = 5e-4
+
+#: Tells the store what has no answer.
+Say = Callable[[Op, bytes], None]
+
+
+class Ask(Protocol):
+    """Asks the store."""
+
+    def __call__(
+        self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0
+    ) -> bytes:
+        """See `StoreConnections.call`."""
+
+
+def num_published(block_ids: object, engine_block_size: int, stored_block_size: int) -> int:
+    """Return how many stored blocks there are in engine blocks that are published whole, whichever these are.
+
+    Raises:
+        InvalidRequest: there are no engine blocks, or no whole stored ones in them.
+    """
+    count = len(block_ids) if isinstance(block_ids, Sized) else 0
+    num_blocks, left = divmod(count * engine_block_size, stored_block_size)
+    if not num_blocks or left:
+        raise InvalidRequest(
+            f"block_ids: wanted a flat list of integers, whole blocks of {stored_block_size} tokens, got {count} "
+            f"engine blocks of {engine_block_size} tokens; publish more or fewer of them"
+        )
+    return num_blocks
+
+
+class Publishing:
+    """Blocks on their way into slots.
+
+    Once slots are claimed for them a fetch of the ticket waits, until `complete` has told the store that the bytes are
+    there, or that they will not be. The slots are this object's until then, whatever becomes of the ticket: the store
+    is told that it has failed only when no copy of it runs any more.
+
+    Args:
+        ticket: what they are published as.
+        block_ids: the engine's; not looked at before `order`.
+        stored_block_size: tokens of a stored block.
+        copier: between the engine's cache and the memory that the slots are in.
+        stage: that memory; None for the arena.
+        keep: asks the store over the connection that keeps the blocks.
+        say: tells the store.
+        surely: tells it too, but not in vain: what was not answered is told again.
+        ttl_s: how long they are kept once they are there.
+        num_clears: of the namespace, from when publishing was asked for.
+    """
+
+    pages: EnginePages
+    guard: CopyGuard
+
+    def __init__(
+        self,
+        ticket: HandoffTicket,
+        block_ids: object,
+        stored_block_size: int,
+        copier: EngineCopier,
+        stage: AttachedStage | None,
+        keep: Ask,
+        say: Say,
+        surely: Say,
+        ttl_s: float,
+        num_clears: int,
+    ) -> None:
+        self.ticket, self._key, self._writer = ticket, ticket.key, secrets.randbits(64)
+        self._block_ids, self._stored_block_size = block_ids, stored_block_size
+        self._copier, self.stage, self._keep, self._say, self._surely = copier, stage, keep, say, surely
+        self._ttl_s, self._num_clears = ttl_s, num_clears
+        self._slots: IndexArray = np.empty(0, np.int32)
+
+    def __str__(self) -> str:
+        return f"publication of {self.ticket.num_blocks} blocks"
+
+    def order(self) -> None:
+        """Say what is copied, and that it comes after what the calling thread's stream has.
+
+        Raises:
+            InvalidRequest: the blocks are not the engine's, or nothing can be copied in the order of that stream.
+            LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed.
+        """
+        copier, ticket = self._copier, self.ticket
+        pages = engine_pages(self._block_ids, copier.layout, self._stored_block_size, 0, ticket.num_blocks)
+        self.pages = ordered(pages, copier)
+        self.guard = CopyGuard(self.pages.order)
+        copier.check_unchanged()
+
+    def claim(self, ask: Callable[[Op, bytes], bytes]) -> None:
+        """Claim slots of the arena; after `order`.
+
+        Args:
+            ask: asks over the connection that owns the slots while they are written.
+
+        Raises:
+            PoolExhausted: the store has no room for all of them; nothing is kept.
+            StaleVersion: the namespace was cleared since this was asked for; nothing is kept.
+            KVStoreError: the store failed; nothing is kept.
+        """
+        self._slots = self._ask_slots(ask, self._question(0, 0))
+
+    def begin(self) -> None:
+        """Claim slots of the stage, do what `order` does meanwhile, and queue the copies into them.
+
+        Raises:
+            KVStoreError: as for `order` and `claim`, or the copies could not be queued; nothing is kept.
+            CopyStuck: of copies that could not all be queued some did not end; see `drop`.
+        """
+        stage, ahead = self.stage, _Ahead(self._expect)
+        assert stage is not None, "the arena is copied to by `complete`"
+        question = self._question(stage.slab, stage.generation)
+        slots = self._ask_slots(lambda op, payload: self._keep(op, payload, ahead.run, _AWAKE_S), question)
+        try:
+            ahead.check()
+        except BaseException:
+            self._void()
+            raise
+        try:
+            with self.guard.copying():
+                stage.copier.begin_into_slots(self.pages, np.arange(len(slots)), slots.astype(np.int64))
+        except BaseException:
+            self.drop()
+            raise
+
+    def _ask_slots(self, ask: Callable[[Op, bytes], bytes], question: bytes) -> IndexArray:
+        try:
+            return unpack_ints(ask(Op.HANDOFF_PREPARE, question))
+        except TransferTimeout:
+            self._void()  # They may be granted all the same, and only this publisher knows that it does not write.
+            raise
+
+    def _question(self, slab: int, generation: int) -> bytes:
+        ticket = self.ticket
+        return pack_prepare_handoff(
+            PrepareHandoff(
+                self._key, self._writer, ticket.namespace, ticket.num_blocks, slab, generation, self._num_clears
+            )
+        )
+
+    def _expect(self) -> None:
+        assert self.stage is not None, "only a stage is prepared for"
+        self.order()
+        self.stage.copier.expect(self.pages, [self.ticket.num_blocks], to_slots=True)
+
+    def hold_engine(self) -> None:
+        """Have what the engine queues from now on come after the copies; on a CPU they are made."""
+        if self.pages.order is not None:
+            self.pages.order.hold_engine()
+
+    def complete(self) -> HandoffTicket:
+        """Return the ticket when the bytes are in place and kept; on any thread, once slots are claimed.
+
+        Raises:
+            CopyStuck: the copies did not end; the slots stay taken until this process ends.
+            KVStoreError: the copies or the store failed; the ticket is void.
+        """
+        try:
+            if self.stage is not None:
+                self._finish_in(self.stage)
+            else:
+                with self.guard.copying():
+                    self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
+            self._copier.check_unchanged()
+            payload = pack_complete_handoff(self._key, self._writer, self._ttl_s)
+            kept = U64.unpack(self._keep(Op.HANDOFF_COMPLETE, payload))[0]
+        except CopyStuck:
+            raise
+        except BaseException:
+            self.drop()
+            raise
+        if not kept:
+            raise StoreUnavailable("these blocks were withdrawn or cleared while they were copied; publish them again")
+        return self.ticket
+
+    def _finish_in(self, stage: AttachedStage) -> None:
+        if stage.copier.await_begun(self.pages):
+            # They were still being computed. A reader that waits for them is woken while they are packed.
+            with contextlib.suppress(KVStoreError):
+                self._say(Op.HANDOFF_PACKING, self._key)
+        stage.copier.finish(self.pages)
+
+    def drop(self) -> None:
+        """Take everything back in place of `complete`, once all that was queued has ended.
+
+        Raises:
+            CopyStuck: it has not ended in time; the slots stay taken until this process ends.
+        """
+        try:
+            self._copier.finish(self.pages)
+        except CopyStuck:
+            raise
+        except KernelError as error:
+            logger.debug("%s: %s", self, error)  # Nothing is copied any more.
+        self._void()
+
+    def _void(self) -> None:
+        """Tell the store that nothing of this writes any more."""
+        self._surely(Op.HANDOFF_ABORT, pack_abort_handoff(self._key, self._writer))
+
+
+class _Ahead:
+    """Does something while an answer is on its way, and remembers what it raised until the answer was read."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - `check` raises it.
+            self._error = error
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error

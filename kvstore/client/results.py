@@ -1,0 +1,348 @@
+"""What the client's calls return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from kvstore.blocks.ticket import HandoffTicket
+from kvstore.client.work import Work
+from kvstore.errors import InvalidRequest, JobAbandoned, JobRunning
+from kvstore.runtime import clock
+from kvstore.runtime.forks import check_process, this_process
+
+T = TypeVar("T")
+
+
+class MissReason(Enum):
+    """Why a block of a load is not usable.
+
+    STORE_LOST: the store of this node has ended, and the client with it. DRAINING: it lives, and grants nothing until
+    it is undrained; the client goes on.
+    """
+
+    NOT_FOUND = "not_found"
+    PEER_LOST = "peer_lost"
+    TIMEOUT = "timeout"
+    LEASE_EXPIRED = "lease_expired"
+    POOL_FULL = "pool_full"
+    CLEARED = "cleared"
+    BUSY = "busy"
+    ABANDONED = "abandoned"
+    STORE_LOST = "store_lost"
+    DRAINING = "draining"
+    STALE = "stale"
+    USED = "used"
+    EXPIRED = "expired"
+    WITHDRAWN = "withdrawn"
+    OWNER_GONE = "owner_gone"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFailure:
+    """One block that a load did not deliver; its tokens may hold anything and must be recomputed.
+
+    Args:
+        index: position in the hashes given to `load`.
+        block_ids: the engine's blocks that hold its tokens: one, unless the engine's blocks are smaller than the
+            stored ones. Larger ones come in the failures of several blocks. None without an engine.
+        reason: why.
+        detail: one sentence for a log.
+    """
+
+    index: int
+    block_ids: tuple[int, ...]
+    reason: MissReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """How a load ended.
+
+    Args:
+        num_blocks: usable prefix: blocks [0, num_blocks) of the hashes hold the right bytes, those that were
+            skipped included.
+        failed: all the others, one by one.
+        num_local: blocks that were in this node's memory.
+        num_peer: blocks that were fetched from other nodes.
+        peers: the nodes they came from.
+        num_bytes: bytes that crossed between nodes for this load.
+        num_descriptors: descriptors that the transfer engine needed for them, after merging neighbours.
+        read_s: seconds between the first READ's start and the last one's end.
+        num_locate_calls: how often the store asked the directory.
+        num_lease_calls: how often it asked a peer.
+    """
+
+    num_blocks: int
+    failed: tuple[BlockFailure, ...] = ()
+    num_local: int = 0
+    num_peer: int = 0
+    peers: tuple[str, ...] = ()
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    read_s: float = 0.0
+    num_locate_calls: int = 0
+    num_lease_calls: int = 0
+
+    @property
+    def failed_block_ids(self) -> frozenset[int]:
+        """The engine's blocks that hold a token which was not delivered."""
+        return frozenset(block_id for failure in self.failed for block_id in failure.block_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchResult(LoadResult):
+    """How a fetch ended: as a load's result, with blocks counted from the ticket's first.
+
+    Args:
+        route: the memory that the blocks went through: "host" is the nodes' arenas, "gpu" are stages on GPUs.
+        note: why not the other route, if a stage was attached and could not be used.
+    """
+
+    route: str = "host"
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """How a save ended.
+
+    Args:
+        num_blocks: blocks [0, num_blocks) are in the store now, whoever wrote them. A rank of several waits for
+            the parts of the others. None when the namespace was cleared after the save was asked for.
+        num_written: how many of them this save wrote, or its part of.
+        num_refused: blocks at the end for which no slot could be had; nothing of them is kept.
+    """
+
+    num_blocks: int
+    num_written: int
+    num_refused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """Blocks that `Client.pin` keeps in this node's memory until `Client.unpin`.
+
+    Args:
+        pin_id: names the pin to the store; 0 when no block was here.
+        num_blocks: blocks [0, num_blocks) of the hashes are kept.
+        num_refused: stored blocks behind them for which the budget of pins had no room.
+    """
+
+    pin_id: int
+    num_blocks: int
+    num_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What a lookup found. A hint for other nodes, exact for this one at that moment.
+
+    Args:
+        num_local: usable prefix length, in blocks, in this node's memory.
+        nodes: (node id, prefix length) of other nodes, longest first.
+    """
+
+    num_local: int
+    nodes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Longest usable prefix anywhere, in blocks."""
+        return max([self.num_local, *(count for _, count in self.nodes)])
+
+
+class Job(Generic[T]):
+    """A save or load that runs in the background. May be awaited."""
+
+    def __init__(
+        self,
+        future: Future[T],
+        what: str,
+        abandon: Callable[[float], bool],
+        wait_on: Callable[[Any, float], bool] | None = None,
+        work: Work[T] | None = None,
+        call: Callable[[Callable[[], object]], object] = lambda callback: callback(),
+    ) -> None:
+        self._future, self._what, self._abandon, self._wait_on = future, what, abandon, wait_on
+        self._work, self._call = work, call
+        self._is_cancelled = False
+        self._pid = this_process()
+
+    def __repr__(self) -> str:
+        return f"Job({self._what}, {'done' if self._future.done() else 'running'})"
+
+    def done(self) -> bool:
+        """Whether it ended, well or badly.
+
+        Raises:
+            ForkedClient: this is a child of the process that began it.
+        """
+        check_process(self._pid)
+        return self._future.done()
+
+    def result(self, timeout: float | None = 60.0) -> T:
+        """Wait for the end and return what came of it.
+
+        A fetch whose own time is no longer than that may be run by the calling thread, which would only wait.
+
+        Args:
+            timeout: seconds; None waits for as long as the job takes, which its own timeouts bound.
+
+        Raises:
+            InvalidRequest: `timeout` is no number.
+            JobRunning: it goes on, and goes on using the engine's blocks; wait again or `abandon` it.
+            JobAbandoned: it was abandoned: before it had begun, or it is no load and no fetch, whose results say so.
+            ForkedClient: this is a child of the process that began it.
+            KVStoreError: it failed.
+        """
+        check_process(self._pid)
+        if timeout is not None:
+            _check_number("timeout", timeout)
+        work, left_s = self._work, timeout
+        if work is not None and work.limit_s is not None:
+            if timeout is None:
+                work.do()
+            elif timeout >= work.limit_s:
+                until_s = clock.now_s() + timeout
+                work.do(until_s)
+                left_s = max(0.0, until_s - clock.now_s())
+        try:
+            return self._future.result(left_s)
+        except CancelledError as error:
+            raise self._abandoned() from error
+        except TimeoutError as error:
+            if self._future.done():
+                return self._future.result(0)  # By now, or this is its own error.
+            raise JobRunning(
+                f"{self._what}: still running after {timeout} s; wait again, or abandon it before reusing its blocks"
+            ) from error
+
+    def _abandoned(self) -> JobAbandoned:
+        return JobAbandoned(f"{self._what}: abandoned by its owner before it had begun; nothing was copied")
+
+    def wait_on(self, stream: Any = None, timeout: float = 60.0) -> None:
+        """Have work that is queued on a CUDA stream from now on begin after this job's copies.
+
+        For a load the calling thread waits only until the copies are queued: for the store's answer, and for blocks
+        that come from other nodes, but not for the bytes to be in place. For a save, and for caches on the CPU, it
+        waits for the job. `result` still says which blocks are usable, and has to be asked before anything that
+        was computed from them is used: a load may turn out to have failed after its copies were queued.
+
+        Args:
+            stream: a torch.cuda.Stream of the cache's device; None is the calling thread's current one.
+            timeout: seconds.
+
+        Raises:
+            JobRunning: the copies are not all queued yet, and the stream waits for nothing.
+            KernelError: the device failed.
+            ForkedClient: this is a child of the process that began it.
+        """
+        check_process(self._pid)
+        _check_number("timeout", timeout)
+        if self._wait_on is not None:
+            is_done = self._wait_on(stream, timeout)
+        else:
+            is_done = _has_ended(self._future, timeout)
+        if not is_done:
+            raise JobRunning(
+                f"{self._what}: its copies are not all queued after {timeout} s; wait again, or abandon it"
+            )
+
+    def abandon(self, timeout: float = 5.0) -> bool:
+        """Give the job up, so that its blocks of the engine can be reused.
+
+        Returns:
+            True: from now on the job neither reads nor writes the engine's blocks, and a save of it publishes
+            nothing more, except what it had copied completely. False:
+            a copy was still running after `timeout` seconds; the blocks must not be reused yet.
+
+        Raises:
+            ForkedClient: this is a child of the process that began it.
+        """
+        check_process(self._pid)
+        _check_number("timeout", timeout)
+        if self._future.cancel():
+            self._is_cancelled = True
+            return True
+        return self._abandon(timeout)
+
+    def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
+        """Call `callback(self)` after the end, on the client's thread for callbacks.
+
+        It may call the client and wait for other jobs: none of them waits for that thread. Other callbacks do, for
+        they are called one after the other, so a callback must not wait for another one.
+
+        Raises:
+            ForkedClient: this is a child of the process that began it.
+        """
+        check_process(self._pid)
+        not_called = [callback]
+
+        def call(_: object) -> None:
+            if not_called:  # Once, although an interrupt while callbacks are called has all of them called again.
+                chosen = not_called.pop()
+                self._call(lambda: chosen(self))
+
+        self._future.add_done_callback(call)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        check_process(self._pid)
+        try:
+            return (yield from asyncio.wrap_future(self._future).__await__())
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if not self._is_cancelled or (task is not None and task.cancelling()):
+                raise  # Of the task that waits.
+            raise self._abandoned() from error
+
+
+def _has_ended(future: Future[Any], timeout_s: float) -> bool:
+    """Wait for the end of a job, however it ends."""
+    try:
+        future.exception(timeout_s)
+    except CancelledError:
+        return True
+    except TimeoutError:
+        return future.done()
+    return True
+
+
+def _check_number(name: str, value: object) -> None:
+    # A time that has passed already is one, too: who counts down to a deadline may ask then.
+    if not isinstance(value, int | float):
+        raise InvalidRequest(f"{name}: wanted a number of seconds, got {value!r:.60}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
+    """Blocks that are being published.
+
+    Args:
+        ticket: good at once: a fetch waits until the blocks are there.
+        job: done when they are, and the engine's blocks are its own again.
+    """
+
+    ticket: HandoffTicket
+    job: Job[HandoffTicket]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffRoute:
+    """Which way a client's hand-offs go.
+
+    Args:
+        route: "gpu" from stage to stage, or "host" through the nodes' arenas.
+        why_not: why it is "host".
+        gb_per_s: of a READ from each node that was named, warm; 0 for one that cannot be reached from GPU to GPU.
+    """
+
+    route: str
+    why_not: str = ""
+    gb_per_s: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,176 @@
+"""A client's link to the stage of its GPU: attached on demand, given up with the mover that has it, attached anew."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvstore.client.results import HandoffRoute
+from kvstore.engine.stage_copier import EngineCaches, StageSide, make_stage_copier, stage_uuid
+from kvstore.errors import ConfigError, CopyStuck, KernelError, KVStoreError, RegistrationFailed
+from kvstore.rpc.framing import Op, pack_json, unpack_json
+from kvstore.rpc.handoff_messages import pack_soon
+
+logger = logging.getLogger(__name__)
+
+_MAKE_WITHIN_S = 40.0
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class AttachedStage:
+    """A stage that this process has mapped; `copier` moves blocks between it and the engine's cache."""
+
+    slab: int
+    generation: int
+    copier: StageSide
+    num_users: int = 0
+    is_lost: bool = False
+
+
+class StageLink:
+    """The stage of one client, if it wants one.
+
+    Args:
+        ask: asks the node store: (op, payload, timeout in seconds).
+        caches: the engine's.
+        num_bytes: wanted size of the stage; the first client of a GPU decides.
+        peers: nodes whose lanes are warmed up and measured at once.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Op, bytes, float], bytes],
+        caches: EngineCaches,
+        num_bytes: int,
+        peers: tuple[str, ...],
+    ) -> None:
+        self._ask, self._caches, self._num_bytes, self._peers = ask, caches, num_bytes, peers
+        self._lock = threading.Lock()
+        self._stage: AttachedStage | None = None
+        self._retry_s = 0.0
+        self._closed = False
+
+    def attach(self) -> HandoffRoute:
+        """Attach the stage, and warm up and measure the lanes from the peers.
+
+        Returns:
+            Which way hand-offs of this client go, and why not the other.
+        """
+        try:
+            stage = self._attach()
+        except (ConfigError, RegistrationFailed, KernelError) as error:
+            return self._host_route(str(error))
+        if stage is None:
+            return self._host_route("the registered cache is on no GPU")
+        rates: dict[str, float] = {}
+        why_not = ""
+        for node in self._peers:
+            question = {"slab": stage.slab, "generation": stage.generation, "node": node}
+            try:
+                lanes = unpack_json(self._ask(Op.HANDOFF_WARM, pack_json(question), _MAKE_WITHIN_S))["lanes"]
+            except KVStoreError as error:
+                logger.warning("hand-off: the lane from node %s was not warmed up: %s", node, error)
+                continue
+            usable = [float(lane["gb_per_s"]) for lane in lanes if not lane["why_not"]]
+            rates[node] = max(usable, default=0.0)
+            why_not = why_not or next((str(lane["why_not"]) for lane in lanes if lane["why_not"] and not usable), "")
+        if why_not and not any(rates.values()):
+            self.lose(stage, for_good=True)
+            return self._host_route(why_not, rates)
+        return HandoffRoute(route="gpu", gb_per_s=rates)
+
+    def use_caches(self, caches: EngineCaches) -> None:
+        """Copy to and from other tensors from now on; jobs under way end as they began."""
+        with self._lock:
+            self._caches = caches
+        if (stage := self._stage) is not None:
+            self.lose(stage)
+
+    @property
+    def slab(self) -> int:
+        """The stage that there is now, 0 for none."""
+        stage = self._stage
+        return stage.slab if stage is not None else 0
+
+    def soon(self, node_id: str, slab: int) -> bytes:
+        """Return what announces a fetch from a stage of a node into the one there is now; nothing without one."""
+        stage = self._stage
+        return pack_soon(node_id, slab, stage.slab, stage.generation) if stage is not None else b""
+
+    def _host_route(self, why_not: str, rates: dict[str, float] | None = None) -> HandoffRoute:
+        logger.warning("hand-offs of this client go through host memory: %s", why_not)
+        return HandoffRoute(route="host", why_not=why_not, gb_per_s=rates or {})
+
+    def _attach(self) -> AttachedStage | None:
+        with self._lock:
+            shape = self._caches.shape
+            uuid = stage_uuid(self._caches.layout)
+            if self._stage is not None or not uuid or self._closed:
+                return self._stage
+            question = {"uuid": uuid, "num_bytes": self._num_bytes, "block_bytes": shape.block_bytes}
+            value = unpack_json(self._ask(Op.HANDOFF_STAGE, pack_json(question), _MAKE_WITHIN_S))
+            copier = make_stage_copier(self._caches, value)
+            self._stage = AttachedStage(int(value["slab"]), int(value["generation"]), copier)
+            return self._stage
+
+    def take(self) -> AttachedStage | None:
+        """Keep the stage mapped for a job, until `leave`; None when there is none now."""
+        stage = self._stage
+        if stage is None and not self._closed and time.monotonic() > self._retry_s:
+            # Its mover died: the next one is up after a second or two.
+            self._retry_s = time.monotonic() + _RETRY_S
+            try:
+                stage = self._attach()
+            except KVStoreError as error:
+                logger.warning("hand-offs of this client go through host memory for now: %s", error)
+        if stage is not None:
+            with self._lock:
+                stage.num_users += 1
+        return stage
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[AttachedStage | None]:
+        """Keep the stage mapped for a job; None when there is none now."""
+        stage = self.take()
+        try:
+            yield stage
+        except CopyStuck:
+            raise  # Something may still copy to or from it: it stays mapped until this process ends.
+        except BaseException:
+            if stage is not None:
+                self.leave(stage)
+            raise
+        if stage is not None:
+            self.leave(stage)
+
+    def leave(self, stage: AttachedStage) -> None:
+        """A job is through with the stage. One whose copies are stuck never is, so that it stays mapped."""
+        with self._lock:
+            stage.num_users -= 1
+        self._unmap_if_unused(stage)
+
+    def lose(self, stage: AttachedStage, *, for_good: bool = False) -> None:
+        """The stage is of no use any more; it is attached anew when it is wanted next, unless this is `for_good`."""
+        with self._lock:
+            stage.is_lost = True
+            if self._stage is stage:
+                self._stage, self._retry_s = None, float("inf") if for_good else 0.0
+        self._unmap_if_unused(stage)
+
+    def close(self) -> None:
+        """Unmap the stage, once no job uses it."""
+        self._closed = True
+        if (stage := self._stage) is not None:
+            self.lose(stage)
+
+    def _unmap_if_unused(self, stage: AttachedStage) -> None:
+        with self._lock:
+            if not stage.is_lost or stage.num_users:
+                return
+            stage.num_users = -1
+        stage.copier.close()

@@ -1,0 +1,278 @@
+"""What a job does, in steps: between two of them it waits for others, and holds no thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import threading
+from collections.abc import Callable, Generator
+from typing import Generic, NamedTuple, TypeVar
+
+from kvstore.errors import TransferTimeout
+from kvstore.rpc.client import Answers, ControlClient
+from kvstore.rpc.framing import Op
+from kvstore.runtime import clock
+from kvstore.runtime.job_future import JobFuture
+from kvstore.runtime.parking import LONGEST_SLEEP_S
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Nearly every answer comes sooner. One that takes longer depends on others, and no thread waits for it.
+_PATIENCE_S = 2e-3
+
+
+class Awaited(NamedTuple):
+    """What work waits for before its next step: a descriptor that can be read, but no longer than to `until_s`."""
+
+    fd: int
+    until_s: float
+
+    def wait(self, wake_fd: int = -1, until_s: float = math.inf) -> None:
+        """Wait for it on the calling thread, but no longer than to `until_s`, or until `wake_fd` can be read."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        if wake_fd >= 0:
+            poll.register(wake_fd, select.POLLIN)
+        poll.poll(1e3 * min(max(0.0, min(self.until_s, until_s) - clock.now_s()), LONGEST_SLEEP_S))
+
+
+#: Yields what it waits for, and returns the result. Any thread may do the next step, but one at a time.
+Steps = Generator[Awaited, None, T]
+
+
+def in_one_step(run: Callable[[], T]) -> Steps[T]:
+    """Return the steps of work that waits for nobody."""
+    yield from ()
+    return run()
+
+
+def asking(connection: ControlClient, op: Op, payload: bytes, *, timeout_s: float) -> Steps[bytes]:
+    """Ask the store, and return the answer's payload; see `ControlClient.call` for what is raised."""
+    until_s = clock.now_s() + timeout_s
+    question = connection.ask(op, payload)
+    try:  # Right behind it: an interrupt between would leave the connection taken.
+        answer = question.take(min(timeout_s, _PATIENCE_S))
+        while answer is None:
+            if clock.now_s() >= until_s:
+                raise TransferTimeout(f"{connection.name}: no answer in time; the connection was closed")
+            yield Awaited(connection.fileno(), until_s)
+            answer = question.take(_PATIENCE_S)
+    finally:
+        question.close()
+    return answer
+
+
+def next_piece(pieces: Answers, check: Callable[[], None]) -> Steps[tuple[bool, bytes]]:
+    """Return the next piece of an answer, and whether it is the last; see `Answers` for what is raised.
+
+    Args:
+        pieces: the answer.
+        check: called before others are waited for; raises when that is of no use any more.
+    """
+    while (piece := pieces.take(_PATIENCE_S)) is None:
+        check()
+        if clock.now_s() >= pieces.until_s:
+            pieces.close()
+            raise TransferTimeout("the node store did not go on with its answer in time; the connection was closed")
+        yield Awaited(pieces.fileno(), pieces.until_s)
+    return piece
+
+
+def nothing() -> None:
+    """Come after work that leaves nothing to give back."""
+
+
+class _Taker:
+    """One thread that does a job, for as long as it does."""
+
+
+class Work(Generic[T]):
+    """What a job does, once: on threads of the client, or on one that waits for its result if that comes first.
+
+    The thread that waits may be interrupted anywhere, as by Ctrl-C. So the work knows which call has taken it, and what
+    came of it is kept before the future is told: another thread goes on from there.
+
+    Args:
+        begin: returns its steps.
+        limit_s: it takes hardly longer; a thread that waits for the result for as long may do it. None: never.
+        after: gives back what nobody waits for, on a thread of the client once the result is there, whatever that is.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Steps[T]], limit_s: float | None = None, after: Callable[[], None] = nothing
+    ) -> None:
+        self._begin, self.limit_s, self.after = begin, limit_s, after
+        self._steps: Steps[None] | None = None
+        # Held for a moment only: the call that does the work is `_taker`. Of a kind that one thread may take twice, for
+        # the handler of a signal may look at the work as well.
+        self._lock = threading.RLock()
+        self._taker: _Taker | None = None
+        self._looks_again = self._is_beginning = self._has_begun = self._is_cancelled = False
+        #: Whether `after` was called, or is being.
+        self.is_left = False
+        self._wake_fd = -1
+        self._unpark: Callable[[], None] = nothing
+        #: Set when nobody gets the job: its start was interrupted.
+        self.is_called_off = False
+        #: What came of it, once its steps have ended.
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._is_over = self._is_telling = self._is_told = False
+        #: Called once by a thread that did the work to its end while it waited for it.
+        self.ended_elsewhere: Callable[[], None] = nothing
+        #: Called by such a thread when it leaves before the end: another one has to go on.
+        self.left_elsewhere: Callable[[], None] = nothing
+        #: Called when nothing is left to do for it; set by the threads that count it.
+        self.forget: Callable[[], None] = nothing
+        self.future: JobFuture[T] = JobFuture()
+
+    def begin(self) -> None:
+        """Say first of all that it has begun: from now on the job can be abandoned, but not cancelled."""
+        self._is_beginning = True
+        self.future.set_running_or_notify_cancel()
+        self._has_begun = True
+
+    def leave(self) -> bool:
+        """Whether the caller is the one that calls `after`: the first, for several threads may see the end."""
+        with self._lock:
+            was_left, self.is_left = self.is_left, True
+        return not was_left
+
+    def go_on(self, park: Callable[[Awaited], Callable[[], None]]) -> bool:
+        """Do it up to its end, or until it waits for others; whether it ended here.
+
+        Args:
+            park: has `go_on` called again when what is waited for is there; returns what ends that. What it cannot
+                park is waited for here.
+        """
+        if not self._take(_Taker()):
+            return False
+        while (awaited := self._step()) is not None:
+            with self._lock:  # So that it is not taken again before it is known how to end its waiting.
+                if not self._looks_again:
+                    try:
+                        self._unpark = park(awaited)
+                    except (OSError, RuntimeError) as error:
+                        logger.warning("a job holds a thread while it waits, for it cannot be parked: %s", error)
+                    else:
+                        self._taker = None
+                        return False
+                is_parked_nowhere, self._looks_again = not self._looks_again, False
+            if is_parked_nowhere:
+                self._wait(awaited)
+        return True
+
+    def park(self, awaited: Awaited, park: Callable[[Awaited], Callable[[], None]]) -> None:
+        """Have it wait before its first step; see `go_on`."""
+        with self._lock:
+            self._unpark = park(awaited)
+
+    def look_again(self) -> bool:
+        """Have it look whether it is still wanted before it waits on; whether `go_on` has to be called for that."""
+        with self._lock:
+            self._looks_again = self._taker is not None
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+            return self._unpark is not nothing
+
+    def do(self, until_s: float = math.inf) -> bool:
+        """Do it to its end on the calling thread, unless another does; whether it was done here.
+
+        Args:
+            until_s: of kvstore.runtime.clock; what is not there by then is waited for elsewhere.
+        """
+        me = _Taker()
+        try:
+            if not self._take(me):
+                return False
+            while (awaited := self._step()) is not None:
+                if clock.now_s() >= until_s:
+                    self._leave_to_others(me)
+                    return False
+                self._wait(awaited, until_s)
+            self.ended_elsewhere()
+        except BaseException:  # What is raised in a step is the job's; this interrupts the caller's wait (Ctrl-C).
+            self._leave_to_others(me)
+            raise
+        return not self.future.cancelled()
+
+    def _leave_to_others(self, taker: _Taker) -> None:
+        with self._lock:
+            is_left = self._taker is taker
+            if is_left:
+                self._taker = None
+        if is_left:
+            self.left_elsewhere()
+
+    def _wait(self, awaited: Awaited, until_s: float = math.inf) -> None:
+        """Wait on the calling thread, which `look_again` wakes."""
+        try:
+            with self._lock:
+                looks_again, self._looks_again = self._looks_again, False
+                if not looks_again and self._wake_fd < 0:
+                    with contextlib.suppress(OSError):  # Without it the wait ends as late as what is waited for.
+                        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            if not looks_again:
+                awaited.wait(self._wake_fd, until_s)
+        finally:
+            with self._lock:
+                wake_fd, self._wake_fd = self._wake_fd, -1
+                if wake_fd >= 0:
+                    os.close(wake_fd)
+
+    def _take(self, taker: _Taker) -> bool:
+        with self._lock:
+            if self._taker is not None:
+                return False
+            self._taker = taker  # For good, if this is the end.
+            self._unpark()
+            self._unpark = nothing
+            return True
+
+    def _step(self) -> Awaited | None:
+        """Go on to where it waits for others; None at the end."""
+        if self._is_cancelled:
+            return None
+        if not self._is_over:
+            try:
+                if self._steps is None:
+                    if not self._has_begun:
+                        again, self._is_beginning = self._is_beginning, True  # After an interrupt in here.
+                        if not (again and self.future.running()) and not self.future.set_running_or_notify_cancel():
+                            self._is_cancelled = True
+                            return None
+                        self._has_begun = True
+                    self._steps = self._all_steps()
+                return next(self._steps)
+            except StopIteration:
+                pass
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for.
+                if not self._is_over:
+                    self._error, self._is_over = error, True
+        self._steps = None
+        self._tell()
+        return None
+
+    def _all_steps(self) -> Steps[None]:
+        """Keep what comes of it before the end can be seen: a generator says that only once."""
+        self._value = yield from self._begin()
+        self._is_over = True
+
+    def _tell(self) -> None:
+        """Tell the future what came of it, and again where an interrupt came in the midst of that."""
+        future = self.future
+        if self._is_told:
+            return
+        again, self._is_telling = self._is_telling, True
+        if again and future.done():
+            future.tell_again()  # It takes no other result.
+        elif self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._value)  # type: ignore[arg-type]  # Of its type: the steps have returned it.
+        self._is_told = True

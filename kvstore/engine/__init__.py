@@ -1,0 +1,6 @@
+"""An engine's cache: how it is laid out, and copies between it and slots.
+
+In: an engine's tensors, ids of its blocks, slots.
+Out: bytes in the arena, in the cache, or in a stage on the GPU.
+Floor: above memory, in the column of the worker.
+"""

@@ -1,0 +1,205 @@
+"""The copier of caches in GPU memory: queues copies on streams of its own, beside the engine's.
+
+    engine's stream ──► event `after` ──► this copier's streams: kernels + staging, or the copy engines alone
+                                                  │ event `last`
+    engine's stream ◄── wait_on(stream) ──────────┴──► finish(): the job's thread, by polling with a deadline
+
+A save waits for the event that was recorded when the job was asked for, so for the forward pass before it; a load
+likewise, so for whatever used its blocks before. No device is ever synchronised, and nothing waits for an engine's
+later work. Why this way: docs/adr/0007-copies-of-cuda-caches.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.blocks.shape import KVShape
+from kvstore.engine.copier import I64, CopyOrder, EnginePages, engine_plan, position_job_spans
+from kvstore.engine.cuda_order import await_copies, order_after_current, order_of
+from kvstore.engine.layout import EngineLayout
+from kvstore.engine.registered import Registered
+from kvstore.errors import CopyStuck, KernelError
+from kvstore.kernel_errors import kernel_errors
+from kvstore.kernels.direct import DirectCopies
+from kvstore.kernels.gpu import GpuCopier
+from kvstore.kernels.runs import RunTable
+from kvstore.kernels.staging import StagingRing
+from kvstore.kernels.streams import own_stream
+from kvstore.memory.arena import Arena
+from kvstore.memory.pinning import ArenaPinning
+
+
+class CopyPath(Enum):
+    """How the bytes of a CUDA cache go."""
+
+    AUTO = "auto"
+    """Whichever is faster for how long the runs of a block are."""
+
+    STAGED = "staged"
+    """Kernels between the cache and a ring of buffers in GPU memory, copy engines between that and the host."""
+
+    DIRECT = "direct"
+    """Copy engines alone, run by run."""
+
+
+#: Runs of at least so many bytes go directly; measured by benchmarks/gpu_client.py, see docs/gpu.md.
+DIRECT_FROM_BYTES = 1 << 20
+#: Of one buffer of a ring; a ring for each direction is what a client takes of the GPU's memory.
+CHUNK_BYTES = 32 << 20
+#: A load of more than twice as much is queued in two parts, the first of so many bytes.
+FIRST_BYTES = 4 * CHUNK_BYTES
+
+_PIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One direction: whatever copies, the stream on which a job begins, and a lock, because one thread may queue."""
+
+    copies: StagingRing | DirectCopies
+    begin: torch.cuda.Stream
+    lock: threading.Lock
+
+
+class CudaCopier:
+    """An `EngineCopier` of CUDA tensors.
+
+    Holds references to the caller's tensors for as long as it lives; never reallocates or mutates them besides the
+    blocks that a load names. Saves and loads have streams and buffers of their own.
+
+    Args:
+        caches: as they were registered.
+        layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
+        shape: of the stored block.
+        arena: where the slots are, from its begin on.
+        slot_bytes: distance between two slots.
+        num_slots: slots of the arena.
+        pinning: of the arena.
+        path: how the bytes go.
+        sides: the side tensors beside the caches, in the order of the shape's.
+
+    Raises:
+        ConfigError: CuPy or the driver is missing.
+        LayoutMismatch: the caches are not as the layout says.
+        KernelError: the kernels could not be built, or there is no GPU memory for the buffers.
+    """
+
+    def __init__(
+        self,
+        caches: Any,
+        layout: EngineLayout,
+        shape: KVShape,
+        arena: Arena,
+        slot_bytes: int,
+        num_slots: int,
+        pinning: ArenaPinning,
+        path: CopyPath = CopyPath.AUTO,
+        sides: Sequence[Any] = (),
+    ) -> None:
+        self._layout, self._pinning = layout, pinning
+        self._registered = Registered(caches, sides, layout)
+        self._plan = engine_plan(caches, layout, shape, sides)
+        self._slots = torch.from_numpy(arena.bytes_view())[: slot_bytes * num_slots].view(num_slots, slot_bytes)
+        self.path = chosen_path(path, RunTable(self._plan).mean_run_bytes)
+        self._broken: str = ""
+        with kernel_errors("preparing copies of a CUDA cache"), torch.cuda.device(self._plan.device):
+            self._saves, self._loads = self._lane(shape), self._lane(shape)
+
+    def _lane(self, shape: KVShape) -> _Lane:
+        device, per_piece = self._plan.device, self._pinning.slots_per_piece
+        copies: StagingRing | DirectCopies
+        if self.path is CopyPath.DIRECT:
+            copies = DirectCopies(self._plan, slots_per_piece=per_piece)
+        else:
+            layers, heads = self._layout.part.ranges(shape)
+            copies = StagingRing(
+                GpuCopier(self._plan), layers=layers, heads=heads, chunk_bytes=CHUNK_BYTES, slots_per_piece=per_piece
+            )
+        return _Lane(copies, own_stream(device), threading.Lock())
+
+    @property
+    def layout(self) -> EngineLayout:
+        """How the cache is arranged."""
+        return self._layout
+
+    def check_unchanged(self) -> None:
+        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
+        self._registered.check()
+
+    def order(self) -> CopyOrder:
+        """Record what copies of a job come after: the work on the calling thread's current stream.
+
+        Raises:
+            InvalidRequest: a graph is being captured on it; copies cannot be part of one.
+            KernelError: the device failed before.
+        """
+        self._check_usable()
+        return order_after_current(self._plan.device)
+
+    def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
+        self._queue(self._saves, pages, indexes, slots, 0)
+        self._await(pages)
+
+    def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
+        """Queue copies out of slots into the engine; see `EngineCopier`."""
+        first = max(1, FIRST_BYTES // self._slots.shape[1])
+        cuts = [first] if len(slots) > 2 * first else []
+        # The link is at work on the first part while the rest is planned: milliseconds for thousands of blocks.
+        for part, its_slots in zip(np.split(indexes, cuts), np.split(slots, cuts), strict=True):
+            self._queue(self._loads, pages, part, its_slots, skip_tokens)
+
+    def finish(self, pages: EnginePages) -> None:
+        """Return when all that was queued for a job is in place; see `EngineCopier`."""
+        order_of(pages).end()
+        self._await(pages)
+
+    def close(self) -> None:
+        """Let go of the arena; see `EngineCopier`."""
+        del self._slots, self._saves, self._loads  # Rings remember the slots that they checked.
+
+    def _queue(self, lane: _Lane, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
+        order = order_of(pages)
+        self._check_usable()
+        self._pinning.wait(slots, _PIN_TIMEOUT_S)
+        spans = position_job_spans(self._plan.paging, pages, indexes, skip_tokens)
+        try:
+            with lane.lock, kernel_errors("queueing copies of a CUDA cache"), torch.cuda.stream(lane.begin):
+                # The device waits and not the host: what is queued behind these copies need not wait for this thread.
+                lane.begin.wait_event(order.after)
+                try:
+                    if lane is self._saves:
+                        order.last = lane.copies.save(spans, self._slots, slots)
+                    else:
+                        order.last = lane.copies.load(self._slots, slots, spans)
+                except BaseException:
+                    order.mark_end((lane.begin, *lane.copies.streams))
+                    raise
+        except BaseException:
+            self._await(pages)  # Who hears of the failure may use blocks and slots again.
+            raise
+
+    def _await(self, pages: EnginePages) -> None:
+        try:
+            await_copies(pages)
+        except (KernelError, CopyStuck) as error:
+            self._broken = str(error)
+            raise
+
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise KernelError(f"copies of this CUDA cache failed before ({self._broken}); restart this process")
+
+
+def chosen_path(path: CopyPath, mean_run_bytes: int) -> CopyPath:
+    """Return how the bytes go where runs have this mean length; never AUTO."""
+    if path is not CopyPath.AUTO:
+        return path
+    return CopyPath.DIRECT if mean_run_bytes >= DIRECT_FROM_BYTES else CopyPath.STAGED

@@ -1,0 +1,115 @@
+"""The copier of caches in host memory: compiled copies, on the thread that asks for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.blocks.shape import KVShape
+from kvstore.config import num_copy_threads
+from kvstore.engine.copier import I64, CopyOrder, EnginePages, engine_plan, job_spans
+from kvstore.engine.layout import EngineLayout
+from kvstore.engine.registered import Registered
+from kvstore.memory.arena import Arena
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.kernels import host_copy
+
+#: Tables for blocks of which a skipped prefix covers a part; engines repeat few of them.
+_NUM_SKIP_TABLES = 8
+
+
+class HostCopier:
+    """An `EngineCopier` of CPU tensors.
+
+    Holds references to the caller's tensors for as long as it lives; never reallocates or mutates them
+    besides the blocks that a load names.
+
+    Args:
+        caches: as they were registered.
+        layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
+        shape: of the stored block.
+        arena: where the slots are, from its begin on.
+        slot_bytes: distance between two slots.
+        num_slots: slots of the arena.
+        sides: the side tensors beside the caches, in the order of the shape's.
+    """
+
+    def __init__(
+        self,
+        caches: Any,
+        layout: EngineLayout,
+        shape: KVShape,
+        arena: Arena,
+        slot_bytes: int,
+        num_slots: int,
+        sides: Sequence[Any] = (),
+    ) -> None:
+        import torch
+
+        from kvstore.kernels import host_copy
+
+        self._kernels, self._layout = host_copy, layout
+        self._registered = Registered(caches, sides, layout)
+        plan = engine_plan(caches, layout, shape, sides)
+        self._paging = plan.paging
+        sizes = (plan.paging.engine_block_size, plan.paging.stored_block_size)
+        self._same_size = sizes[0] == sizes[1]
+        # A table for every place that a run can have in both blocks, and some for skipped prefixes.
+        tables = functools.lru_cache(max(sizes) // min(sizes) + _NUM_SKIP_TABLES)
+        self._tables = tables(functools.partial(host_copy.fragments_of, plan))
+        self._tables(0, 0, min(sizes))
+        buffer = torch.from_numpy(arena.bytes_view())
+        self._slots: torch.Tensor = buffer[: slot_bytes * num_slots].view(num_slots, slot_bytes)
+        self._num_threads = num_copy_threads()
+        # Compiled now, so that the first copy does not wait for it.
+        host_copy.compiled()
+
+    @property
+    def layout(self) -> EngineLayout:
+        """How the cache is arranged."""
+        return self._layout
+
+    def check_unchanged(self) -> None:
+        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
+        self._registered.check()
+
+    def order(self) -> CopyOrder | None:
+        """Return None: a copy is done when the thread that makes it goes on."""
+        return None
+
+    def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Copy out of the engine into slots, without the interpreter lock; see `EngineCopier`."""
+        for tables, blocks, ids in self._runs(pages, indexes, slots, 0):
+            self._kernels.pack(tables, blocks, self._slots, ids, self._num_threads)
+
+    def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
+        """Copy out of slots into the engine, without the interpreter lock; see `EngineCopier`."""
+        for tables, blocks, ids in self._runs(pages, indexes, slots, skip_tokens):
+            self._kernels.unpack(tables, self._slots, ids, blocks, pages.num_threads or self._num_threads)
+
+    def _runs(
+        self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int
+    ) -> Iterator[tuple[tuple[host_copy.Fragments, ...], I64, I64]]:
+        """Yield (tables, engine blocks, slots) of the runs of tokens that lie alike in their blocks."""
+        stored = self._paging.stored_block_size
+        if self._same_size and len(indexes) and skip_tokens <= stored * int(indexes[0]):
+            yield self._tables(0, 0, stored), pages.ids[indexes], slots
+            return
+        rows = job_spans(self._paging, pages, indexes, slots, len(self._slots), skip_tokens).rows
+        places, kinds = np.unique(rows[:, 2:], axis=0, return_inverse=True)
+        for kind, place in enumerate(places.tolist()):
+            chosen = rows[kinds.ravel() == kind]
+            yield self._tables(*place), chosen[:, 0], chosen[:, 1]
+
+    def finish(self, pages: EnginePages) -> None:
+        """Do nothing; see `EngineCopier`."""
+
+    def close(self) -> None:
+        """Let go of the arena; see `EngineCopier`."""
+        del self._slots

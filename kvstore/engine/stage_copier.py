@@ -1,0 +1,250 @@
+"""Copies between a cache on a GPU and the stage of that GPU: kernels alone, inside the GPU's memory.
+
+The stage belongs to the mover of the node, which reads into it and lets others read from it. Its memory stays mapped
+here when that process dies, so a copy that runs then harms nobody; the store refuses the next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvstore.blocks.shape import KVShape
+from kvstore.engine.copier import I64, CopyOrder, EngineCopier, EnginePages, engine_plan, job_spans
+from kvstore.engine.cuda_order import CudaOrder, await_before, await_copies, order_after_current, order_of
+from kvstore.engine.layout import EngineLayout
+from kvstore.engine.registered import Registered
+from kvstore.kernel_errors import kernel_errors
+from kvstore.kernels.driver import on_device
+from kvstore.kernels.gpu import GpuCopier, PlacedSpans, PreparedCopy
+from kvstore.kernels.launch import check_window
+from kvstore.kernels.spans import Spans, position_spans
+from kvstore.kernels.streams import own_stream
+from kvstore.kernels.vram import MappedSlab, gpu_uuids
+
+#: Packing takes a fraction of a millisecond, less than a pause and the way back into the interpreter.
+_EAGER_S = 2e-3
+#: Memory for so many lists of spans is kept, and so many copies of lists.
+_MOST_LISTS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineCaches:
+    """What an engine registered: its tensors, the side tensors beside them, how both are arranged, and a check."""
+
+    caches: Any
+    sides: Sequence[Any]
+    layout: EngineLayout
+    shape: KVShape
+    registered: Registered
+
+
+class StageSide(EngineCopier, Protocol):
+    """The registered cache of one engine, and the slots of its GPU's stage."""
+
+    def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
+        """Prepare what can be prepared of a job before its slots are known.
+
+        Args:
+            pages: where the job's tokens lie.
+            ends: of the pieces, in blocks, in which all of the job will probably be copied, ascending.
+            to_slots: which way.
+        """
+
+    def begin_into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Queue copies out of the engine into slots, as `into_slots` makes them; `finish` waits for their end.
+
+        On the CPU they are made when this returns.
+
+        Raises:
+            KernelError: they could not all be queued, and of those that were none runs any more.
+            CopyStuck: the same, but some may still run.
+        """
+
+    def await_begun(self, pages: EnginePages) -> bool:
+        """Return when the device has come to the copies of a job, with all that was queued before them done.
+
+        Returns:
+            Whether that was waited for: False when it was so before, and when it takes too long, which `finish` tells.
+
+        Raises:
+            KernelError: the device failed.
+        """
+
+
+class StageCopier:
+    """An `EngineCopier` whose slots are in the stage of the cache's own GPU.
+
+    Args:
+        engine: what was registered, on a GPU.
+        stage: what the store says of the stage.
+
+    Raises:
+        LayoutMismatch: the tensors are not those that were registered.
+        KernelError: the stage could not be mapped, or the kernels not be built.
+    """
+
+    def __init__(self, engine: EngineCaches, stage: dict[str, Any]) -> None:
+        self._layout, self._registered = engine.layout, engine.registered
+        self._registered.check()  # A stage is attached long after, and once more when its mover died.
+        self._plan = engine_plan(engine.caches, engine.layout, engine.shape, engine.sides)
+        device = self._plan.device
+        assert device.index is not None, "a tensor's device has an index"
+        self._device_index = device.index
+        num_slots, slot_bytes = int(stage["num_slots"]), int(stage["slot_bytes"])
+        with kernel_errors("mapping the stage of a GPU"), torch.cuda.device(device):
+            self._mapped = MappedSlab(device.index, bytes.fromhex(stage["handle"]))
+            self._slots = _as_tensor(self._mapped.address, num_slots * slot_bytes, device).view(num_slots, slot_bytes)
+            self._kernels = GpuCopier(self._plan)
+            # One for each direction: what is published does not wait for what is fetched.
+            self._streams = {to_slots: own_stream(device, -1) for to_slots in (True, False)}
+        self._lock = threading.Lock()
+        #: Memory that the next jobs may have for their lists: nothing reads it any more.
+        self._lists: list[torch.Tensor] = []
+        #: Copies into slots of the first so many blocks.
+        self._packs: dict[int, PreparedCopy] = {}
+
+    @property
+    def layout(self) -> EngineLayout:
+        """How the cache is arranged."""
+        return self._layout
+
+    def check_unchanged(self) -> None:
+        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
+        self._registered.check()
+
+    def order(self) -> CopyOrder:
+        """Record what copies of a job come after; see `CudaCopier.order`."""
+        return order_after_current(self._plan.device)
+
+    def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
+        """Prepare the copies of all blocks of a job before their slots, or their bytes, are there; see `StageSide`."""
+        order, stream, paging = order_of(pages), self._streams[to_slots], self._plan.paging
+        num_blocks, per_block = ends[-1], self._spans_per_block
+        with self._lock, kernel_errors("preparing copies of a hand-off"):
+            # Positions in place of slots: where those follow each other, as they mostly do, one list is good for any.
+            if paging.engine_block_size == paging.stored_block_size:
+                spans = position_spans(paging, pages.ids)
+            else:
+                positions = np.arange(num_blocks, dtype=np.int64)
+                spans = job_spans(paging, pages, positions, positions, num_blocks)
+                check_window(self._plan, spans, num_blocks, 0, None, 0, None)
+            stream.wait_event(order.after)
+            order.placed = self._kernels.place(spans, stream, self._lists.pop() if self._lists else None)
+            for first, end in itertools.pairwise((0, *(block * per_block for block in ends))):
+                order.prepared[first, end] = self._prepared(to_slots, order.placed, first, end)
+
+    def _prepared(self, to_slots: bool, placed: PlacedSpans, first: int, end: int) -> PreparedCopy:
+        paging = self._plan.paging
+        if not to_slots or first or paging.engine_block_size != paging.stored_block_size:
+            return self._kernels.prepare(to_slots, placed, self._slots, first, end)
+        # Of whole blocks, packed from the first on, all is alike but where they lie.
+        if end not in self._packs:
+            if len(self._packs) == _MOST_LISTS:
+                self._packs.clear()
+            self._packs[end] = self._kernels.prepare(to_slots, placed, self._slots, first, end)
+        return self._packs[end]
+
+    def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
+        self.begin_into_slots(pages, indexes, slots)
+        self.finish(pages)
+
+    def begin_into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
+        """Queue copies out of the engine into slots; see `StageSide`."""
+        self._queue(True, pages, indexes, slots, 0)
+
+    def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
+        """Queue copies out of slots into the engine; see `EngineCopier`."""
+        self._queue(False, pages, indexes, slots, skip_tokens)
+
+    def await_begun(self, pages: EnginePages) -> bool:
+        """Return when the device has come to the copies of a job; see `StageSide`."""
+        return await_before(pages)
+
+    def finish(self, pages: EnginePages) -> None:
+        """Return when all that was queued for a job is in place; see `EngineCopier`."""
+        order = order_of(pages)
+        order.end()
+        await_copies(pages, _EAGER_S)
+        placed, order.placed = order.placed, None
+        with self._lock:
+            if placed is not None and order.last is not None and len(self._lists) < _MOST_LISTS:
+                self._lists.append(placed.memory)
+
+    def close(self) -> None:
+        """Unmap the stage; nothing may be copied any more."""
+        del self._slots
+        self._mapped.close()
+
+    def _queue(self, to_slots: bool, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
+        order, stream = order_of(pages), self._streams[to_slots]
+        first, base = int(indexes[0]), int(slots[0]) - int(indexes[0])
+        try:
+            with self._lock, kernel_errors("queueing copies of a hand-off"):
+                try:
+                    if order.placed is not None and not skip_tokens and (slots - indexes == base).all():
+                        self._copy_expected(to_slots, order, order.placed, first, first + len(indexes), base)
+                    else:
+                        self._copy_listed(to_slots, order, job_spans(
+                            self._plan.paging, pages, indexes, slots, len(self._slots), skip_tokens
+                        ))  # fmt: skip
+                    order.last = stream.record_event()
+                except BaseException:
+                    order.mark_end((stream,))
+                    raise
+        except BaseException:
+            await_copies(pages)  # Who hears of the failure may use blocks and slots again.
+            raise
+
+    def _copy_expected(
+        self, to_slots: bool, order: CudaOrder, placed: PlacedSpans, first: int, end: int, base: int
+    ) -> None:
+        """Copy blocks [first, end) of an expected job, of which block i lies in slot base + i."""
+        if not 0 <= base + first < base + end <= len(self._slots):
+            raise ValueError(f"wanted slots below {len(self._slots)}, got {base + first} to {base + end - 1}")
+        first, end = first * self._spans_per_block, end * self._spans_per_block
+        work = order.prepared.pop((first, end), None)
+        if work is None:
+            work = self._prepared(to_slots, placed, first, end)
+        with on_device(self._device_index):
+            self._kernels.launch_prepared(
+                work, self._streams[to_slots].cuda_stream, placed.address, base * self._slots.stride(0)
+            )
+
+    @property
+    def _spans_per_block(self) -> int:
+        paging = self._plan.paging
+        return paging.stored_block_size // min(paging.stored_block_size, paging.engine_block_size)
+
+    def _copy_listed(self, to_slots: bool, order: CudaOrder, spans: Spans) -> None:
+        stream = self._streams[to_slots]
+        stream.wait_event(order.after)
+        placed = self._kernels.place(spans, stream)
+        copy = self._kernels.pack if to_slots else self._kernels.unpack
+        copy(placed, self._slots, stream=stream)
+
+
+def make_stage_copier(engine: EngineCaches, stage: dict[str, Any]) -> StageSide:
+    """Return a copier between caches and a stage; see `StageCopier`."""
+    return StageCopier(engine, stage)
+
+
+def stage_uuid(layout: EngineLayout) -> str:
+    """Return the UUID of the GPU that a cache is on, empty when it is on none."""
+    device = torch.device(layout.device)
+    if device.type != "cuda" or device.index is None:
+        return ""
+    return gpu_uuids()[device.index]
+
+
+def _as_tensor(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    view = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+    holder = type("Mapped", (), {"__cuda_array_interface__": view})()
+    return torch.as_tensor(holder, device=device)

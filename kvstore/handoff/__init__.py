@@ -1,0 +1,6 @@
+"""The store's side of hand-offs: what was published, claimed and fetched.
+
+In: tickets of publishers, fetches of clients, claims of peers.
+Out: slots with the blocks, once, or a reason.
+Floor: above remote, in the column of the store.
+"""

@@ -1,0 +1,198 @@
+"""Lanes between stages: warmed up before the first blocks, measured, and not used when they are emulated.
+
+The first READ of a connection is ten times slower than the next ones. Where GPUs reach each other neither over NVLink
+or the bus nor through an RDMA card, the engine carries device memory over TCP piece by piece, slower than the way
+through host memory. No table of hardware says so reliably, but two short READs do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.config import StoreConfig
+from kvstore.errors import KVStoreError, TransferError, TransferTimeout
+from kvstore.handoff.stages import WARM_BYTES, Stage
+from kvstore.mover.link import MoverLink
+from kvstore.mover.messages import MoverDone
+from kvstore.mover.transport import PeerDescription, ReadRequest
+from kvstore.remote.answers import stages_of
+from kvstore.remote.peers import Peer
+from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import pack_soon
+
+logger = logging.getLogger(__name__)
+
+#: Below this a lane is emulated: seen were 0.6 to 1 over TCP, and 16 and more over NVLink when cold.
+_LEAST_GB_PER_S = 3.0
+#: A lane that failed is tried again after this long.
+_RETRY_S = 10.0
+#: For one short READ, of which the first has to connect.
+_READ_WITHIN_S = 10.0
+
+_Key = tuple[str, bytes, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLane:
+    """The way from a peer's stage into one here.
+
+    Args:
+        name: under which the mover knows it.
+        description: of the peer's stage.
+        generation: the life of the peer's mover.
+        gb_per_s: of a READ, warm; 0 when it failed.
+        why_not: why it is not used, or nothing.
+        until_s: a lane that failed is tried again then.
+    """
+
+    name: str
+    description: PeerDescription
+    generation: int
+    gb_per_s: float
+    why_not: str = ""
+    until_s: float = float("inf")
+
+
+def _key(peer: Peer, slab: int, stage: Stage) -> _Key:
+    return peer.node_id, peer.epoch, slab, stage.slab, stage.generation
+
+
+def _is_beside(known: _Key, key: _Key) -> bool:
+    """Whether a lane may be of use while another one is: not of other lives of the same two movers."""
+    return known[-1] == key[-1] and (known[0] != key[0] or known[1] == key[1])
+
+
+def _read_of_nothing(name: str, description: PeerDescription, stage: Stage, count: int) -> ReadRequest:
+    """Return a READ of slots that hold nobody's blocks: of the peer's stage these are the last ones."""
+    end = description.num_slots
+    return ReadRequest(
+        peer=name,
+        block_bytes=min(description.slot_bytes, stage.description.slot_bytes),
+        local_slots=np.asarray(stage.warm_slots[:count], dtype=np.int32),
+        remote_slots=np.arange(end - count, end, dtype=np.int32),
+    )
+
+
+class StageLanes:
+    """The lanes into the stages of one node.
+
+    Args:
+        config: of the store.
+        mover: that reads.
+    """
+
+    def __init__(self, config: StoreConfig, mover: MoverLink) -> None:
+        self._config, self._mover = config, mover
+        self._lock = threading.Lock()
+        self._lanes: dict[_Key, StageLane] = {}
+        # One for each lane: what a peer that does not answer holds up is not the others.
+        self._measuring: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
+        #: Of READs that measured a lane, and so warmed it up. The engine counts them as it does all others.
+        self.num_warm_bytes = 0
+
+    def known(self, peer: Peer, slab: int, stage: Stage) -> StageLane | None:
+        """Return the lane of the last fetch from a peer's stage, without asking anybody."""
+        lane = self._lanes.get(_key(peer, slab, stage))
+        return lane if lane is not None and time.monotonic() < lane.until_s else None
+
+    def find(self, peer: Peer, slab: int, stage: Stage, timeout_s: float) -> StageLane:
+        """Return the lane from a peer's stage, warmed up and measured now if it was not.
+
+        Raises:
+            KVStoreError: the peer does not answer, or has no such stage.
+        """
+        for lane in self.find_all(peer, stage, timeout_s, only=slab):
+            return lane
+        raise TransferError(f"node {peer.node_id} has no stage {slab} any more; its mover was replaced")
+
+    def find_all(self, peer: Peer, stage: Stage, timeout_s: float, only: int = 0) -> list[StageLane]:
+        """Return the lanes from all stages of a peer, or from one of them.
+
+        Raises:
+            KVStoreError: the peer does not answer.
+        """
+        lanes = []
+        answer = peer.client.call(Op.PEER_STAGES, timeout_s=timeout_s)
+        for slab, generation, num_warm, description in stages_of(answer, stage.slab):
+            if only not in (0, slab):
+                continue
+            key = _key(peer, slab, stage)
+            with self._lock:
+                measuring = self._measuring[key]
+            with measuring:
+                lane = self.known(peer, slab, stage)
+                if lane is None or lane.generation != generation:
+                    name = f"{peer.node_id}/{peer.epoch.hex()}/{generation}/{slab}>{stage.slab}"
+                    lane = self._measure(name, description, generation, num_warm, stage)
+                    self._remember(key, lane)
+                    if not lane.why_not:
+                        word = pack_soon(peer.node_id, slab, stage.slab, stage.generation)
+                        self._mover.wake_by(
+                            word, _read_of_nothing(lane.name, lane.description, stage, 1), stage.generation
+                        )
+            lanes.append(lane)
+        return lanes
+
+    def _count(self, request: ReadRequest) -> None:
+        with self._lock:
+            self.num_warm_bytes += request.block_bytes * len(request.local_slots)
+
+    def _remember(self, key: _Key, lane: StageLane) -> None:
+        with self._lock:
+            # Those into the stages of an earlier mover of this node, or from an earlier life of a peer, are of no use.
+            self._lanes = {known: old for known, old in self._lanes.items() if _is_beside(known, key)} | {key: lane}
+            for old in [known for known in self._measuring if not _is_beside(known, key)]:
+                del self._measuring[old]
+
+    def _measure(
+        self, name: str, description: PeerDescription, generation: int, num_warm: int, stage: Stage
+    ) -> StageLane:
+        size = min(description.slot_bytes, stage.description.slot_bytes)
+        count = min(num_warm, len(stage.warm_slots), max(1, WARM_BYTES // size))
+        request = _read_of_nothing(name, description, stage, count)
+        try:
+            seconds = [self._read(request, description, stage.generation) for _ in range(3)]
+        except KVStoreError as error:
+            why = f"the lane between the GPUs failed: {error}"
+            logger.warning("hand-offs over %s go through host memory: %s", name, why)
+            return StageLane(name, description, generation, 0.0, why, time.monotonic() + _RETRY_S)
+        rate = count * size / min(seconds[1:]) / 1e9
+        logger.info(
+            "lane %s: first READ of %d bytes %.1f ms, then %.1f GB/s", name, count * size, 1e3 * seconds[0], rate
+        )
+        if rate >= _LEAST_GB_PER_S:
+            return StageLane(name, description, generation, rate)
+        why = (
+            f"the lane between the GPUs is emulated ({rate:.2f} GB/s): they reach each other neither over NVLink or "
+            "the bus nor through an RDMA card"
+        )
+        logger.warning("hand-offs over %s go through host memory: %s", name, why)
+        return StageLane(name, description, generation, rate, why)
+
+    def _read(self, request: ReadRequest, description: PeerDescription, generation: int) -> float:
+        ended, seen = threading.Event(), list[tuple[MoverDone, KVStoreError | None]]()
+
+        def on_done(done: MoverDone, error: KVStoreError | None) -> None:
+            if done.last:
+                seen.append((done, error))
+                ended.set()
+
+        limit_s = min(_READ_WITHIN_S, self._config.transfer_timeout_s)
+        ends = np.asarray([len(request.local_slots)], dtype=np.int32)
+        read_id = self._mover.read(
+            request, description, on_done, chunk_ends=ends, timeout_s=limit_s, generation=generation
+        )
+        if not ended.wait(limit_s + 1.0):
+            self._mover.abandon(read_id)
+            raise TransferTimeout("the mover did not report on a READ in time")
+        done, error = seen[0]
+        if error is not None:
+            raise error
+        self._count(request)
+        return done.seconds

@@ -1,0 +1,89 @@
+"""What the table of hand-offs keeps and hands out: places, claims, and why a ticket is void."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.pool.pool import Pool
+
+#: Set in the id of every claim, and in no lease's, so that one notification can name either.
+CLAIM_BIT = 1 << 63
+
+#: Of a ticket whose blocks are being written, or will be: ask again.
+NOT_READY = "not_ready: the blocks of this ticket are not all there yet"
+#: Of a fetch that has waited for them in vain.
+NOT_READY_IN_TIME = (
+    "timeout: the blocks of this ticket were not all there yet at the end of the fetch's timeout_s; fetch again, and "
+    "see whether their publisher still works"
+)
+REASONS = {
+    "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
+    "expired": "expired: nobody fetched the blocks of this ticket in time; publish with a longer ttl_s",
+    "withdrawn": "withdrawn: the publisher took the blocks of this ticket back, or could not copy them",
+    "owner_gone": "owner_gone: the client that published the blocks of this ticket was closed or died",
+    "peer_lost": "peer_lost: the blocks were in the memory of a GPU, and the mover that kept it has died",
+    "cleared": "cleared: the namespace was cleared after the blocks were published",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to read published blocks, alone: `slots` keep their bytes until it ends."""
+
+    claim_id: int
+    slots: Sequence[int]
+    slab: int = 0
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where slots for hand-offs are.
+
+    Args:
+        pool: of the slots.
+        max_slots: how many of them hand-offs may hold at once.
+        slab: 0 is the arena, others are stages.
+        generation: the life of the mover that a stage ends with.
+    """
+
+    pool: Pool
+    max_slots: int
+    slab: int = 0
+    generation: int = 0
+
+
+@dataclass(slots=True)
+class Move:
+    """Where a claim's blocks are copied to; the slots are not given back while a mover may write to them (`busy`)."""
+
+    place: Place
+    write_id: int
+    owner: str
+    slots: Sequence[int]
+    busy: bool = True
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Handoff:
+    """Blocks under one ticket: whose, where, and why they are kept."""
+
+    key: bytes
+    writer: int
+    place: Place
+    namespace: bytes
+    version: int
+    owner: str
+    write_owner: str
+    write_id: int
+    slots: Sequence[int]
+    #: Its publisher may still write to the slots.
+    is_written: bool = True
+    deadline_s: float = float("inf")
+    claim_id: int = 0
+    claim_owner: str = ""
+    claim_deadline_s: float = float("inf")
+    #: Why it goes as soon as nobody writes or reads it any more.
+    over: str = ""

@@ -1,0 +1,149 @@
+"""The stages of one node: memory on GPUs that hands blocks off, as the node store sees it.
+
+A stage is the mover's, and ends with it. It has a pool of its own, so its slots are claimed, quarantined and given
+back by the same rules as those of the arena.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError, PeerLost
+from kvstore.mover.link import MoverLink
+from kvstore.mover.transport import PeerDescription
+from kvstore.pool.pool import Pool
+from kvstore.rpc.framing import Op
+
+#: Slots behind those of the pool are at least this long in all. Warming a lane up reads into them.
+WARM_BYTES = 8 << 20
+_MAKE_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stage:
+    """One stage, for one life of the mover.
+
+    Args:
+        slab: its number in that mover.
+        generation: which life.
+        uuid: of the GPU.
+        handle: what a worker maps it by.
+        description: what peers need to read it.
+        pool: of its slots.
+    """
+
+    slab: int
+    generation: int
+    uuid: str
+    handle: str
+    description: PeerDescription
+    pool: Pool
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool; those behind them are for warming up."""
+        return self.pool.num_slots
+
+    @property
+    def warm_slots(self) -> range:
+        """Slots that hold nobody's blocks."""
+        return range(self.num_slots, self.description.num_slots)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what clients and peers are told of it."""
+        return {
+            "slab": self.slab,
+            "generation": self.generation,
+            "uuid": self.uuid,
+            "handle": self.handle,
+            "agent": base64.b64encode(self.description.agent).decode(),
+            "address": self.description.address,
+            "gpu": self.description.gpu,
+            "slot_bytes": self.description.slot_bytes,
+            "num_slots": self.description.num_slots,
+            "num_warm": len(self.warm_slots),
+        }
+
+
+class StageBook:
+    """Which GPUs of this node have a stage.
+
+    Args:
+        config: of the store.
+        mover: that makes them.
+    """
+
+    def __init__(self, config: StoreConfig, mover: MoverLink) -> None:
+        self._config, self._mover = config, mover
+        self._making = threading.Lock()
+        self._stages: dict[int, Stage] = {}
+
+    def get(self, slab: int, generation: int) -> Stage:
+        """Return a stage that was made.
+
+        Raises:
+            PeerLost: the mover that had it is gone.
+        """
+        stage = self._stages.get(slab)
+        own = self._mover.own
+        if stage is None or own is None or not generation == stage.generation == own.generation:
+            raise PeerLost("the mover that had this stage is gone, and its blocks with it; attach the hand-off again")
+        return stage
+
+    def all(self) -> list[Stage]:
+        """Return the stages of the present mover."""
+        own = self._mover.own
+        return [stage for stage in self._stages.values() if own is not None and stage.generation == own.generation]
+
+    def make(self, uuid: str, num_bytes: int, block_bytes: int) -> Stage:
+        """Return the stage of a GPU, made now if it is not there; blocks for as long as that takes.
+
+        Raises:
+            ConfigError: there is one whose slots are smaller than these blocks, or the lane has no use for one.
+            RegistrationFailed: the mover could not make it; nothing is held.
+            PeerLost, TransferTimeout: the mover is gone, or does not answer.
+        """
+        if self._config.lane == "tcp":
+            raise ConfigError(
+                "a store with lane='tcp' reads from GPU to GPU over TCP alone, slower than through memory"
+            )
+        with self._making:
+            own = self._mover.own
+            if own is None:
+                raise PeerLost("the mover of this node is being replaced; try again")
+            for stage in self.all():
+                if stage.uuid == uuid:
+                    if stage.description.slot_bytes < block_bytes:
+                        raise ConfigError(
+                            f"the stage of this GPU has slots of {stage.description.slot_bytes} bytes, got blocks of "
+                            f"{block_bytes}; attach the client with the largest blocks first"
+                        )
+                    return stage
+            slot_bytes = -(-block_bytes // 512) * 512
+            num_slots, num_warm = num_bytes // slot_bytes, -(-WARM_BYTES // slot_bytes)
+            if num_slots < 2:
+                raise ConfigError(f"wanted room for at least 2 blocks of {slot_bytes} bytes, got {num_bytes} bytes")
+            question = {"uuid": uuid, "slot_bytes": slot_bytes, "num_slots": num_slots + num_warm}
+            value = self._mover.ask(Op.MOVER_STAGE, question, _MAKE_WITHIN_S)
+            if self._mover.own is not own:
+                raise PeerLost("the mover of this node was replaced meanwhile; try again")
+            made = Stage(
+                slab=int(value["slab"]),
+                generation=own.generation,
+                uuid=uuid,
+                handle=str(value["handle"]),
+                description=PeerDescription(
+                    agent=base64.b64decode(value["agent"]),
+                    address=int(value["address"]),
+                    slot_bytes=slot_bytes,
+                    num_slots=num_slots + num_warm,
+                    gpu=int(value["gpu"]),
+                ),
+                pool=Pool(num_slots),
+            )
+            self._stages = {s.slab: s for s in self.all()} | {made.slab: made}
+            return made

@@ -1,0 +1,219 @@
+"""The arena: one shared-memory slab per node, an anonymous memory file that every worker maps.
+
+The node store creates the file and owns it; workers get its descriptor over the control socket.
+All pages are allocated when it is made, so that no process dies of SIGBUS later, and the size is
+sealed, so that nobody can shrink it under a reader. Mappings are kept out of forked children:
+a child that outlives its parent must not go on reading slots whose lease died with the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.errors import ConfigError
+from kvstore.runtime.forks import withhold
+
+logger = logging.getLogger(__name__)
+
+_HEADROOM_BYTES = 256 << 20
+_ADVISE_BYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_HUGE_PAGE_BYTES = 2 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise, _mmap = _libc.madvise, _libc.mmap
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_mmap.restype = ctypes.c_void_p
+
+
+def available_bytes() -> tuple[int, str]:
+    """Return how much memory this process may still take, and which limit says so."""
+    meminfo = Path("/proc/meminfo").read_text()
+    fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if ":" in line}
+    best, source = fields.get("MemAvailable", fields["MemFree"]), "free memory of this machine"
+    for limit, used, name in _cgroup_limits():
+        if limit - used < best:
+            best, source = limit - used, name
+    return max(best, 0), source
+
+
+def _cgroup_limits() -> list[tuple[int, int, str]]:
+    found = []
+    for folder in _cgroup_folders():
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                limit = (folder / limit_name).read_text().strip()
+                used = int((folder / used_name).read_text())
+            except (OSError, ValueError):
+                continue
+            if limit.isdigit() and int(limit) < 1 << 60:
+                found.append((int(limit), used, f"cgroup limit {folder / limit_name}"))
+    return found
+
+
+def _cgroup_folders() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    folders = [root, root / "memory"]
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            base = root / "memory" if "memory" in controllers.split(",") else root
+            own = base / path.lstrip("/")
+            folders += [own, *[p for p in own.parents if p.is_relative_to(root)]]
+    except (OSError, ValueError):
+        pass
+    return list(dict.fromkeys(folders))
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """A mapping of the slab in this process.
+
+    `memory` is a writable view of the slab, owned by this object with the `reserved` addresses that it lies in:
+    whoever takes views of it must drop them before `close`. `fd` is -1 where the slab is another process's.
+    """
+
+    fd: int
+    num_bytes: int
+    memory: memoryview
+    reserved: mmap.mmap
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+        return int(np.frombuffer(self.memory, dtype=np.uint8).ctypes.data)
+
+    def bytes_view(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Return the whole slab, `[num_bytes]` uint8, writable, backed by the shared pages."""
+        return np.frombuffer(self.memory, dtype=np.uint8)
+
+    def populate(self) -> None:
+        """Enter every page into this process's page table now, in pieces, without the interpreter lock.
+
+        A page that a mapping touches for the first time costs a fault, and a READ through the kernel costs
+        one on both sides for each page: 20 times slower than the copy itself when measured.
+        """
+        with contextlib.suppress(ValueError):  # Closed before this began.
+            self.advise(_MADV_POPULATE_WRITE)
+
+    def advise(self, advice: int) -> bool:
+        """Apply an madvise to the whole mapping, in pieces; False when the kernel declines one of them."""
+        view = self.bytes_view()  # Closed meanwhile, the addresses could be those of something else.
+        address = int(view.ctypes.data)
+        for start in range(0, self.num_bytes, _ADVISE_BYTES):
+            if _madvise(address + start, min(_ADVISE_BYTES, self.num_bytes - start), advice) != 0:
+                logger.info("madvise %d declined at byte %d (errno %d)", advice, start, ctypes.get_errno())
+                return False
+        return True
+
+    def close(self) -> None:
+        """Unmap and close the descriptor; the pages live on while any process maps them."""
+        # While a view is alive somewhere in this process, its owner unmaps by letting go of it.
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            self.reserved.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
+    """Allocate a slab of exactly `num_bytes`, all pages at once, and map it.
+
+    Args:
+        num_bytes: size of the slab.
+        huge_pages: gather its pages into huge ones where the kernel can (Linux 6.1 and newer, whatever
+            `shmem_enabled` says); reads of another process's slab are much faster then.
+
+    Raises:
+        ConfigError: this machine or container has not that much memory left; nothing is allocated.
+    """
+    room, source = available_bytes()
+    if num_bytes + _HEADROOM_BYTES > room:
+        raise ConfigError(
+            f"wanted a capacity of {num_bytes} bytes plus {_HEADROOM_BYTES} of headroom, got {room} bytes "
+            f"({source}); lower capacity= or free memory"
+        )
+    fd = os.memfd_create("raykv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        arena = Arena(fd, num_bytes, *_map(fd, num_bytes))
+        if huge_pages:
+            arena.advise(_MADV_COLLAPSE)
+        return arena
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"could not allocate {num_bytes} bytes of shared memory: {error}; lower capacity=") from error
+
+
+def check_memory(fd: int) -> None:
+    """Make sure that a file is memory which a store of this user made: nobody can shrink it under a reader.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid() or not seals & fcntl.F_SEAL_SHRINK:
+        raise ConfigError(
+            f"wanted sealed memory of user {os.geteuid()}, got a file of user {owner} with seals {seals:#x}; "
+            "this is no store of this version"
+        )
+
+
+def attach_arena(fd: int, num_bytes: int) -> Arena:
+    """Map a slab whose descriptor came from its node store; `fd` is closed, however this ends.
+
+    So no forked child of this process keeps the slab's pages: it has neither the mapping nor a descriptor.
+
+    Raises:
+        ConfigError: the file has another size than the store says, or is no memory of a store.
+    """
+    try:
+        check_memory(fd)
+        got = os.fstat(fd).st_size
+        if got != num_bytes:
+            raise ConfigError(f"arena: wanted {num_bytes} bytes, got a file of {got}; reconnect to the store")
+        return Arena(-1, num_bytes, *_map(fd, num_bytes))
+    finally:
+        os.close(fd)
+
+
+def _map(fd: int, num_bytes: int) -> tuple[memoryview, mmap.mmap]:
+    # A file's huge pages enter a page table as such only where address and offset agree modulo their size, and
+    # the kernel does not see to that for such files: addresses are reserved, and the file mapped at an even one.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    reserved = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=flags)
+    start = int(np.frombuffer(reserved, dtype=np.uint8).ctypes.data)
+    offset = -start % _HUGE_PAGE_BYTES
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _mmap(start + offset, num_bytes, protection, flags, fd, 0) != start + offset:
+        error = ctypes.get_errno()
+        reserved.close()
+        raise OSError(error, os.strerror(error))
+    try:
+        withhold(reserved, start, num_bytes + _HUGE_PAGE_BYTES)
+    except OSError:
+        reserved.close()
+        raise
+    return memoryview(reserved)[offset : offset + num_bytes], reserved

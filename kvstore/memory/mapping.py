@@ -1,0 +1,57 @@
+"""This process's mapping of its store's arena, with whatever a GPU knows of it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+from kvstore.kernel_errors import kernel_errors
+from kvstore.memory.arena import Arena
+from kvstore.memory.pinning import ArenaPinning
+
+
+class ArenaMapping:
+    """An arena that is pinned when the first cache on a GPU comes, and unpinned before it is unmapped."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._pinning: ArenaPinning | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def pinned(self, slot_bytes: int, num_slots: int, device: int) -> ArenaPinning:
+        """Return the registrations of the arena; the first call begins to make them, for all devices.
+
+        Raises:
+            ConfigError: there is no CUDA driver.
+            KernelError: the device cannot use registered memory.
+        """
+        from kvstore.kernels import host_register
+
+        with self._lock:
+            if self._pinning is None:
+                with kernel_errors("pinning the store's memory"):
+                    host_register.check_same_addresses(device)
+                self._pinning = ArenaPinning(
+                    self.arena.address,
+                    slot_bytes,
+                    num_slots,
+                    functools.partial(host_register.register, device=device),
+                    functools.partial(host_register.unregister, device=device),
+                )
+            return self._pinning
+
+    def close(self, *, copies_are_over: bool) -> bool:
+        """Unpin and unmap; may be called again.
+
+        Returns:
+            False when it is still mapped, because a GPU may still copy from or to it.
+        """
+        with self._lock:
+            if self._closed:
+                return True
+            if self._pinning is not None and not (copies_are_over and self._pinning.close()):
+                return False
+            self._closed = True
+            self.arena.close()
+        return True

@@ -1,0 +1,119 @@
+"""Which chains begin on this node, in memory that its workers may read: one small counter for many first blocks.
+
+A counter of 0 means that no chain whose first block falls on it can be found here; of such a prompt nothing is usable,
+and nobody has to be asked. Any other value says nothing. Only first blocks are counted, because only they decide
+that, so that saving and evicting long chains costs one counter each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvstore.errors import ConfigError
+from kvstore.memory.clears import CLEARS_BYTES, ClearCounts
+from kvstore.runtime.forks import withhold
+
+EPOCH_BYTES = 8
+#: Whether this node is the only one that has blocks.
+ALONE_AT = EPOCH_BYTES
+#: How often namespaces were cleared, see kvstore.memory.clears; before the end of the page.
+CLEARS_AT = 2048
+#: The counters begin here, on a page of their own.
+HEAD_BYTES = 4096
+#: A counter that was full once stays so: how many there are is not known any more.
+FULL = 255
+#: One counter for so much of the arena: some blocks, and a chain has many.
+_BYTES_PER_COUNTER = 16 << 10
+_FEWEST, _MOST = 1 << 12, 1 << 24
+_SEAL_FUTURE_WRITE = 0x10
+
+
+class PresenceCounts:
+    """How many first blocks fall on each counter. No locking here: the pool holds its lock.
+
+    Args:
+        counters: one byte each, a power of two of them; all 0, and kept, not copied.
+    """
+
+    def __init__(self, counters: memoryview | bytearray) -> None:
+        self._counters: memoryview | bytearray = counters
+        self._mask = len(counters) - 1
+        if not len(counters) or len(counters) & self._mask:
+            raise ConfigError(f"counters: wanted a power of two of them, got {len(counters)}")
+
+    def add(self, block_hash: bytes) -> None:
+        """Count a first block that is about to become findable."""
+        at = place_of(block_hash, self._mask)
+        if self._counters[at] < FULL:
+            self._counters[at] += 1
+
+    def drop(self, block_hash: bytes) -> None:
+        """Count one less: the first block is findable no more."""
+        at = place_of(block_hash, self._mask)
+        if self._counters[at] < FULL:
+            self._counters[at] -= 1
+
+    def leave(self) -> None:
+        """Go on in memory of its own: that which was given is about to go."""
+        self._counters = bytearray(self._counters)
+
+    def check(self, first_blocks: Iterable[bytes]) -> None:
+        """Assert that exactly these are counted."""
+        counted = Counter(place_of(block_hash, self._mask) for block_hash in first_blocks)
+        for at, number in enumerate(self._counters):
+            assert number in (counted[at], FULL), f"presence: counter {at} is {number}, wanted {counted[at]}"
+
+
+class PresenceTable:
+    """The shared memory of one life of a node store: its epoch, whether it is alone, and both kinds of counters.
+
+    Args:
+        epoch: of the store.
+        capacity_bytes: of its arena, which decides how many counters there are.
+
+    Raises:
+        ConfigError: there is no memory for it; nothing is left behind.
+    """
+
+    def __init__(self, epoch: bytes, capacity_bytes: int) -> None:
+        wanted = min(max(capacity_bytes // _BYTES_PER_COUNTER, _FEWEST), _MOST)
+        num_bytes = HEAD_BYTES + (1 << (wanted - 1).bit_length())
+        #: Sealed: whoever gets it can only read.
+        self.fd = os.memfd_create("raykv-presence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.fd, 0, num_bytes)
+            memory = mmap.mmap(self.fd, num_bytes)
+            withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), num_bytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
+        except OSError as error:
+            os.close(self.fd)
+            raise ConfigError(f"could not allocate {num_bytes} bytes of shared memory: {error}") from error
+        memory[:EPOCH_BYTES] = epoch
+        self._head: memoryview | bytearray = memoryview(memory)[:HEAD_BYTES]
+        self.clears = ClearCounts(memoryview(memory)[CLEARS_AT : CLEARS_AT + CLEARS_BYTES])
+        self.counts = PresenceCounts(memoryview(memory)[HEAD_BYTES:])
+
+    def set_alone(self, alone: bool) -> None:
+        """Say whether no other node has any blocks, from now on."""
+        self._head[ALONE_AT] = int(alone)
+
+    def close(self) -> None:
+        """Let the memory go, once; it lives on while anybody else maps it."""
+        self.set_alone(False)
+        # A pool, or a thread that heard of the directory, may go on a little longer.
+        self.counts.leave()
+        self.clears.leave()
+        self._head = bytearray(HEAD_BYTES)
+        os.close(self.fd)
+
+
+def place_of(block_hash: bytes, mask: int) -> int:
+    """Return the counter of a block; a hash is as good as random."""
+    return int.from_bytes(block_hash[:8], "little") & mask

@@ -1,0 +1,115 @@
+"""A worker's sight of its store's presence table: what is surely not there costs no question.
+
+In its head is how often namespaces were cleared, which every client maps.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+
+import numpy as np
+
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import StoreUnavailable
+from kvstore.memory.arena import check_memory
+from kvstore.memory.clears import CLEARS_BYTES, ClearCounts
+from kvstore.memory.presence import ALONE_AT, CLEARS_AT, EPOCH_BYTES, HEAD_BYTES, place_of
+from kvstore.rpc.connect import connect_local
+from kvstore.runtime.forks import withhold
+
+_HELLO = {"role": "presence", "protocol": PROTOCOL_VERSION}
+
+
+class PresenceView:
+    """The table of one life of a store, for as long as that lasts: a connection that says nothing ends with it.
+
+    Args:
+        control_path: the node store's socket.
+        epoch: the life that is meant, as in its greeting.
+        timeout_s: for the connection.
+
+    Raises:
+        ConfigError: what answers there is no store of this user.
+        StoreNotRunning: nobody answers.
+        StoreUnavailable: it is another life of the store.
+    """
+
+    def __init__(self, control_path: str, epoch: str, *, timeout_s: float) -> None:
+        self._connection, fd = connect_local(control_path, _HELLO, timeout_s=timeout_s)
+        try:
+            check_memory(fd)
+            size, flags = os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
+        except BaseException:
+            self._connection.close()
+            raise
+        finally:
+            os.close(fd)
+        withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), size)
+        self._memory: mmap.mmap | None = memory
+        self._mask = size - HEAD_BYTES - 1
+        try:
+            _check_epoch(memory, epoch)
+        except StoreUnavailable:
+            self.close()
+            raise
+
+    def is_absent(self, first_block: bytes, *, remote: bool) -> bool:
+        """Whether a chain can surely not be found; waits for nobody.
+
+        Args:
+            first_block: hash of the chain's first block.
+            remote: whether other nodes count too: then nothing is sure unless this one is alone.
+
+        Returns:
+            False also when the store has ended, of which somebody else has to hear.
+        """
+        memory = self._memory
+        if memory is None or (remote and not memory[ALONE_AT]):
+            return False
+        return not memory[HEAD_BYTES + place_of(first_block, self._mask)] and not self._has_ended()
+
+    def _has_ended(self) -> bool:
+        # One of its own each time: no two threads may use the same.
+        fd = self._connection.fileno()
+        if fd < 0:
+            return True  # Closed by another thread.
+        look = select.poll()
+        look.register(fd, select.POLLIN)
+        return bool(look.poll(0))
+
+    def close(self) -> None:
+        """End the connection; the memory is unmapped when nobody reads it any more. May be called again."""
+        self._memory = None
+        self._connection.close()
+
+
+def map_clears(control_path: str, epoch: str, *, timeout_s: float) -> ClearCounts:
+    """Map how often namespaces were cleared in one life of a store; `leave` lets the store's memory go.
+
+    Args:
+        control_path: the node store's socket.
+        epoch: the life that is meant, as in its greeting.
+        timeout_s: for the connection, which ends at once.
+
+    Raises:
+        StoreNotRunning: nobody answers.
+        StoreUnavailable: it is another life of the store.
+    """
+    connection, fd = connect_local(control_path, _HELLO, timeout_s=timeout_s)
+    connection.close()
+    try:
+        check_memory(fd)
+        memory = mmap.mmap(fd, HEAD_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    _check_epoch(memory, epoch)
+    return ClearCounts(memoryview(memory)[CLEARS_AT : CLEARS_AT + CLEARS_BYTES])
+
+
+def _check_epoch(memory: mmap.mmap, wanted: str) -> None:
+    found = memory[:EPOCH_BYTES].hex()
+    if found != wanted:
+        raise StoreUnavailable(f"wanted epoch {wanted}, got {found}: the store was restarted; make a new client")

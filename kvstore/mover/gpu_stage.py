@@ -1,0 +1,65 @@
+"""A stage in a GPU's memory, for the mover that owns it. Loads neither torch nor CuPy."""
+
+from __future__ import annotations
+
+from kvstore.kernels.vram import CopyQueue, DeviceSlab, copy_to_host, gpu_uuids
+
+
+class GpuStage:
+    """Device memory that is registered with NIXL and that workers map.
+
+    Args:
+        name: of its agents.
+        uuid: of the GPU, 32 hex digits.
+        num_bytes: its size.
+
+    Raises:
+        RuntimeError: there is no such GPU here, or it has not that much memory; nothing is held.
+        RegistrationFailed: NIXL could not register it; nothing is held.
+    """
+
+    def __init__(self, name: str, uuid: str, num_bytes: int) -> None:
+        from kvstore.mover.nixl import NixlTransport
+
+        found = gpu_uuids()
+        if uuid not in found:
+            raise RuntimeError(f"this process sees no such GPU, only {found}")
+        self.gpu = found.index(uuid)
+        self._slab = DeviceSlab(self.gpu, num_bytes)
+        self.address, self.handle = self._slab.address, self._slab.handle
+        try:
+            self._copies = CopyQueue(self.gpu)
+            self.transport = NixlTransport(name, self.address, num_bytes, gpu=self.gpu)
+        except BaseException:
+            self._slab.close()
+            raise
+
+    def copy_out(self, target: int, offset: int, num_bytes: int) -> None:
+        """Copy bytes from `offset` of the stage to an address in host memory."""
+        copy_to_host(self.gpu, target, self.address + offset, num_bytes)
+
+    def begin_copies(self, runs: list[tuple[int, int, int]], source_gpu: int) -> int:
+        """Queue copies of (address here, address there, bytes) and return a mark behind them.
+
+        Raises:
+            RuntimeError: the driver refused; what was queued until then has ended.
+        """
+        return self._copies.copy(runs, source_gpu)
+
+    def copies_done(self, mark: int) -> bool:
+        """Whether everything before a mark is in place.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        return self._copies.reached(mark)
+
+    def close(self) -> None:
+        """Close the transport, then free the memory."""
+        self.transport.close()
+        self._slab.close()
+
+
+def make_stage(name: str, uuid: str, num_bytes: int) -> GpuStage:
+    """Make a stage; see `GpuStage`."""
+    return GpuStage(name, uuid, num_bytes)

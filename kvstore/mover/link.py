@@ -1,0 +1,419 @@
+"""The node store's view of its mover: what it was told, what is in flight, and what it left behind."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import KVStoreError, PeerLost, ProtocolError, TransferTimeout
+from kvstore.mover.messages import (
+    MoverDone,
+    MoverRead,
+    OwnTransport,
+    own_transport,
+    pack_mover_read,
+    pack_mover_wake,
+    unpack_mover_done,
+)
+from kvstore.mover.transport import PeerDescription, ReadRequest
+from kvstore.rpc.connection import Connection
+from kvstore.rpc.framing import Flag, Message, Op, pack_error, pack_json, unpack_error, unpack_json, unpacked
+from kvstore.rpc.messages import U64
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+#: Called on the control thread with each word on a READ; `error` is None while all goes well.
+OnDone = Callable[[MoverDone, KVStoreError | None], None]
+
+
+#: Of so many slabs of peers a mover keeps the engine's data.
+_MAX_PEERS = 1024
+
+
+def _node_and_life(peer: str) -> tuple[str, list[str]]:
+    """Return the node, and the epoch and mover's generation, in a peer's name: node/epoch/generation[/slabs]."""
+    parts = peer.split("/")
+    return parts[0], parts[1:3]
+
+
+class MoverLink:
+    """One mover at a time; a new one is a new generation with no memory of the old one's peers.
+
+    Args:
+        on_terminal: called with a READ id when an abandoned READ can write no more: the engine said so, or
+            its mover is gone.
+    """
+
+    def __init__(self, on_terminal: Callable[[int], None]) -> None:
+        self._on_terminal = on_terminal
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._own: OwnTransport | None = None
+        self._generation = 0
+        self._fenced = False
+        # Of its own: the control thread must not wait for who sends to the mover under the other one.
+        self._reads_lock = threading.Lock()
+        #: Who hears of each READ, and how many blocks it has.
+        self._reads: dict[int, tuple[OnDone, int]] = {}
+        self._abandoned: dict[int, float] = {}
+        self._waiting: list[tuple[set[int], Callable[[], None]]] = []
+        #: Lives of peers that the mover was told of, the last used last.
+        self._known_peers: OrderedDict[str, None] = OrderedDict()
+        self._ids = itertools.count(1)
+        self._ready = threading.Event()
+        self._stats_ready = threading.Event()
+        self._stats: dict[str, int] = {}
+        self._slots: tuple[int, int] | None = None
+        self._questions: dict[int, queue.SimpleQueue[tuple[Flag, bytes]]] = {}
+
+    @property
+    def own(self) -> OwnTransport | None:
+        """What to tell peers; None while there is no mover."""
+        return self._own
+
+    @property
+    def num_abandoned(self) -> int:
+        """READs that were given up and may still write."""
+        return len(self._abandoned)
+
+    def abandoned_since_s(self) -> float | None:
+        """When the oldest READ that may still write was given up, on the monotonic clock; None without one."""
+        with self._reads_lock:
+            return min(self._abandoned.values(), default=None)
+
+    def lost_touch(self) -> bool:
+        """Whether the mover closed its connection while its process lives, so that it can report nothing."""
+        connection = self._connection
+        return connection is not None and connection.closed
+
+    def fence(self) -> bool:
+        """Kill the mover: once it is gone nothing that it posted can write. Again has no further effect.
+
+        Only on the control thread. Nothing is granted to peers and nothing read from here on; `gone` ends the
+        quarantine, and a new mover is a new generation.
+
+        Returns:
+            False when there is no process of its own to kill; nothing changed.
+        """
+        connection = self._connection
+        if connection is None or not connection.kill():
+            return False
+        with self._lock:
+            self._own, self._fenced = None, True
+            self._ready.clear()
+        return True
+
+    def when_terminal(self, read_ids: set[int], then: Callable[[], None]) -> None:
+        """Call `then` once none of these READs can write any more, at once if that is so already."""
+        with self._reads_lock:
+            left = read_ids & self._abandoned.keys()
+            if left:
+                self._waiting.append((left, then))
+        if not left:
+            then()
+
+    def _ended(self, read_ids: set[int]) -> None:
+        """READs that had been given up can write no more: their slots are free, and who waited for it hears."""
+        with self._reads_lock:
+            for read_id in read_ids:
+                self._abandoned.pop(read_id, None)
+            for left, _ in self._waiting:
+                left -= read_ids
+            ready = [then for left, then in self._waiting if not left]
+            self._waiting = [(left, then) for left, then in self._waiting if left]
+        for read_id in read_ids:
+            self._on_terminal(read_id)
+        for then in ready:
+            then()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until a mover has announced itself."""
+        return self._ready.wait(timeout_s)
+
+    def set_slots(self, slot_bytes: int, num_slots: int) -> None:
+        """Tell this mover and every later one how the slab is divided."""
+        with self._lock:
+            self._slots = (slot_bytes, num_slots)
+            if self._connection is not None:
+                self._tell_slots(self._connection)
+
+    def _tell_slots(self, connection: Connection) -> None:
+        if self._slots is not None:
+            payload = pack_json({"slot_bytes": self._slots[0], "num_slots": self._slots[1]})
+            connection.send(Op.ATTACH, Flag.ONE_WAY, 0, payload)
+
+    def serve(self, connection: Connection, message: Message, notified: Callable[[bytes], None]) -> None:
+        """Take one message of the mover, on the control thread.
+
+        Args:
+            connection: of a process that says to be a mover.
+            message: what it says.
+            notified: called with the notifications that its peers sent.
+
+        Raises:
+            ProtocolError: the present mover of this store would not say this; nothing changed.
+        """
+        op, payload = message.op, message.payload
+        if op is Op.MOVER_READY:
+            self._take(connection, payload)
+        elif not self.is_present(connection):
+            # READs have the same ids in each.
+            raise ProtocolError(f"{op.name}: wanted a word of this store's present mover, got one of another process")
+        elif op is Op.MOVER_DONE:
+            self._done(unpacked(unpack_mover_done, payload))
+        elif op is Op.MOVER_TERMINAL:
+            self._ended({unpacked(U64.unpack, payload)[0]})
+        elif op is Op.MOVER_NOTIFICATIONS:
+            notified(payload)
+        elif op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
+            if (question := self._questions.get(message.request)) is not None:
+                question.put((message.flag, payload))
+            else:
+                self._ended({message.request})  # Whoever asked has given up meanwhile.
+        elif op is Op.MOVER_STATS:
+            self._stats = unpack_json(payload)
+            self._stats_ready.set()
+        else:
+            raise ProtocolError(f"{op.name}: no mover says this")
+
+    def is_present(self, connection: Connection) -> bool:
+        """Whether a connection is the present mover's."""
+        return connection is self._connection
+
+    def _take(self, connection: Connection, payload: bytes) -> None:
+        own = unpacked(lambda data: own_transport(self._generation + 1, data), payload)
+        with self._lock:
+            if self._connection is not None:
+                raise ProtocolError("this store has a mover; another comes only after that one is gone")
+            self._generation = own.generation
+            self._connection, self._known_peers, self._fenced = connection, OrderedDict(), False
+            self._tell_slots(connection)
+            self._own = own
+        self._ready.set()
+
+    def _done(self, done: MoverDone) -> None:
+        error = unpack_error(done.error) if done.error else None
+        with self._reads_lock:
+            on_done, num_blocks = self._reads.get(done.read_id, (None, done.num_blocks))
+            if done.num_blocks > num_blocks or (error is None and done.num_blocks == 0):
+                raise ProtocolError(
+                    f"READ {done.read_id}: wanted 1 to {num_blocks} blocks in place, got {done.num_blocks}"
+                )
+            if done.last and on_done is not None:
+                del self._reads[done.read_id]
+                if not done.terminal:
+                    self._abandoned[done.read_id] = clock.now_s()
+            is_late = on_done is None and done.last and done.terminal and done.read_id in self._abandoned
+        if on_done is not None:
+            on_done(done, error)
+        elif is_late:
+            self._ended({done.read_id})
+
+    def gone(self, connection: Connection) -> bool:
+        """The process behind a mover's connection is gone: nothing it posted writes any more."""
+        with self._lock:
+            if connection is not self._connection:
+                return False
+            self._connection, self._own, self._fenced = None, None, False
+            self._ready.clear()
+            questions = list(self._questions.values())
+        with self._reads_lock:
+            reads, self._reads = self._reads, {}
+        error = PeerLost("the mover of this node died; the load continues without it")
+        for waiting in questions:
+            waiting.put((Flag.ERROR, pack_error(error)))
+        with contextlib.ExitStack() as parts:
+            # From the last to the first; each is done whatever the others raise. What was given up is over in any
+            # case: kept, it would have the next mover killed.
+            parts.callback(self._abandoned_ended)
+            for read_id, (on_done, _) in reads.items():
+                failed = MoverDone(
+                    read_id=read_id, num_blocks=0, last=True, terminal=True, seconds=0.0, num_descriptors=0,
+                    error=pack_error(error),
+                )  # fmt: skip
+                parts.callback(on_done, failed, error)
+        return True
+
+    def _abandoned_ended(self) -> None:
+        with self._reads_lock:
+            abandoned = set(self._abandoned)
+        self._ended(abandoned)
+
+    def _forget_peers(self, connection: Connection, newcomer: str) -> None:
+        """Have the mover forget other lives of a node that has a new one, and what was not used for longest."""
+        node, life = _node_and_life(newcomer)
+        known = [(peer, *_node_and_life(peer)) for peer in self._known_peers]
+        gone = [peer for peer, its_node, its_life in known if its_node == node and its_life != life]
+        kept = [peer for peer, its_node, its_life in known if its_node != node or its_life == life]
+        gone += kept[: max(0, len(kept) + 1 - _MAX_PEERS)]
+        for peer in gone:
+            del self._known_peers[peer]
+            connection.send(Op.MOVER_FORGET_PEER, Flag.ONE_WAY, 0, peer.encode())
+
+    def read(
+        self,
+        request: ReadRequest,
+        peer: PeerDescription,
+        on_done: OnDone,
+        *,
+        chunk_ends: npt.NDArray[np.int32],
+        timeout_s: float,
+        may_wait: bool = True,
+        generation: int = 0,
+    ) -> int:
+        """Have the mover read; returns the READ's id. `on_done` hears of every chunk on the control thread.
+
+        What goes into a stage has to be read by the mover of that stage's `generation`: the next one's stages have the
+        same numbers, and others' blocks in their slots.
+
+        Raises:
+            PeerLost: there is no mover now, or it is of another life; nothing was started.
+            TransferTimeout: somebody else speaks to the mover, and this is a thread that may not wait for it
+                (`may_wait`); nothing was started.
+        """
+        if not self._lock.acquire(blocking=may_wait):
+            raise TransferTimeout("wanted to speak to the mover at once, but somebody else does; wait for it")
+        try:
+            connection = self._of_life(generation)
+            read_id = next(self._ids)
+            self._reads[read_id] = (on_done, len(request.local_slots))
+            if request.peer in self._known_peers:
+                self._known_peers.move_to_end(request.peer)
+            else:
+                self._forget_peers(connection, request.peer)
+                self._known_peers[request.peer] = None
+                description = {
+                    "peer": request.peer,
+                    "agent": base64.b64encode(peer.agent).decode(),
+                    "address": peer.address,
+                    "slot_bytes": peer.slot_bytes,
+                    "num_slots": peer.num_slots,
+                    "same_host": peer.same_host,
+                    "gpu": peer.gpu,
+                    "into": peer.into,
+                }
+                connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, pack_json(description))
+            read = MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s)
+            if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, pack_mover_read(read)):
+                self._reads.pop(read_id, None)
+                raise PeerLost("this node's mover does not read its socket; it is being replaced")
+        finally:
+            self._lock.release()
+        return read_id
+
+    def _of_life(self, generation: int) -> Connection:
+        """Return the connection of the mover of a life, 0 for the present one; under the lock."""
+        connection = self._connection
+        if connection is None or self._fenced or generation not in (0, self._generation):
+            raise PeerLost("this node's mover is not running, or another one is by now; try again")
+        return connection
+
+    def abandon(self, read_id: int) -> bool:
+        """Stop waiting for a READ that did not report in time; True if it may still write."""
+        with self._reads_lock:
+            if self._reads.pop(read_id, None) is not None:
+                self._abandoned[read_id] = clock.now_s()
+            return read_id in self._abandoned
+
+    def expect_notifications(self, num_leases: int) -> None:
+        """Tell the mover how many leases of remote readers are open; it polls only while there are any."""
+        connection = self._connection
+        if connection is not None:
+            connection.send(Op.MOVER_EXPECT, Flag.ONE_WAY, 0, U64.pack(num_leases))
+
+    def expect_read(self, word: bytes) -> None:
+        """Have the mover stay awake for a moment, because a READ comes soon that is over in about as long.
+
+        Args:
+            word: of who wants the READ; the mover wakes the lane that it stands for, if `wake_by` has told it how.
+        """
+        connection = self._connection
+        if connection is not None:
+            connection.send(Op.MOVER_SOON, Flag.ONE_WAY, 0, word)
+
+    def wake_by(self, word: bytes, request: ReadRequest, generation: int = 0) -> None:
+        """Tell the mover what to read on a word of `expect_read`: slots that hold nobody's blocks, of a known peer.
+
+        It is told only if it is of this life; 0 stands for any, see `read`.
+        The first READ after a pause is slow to post. Nobody hears what became of this one, and it is not counted.
+        """
+        with self._lock:
+            connection = self._connection
+            if connection is not None and generation in (0, self._generation):
+                connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, pack_mover_wake(word, request))
+
+    def ask(
+        self,
+        op: Op,
+        value: dict[str, Any],
+        timeout_s: float,
+        on_terminal: Callable[[], None] = lambda: None,
+        generation: int = 0,
+    ) -> dict[str, Any]:
+        """Have the mover do something besides READs, and return its answer.
+
+        Args:
+            op: what.
+            value: with which arguments.
+            timeout_s: for the answer.
+            on_terminal: called when what did not end in time can write no more: it ended after all, or its mover did,
+                which is killed for it as for a READ that was given up.
+            generation: the life of the mover that is meant; 0 for the present one.
+
+        Raises:
+            PeerLost: there is no mover now, or it is of another life, or it died over it.
+            TransferTimeout: it did not answer in time; it may still do it until `on_terminal` is called.
+            KVStoreError: what it raised.
+        """
+        request, answer = next(self._ids), queue.SimpleQueue[tuple[Flag, bytes]]()
+        with self._lock:
+            connection = self._of_life(generation)
+            self._questions[request] = answer
+        connection.send(op, Flag.REQUEST, request, pack_json(value))
+        try:
+            flag, payload = answer.get(timeout=timeout_s)
+        except queue.Empty:
+            with self._reads_lock:
+                self._abandoned[request] = clock.now_s()
+            self.when_terminal({request}, on_terminal)
+            raise TransferTimeout(f"the mover did not answer {op.name} within {timeout_s} s") from None
+        finally:
+            del self._questions[request]
+            if not answer.empty():  # It came at the last moment, before it was known to be late.
+                self._ended({request})
+        if flag is Flag.ERROR:
+            raise unpack_error(payload)
+        return unpack_json(payload)
+
+    def stats(self, timeout_s: float) -> dict[str, int]:
+        """Return what the engine counted.
+
+        Raises:
+            PeerLost: there is no mover now.
+            TransferTimeout: it does not answer.
+        """
+        connection = self._connection
+        if connection is None:
+            raise PeerLost("this node's mover is not running")
+        self._stats_ready.clear()
+        connection.send(Op.MOVER_STATS, Flag.REQUEST, 0, b"")
+        if not self._stats_ready.wait(timeout_s):
+            raise TransferTimeout(f"the mover did not answer within {timeout_s} s")
+        return dict(self._stats)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the mover, 0 when there is none."""
+        connection = self._connection
+        return connection.pid if connection is not None else 0

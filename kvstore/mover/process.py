@@ -1,0 +1,379 @@
+"""The mover: the process of a node that owns the transfer agent and moves bytes into the arena.
+
+It holds no pool state. A transfer engine can abort the process it lives in, and killing that process is
+the only fence that was seen to stop an abandoned READ; so it is a process of its own, told what to do
+over the node store's control socket. One thread drives the engine; when nothing is in flight and no
+remote lease is open it sleeps in the kernel.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import select
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from kvstore.errors import ProtocolError, RegistrationFailed, TransferError, TransferTimeout
+from kvstore.mover.messages import MoverDone, MoverRead, pack_mover_done, unpack_mover_read, unpack_mover_wake
+from kvstore.mover.slabs import Slabs
+from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
+from kvstore.rpc.framing import RECEIVE_BYTES, Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json
+from kvstore.rpc.messages import NOTIFICATION, U64
+
+logger = logging.getLogger(__name__)
+
+_WINDOW = 3
+#: How often and how long one READ is looked at before anything else gets its turn.
+_POLLS_PER_STEP, _STEP_S = 32, 5e-4
+_ABANDONED_POLL_S = 0.02
+_NOTIFICATION_POLL_S = 0.002
+#: How long it stays awake for a READ that was said to come soon: to be woken takes as long as a tenth of such a READ.
+_AWAKE_S = 0.003
+#: A READ of which nothing arrived for this long is asked about less often: its peer may have stopped.
+_STALLED_AFTER_S, _STALLED_POLL_S = 0.1, 0.001
+
+
+@dataclass(slots=True)
+class _Job:
+    read: MoverRead
+    ends: list[int]
+    received_s: float
+    started_s: float
+    next_chunk: int = 0
+    done_blocks: int = 0
+    num_descriptors: int = 0
+    running: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Waking:
+    """A READ that nobody waits for, and its handle while it goes on."""
+
+    request: ReadRequest
+    handle: int | None = None
+
+
+@dataclass(slots=True)
+class _Abandoned:
+    peer: str
+    handles: list[int]
+
+
+class Mover:
+    """Runs READs for one node store: those of one peer in turn, so that a peer that stopped delays no other.
+
+    Args:
+        sock: the SEQPACKET connection to the node store, owned by this object.
+        transport: owned by this object; driven by `run`'s thread only.
+        slabs: the same, where it can make stages and copy out of them.
+    """
+
+    def __init__(self, sock: socket.socket, transport: Transport, slabs: Slabs | None = None) -> None:
+        self._sock, self._transport, self._slabs = sock, transport, slabs
+        self._decoder = Decoder()
+        # Filled again and again: a new buffer for each message would come from the kernel, page by page.
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._jobs: dict[str, deque[_Job]] = {}
+        self._told_of: set[str] = set()
+        self._to_add: dict[str, PeerDescription] = {}
+        #: Lives of peers that are over, until no READ of theirs goes on.
+        self._to_forget: set[str] = set()
+        self._last_read_id = 0
+        self._moved_s = 0.0
+        self._abandoned: dict[int, _Abandoned] = {}
+        #: By the word on which each is posted, and those that go on.
+        self._waking: dict[bytes, _Waking] = {}
+        self._woken: list[_Waking] = []
+        self._woken_totals = ReadTotals()
+        self._num_remote_leases = 0
+        self._awake_until_s = 0.0
+        self._stopping = False
+
+    def run(self, address: int) -> None:
+        """Announce this mover to its store and serve until the store closes the connection.
+
+        Raises:
+            ProtocolError: the store said what cannot be, so that the two do not agree on what happens in the arena.
+                The caller ends this process, which ends its READs too.
+        """
+        ready = {"agent": base64.b64encode(self._transport.describe()).decode(), "address": address}
+        self._send(Op.MOVER_READY, pack_json(ready))
+        try:
+            while not self._stopping:
+                self._receive(self._pause_s())
+                self._advance()
+        except (OSError, EOFError) as error:
+            logger.info("mover: the node store closed the connection (%s)", error)
+        finally:
+            self._sock.close()
+
+    def stop(self) -> None:
+        """Make `run` return after its current step."""
+        self._stopping = True
+
+    def _pause_s(self) -> float:
+        if self._jobs:
+            return 0.0 if time.monotonic() - self._moved_s < _STALLED_AFTER_S else _STALLED_POLL_S
+        if self._awake_until_s:
+            if time.monotonic() < self._awake_until_s:
+                return 0.0
+            self._awake_until_s = 0.0
+        if self._num_remote_leases:
+            return _NOTIFICATION_POLL_S
+        return _ABANDONED_POLL_S if self._abandoned or self._woken else 5.0
+
+    def _receive(self, timeout_s: float) -> None:
+        # Not select(): it cannot take a descriptor above 1023.
+        if not self._poll.poll(timeout_s * 1000):
+            return
+        data = self._received[: self._sock.recv_into(self._received)]
+        if not data:
+            raise EOFError("closed")
+        message = self._decoder.packet(data)
+        if message is not None:
+            self._serve(message)
+
+    def _serve(self, message: Message) -> None:
+        if message.op is Op.MOVER_READ:
+            read = unpack_mover_read(message.payload)
+            # Done twice it would write to slots that are published, or somebody else's by now.
+            if read.read_id <= self._last_read_id or read.request.peer not in self._told_of:
+                raise ProtocolError(
+                    f"READ {read.read_id} of {read.request.peer}: wanted one later than {self._last_read_id}, "
+                    f"of a peer that was named before"
+                )
+            self._last_read_id = read.read_id
+            ends = read.chunk_ends.tolist()
+            self._moved_s = now_s = time.monotonic()
+            self._jobs.setdefault(read.request.peer, deque()).append(_Job(read, ends, now_s, now_s))
+        elif message.op is Op.MOVER_SOON:
+            self._awake_until_s = time.monotonic() + _AWAKE_S
+            self._wake(message.payload)
+        elif message.op is Op.MOVER_WAKE:
+            word, request = unpack_mover_wake(message.payload)
+            self._waking[word] = _Waking(request)
+        elif message.op is Op.MOVER_EXPECT:
+            self._num_remote_leases = U64.unpack(message.payload)[0]
+        elif message.op is Op.ATTACH:
+            value = unpack_json(message.payload)
+            self._transport.set_slots(int(value["slot_bytes"]), int(value["num_slots"]))
+        elif message.op is Op.MOVER_ADD_PEER:
+            self._add_peer(message)
+        elif message.op is Op.MOVER_FORGET_PEER:
+            self._told_of.discard(peer := message.payload.decode())
+            self._to_forget.add(peer)
+            self._waking = {word: it for word, it in self._waking.items() if it.request.peer != peer}
+        elif message.op is Op.MOVER_STATS:
+            totals, woken = self._transport.totals, self._woken_totals
+            answer = {
+                "num_reads": totals.num_reads - woken.num_reads,
+                "num_descriptors": totals.num_descriptors - woken.num_descriptors,
+                "num_bytes": totals.num_bytes - woken.num_bytes,
+            }
+            self._send(Op.MOVER_STATS, pack_json(answer), Flag.REPLY, message.request)
+        elif message.op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
+            self._answer_of_slabs(message)
+
+    def _wake(self, word: bytes) -> None:
+        """Read slots that hold nobody's blocks, so that this process and the lane are warm for a READ to come."""
+        waking = self._waking.get(word)
+        if waking is None or waking.handle is not None or waking.request.peer in self._to_add:
+            return
+        try:
+            waking.handle = self._transport.post(waking.request)
+        except TransferError as error:
+            logger.debug("mover: a lane was not woken: %s", error)  # The READ to come fails too, and says so.
+        else:
+            self._woken.append(waking)
+
+    def _release_woken(self) -> None:
+        for waking in list(self._woken):
+            assert waking.handle is not None, "posted"
+            try:
+                if self._transport.poll(waking.handle) is not ReadState.DONE:
+                    continue
+            except TransferError as error:
+                logger.debug("mover: a lane was not woken: %s", error)
+            before, woken = replace(self._transport.totals), self._woken_totals
+            self._transport.release(waking.handle)
+            self._woken.remove(waking)
+            waking.handle, after = None, self._transport.totals
+            woken.num_reads += after.num_reads - before.num_reads
+            woken.num_descriptors += after.num_descriptors - before.num_descriptors
+            woken.num_bytes += after.num_bytes - before.num_bytes
+
+    def _answer_of_slabs(self, message: Message) -> None:
+        try:
+            if self._slabs is None:
+                raise RegistrationFailed("wanted a mover that can stage blocks on a GPU, got one that cannot")
+            value = unpack_json(message.payload)
+            answer = self._slabs.stage(value) if message.op is Op.MOVER_STAGE else self._slabs.spill(value)
+        except TransferError as error:
+            self._send(message.op, pack_error(error), Flag.ERROR, message.request)
+        else:
+            self._send(message.op, pack_json(answer), Flag.REPLY, message.request)
+
+    def _add_peer(self, message: Message) -> None:
+        value = unpack_json(message.payload)
+        peer = str(value["peer"])
+        self._told_of.add(peer)
+        if peer in self._to_forget:
+            self._to_forget.remove(peer)  # It is still there: a READ of it goes on.
+            return
+        self._to_add[peer] = PeerDescription(
+            agent=base64.b64decode(value["agent"]),
+            address=int(value["address"]),
+            slot_bytes=int(value["slot_bytes"]),
+            num_slots=int(value["num_slots"]),
+            same_host=bool(value["same_host"]),
+            gpu=int(value.get("gpu", 0)),
+            into=int(value.get("into", 0)),
+        )
+
+    def _advance(self) -> None:
+        for peer, jobs in list(self._jobs.items()):
+            try:
+                self._advance_job(jobs[0])
+            except TransferError as error:
+                self._fail(jobs[0], error)
+            if not jobs:
+                del self._jobs[peer]
+        if self._woken and not self._jobs and not self._awake_until_s:
+            self._release_woken()  # Not while a READ is to come soon, or goes on, which it would hold up.
+        if self._abandoned:
+            self._poll_abandoned()
+        if self._to_forget:
+            self._forget_peers()
+        if self._num_remote_leases:
+            notes = [n for n in self._transport.notifications() if len(n) == NOTIFICATION.size]
+            if notes:
+                self._send(Op.MOVER_NOTIFICATIONS, b"".join(notes))
+
+    def _forget_peers(self) -> None:
+        busy = {*self._jobs, *(left.peer for left in self._abandoned.values())}
+        busy.update(waking.request.peer for waking in self._woken)
+        for peer in self._to_forget - busy:
+            self._to_forget.discard(peer)
+            if self._to_add.pop(peer, None) is None:
+                try:
+                    self._transport.forget_peer(peer)
+                except TransferError as error:
+                    logger.debug("mover: %s", error)
+
+    def _advance_job(self, job: _Job) -> None:
+        read = job.read
+        # Before anything is posted: one that waited its time out behind others must not begin.
+        if time.monotonic() - job.received_s > read.timeout_s:
+            raise TransferTimeout(
+                f"READ of {len(read.request.local_slots)} blocks from {read.request.peer}: not finished after "
+                f"{read.timeout_s} s, {job.done_blocks} arrived"
+            )
+        if job.next_chunk == 0 and not job.running:
+            job.started_s = time.monotonic()
+            # Here and not when it was told, so that a READ fails of what is wrong, and the next one tries again.
+            if read.request.peer in self._to_add:
+                self._transport.add_peer(read.request.peer, self._to_add[read.request.peer])
+                del self._to_add[read.request.peer]
+        while job.next_chunk < len(job.ends) and len(job.running) < _WINDOW:
+            last = job.next_chunk == len(job.ends) - 1
+            if last and job.running and read.request.notification:
+                break  # The notification must not overtake an earlier chunk.
+            start = job.ends[job.next_chunk - 1] if job.next_chunk else 0
+            end = job.ends[job.next_chunk]
+            part = ReadRequest(
+                peer=read.request.peer,
+                block_bytes=read.request.block_bytes,
+                local_slots=read.request.local_slots[start:end],
+                remote_slots=read.request.remote_slots[start:end],
+                notification=self._notification(job) if last else b"",
+            )
+            handle = self._transport.post(part)
+            job.next_chunk += 1
+            job.running.append((handle, end))
+            # On a same-host lane the chunk is already there: tell at once, so that it is copied out meanwhile.
+            self._collect(job)
+        until_s = time.monotonic() + _STEP_S
+        for _ in range(_POLLS_PER_STEP):
+            self._collect(job)
+            if len(job.running) < _WINDOW or time.monotonic() > until_s:
+                break
+        if not job.running and job.next_chunk == len(job.ends):
+            self._jobs[read.request.peer].popleft()
+
+    def _notification(self, job: _Job) -> bytes:
+        # It lets the peer drop the pins of the whole lease, under which an earlier READ may still be going on.
+        peer = job.read.request.peer
+        return b"" if any(left.peer == peer for left in self._abandoned.values()) else job.read.request.notification
+
+    def _collect(self, job: _Job) -> None:
+        done: list[int] = []
+        try:
+            while job.running and (state := self._transport.poll(job.running[0][0])) is not ReadState.RUNNING:
+                if state is ReadState.LOST:
+                    raise TransferError(
+                        f"READ from {job.read.request.peer} failed after a part of it was posted, which may still write"
+                    )
+                handle, job.done_blocks = job.running.popleft()
+                done.append(handle)
+        finally:
+            # What was in place before another chunk failed is told and released too.
+            if done:
+                self._finish(job, done)
+
+    def _finish(self, job: _Job, done: list[int]) -> None:
+        self._moved_s = time.monotonic()
+        last = not job.running and job.next_chunk == len(job.ends)
+        if not last:
+            # First of all: the worker copies these blocks out while the next ones are read.
+            self._tell(job, last=False, terminal=False)
+        for handle in done:
+            before = self._transport.totals.num_descriptors
+            self._transport.release(handle)
+            job.num_descriptors += self._transport.totals.num_descriptors - before
+        if last:
+            self._tell(job, last=True, terminal=True)
+
+    def _tell(self, job: _Job, *, last: bool, terminal: bool, error: bytes = b"") -> None:
+        done = MoverDone(
+            read_id=job.read.read_id,
+            num_blocks=job.done_blocks,
+            last=last,
+            terminal=terminal,
+            seconds=time.monotonic() - job.started_s,
+            num_descriptors=job.num_descriptors,
+            error=error,
+        )
+        self._send(Op.MOVER_DONE, pack_mover_done(done))
+
+    def _fail(self, job: _Job, error: TransferError) -> None:
+        self._jobs[job.read.request.peer].remove(job)
+        left = [handle for handle, _ in job.running if not self._is_terminal(handle)]
+        self._tell(job, last=True, terminal=not left, error=pack_error(error))
+        if left:
+            self._abandoned[job.read.read_id] = _Abandoned(job.read.request.peer, left)
+
+    def _poll_abandoned(self) -> None:
+        for read_id, left in list(self._abandoned.items()):
+            left.handles = [handle for handle in left.handles if not self._is_terminal(handle)]
+            if not left.handles:
+                del self._abandoned[read_id]
+                self._send(Op.MOVER_TERMINAL, U64.pack(read_id))
+
+    def _is_terminal(self, handle: int) -> bool:
+        """Whether the engine is through with a READ; if so its handle is released."""
+        try:
+            if self._transport.poll(handle) is not ReadState.DONE:
+                return False
+        except TransferError as error:
+            logger.debug("mover: abandoned READ ended: %s", error)
+        self._transport.release(handle)
+        return True
+
+    def _send(self, op: Op, payload: bytes, flag: Flag = Flag.ONE_WAY, request: int = 0) -> None:
+        for packet in encode(Message(op, flag, request, payload)):
+            self._sock.sendall(packet)

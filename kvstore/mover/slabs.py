@@ -1,0 +1,166 @@
+"""All slabs of one mover behind one transport: the arena, and a stage on each GPU that hands blocks off.
+
+A stage is memory of the mover's own: a transfer engine can offer to other processes only what its process has
+allocated. Workers map it. Each slab has agents of its own, so that nothing of one concerns another.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvstore.errors import PeerLost, RegistrationFailed
+from kvstore.mover.gpu_copies import Neighbours, StageMemory
+from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
+
+logger = logging.getLogger(__name__)
+
+
+class Stage(StageMemory, Protocol):
+    """Memory on one GPU, registered with an engine."""
+
+    @property
+    def transport(self) -> Transport:
+        """The engine's view of it."""
+
+    @property
+    def handle(self) -> bytes:
+        """What a worker maps it by."""
+
+    def copy_out(self, target: int, offset: int, num_bytes: int) -> None:
+        """Copy bytes from `offset` of the stage to an address in host memory."""
+
+    def close(self) -> None:
+        """Close the transport, then free the memory."""
+
+
+#: Makes a stage of a size on the GPU with a UUID; the first argument names its agents.
+MakeStage = Callable[[str, str, int], Stage]
+
+
+class Slabs:
+    """A `Transport` over several slabs; a peer's slab is read into the slab that its description names.
+
+    Args:
+        name: of the arena's agent; stages derive theirs from it.
+        arena: slab 0.
+        arena_address: its first byte.
+        make_stage: makes the others.
+    """
+
+    def __init__(self, name: str, arena: Transport, arena_address: int, make_stage: MakeStage) -> None:
+        self._name, self._arena, self._arena_address, self._make_stage = name, arena, arena_address, make_stage
+        self._stages: dict[int, Stage] = {}
+        self._neighbours: dict[int, Neighbours] = {}
+        self._agents: set[bytes] = set()
+        self._into: dict[str, Transport] = {}
+        self._handles: dict[int, tuple[Transport, int]] = {}
+        self._next = 0
+        self._slot_bytes = 0
+        self._stage_slot_bytes: dict[int, int] = {}
+
+    def _all(self) -> list[Transport]:
+        return [self._arena, *(stage.transport for stage in self._stages.values()), *self._neighbours.values()]
+
+    @property
+    def totals(self) -> ReadTotals:
+        """What the engine counted on all slabs."""
+        totals = ReadTotals()
+        for transport in self._all():
+            totals.num_reads += transport.totals.num_reads
+            totals.num_descriptors += transport.totals.num_descriptors
+            totals.num_bytes += transport.totals.num_bytes
+        return totals
+
+    def describe(self) -> bytes:
+        """Return the arena's agent metadata."""
+        return self._arena.describe()
+
+    def set_slots(self, slot_bytes: int, num_slots: int) -> None:
+        """Say how the arena is divided."""
+        self._slot_bytes = slot_bytes
+        self._arena.set_slots(slot_bytes, num_slots)
+
+    def stage(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Make a stage for the GPU `uuid` with `num_slots` slots of `slot_bytes`; returns how to reach it.
+
+        Raises:
+            RegistrationFailed: there is no such GPU, or it has not that much memory; nothing is held.
+        """
+        number, slot_bytes, num_slots = len(self._stages) + 1, int(value["slot_bytes"]), int(value["num_slots"])
+        try:
+            stage = self._make_stage(f"{self._name}-stage{number}", str(value["uuid"]), slot_bytes * num_slots)
+        except RuntimeError as error:
+            raise RegistrationFailed(f"could not stage {num_slots} blocks on GPU {value['uuid']}: {error}") from error
+        stage.transport.set_slots(slot_bytes, num_slots)
+        agent = stage.transport.describe()
+        self._agents.add(agent)
+        self._stages[number], self._stage_slot_bytes[number] = stage, slot_bytes
+        self._neighbours[number] = Neighbours(stage, slot_bytes, num_slots)
+        logger.info("mover: stage %d of %d bytes on GPU %s", number, slot_bytes * num_slots, value["uuid"])
+        return {
+            "slab": number,
+            "agent": base64.b64encode(agent).decode(),
+            "address": stage.address,
+            "gpu": stage.gpu,
+            "handle": stage.handle.hex(),
+        }
+
+    def spill(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Copy slots of a stage into slots of the arena, for readers that cannot reach the stage."""
+        slab, num_bytes = int(value["slab"]), int(value["block_bytes"])
+        if slab not in self._stages:
+            raise PeerLost(f"wanted a stage of this mover, got slab {slab}")
+        slot_bytes = self._stage_slot_bytes[slab]
+        for source, target in zip(value["slots"], value["into"], strict=True):
+            self._stages[slab].copy_out(self._arena_address + target * self._slot_bytes, source * slot_bytes, num_bytes)
+        return {}
+
+    def add_peer(self, peer: str, description: PeerDescription) -> None:
+        """Make a peer's slab readable; see `Transport`."""
+        into = description.into
+        if into and into not in self._stages:
+            raise PeerLost(f"wanted a stage of this mover, got slab {into}")
+        if into and description.agent in self._agents:
+            self._into[peer] = self._neighbours[into]
+        else:
+            self._into[peer] = self._stages[into].transport if into else self._arena
+        self._into[peer].add_peer(peer, description)
+
+    def forget_peer(self, peer: str) -> None:
+        """Drop what is held for a peer."""
+        if (transport := self._into.pop(peer, None)) is not None:
+            transport.forget_peer(peer)
+
+    def post(self, request: ReadRequest) -> int:
+        """Start a READ; see `Transport`."""
+        transport = self._into.get(request.peer)
+        if transport is None:
+            raise PeerLost(f"wanted a peer that was added, got {request.peer!r}")
+        handle = transport.post(request)
+        self._next += 1
+        self._handles[self._next] = (transport, handle)
+        return self._next
+
+    def poll(self, handle: int) -> ReadState:
+        """Return how a READ is doing; see `Transport`."""
+        transport, inner = self._handles[handle]
+        return transport.poll(inner)
+
+    def release(self, handle: int) -> None:
+        """Drop the handle of a terminal READ."""
+        transport, inner = self._handles.pop(handle)
+        transport.release(inner)
+
+    def notifications(self) -> list[bytes]:
+        """Return notifications of all slabs."""
+        return [note for transport in self._all() for note in transport.notifications()]
+
+    def close(self) -> None:
+        """Close every slab."""
+        self._arena.close()
+        for stage in self._stages.values():
+            stage.close()
+        self._stages.clear()

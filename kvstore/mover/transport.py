@@ -1,0 +1,122 @@
+"""What a mover needs of a transfer engine.
+
+A transport owns one registered slab and reads runs of peers' slots into it. It is driven by one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvstore.blocks.grants import IndexArray
+
+
+class ReadState(Enum):
+    """Where a posted READ is; DONE alone, and an error of `poll`, are terminal: nothing writes any more."""
+
+    RUNNING = "running"
+    DONE = "done"
+    LOST = "lost"
+    """It failed, but a part of it may still write for as long as this process lives. It is never released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerDescription:
+    """What a peer publishes so that others can read its slab; travels over the control connection.
+
+    Args:
+        agent: the peer's agent metadata, opaque.
+        address: first byte of the slab in the peer's mover.
+        slot_bytes: distance between its slots.
+        num_slots: number of its slots.
+        same_host: whether the peer is known to run on this machine.
+        gpu: ordinal of the GPU in the peer's mover, when the slab is on one.
+        into: the slab here that READs from it fill; 0 is the arena.
+    """
+
+    agent: bytes
+    address: int
+    slot_bytes: int
+    num_slots: int
+    same_host: bool = False
+    gpu: int = 0
+    into: int = 0
+
+
+class ReadRequest(NamedTuple):
+    """Blocks to read: `remote_slots[i]` of the peer into `local_slots[i]`, each `block_bytes` long.
+
+    `notification` reaches the peer after the last byte was read; empty sends none.
+    """
+
+    peer: str
+    block_bytes: int
+    local_slots: IndexArray
+    remote_slots: IndexArray
+    notification: bytes = b""
+
+
+@dataclass(slots=True)
+class ReadTotals:
+    """What the engine itself counted over all finished READs of this transport."""
+
+    num_reads: int = 0
+    num_descriptors: int = 0
+    num_bytes: int = 0
+
+
+class Transport(Protocol):
+    """One agent with one registered slab."""
+
+    @property
+    def totals(self) -> ReadTotals:
+        """What the engine itself counted over all finished READs."""
+
+    def describe(self) -> bytes:
+        """Return this side's agent metadata for peers."""
+
+    def set_slots(self, slot_bytes: int, num_slots: int) -> None:
+        """Say how the local slab is divided; called once, before the first READ."""
+
+    def add_peer(self, peer: str, description: PeerDescription) -> None:
+        """Make a peer readable under the name `peer`; an older one of that name is forgotten."""
+
+    def forget_peer(self, peer: str) -> None:
+        """Drop what is held for a peer; unknown names are ignored."""
+
+    def post(self, request: ReadRequest) -> int:
+        """Start a READ and return its handle, which must be polled until terminal and then released.
+
+        A READ of which a part may have been started when it failed has a handle too, and is LOST.
+
+        Raises:
+            PeerLost: the peer is unknown or gone; nothing was started.
+            TransferError: the engine refused; nothing was started.
+        """
+
+    def poll(self, handle: int) -> ReadState:
+        """Return how a READ is doing.
+
+        Raises:
+            TransferError: it failed; that is terminal.
+        """
+
+    def release(self, handle: int) -> None:
+        """Drop the handle of a terminal READ and add it to `totals`."""
+
+    def notifications(self) -> list[bytes]:
+        """Return notifications of peers' finished READs since the last call."""
+
+    def close(self) -> None:
+        """Drop handles, lists and the agent, in this order."""
+
+
+def count_runs(local_slots: IndexArray, remote_slots: IndexArray) -> int:
+    """Return how many runs of blocks are neighbours, in order, on both sides."""
+    if len(local_slots) == 0:
+        return 0
+    breaks = (np.diff(local_slots) != 1) | (np.diff(remote_slots) != 1)
+    return int(breaks.sum()) + 1

@@ -1,0 +1,71 @@
+"""The fence: kills a mover whose abandoned READs hold too many slots, or hold them for too long.
+
+Dropping a READ does not stop it while the agent that posted it makes progress; the end of its process does
+(docs/adr/0004). So slots that wait for one come back at the latest with the mover: it is killed, the kernel
+says when it is gone, its slots are free, and the node store brings up another one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvstore.config import StoreConfig
+from kvstore.mover.link import MoverLink
+from kvstore.pool.pool import Pool
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+#: A process that was killed is gone in milliseconds, unless it hangs in the kernel: then it is said again.
+_GONE_WITHIN_S = 5.0
+
+
+class MoverFence:
+    """Watches the READs that one node's mover left behind; runs on the control thread.
+
+    Args:
+        config: has the two bounds, `max_quarantined_fraction` and `max_quarantine_s`.
+        mover: the link to the mover; only the process behind it is ever killed.
+        pools: returns those whose slots may wait: none before the arena is divided, then its own and the stages'.
+    """
+
+    def __init__(self, config: StoreConfig, mover: MoverLink, pools: Callable[[], list[Pool]]) -> None:
+        self._config, self._mover, self._pools = config, mover, pools
+        self._killed_pid, self._again_s = 0, 0.0
+        self.num_fenced = 0
+
+    def wants_ticks(self) -> bool:
+        """Whether there is anything to watch."""
+        return self._mover.num_abandoned > 0 or self._mover.lost_touch()
+
+    def check(self) -> None:
+        """Kill the mover if a bound is passed."""
+        if reason := self._reason(clock.now_s()):
+            self.kill(reason)
+
+    def kill(self, reason: str) -> None:
+        """Kill the mover, unless that was done a moment ago."""
+        now_s, pid = clock.now_s(), self._mover.pid
+        if pid == self._killed_pid and now_s < self._again_s:
+            return
+        self._killed_pid, self._again_s = pid, now_s + _GONE_WITHIN_S
+        if self._mover.fence():
+            self.num_fenced += 1
+            logger.warning("mover %d is killed and will be replaced: %s", pid, reason)
+        else:
+            logger.error("mover %d cannot be killed from here, its slots stay out of use: %s", pid, reason)
+
+    def _reason(self, now_s: float) -> str:
+        if self._mover.lost_touch():
+            return "it closed its connection, so it can report nothing any more"
+        since_s = self._mover.abandoned_since_s()
+        if since_s is None:
+            return ""
+        if now_s - since_s > self._config.max_quarantine_s:
+            return f"a READ that was given up is not over after {now_s - since_s:.1f} s"
+        for pool in self._pools():
+            stats = pool.stats()
+            if stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots:
+                return f"{stats.num_quarantined} of {stats.num_slots} slots wait for READs that were given up"
+        return ""

@@ -1,0 +1,191 @@
+"""Who holds which slots of a pool, until when, and how strongly. No locking here: the pool holds its lock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.grants import Grant, PinKind
+from kvstore.bounds import MAX_LEASES
+from kvstore.errors import LeaseReleased, PoolExhausted
+from kvstore.pool.slot_lists import SlotList, join
+from kvstore.pool.slots import SlotTable
+
+
+@dataclass(slots=True)
+class _Lease:
+    owner: str
+    deadline_s: float
+    kind: PinKind
+    slots: SlotList
+    generations: bytes
+    #: Of the first touch: all later ones are newer.
+    stamp: int
+
+
+class LeaseTable:
+    """The leases of one pool, with the budgets for them.
+
+    Args:
+        table: the pool's slots.
+        max_pinned: how many slots may be pinned at once, whatever for.
+        max_hard_pinned: how many of them by hard pins.
+        epoch: the life of the pool.
+        new_id: makes lease ids.
+    """
+
+    def __init__(
+        self, table: SlotTable, max_pinned: int, max_hard_pinned: int, epoch: bytes, new_id: Callable[[], int]
+    ) -> None:
+        self._table, self._epoch, self._new_id = table, epoch, new_id
+        self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
+        self._leases: dict[int, _Lease] = {}
+        self._hard: Counter[int] = Counter()
+        #: How many leases are soft pins.
+        self.num_soft_pins = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_hard_pinned(self) -> int:
+        """Number of slots that hard pins hold."""
+        return len(self._hard)
+
+    def pin(self, chain: Chain, owner: str, deadline_s: float, kind: PinKind) -> Grant:
+        """Pin the readable prefix of a chain under a new lease, as far as the budgets go.
+
+        Raises:
+            PoolExhausted: there are too many leases; nothing changed.
+        """
+        if len(self._leases) >= MAX_LEASES:
+            raise PoolExhausted(
+                f"wanted at most {MAX_LEASES} leases and pins of a store at once, got one more; release those that are "
+                "not needed, and pin the blocks of a prompt once"
+            )
+        slots, num_refused = self._affordable(self._table.find_prefix(chain.namespace, chain.data), kind)
+        generations = self._table.lives(slots)
+        stamp = self._hold(slots, kind)
+        lease_id = self._new_id()
+        self._leases[lease_id] = _Lease(owner, deadline_s, kind, slots, generations, stamp)
+        self.num_soft_pins += kind is PinKind.SOFT
+        return Grant(lease_id, slots.packed, generations, num_refused, self._epoch)
+
+    def grow(self, lease_id: int, chain: Chain, owner: str, deadline_s: float) -> Grant:
+        """Pin the readable prefix of a chain under a lease that is held, and renew it.
+
+        Raises:
+            LeaseReleased: `owner` does not hold that lease; nothing changed.
+        """
+        lease = self.find(lease_id, owner)
+        if lease is None:
+            raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
+        slots, num_refused = self._affordable(self._table.find_prefix(chain.namespace, chain.data), lease.kind)
+        generations = self._table.lives(slots)
+        self._hold(slots, lease.kind)
+        lease.slots = join([lease.slots, slots])
+        lease.generations += generations
+        lease.deadline_s = max(lease.deadline_s, deadline_s)
+        return Grant(lease_id, slots.packed, generations, num_refused, self._epoch)
+
+    def find(self, lease_id: int, owner: str) -> _Lease | None:
+        """Return a lease if `owner` holds it."""
+        lease = self._leases.get(lease_id) if isinstance(lease_id, int) else None
+        return lease if lease is not None and lease.owner == owner else None
+
+    def renew(self, lease_id: int, owner: str, deadline_s: float) -> bool:
+        """Move a lease's deadline later, never earlier; False when `owner` does not hold it."""
+        lease = self.find(lease_id, owner)
+        if lease is None:
+            return False
+        lease.deadline_s = max(lease.deadline_s, deadline_s)
+        return True
+
+    def release(self, lease_id: int, owner: str) -> bool:
+        """Drop a lease; False, with nothing changed, when `owner` does not hold it."""
+        if self.find(lease_id, owner) is None:
+            return False
+        self._drop(lease_id)
+        return True
+
+    def release_owner(self, owner: str) -> int:
+        """Drop all leases of an owner; returns how many."""
+        return self._drop_all([i for i, lease in self._leases.items() if lease.owner == owner])
+
+    def release_pins(self, owner: str) -> int:
+        """Drop the hard and soft pins of an owner; returns how many."""
+        pins = (PinKind.HARD, PinKind.SOFT)
+        return self._drop_all([i for i, lease in self._leases.items() if lease.owner == owner and lease.kind in pins])
+
+    def holds(self, owner: str) -> bool:
+        """Whether an owner has a lease."""
+        return any(lease.owner == owner for lease in self._leases.values())
+
+    def expire(self, now_s: float) -> int:
+        """Drop every lease whose deadline has passed; returns how many.
+
+        Looks at each of them: renewing changes deadlines, and no order of them would be kept by it.
+        """
+        return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])
+
+    def _affordable(self, slots: SlotList, kind: PinKind) -> tuple[SlotList, int]:
+        if kind is PinKind.SOFT:
+            return slots, 0
+        count = self._table.num_pinnable(slots, self._max_pinned)
+        if kind is PinKind.HARD:
+            room = self._max_hard_pinned - len(self._hard)
+            for index, slot in enumerate(slots.part(0, count).tolist()):
+                room -= slot not in self._hard
+                if room < 0:
+                    count = index
+                    break
+        return slots.part(0, count), len(slots) - count
+
+    def _hold(self, slots: SlotList, kind: PinKind) -> int:
+        if kind is PinKind.SOFT:
+            self._table.prefer(slots.tolist())
+        else:
+            self._table.pin_all(slots)
+        if kind is PinKind.HARD:
+            self._hard.update(slots.tolist())
+        return self._table.order.touch(slots)
+
+    def _drop(self, lease_id: int) -> None:
+        lease = self._leases.pop(lease_id)
+        if lease.kind is PinKind.SOFT:
+            self.num_soft_pins -= 1
+            self._table.end_preference(lease.slots.tolist(), lease.generations)
+            return
+        if lease.kind is PinKind.HARD:
+            self._hard -= Counter(lease.slots.tolist())
+        self._table.unpin_all(lease.slots, lease.stamp)
+
+    def _drop_all(self, lease_ids: list[int]) -> int:
+        for lease_id in lease_ids:
+            self._drop(lease_id)
+        return len(lease_ids)
+
+    def check(self, refs: Counter[int]) -> None:
+        """Add what leases hold to `refs`, and assert that the quota and the soft pins are theirs."""
+        hard: Counter[int] = Counter()
+        soft: Counter[int] = Counter()
+        for lease in self._leases.values():
+            if lease.kind is PinKind.SOFT:
+                living = self._table.lives(lease.slots)
+                soft.update(
+                    slot
+                    for i, slot in enumerate(lease.slots.tolist())
+                    if living[4 * i : 4 * i + 4] == lease.generations[4 * i : 4 * i + 4]
+                )
+                continue
+            assert self._table.lives(lease.slots) == lease.generations, "a pinned slot began a new life"
+            refs.update(lease.slots.tolist())
+            if lease.kind is PinKind.HARD:
+                hard.update(lease.slots.tolist())
+        assert hard == self._hard, "hard pins"
+        num_soft_pins = sum(lease.kind is PinKind.SOFT for lease in self._leases.values())
+        assert num_soft_pins == self.num_soft_pins, "soft pins"
+        assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
+        assert all(soft[slot] >= count for slot, count in self._table.soft.items()), "soft pins without a holder"

@@ -1,0 +1,127 @@
+"""Which ranks write which parts of blocks, claim by claim. No locking here: the pool holds its lock.
+
+Ranks mostly come for the same blocks, so what is known of a claim's blocks are columns, and a rank that comes or ends
+changes a stretch of them at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.pool.slot_lists import Parts, Run, Segment
+from kvstore.pool.slots import SlotTable
+
+
+class PartRuns:
+    """The claims of one pool that are being written in parts.
+
+    Args:
+        table: the pool's slots.
+    """
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        # In order, for runs that repeat.
+        self._runs: dict[Run, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def begin(self, run: Run, num_parts: int, deadline_s: float) -> None:
+        """Note that the blocks of a new claim are written in parts."""
+        count = len(run.slots)
+        none, is_open = np.zeros(count, np.int32), np.ones(count, np.bool_)
+        run.parts = Parts(num_parts, deadline_s, none, none.copy(), is_open, count, {})
+        self._runs[run] = None
+
+    def joinable(self, segment: Segment, part: int, num_parts: int) -> list[int]:
+        """Return for which blocks of a list of slots a rank may come: those of as many parts, for which it did not."""
+        run, place, at, count = segment
+        parts = run.parts
+        if parts is None or parts.num_parts != num_parts:
+            return []
+        came = parts.came.get(part)
+        if came is None:
+            return list(range(at, at + count))
+        found: list[int] = (np.flatnonzero(~came[place : place + count]) + at).tolist()
+        return found
+
+    def come(self, segments: list[Segment], part: int) -> None:
+        """Note that a rank writes its part of blocks from now on."""
+        for run, place, _, count in segments:
+            parts = _parts_of(run)
+            came = parts.came.setdefault(part, np.zeros(len(run.slots), np.bool_))
+            came[place : place + count] = True
+            parts.num_writers[place : place + count] += 1
+
+    def end(self, segments: list[Segment], slots: list[int], *, done: bool) -> list[int]:
+        """Take a rank's part of blocks as `done`, or as given up; doomed slots come back with their last writer.
+
+        Returns:
+            Which blocks of its write are whole now, to be published; none unless done.
+        """
+        doomed, whole = self._table.doomed, list[int]()
+        for run, place, at, count in segments:
+            parts, stretch = _parts_of(run), slice(place, place + count)
+            parts.num_writers[stretch] -= 1
+            parts.num_done[stretch] += int(done)
+            is_whole = (parts.num_done[stretch] == parts.num_parts) & done
+            if doomed:
+                for offset in [i for i, slot in enumerate(slots[at : at + count]) if slot in doomed]:
+                    is_whole[offset] = False
+                    self.leave(run, place + offset)
+            if is_whole.any():
+                found = np.flatnonzero(is_whole)
+                whole += (found + at).tolist()
+                self._close(run, found + place)
+        return whole
+
+    def leave(self, run: Run, place: int) -> None:
+        """Give a doomed slot back if no rank writes to it any more."""
+        parts = run.parts
+        if parts is not None and parts.is_open[place] and not parts.num_writers[place]:
+            self._table.end_writing(run.slots[place])
+            self._close(run, np.array([place]))
+
+    def overdue(self, now_s: float) -> list[tuple[Run, int]]:
+        """Return (claim, place) of each block that is to be given up because not all ranks have come; each once."""
+        late = list[tuple[Run, int]]()
+        for run in self._runs:
+            parts = _parts_of(run)
+            if parts.deadline_s < now_s:
+                parts.deadline_s = float("inf")
+                late += [(run, place) for place in np.flatnonzero(parts.is_open).tolist()]
+        return late
+
+    def _close(self, run: Run, places: npt.NDArray[np.intp]) -> None:
+        parts = _parts_of(run)
+        parts.is_open[places] = False
+        parts.num_open -= len(places)
+        if not parts.num_open:
+            run.parts = None
+            del self._runs[run]
+
+    def check(self, num_writers: dict[int, int]) -> set[int]:
+        """Assert that these write to slots; returns the slots that are written in parts, by whomever.
+
+        Args:
+            num_writers: how many unfinished writes name a slot.
+        """
+        known = set[int]()
+        for run in self._runs:
+            parts = _parts_of(run)
+            assert parts.num_open == int(np.count_nonzero(parts.is_open)) > 0, f"{parts}: open blocks"
+            came = np.sum([*parts.came.values()], axis=0)
+            for place in np.flatnonzero(parts.is_open).tolist():
+                slot, count = run.slots[place], int(parts.num_writers[place])
+                assert num_writers.get(slot, 0) == count, f"slot {slot}: {parts}"
+                assert count + parts.num_done[place] <= came[place] <= parts.num_parts, f"slot {slot}: {parts}"
+                assert slot not in self._table.doomed or count, f"slot {slot}: doomed and nobody writes it"
+                known.add(slot)
+        return known
+
+
+def _parts_of(run: Run) -> Parts:
+    assert run.parts is not None, "not written in parts"
+    return run.parts

@@ -1,0 +1,496 @@
+"""The pool of one tier: slots, index, leases, writes, quarantine. One lock, every step atomic.
+
+The rules it keeps (each has tests in tests/kvstore/pool):
+- selecting a slot and claiming it, finding a block and pinning it, dropping a pin and freeing are
+  single steps under the lock; nobody peeks;
+- a hash can be found only after all its bytes are in place; a failed write was never visible;
+- a slot that a reader holds keeps its address and bytes;
+- release is by lease id, checks the owner, may be repeated, and says whether the lease was held.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count as count_from
+
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.grants import Grant, PinKind, PoolStats, StoreTicket
+from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
+from kvstore.memory.clears import ClearCounts
+from kvstore.memory.presence import PresenceCounts
+from kvstore.pool.hot_chains import hot_chains
+from kvstore.pool.leases import LeaseTable
+from kvstore.pool.slot_checks import check_slots
+from kvstore.pool.slots import SlotTable
+from kvstore.pool.watches import WatchTable
+from kvstore.pool.writes import WriteTable, WriteTerms
+
+__all__ = ["Grant", "PinKind", "Pool", "PoolStats", "StoreTicket"]
+
+_NEVER_S = float("inf")
+#: Of what was cleared so many slots come back in one step, which takes a millisecond or two.
+_SWEPT_AT_ONCE = 2048
+#: Between two steps, so that those who wait for the lock get it.
+_PAUSE_S = 1e-4
+
+
+class Pool:
+    """Slots of one size, found by block hash.
+
+    Owners are names that the caller vouches for. `yield_point` is called with a step's name before each
+    critical section and does nothing in production; tests use it to interleave threads.
+
+    Args:
+        num_slots: number of slots, at least 1.
+        max_pinned: how many slots leases may hold at once; beyond it prefixes are cut short.
+        max_hard_pinned: how many of them hard pins may hold; half of `max_pinned` when None.
+        epoch: the life of the store that this pool belongs to; a random one when None.
+        presence: kept to say which chains begin here.
+        clears: kept to say how often namespaces were cleared; of its own when None.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_pinned: int | None = None,
+        yield_point: Callable[[str], None] = lambda step: None,
+        *,
+        max_hard_pinned: int | None = None,
+        epoch: bytes | None = None,
+        presence: PresenceCounts | None = None,
+        clears: ClearCounts | None = None,
+    ) -> None:
+        if num_slots < 1:
+            raise InvalidRequest(f"num_slots: wanted at least 1, got {num_slots}")
+        self.epoch = secrets.token_bytes(8) if epoch is None else epoch
+        self._lock = threading.Lock()
+        self._yield = yield_point
+        self._table = SlotTable(num_slots, presence)
+        self._watches = WatchTable()
+        self._swept_at_once = _SWEPT_AT_ONCE
+        new_id = count_from(secrets.randbits(48) + 1).__next__
+        most = num_slots if max_pinned is None else max_pinned
+        hard = most // 2 if max_hard_pinned is None else max_hard_pinned
+        self._leases = LeaseTable(self._table, most, hard, self.epoch, new_id)
+        self._clears = ClearCounts() if clears is None else clears
+        self._writes = WriteTable(self._table, self.epoch, new_id, self._watches.settled, self._clears)
+        self._new_id = new_id
+
+    # Reading.
+
+    def lookup(self, chain: Chain) -> int:
+        """Return how many leading blocks of the run are readable here. Changes nothing."""
+        return self.num_ready(chain.namespace, chain.data)
+
+    def num_ready(self, namespace: bytes, data: bytes) -> int:
+        """Return how many leading blocks are readable here, given only their hashes, back to back. Changes nothing."""
+        self._yield("lookup")
+        with self._lock:
+            return self._table.num_ready(namespace, data)
+
+    def pin_prefix(self, chain: Chain, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
+        """Find the readable prefix of a run and pin it, in one step.
+
+        Args:
+            chain: the blocks wanted.
+            owner: who holds the lease; only it can release it.
+            deadline_s: of kvstore.runtime.clock; the lease is never reclaimed before.
+            lease_id: adds the blocks to this lease instead of making one.
+
+        Returns:
+            The prefix that the budget of pins has room for.
+
+        Raises:
+            LeaseReleased: `lease_id` is not held by `owner`; nothing changed.
+            InvalidRequest: `deadline_s` is not a number; nothing changed.
+        """
+        _check_deadline(deadline_s)
+        self._yield("pin_prefix")
+        with self._lock:
+            if lease_id:
+                return self._leases.grow(lease_id, chain, owner, deadline_s)
+            return self._leases.pin(chain, owner, deadline_s, PinKind.LEASE)
+
+    def pin(self, chain: Chain, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
+        """Keep the readable prefix of a run here, strongly (HARD) or by preference (SOFT), until it is released.
+
+        Returns:
+            The prefix that the budgets have room for; `lease_id` is 0 when no block of the run is here.
+
+        Raises:
+            PoolExhausted: blocks are here, but the budget has no room for even the first; nothing changed.
+        """
+        _check_deadline(deadline_s)
+        self._yield("pin")
+        with self._lock:
+            grant = self._leases.pin(chain, owner, deadline_s, kind)
+            if grant.slots:
+                return grant
+            self._leases.release(grant.lease_id, owner)
+        if grant.num_refused:
+            raise PoolExhausted(
+                f"wanted to pin {grant.num_refused} blocks ({kind.name.lower()}), but the budget of pins is used up; "
+                "release leases or pins, or raise max_pinned_fraction or max_hard_pinned_fraction"
+            )
+        return Grant(0, (), epoch=self.epoch)
+
+    def renew(self, lease_id: int, owner: str, deadline_s: float, *, epoch: bytes | None = None) -> bool:
+        """Move a lease's deadline later, never earlier; False when it is not held by `owner` in this epoch."""
+        _check_deadline(deadline_s)
+        self._yield("renew")
+        with self._lock:
+            return epoch in (None, self.epoch) and self._leases.renew(lease_id, owner, deadline_s)
+
+    def release(self, lease_id: int, owner: str, *, epoch: bytes | None = None) -> bool:
+        """Drop a lease; False, with nothing changed, when `owner` does not hold it (any more) in this epoch."""
+        self._yield("release")
+        with self._lock:
+            return epoch in (None, self.epoch) and self._leases.release(lease_id, owner)
+
+    def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Return the life number of each slot."""
+        with self._lock:
+            return tuple(self._table.generation[slot] for slot in slots)
+
+    # Writing.
+
+    def prepare_store(
+        self,
+        chain: Chain,
+        owner: str,
+        *,
+        num_parts: int = 1,
+        part: int = 0,
+        needs_parent: bool = True,
+        deadline_s: float = _NEVER_S,
+        parts_deadline_s: float = _NEVER_S,
+        num_clears: int | None = None,
+    ) -> StoreTicket:
+        """Claim a slot for each block of the run that is not here yet, or join those who write it in parts.
+
+        Blocks that are here are pinned until the write ends, so that making room cannot evict them.
+        When the pool is full the ticket covers the leading blocks that fit.
+
+        Args:
+            chain: the blocks to store.
+            owner: who writes; only it can complete or abort.
+            num_parts: in how many parts a block is written, each by a rank of its own.
+            part: which of them this owner writes.
+            needs_parent: refuse a run whose parent is not here.
+            deadline_s: when the slots come back whether the writer lives or not; it must have stopped before.
+            parts_deadline_s: when a block is given up for which not all ranks have come.
+            num_clears: what `num_clears` said when the blocks' KV began to be kept for this; the present count
+                when None. After a later clearing nothing is claimed or joined, and the ticket has another count.
+
+        Raises:
+            ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
+                here (and `needs_parent`); nothing changed.
+            InvalidRequest: `part` is not one of `num_parts`, or a deadline is not a number; nothing changed.
+        """
+        chain.check_unique()
+        hashes = chain.hashes()
+        if not (isinstance(part, int) and isinstance(num_parts, int) and 0 <= part < num_parts):
+            raise InvalidRequest(f"part: wanted a number below num_parts, got {part!r} of {num_parts!r}")
+        _check_deadline(deadline_s)
+        _check_deadline(parts_deadline_s)
+        terms = WriteTerms(
+            owner=owner, part=part, num_parts=num_parts, deadline_s=deadline_s, parts_deadline_s=parts_deadline_s
+        )
+        self._yield("prepare_store")
+        with self._lock:
+            if num_clears is not None and num_clears != self._clears.get(chain.namespace):
+                return self._writes.refuse(chain.namespace)
+            return self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
+
+    def reserve(self, num_blocks: int, owner: str, *, deadline_s: float = _NEVER_S) -> StoreTicket:
+        """Claim slots for blocks that have no names: nobody can find them, and `abort_store` gives them back.
+
+        Args:
+            num_blocks: all of them or none.
+            owner: who writes; only it can give them back.
+            deadline_s: when they come back whether the writer lives or not; it must have stopped before.
+
+        Raises:
+            PoolExhausted: there are not that many; nothing is claimed, though blocks may have been evicted for it.
+            InvalidRequest: fewer than one block, or the deadline is not a number; nothing changed.
+        """
+        if num_blocks < 1:
+            raise InvalidRequest(f"num_blocks: wanted at least 1, got {num_blocks}")
+        _check_deadline(deadline_s)
+        self._yield("reserve")
+        with self._lock:
+            return self._writes.reserve(num_blocks, WriteTerms(owner=owner, deadline_s=deadline_s))
+
+    def complete_store(
+        self,
+        write_id: int,
+        owner: str,
+        *,
+        count: int | None = None,
+        generations: bytes | None = None,
+        epoch: bytes | None = None,
+    ) -> int:
+        """Say that a writer's bytes are in place, and publish the blocks of which that was the last part.
+
+        Args:
+            write_id: from `prepare_store`.
+            owner: the same as there.
+            count: only the first `count` claimed blocks (whole ones, written front to back); all of them
+                when None, which also ends the write.
+            generations: of the ticket; other ones are refused. Not compared when None.
+            epoch: of the ticket; another one is refused. Not compared when None.
+
+        Returns:
+            How many blocks this call published. 0 when the write is unknown, aborted or ended before.
+
+        Raises:
+            StaleTicket: the generations or the epoch are not those of the ticket; nothing changed.
+            InvalidRequest: `count` with a write of several parts; nothing changed.
+        """
+        self._yield("complete_store")
+        with self._lock:
+            write = self._writes.find(write_id, owner, epoch, generations)
+            num_published = 0 if write is None else self._writes.complete(write_id, write, count)
+            calls = self._watches.take_calls()
+        return _after(calls, num_published)
+
+    def abort_store(
+        self,
+        write_id: int,
+        owner: str,
+        *,
+        quarantine: str = "",
+        generations: bytes | None = None,
+        epoch: bytes | None = None,
+    ) -> int:
+        """Give up what a write has not published; returns how many slots that were.
+
+        Args:
+            write_id: from `prepare_store`.
+            owner: the same as there.
+            quarantine: when set, a transfer may still write to the slots: they are set aside under this
+                name until `end_quarantine`, instead of becoming free.
+            generations: of the ticket; with other ones nothing happens. Not compared when None.
+            epoch: of the ticket; with another one nothing happens. Not compared when None.
+        """
+        self._yield("abort_store")
+        with self._lock:
+            try:
+                write = self._writes.find(write_id, owner, epoch, generations)
+            except StaleTicket:
+                return 0
+            num_lost = 0 if write is None else self._writes.abort(write_id, write, quarantine)
+            calls = self._watches.take_calls()
+        return _after(calls, num_lost)
+
+    def watch(self, chain: Chain, then: Callable[[int], None]) -> int:
+        """Be told when no block of a run is being written any more.
+
+        Args:
+            chain: what somebody else is writing, or several ranks are.
+            then: called once, without the pool's lock, from whatever thread ends the waiting, perhaps this one;
+                with the number of leading blocks that were here at first or were published since. Now, when too many
+                wait already.
+
+        Returns:
+            A number for `end_watch`.
+        """
+        hashes = chain.hashes()
+        self._yield("watch")
+        with self._lock:
+            space, watch_id = self._table.space_of(chain.namespace), self._new_id()
+            pending = set(filter(space.writing.__contains__, hashes))
+            lost = {own for own in hashes if own not in pending and own not in space.ready}
+            self._watches.add(watch_id, hashes, pending, lost, then)
+            calls = self._watches.take_calls()
+        return _after(calls, watch_id)
+
+    def is_watching(self, watch_id: int) -> bool:
+        """Whether a watch has still to be told."""
+        return watch_id in self._watches
+
+    def end_watch(self, watch_id: int) -> None:
+        """Stop waiting: what is still being written does not count. Nothing happens if it was told before."""
+        self._yield("end_watch")
+        with self._lock:
+            self._watches.drop(watch_id)
+            calls = self._watches.take_calls()
+        _after(calls, 0)
+
+    def end_quarantine(self, name: str) -> int:
+        """Free the slots set aside under `name`; only when nothing can write to them any more."""
+        self._yield("end_quarantine")
+        with self._lock:
+            return self._writes.end_quarantine(name)
+
+    # Owners, namespaces, time.
+
+    def release_owner(self, owner: str) -> int:
+        """Drop all leases and unfinished writes of an owner that is gone; returns how many."""
+        self._yield("release_owner")
+        with self._lock:
+            num_dropped = self._leases.release_owner(owner) + self._writes.release_owner(owner)
+            calls = self._watches.take_calls()
+        return _after(calls, num_dropped)
+
+    def release_pins(self, owner: str) -> int:
+        """Drop all pins of an owner that have no reader behind them, hard and soft ones; returns how many."""
+        self._yield("release_pins")
+        with self._lock:
+            return self._leases.release_pins(owner)
+
+    def holds(self, owner: str) -> bool:
+        """Return whether an owner has a lease or an unfinished write."""
+        with self._lock:
+            return self._leases.holds(owner) or self._writes.holds(owner)
+
+    def expire(self, now_s: float) -> int:
+        """Drop every lease and abort every write whose deadline has passed; returns how many."""
+        self._yield("expire")
+        with self._lock:
+            num_dropped = self._leases.expire(now_s) + self._writes.expire(now_s)
+            calls = self._watches.take_calls()
+        return _after(calls, num_dropped)
+
+    def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
+        """Make every block of a namespace's group unfindable at once, and give their slots back, some at a time.
+
+        As `begin_clear`, and then `sweep` until nothing is left, so that the lock is never held for long.
+        """
+        num_cleared = self.begin_clear(namespace, is_news)
+        if num_cleared:
+            self.sweep_all()
+        return num_cleared
+
+    def begin_clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
+        """Make every block of a namespace's group (`group_of`) unfindable in one step; `sweep` gives their slots back.
+
+        Pinned readers finish on the old bytes; unfinished writes will publish nothing.
+
+        Args:
+            namespace: of the blocks.
+            is_news: asked in the same step, before anything new can be stored; when it says no, or raises, nothing
+                changes.
+
+        Returns:
+            How many blocks that were; None when it was no news.
+        """
+        self._yield("clear")
+        with self._lock:
+            if not is_news():
+                return None
+            self._clears.add(namespace)
+            num_cleared = sum(map(self._writes.clear, self._table.cleared_with(namespace)))
+            calls = self._watches.take_calls()
+        return _after(calls, num_cleared)
+
+    def sweep(self) -> bool:
+        """Give some slots of what was cleared back; whether there are more. A claim that is short of slots does too."""
+        self._yield("sweep")
+        with self._lock:
+            self._writes.sweep(self._swept_at_once)
+            return self._writes.has_cleared()
+
+    def sweep_all(self) -> None:
+        """Give all slots of what was cleared back, but let others have the lock in between."""
+        while self.sweep():
+            time.sleep(_PAUSE_S)
+
+    def has_cleared(self) -> bool:
+        """Whether `sweep` has something to do."""
+        with self._lock:
+            return self._writes.has_cleared()
+
+    def num_clears(self, namespace: bytes) -> int:
+        """Return how often a namespace was cleared here, or another that shares its counter."""
+        with self._lock:
+            return self._clears.get(namespace)
+
+    # Looking on.
+
+    def drain_events(self) -> list[tuple[bool, bytes]] | None:
+        """Return and forget what became findable (True, hash) or stopped being so (False, hash), in order.
+
+        None when that were more hashes than slots, and than 16,384, since it was asked last: they are not kept, and
+        `resident_hashes` says how things stand.
+        """
+        with self._lock:
+            events = self._table.take_events()
+        return None if events is None else [(present, own) for present, hashes in events for own in hashes]
+
+    def resident_hashes(self) -> list[bytes]:
+        """Return all findable hashes and forget pending events: a consistent snapshot."""
+        with self._lock:
+            self._table.take_events()
+            return [own for space in self._table.spaces.values() for own in space.ready]
+
+    def hot_chains(self, max_blocks: int) -> list[Chain]:
+        """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
+        with self._lock:
+            return hot_chains(self._table, max_blocks)
+
+    def num_leases(self) -> int:
+        """Return how many leases are held."""
+        with self._lock:
+            return len(self._leases)
+
+    def has_deadlines(self) -> bool:
+        """Whether `expire` may have something to do some day."""
+        with self._lock:
+            return len(self._leases) > 0 or self._writes.has_deadlines()
+
+    @property
+    def num_slots(self) -> int:
+        """All slots."""
+        return self._table.num_slots
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots that are set aside while a transfer may write to them."""
+        return self._table.num_quarantined
+
+    def stats(self) -> PoolStats:
+        """Return counts that belong together."""
+        table = self._table
+        with self._lock:
+            num_ready = table.num_slots - table.num_free - table.num_writing - table.num_quarantined
+            return PoolStats(
+                num_slots=table.num_slots,
+                num_free=table.num_free,
+                num_writing=table.num_writing,
+                num_idle=num_ready - table.num_pinned,
+                num_pinned=table.num_pinned,
+                num_quarantined=table.num_quarantined,
+                num_leases=len(self._leases),
+                num_writes=len(self._writes),
+                num_evicted=table.num_evicted,
+                num_published=table.num_published,
+                num_hard_pinned=self._leases.num_hard_pinned,
+                num_soft_pinned=len(table.soft),
+                num_soft_pins=self._leases.num_soft_pins,
+            )
+
+    def check_integrity(self) -> None:
+        """Assert everything that must hold between two calls; for tests, and cheap enough for small pools."""
+        with self._lock:
+            refs: Counter[int] = Counter()
+            self._leases.check(refs)
+            check_slots(self._table, self._writes.check(refs))
+            held = {slot: count for slot, count in enumerate(self._table.ref_count) if count}
+            assert refs == held, f"held {refs}, counted {held}"
+
+
+def _after(calls: list[Callable[[], None]], result: int) -> int:
+    """Tell watchers what a step settled, now that the lock is let go."""
+    for call in calls:
+        call()
+    return result
+
+
+def _check_deadline(deadline_s: float) -> None:
+    if not deadline_s > -_NEVER_S:
+        raise InvalidRequest(f"deadline_s: wanted a time of kvstore.runtime.clock, got {deadline_s}")

@@ -1,0 +1,173 @@
+"""Blocks that were claimed together, so that a chain is found in a few comparisons instead of one for each block.
+
+What a request asks for is mostly what an earlier one stored, hash for hash: then one comparison of bytes says
+for all of it what as many look-ups in the index would have said. A run knows of its first `num_ready` blocks
+that they are ready; what it does not know is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.blocks.chain import HASH_BYTES
+from kvstore.blocks.grants import PackedInts
+
+_WORDS = HASH_BYTES // 8
+#: So many slots are compared at once.
+_STRETCH = 256
+
+
+@dataclass(slots=True, eq=False)
+class SlotList:
+    """Slots in the order of a chain, ready to be looked at all at once. Nobody changes one.
+
+    Args:
+        index: takes their items out of a column: a slice where they are neighbours, an array else.
+        packed: the same for whoever is told.
+        is_distinct: none of them is there twice.
+    """
+
+    index: slice | npt.NDArray[np.intp]
+    packed: PackedInts
+    is_distinct: bool
+
+    @classmethod
+    def of(cls, slots: list[int]) -> SlotList:
+        """Return any slots in this form."""
+        count = len(slots)
+        if slots and slots[-1] - slots[0] == count - 1:
+            neighbours = range(slots[0], slots[0] + count)
+            if slots == list(neighbours):  # To pack a range takes a fraction of what a list does.
+                return cls(slice(neighbours.start, neighbours.stop), PackedInts.of(neighbours), True)
+        return cls(np.array(slots, np.intp), PackedInts.of(slots), len(set(slots)) == count)
+
+    @classmethod
+    def of_ascending(cls, slots: list[int]) -> SlotList:
+        """Return slots of which each is greater than the one before."""
+        if slots and slots[-1] - slots[0] == len(slots) - 1:
+            neighbours = range(slots[0], slots[-1] + 1)
+            return cls(slice(neighbours.start, neighbours.stop), PackedInts.of(neighbours), True)
+        return cls(np.array(slots, np.intp), PackedInts.of(slots), True)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def tolist(self) -> list[int]:
+        """Return them one by one."""
+        return list(self.packed)
+
+    def part(self, begin: int, end: int) -> SlotList:
+        """Return some of them that follow each other."""
+        if begin == 0 and end == len(self):
+            return self
+        packed = PackedInts(self.packed.packed[4 * begin : 4 * end])
+        if isinstance(self.index, slice):
+            first = self.index.start
+            return SlotList(slice(first + begin, first + end), packed, True)
+        return SlotList(self.index[begin:end], packed, self.is_distinct)
+
+
+def join(pieces: list[SlotList]) -> SlotList:
+    """Return the slots of several lists in one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    packed = PackedInts(b"".join([piece.packed.packed for piece in pieces]))
+    index = np.array(packed, np.intp)
+    return SlotList(index, packed, len(np.unique(index)) == len(index))
+
+
+@dataclass(slots=True, eq=False)
+class Parts:
+    """How far the ranks are that write the blocks of one claim in parts, block by block.
+
+    Args:
+        num_parts: of a block.
+        deadline_s: when blocks are given up for which not all ranks have come.
+        num_writers: how many ranks write a block now.
+        num_done: how many have written it.
+        is_open: it is neither published nor given back.
+        num_open: for how many that is so.
+        came: by part, for which blocks its rank has come.
+    """
+
+    num_parts: int
+    deadline_s: float
+    num_writers: npt.NDArray[np.int32]
+    num_done: npt.NDArray[np.int32]
+    is_open: npt.NDArray[np.bool_]
+    num_open: int
+    came: dict[int, npt.NDArray[np.bool_]]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Blocks of one claim.
+
+    Args:
+        data: their hashes, back to back.
+        slots: slot of each.
+        whole: the same.
+        num_ready: so many from the front are ready, in these slots; never too many.
+        parts: of blocks that ranks are writing.
+    """
+
+    data: bytes
+    slots: list[int]
+    whole: SlotList
+    num_ready: int = 0
+    parts: Parts | None = None
+
+    def num_shared(self, place: int, data: bytes, at: int) -> int:
+        """Return how many blocks from `place` on are ready and the same as those of other hashes from `at` on.
+
+        Args:
+            place: of a block that is ready and is the one at `at`.
+            data: hashes back to back.
+            at: index of a block in them.
+        """
+        most = min(self.num_ready - place, len(data) // HASH_BYTES - at)
+        if most <= 1:
+            return 1
+        begin, end = place * HASH_BYTES, (place + most) * HASH_BYTES
+        if data.startswith(self.data[begin:end], at * HASH_BYTES):
+            return most
+        ours = np.frombuffer(self.data, np.uint64, most * _WORDS, begin)
+        theirs = np.frombuffer(data, np.uint64, most * _WORDS, at * HASH_BYTES)
+        return int((ours != theirs).argmax()) // _WORDS
+
+    def num_same(self, place: int, slots: Sequence[int | None], at: int) -> int:
+        """Return how many slots from `at` on are those from `place` on here; they are the same there."""
+        most, count = min(len(self.slots) - place, len(slots) - at), 1
+        while count < most:
+            end = min(count + _STRETCH, most)
+            if self.slots[place + count : place + end] != slots[at + count : at + end]:
+                break
+            count = end
+        while count < most and self.slots[place + count] == slots[at + count]:
+            count += 1
+        return count
+
+    def published(self, slots: list[int]) -> None:
+        """Note that blocks of it became ready, if they follow those of which it is known."""
+        end = self.num_ready + len(slots)
+        if self.slots[self.num_ready : end] == slots:
+            self.num_ready = end
+
+    def lost(self, place: int) -> None:
+        """Note that a block is not ready any more."""
+        if place < self.num_ready:
+            self.num_ready = place
+
+
+class Segment(NamedTuple):
+    """Some blocks of a claim that follow each other: from `place` on there, from `at` on in a list of slots."""
+
+    run: Run
+    place: int
+    at: int
+    length: int

@@ -1,0 +1,142 @@
+"""What the stores of other nodes answer, taken apart and checked: a peer that answers nonsense counts as lost."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.blocks.grants import IndexArray
+from kvstore.bounds import MAX_SLOTS, clip
+from kvstore.errors import PeerLost, ProtocolError
+from kvstore.mover.transport import PeerDescription
+from kvstore.remote.messages import PeerGrant, unpack_peer_grant
+from kvstore.rpc.framing import unpack_json, unpacked
+
+_T = TypeVar("_T")
+
+_EPOCH_BYTES = 8
+_MAX_AGENT_BYTES, _MAX_GPUS = 1 << 20, 1 << 10
+#: Addresses of a process lie below.
+_ADDRESS_END = 1 << 57
+
+
+def grant_of(payload: bytes, num_wanted: int) -> PeerGrant:
+    """Return what a peer granted of a run of `num_wanted` blocks.
+
+    Raises:
+        PeerLost: that is nonsense.
+    """
+
+    def grant(data: bytes) -> PeerGrant:
+        found = unpack_peer_grant(data)
+        if len(found.slots) > num_wanted:
+            raise ProtocolError(f"wanted at most {num_wanted} slots, got {len(found.slots)}")
+        return found
+
+    return sensible(grant, payload)
+
+
+def epoch_of(hello: dict[str, Any]) -> bytes:
+    """Return the epoch that a store names when it greets.
+
+    Raises:
+        PeerLost: it names none.
+    """
+
+    def epoch(_: bytes) -> bytes:
+        found = bytes.fromhex(hello["epoch"])
+        if len(found) != _EPOCH_BYTES:
+            raise ProtocolError(f"epoch: wanted {_EPOCH_BYTES} bytes, got {len(found)}")
+        return found
+
+    return sensible(epoch, b"")
+
+
+def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]:
+    """Return (life of the peer's mover, where its arena lies).
+
+    Raises:
+        PeerLost: that is nonsense.
+    """
+
+    def transport(data: bytes) -> tuple[int, PeerDescription]:
+        value = unpack_json(data)
+        return int(value["generation"]), _described(value, same_host=same_host)
+
+    return sensible(transport, payload)
+
+
+def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescription]]:
+    """Return (slab, life of the mover, slots that hold nothing, where it lies) of each stage of a peer.
+
+    Args:
+        payload: of the peer's answer.
+        into: the stage here that READs from them fill.
+
+    Raises:
+        PeerLost: that is nonsense.
+    """
+
+    def stages(data: bytes) -> list[tuple[int, int, int, PeerDescription]]:
+        found = []
+        for value in unpack_json(data)["stages"]:
+            description = _described(value, gpu=int(value["gpu"]), into=into)
+            num_warm = int(value["num_warm"])
+            if not 0 < num_warm <= description.num_slots:
+                raise ProtocolError(f"wanted 1 to {description.num_slots} slots for warming up, got {num_warm}")
+            found.append((int(value["slab"]), int(value["generation"]), num_warm, description))
+        return found
+
+    return sensible(stages, payload)
+
+
+def check_slots(slots: IndexArray | Sequence[int], description: PeerDescription, block_bytes: int) -> None:
+    """Make sure that slots lie in a peer's slab, and hold blocks.
+
+    Raises:
+        PeerLost: they do not.
+    """
+    found = np.asarray(slots)
+    least, most = (found.min(), found.max()) if len(found) else (0, 0)
+    if least < 0 or most >= description.num_slots:
+        raise PeerLost(f"wanted slots of a peer from 0 to {description.num_slots - 1}, got {least} to {most}")
+    if description.slot_bytes < block_bytes:
+        raise PeerLost(f"wanted slots of a peer of at least {block_bytes} bytes, got {description.slot_bytes}")
+
+
+def _described(value: dict[str, Any], *, same_host: bool = False, gpu: int = 0, into: int = 0) -> PeerDescription:
+    agent, address = str(value["agent"]), int(value["address"])
+    slot_bytes, num_slots = int(value["slot_bytes"]), int(value["num_slots"])
+    # A stage has a few more slots than its pool, for warming up.
+    sizes_fit = slot_bytes > 0 and 0 < num_slots <= 2 * MAX_SLOTS and slot_bytes * num_slots < _ADDRESS_END
+    if not sizes_fit or not 0 <= address <= _ADDRESS_END - slot_bytes * num_slots or not 0 <= gpu < _MAX_GPUS:
+        raise ProtocolError(
+            f"wanted a slab that can be, got {clip(num_slots)} slots of {clip(slot_bytes)} bytes at {clip(address)} "
+            f"on GPU {clip(gpu)}"
+        )
+    if len(agent) > _MAX_AGENT_BYTES:
+        raise ProtocolError(f"agent: wanted at most {_MAX_AGENT_BYTES} characters, got {len(agent)}")
+    return PeerDescription(
+        agent=base64.b64decode(agent, validate=True),
+        address=address,
+        slot_bytes=slot_bytes,
+        num_slots=num_slots,
+        same_host=same_host,
+        gpu=gpu,
+        into=into,
+    )
+
+
+def sensible(unpack: Callable[[bytes], _T], payload: bytes) -> _T:
+    """Take what a peer answered apart.
+
+    Raises:
+        PeerLost: that is nonsense.
+    """
+    try:
+        return unpacked(unpack, payload)
+    except ProtocolError as error:
+        raise PeerLost(f"a peer answered what no store of this version does: {error}") from error

@@ -1,0 +1,206 @@
+"""The directory: block hash -> nodes. A hint: wrong entries cost a question, never a wrong byte.
+
+Stores send what became findable and what stopped being so, in batches; on each new connection a store begins with a
+full announcement, so that the index is whole again after the directory died or a batch was lost. With the batches
+they tell which namespaces were cleared, and hear which others were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from dataclasses import dataclass
+
+from kvstore.blocks.chain import decode_chain
+from kvstore.bounds import clip
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import IncompatibleStore, ProtocolError
+from kvstore.remote.announcements import Batch, unpack_batch
+from kvstore.remote.directory_index import DirectoryIndex
+from kvstore.remote.peers import PeerAddress
+from kvstore.remote.versions import NamespaceVersions, pack_versions
+from kvstore.rpc.connection import Connection
+from kvstore.rpc.framing import Message, Op, is_secret, pack_json, unpack_json
+from kvstore.rpc.messages import OWNER_KEY_BYTES
+from kvstore.rpc.server import ControlServer
+from kvstore.runtime import clock
+
+__all__ = ["SETTLE_S", "DirectoryIndex", "DirectoryServer"]
+
+#: For so long after its start, or after a store was lost, a directory does not say that there is only one node:
+#: another one may be on its way (a heartbeat of 5 s, a pause of 1 s, and a call's 5 s to find the directory).
+SETTLE_S = 15.0
+#: Between two steps in which entries of forgotten stores are taken out; a step takes some milliseconds.
+_SWEEP_EVERY_S = 0.05
+_EPOCH_BYTES, _MAX_NODE_ID = 8, 200
+#: A batch has some thousand blocks, and the versions of all namespaces at most.
+_MAX_MESSAGE_BYTES = 8 << 20
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connection of a store, and what was announced on it.
+
+    `life` is the announcement that is whole, `coming` the one that is under way; 0 where there is none.
+    """
+
+    node_id: str
+    epoch: bytes
+    #: Drawn by the store. Many know its epoch, and this tells whether an earlier connection was its own.
+    owner: bytes
+    connection: Connection
+    sequence: int = 0
+    life: int = 0
+    coming: int = 0
+    #: Up to which serial of the versions it was told.
+    told: int = 0
+
+
+class DirectoryServer:
+    """Serves one index to the stores of a cluster over TCP.
+
+    What a connection announces is of the node and the epoch that it named in its HELLO, and it alone takes that
+    back: by its end, or by the next announcement of the same epoch and owner. So a store that says it is of another's
+    node adds wrong hints at worst.
+
+    Args:
+        host: address of this node, as other nodes reach it.
+        settle_s: how long it does not say that a node is the only one; 0 for the first directory of a store, all of
+            whose nodes are yet to come.
+    """
+
+    def __init__(self, host: str, settle_s: float = SETTLE_S) -> None:
+        self.index = DirectoryIndex()
+        self._token = secrets.token_hex(16)
+        self._host = host
+        self._settle_s = settle_s
+        self._settled_at_s = clock.now_s() + settle_s
+        self._links: dict[str, _Link] = {}
+        self._lives = itertools.count(1)
+        self._versions = NamespaceVersions()
+        #: Connections that were told which node is the only one; closed when there is another.
+        self._lonely: dict[str, Connection] = {}
+        self._server = ControlServer(
+            self._serve, self._gone, self.index.sweep, lambda: self.index.is_sweeping, _SWEEP_EVERY_S,
+            max_bytes={"store": _MAX_MESSAGE_BYTES},
+        )  # fmt: skip
+        self._server.listen_remote(host)
+        self._server.start()
+
+    def address(self) -> PeerAddress:
+        """Return where stores reach this directory."""
+        return PeerAddress(self._host, self._server.port, self._token)
+
+    def is_serving(self, within_s: float) -> bool:
+        """Whether the thread that serves the stores answers within so many seconds."""
+        return self._server.is_serving(within_s)
+
+    def version(self, namespace: bytes) -> int:
+        """Return the highest version of a namespace that was heard of here."""
+        return self._versions.get(namespace)
+
+    def hear_clearing(self, namespace: bytes, version: int) -> bool:
+        """Note a clearing, for stores that are away; whether it is news. Each hears of it when it publishes next."""
+        return self._versions.hear(namespace, version)
+
+    def stop(self) -> None:
+        """Stop serving."""
+        self._server.stop()
+
+    def _serve(self, connection: Connection, message: Message) -> bytes | None:
+        if message.op is Op.HELLO:
+            return self._hello(connection, message)
+        link = self._links.get(connection.owner)
+        if link is None:
+            raise ProtocolError("wanted HELLO first")
+        if message.op is Op.LOCATE:
+            chain = decode_chain(message.payload)
+            only = self._only_node()
+            if only:
+                self._lonely[connection.owner] = connection
+            return pack_json({"nodes": self.index.locate(chain.hashes()), "only": only})
+        if message.op is Op.PUBLISH:
+            return self._publish(link, unpack_batch(message.payload))
+        raise ProtocolError(f"a directory does not serve {message.op.name}")
+
+    def _hello(self, connection: Connection, message: Message) -> bytes:
+        value = unpack_json(message.payload)
+        if value.get("protocol") != PROTOCOL_VERSION:
+            raise IncompatibleStore(
+                f"wanted protocol {PROTOCOL_VERSION}, got {clip(value.get('protocol'))}; run one version everywhere"
+            )
+        if not is_secret(value.get("token"), self._token):
+            raise IncompatibleStore("wrong token; connect through the cluster that runs this directory")
+        node_id, epoch, owner = value.get("node"), _bytes_in(value, "epoch"), _bytes_in(value, "owner")
+        is_node = isinstance(node_id, str) and 0 < len(node_id) <= _MAX_NODE_ID
+        if not is_node or len(epoch) != _EPOCH_BYTES or len(owner) != OWNER_KEY_BYTES:
+            raise ProtocolError(
+                f"wanted a node of at most {_MAX_NODE_ID} characters, an epoch and an owner of {_EPOCH_BYTES} bytes "
+                f"in hexadecimal, got {clip(node_id)}, {clip(value.get('epoch'))} and {clip(value.get('owner'))}"
+            )
+        connection.role = "store"
+        self._links[connection.owner] = _Link(str(node_id), epoch, owner, connection)
+        return pack_json({"protocol": PROTOCOL_VERSION})
+
+    def _only_node(self) -> str:
+        """Return the only node that has a store, as far as can be known; nothing if there may be others."""
+        nodes = self.index.nodes()
+        return nodes[0] if len(nodes) == 1 and clock.now_s() >= self._settled_at_s else ""
+
+    def _publish(self, link: _Link, batch: Batch) -> bytes:
+        """Take a batch in; returns the versions that this connection has not been told."""
+        if batch.sequence != link.sequence + 1 or not (batch.begins or link.life or link.coming):
+            raise ProtocolError(
+                f"wanted batch {link.sequence + 1}, with a full announcement first, got batch {batch.sequence}; "
+                "connect again"
+            )
+        link.sequence = batch.sequence
+        self._versions.hear_all(batch.versions)
+        if batch.begins:
+            self._begin(link)
+        for life in (link.life, link.coming):
+            if life:
+                self.index.remove(link.node_id, batch.removed, life)
+        self.index.add(link.node_id, batch.added, link.coming or link.life)
+        if batch.ends and link.coming:
+            self._forget(link, link.life)
+            link.life, link.coming = link.coming, 0
+        if len(self.index.nodes()) > 1:
+            for lonely in self._lonely.values():
+                lonely.shut_down()  # Before the new node hears that it is known here.
+            self._lonely.clear()
+        link.told, news = self._versions.since(link.told)
+        return pack_versions({n: version for n, version in news.items() if batch.versions.get(n) != version})
+
+    def _begin(self, link: _Link) -> None:
+        """Begin a full announcement; the one before it counts until this one is whole."""
+        self._forget(link, link.coming)
+        link.coming = next(self._lives)
+        for other in self._links.values():
+            is_same = (other.node_id, other.epoch, other.owner) == (link.node_id, link.epoch, link.owner)
+            if is_same and other is not link and other.sequence:
+                # The same store over an earlier connection, whose end was not seen here.
+                self._forget(other, other.coming)
+                self._forget(link, link.life)
+                link.life, other.life, other.coming = other.life, 0, 0
+                other.connection.shut_down()
+
+    def _forget(self, link: _Link, life: int) -> None:
+        if life:
+            self.index.forget(link.node_id, life)
+
+    def _gone(self, connection: Connection) -> None:
+        self._lonely.pop(connection.owner, None)
+        link = self._links.pop(connection.owner, None)
+        if link is not None and (link.life or link.coming):
+            # It may come back, with what it holds.
+            self._settled_at_s = clock.now_s() + self._settle_s
+            self._forget(link, link.life)
+            self._forget(link, link.coming)
+
+
+def _bytes_in(hello: dict[str, object], name: str) -> bytes:
+    try:
+        return bytes.fromhex(str(hello.get(name)))
+    except ValueError:
+        return b""

@@ -1,0 +1,305 @@
+"""A store's link to the directory: publishes what it holds in batches, asks where blocks are.
+
+With each batch it tells which namespaces were cleared, and hears of clearings that passed it by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.blocks.chain import Chain
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
+from kvstore.pool.pool import Pool
+from kvstore.remote.announcements import Announcements, pack_batch
+from kvstore.remote.peers import PeerAddress
+from kvstore.remote.sole_node import Solitude
+from kvstore.remote.versions import NamespaceVersions, unpack_versions
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.connect import connect_remote
+from kvstore.rpc.framing import Op, unpack_json, unpacked
+from kvstore.rpc.messages import OWNER_KEY_BYTES
+from kvstore.runtime import clock
+from kvstore.runtime.guard import Guard
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+#: A directory that did not answer in time is asked again later than one that refused: each try costs a load its time.
+_RETRY_HUNG_S = 5.0
+_HEARTBEAT_S = 5.0
+#: How long a lookup's answer may stand in for asking again, and how many are kept.
+_REMEMBERED_S, _MAX_REMEMBERED = 2.0, 1024
+#: Of one answer of the directory, which has the best nodes first.
+_MAX_NODES = 256
+#: Who waits for a batch to be published waits no longer than this, plus a tick of the control thread.
+_ANSWER_WITHIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Who is called back when batch number `batch` has been published, or at `until_s` in any case."""
+
+    then: Callable[[], None]
+    batch: int
+    until_s: float
+
+
+class Hints:
+    """Two connections to the directory, one to publish and one to ask, so that neither waits for the other.
+
+    Args:
+        resolve: finds the directory through the cluster; called on first contact and after failures only.
+        versions: of the namespaces that this store has heard were cleared.
+        clear: called, on the link's thread, with a namespace and a version that the directory knows and the store
+            may not.
+        say_alone: told whether this node is the only one that has blocks, as `is_alone` says it, without being asked.
+        epoch: this life of the store, by which the directory tells its connections from those of another life.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        resolve: Callable[[], PeerAddress],
+        timeout_s: float,
+        versions: NamespaceVersions,
+        clear: Callable[[bytes, int], object],
+        say_alone: Callable[[bool], None] = lambda alone: None,
+        epoch: bytes | None = None,
+    ) -> None:
+        self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
+        self._epoch = secrets.token_bytes(8) if epoch is None else epoch
+        #: By which the directory knows that connections are of this store: its epoch is known to many.
+        self._owner_key = secrets.token_bytes(OWNER_KEY_BYTES)
+        self._versions, self._clear, self._told = versions, clear, 0
+        self._announcements = Announcements()
+        self._condition = threading.Condition()
+        self._waiting: list[_Waiting] = []
+        self._num_begun = 0
+        self._pending = self._stopping = self._is_away = False
+        self._publisher: ControlClient | None = None
+        self._asker: ControlClient | None = None
+        self._ask_lock = threading.Lock()
+        #: The directory knew of no other node. It closes the connection of who was told so when there is one.
+        self._is_only = False
+        self._solitude = Solitude(say_alone)
+        self._ask_after_s = 0.0
+        self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
+        self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
+
+    def start(self, timeout_s: float) -> None:
+        """Make contact, and wait for it: a new store hears which namespaces were cleared before it keeps a block.
+
+        A directory that is away, or takes longer than `timeout_s`, tells later.
+        """
+        done = threading.Event()
+        self._thread.start()
+        self.publish_soon(done.set)
+        done.wait(timeout_s)
+
+    def follow(self, pool: Pool) -> None:
+        """Publish what `pool` holds from now on."""
+        self._announcements.follow(pool)
+        self.publish_soon()
+
+    def forget(self) -> None:
+        """Have the directory forget what this node holds, until `follow`: nobody gets it here any more."""
+        self._announcements.follow(None)
+        self.publish_soon()
+
+    def publish_soon(self, then: Callable[[], None] | None = None) -> None:
+        """Publish what changed; `then` is called afterwards.
+
+        It is called at once when the directory is known to be away, and by `answer_overdue` when it is slow: a
+        save is complete when its node can find it, and a directory that hangs must not make it fail.
+        """
+        with self._condition:
+            at_once = then is not None and (self._stopping or self._is_away)
+            if not self._stopping:
+                self._pending = True
+                if then is not None and not at_once:
+                    self._waiting.append(_Waiting(then, self._num_begun + 1, clock.now_s() + _ANSWER_WITHIN_S))
+                self._condition.notify()
+        if at_once and then is not None:
+            then()
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for a batch to be published."""
+        return len(self._waiting)
+
+    def answer_overdue(self) -> None:
+        """Call back who waited long enough; the directory will hear later."""
+        now_s = clock.now_s()
+        self._answer(lambda waiting: waiting.until_s < now_s)
+
+    def _answer(self, is_due: Callable[[_Waiting], bool]) -> None:
+        with self._condition:
+            due = [waiting for waiting in self._waiting if is_due(waiting)]
+            self._waiting = [waiting for waiting in self._waiting if not is_due(waiting)]
+        for waiting in due:
+            try:
+                waiting.then()
+            except Exception:
+                logger.exception("hints: a save could not be told that it is complete")
+
+    def locate(self, chain: Chain, until_s: float = math.inf) -> list[tuple[str, int]]:
+        """Return (node, prefix length) of the nodes that may hold a run; empty when the directory is away.
+
+        One blocking call, unless this node is the only one.
+
+        Args:
+            chain: the run.
+            until_s: when nothing is asked any more because others are still being answered.
+        """
+        if self.is_alone():
+            return []
+        left_s = max(0.0, until_s - clock.now_s())
+        if not self._ask_lock.acquire(timeout=left_s if left_s < threading.TIMEOUT_MAX else -1):
+            return []
+        try:
+            return self._locate(chain)
+        finally:
+            self._ask_lock.release()
+
+    def _locate(self, chain: Chain) -> list[tuple[str, int]]:
+        started_s = clock.now_s()
+        if started_s < self._ask_after_s:
+            return []
+        self._is_only = False
+        self._solitude.end()
+        try:
+            nodes, only = unpacked(lambda answer: _located(answer, len(chain)), self._ask(chain.encode()))
+        except KVStoreError as error:
+            hung = isinstance(error, TransferTimeout) or clock.now_s() - started_s > _RETRY_S
+            self._ask_after_s = clock.now_s() + (_RETRY_HUNG_S if hung else _RETRY_S)
+            logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
+            return []
+        self._is_only = only == self._node_id
+        if self._is_only and self._asker is not None:
+            self._solitude.begin(self._asker)
+        return nodes
+
+    def _ask(self, chain: bytes) -> bytes:
+        """Ask over the connection that there is, or over a new one when that has been closed.
+
+        A directory closes it that has met another node since, and one that ended did.
+        """
+        if self._asker is not None and not self._asker.closed:
+            with contextlib.suppress(PeerLost):
+                return self._asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
+        self._asker = self._connect()
+        return self._asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
+
+    def is_alone(self) -> bool:
+        """Whether no other node holds anything, as far as is known without asking. Waits for nothing."""
+        asker = self._asker
+        return self._is_only and asker is not None and asker.is_quiet()
+
+    def remember(self, block_hash: bytes, nodes: list[tuple[str, int]]) -> None:
+        """Note where a run that begins with a block was found: an engine that looked up soon loads."""
+        # No lock, here and in `recall`: each step is one operation on the dict, and a lost hint costs a question.
+        if len(self._remembered) >= _MAX_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[block_hash] = (clock.now_s() + _REMEMBERED_S, nodes)
+
+    def recall(self, block_hash: bytes) -> list[tuple[str, int]]:
+        """Return, once, what `remember` was told a moment ago; empty otherwise."""
+        until_s, nodes = self._remembered.pop(block_hash, (0.0, []))
+        return nodes if clock.now_s() < until_s else []
+
+    def stop(self) -> None:
+        """End the thread and close the connections."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        self._solitude.end()
+        for client in (self._publisher, self._asker):
+            if client is not None:
+                client.close()
+
+    def _connect(self) -> ControlClient:
+        address = self._resolve()
+        hello = {
+            "role": "store",
+            "protocol": PROTOCOL_VERSION,
+            "token": address.token,
+            "node": self._node_id,
+            "epoch": self._epoch.hex(),
+            "owner": self._owner_key.hex(),
+        }
+        return connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
+
+    def _run(self) -> None:
+        guard = Guard(logger, "hints: a round of publishing")
+        while not self._stopping:
+            try:
+                self._round()
+                guard.passed()
+            except Exception as error:  # noqa: BLE001 - logged by the guard; nothing else publishes.
+                self._rest(guard.failed(error))
+        self._answer(lambda waiting: True)
+
+    def _round(self) -> None:
+        """Wait for something to publish, or for the heartbeat's time, and publish a batch."""
+        with self._condition:
+            if not self._pending and not self._stopping:
+                self._condition.wait(_HEARTBEAT_S)
+            if self._stopping:
+                return
+            self._pending = False
+            self._num_begun += 1
+            number = self._num_begun
+        is_there = False
+        try:
+            is_there = self._publish()
+        finally:
+            self._is_away = not is_there
+            if self._is_away or self._announcements.are_changes_told:
+                self._answer(lambda waiting: waiting.batch <= number)
+            if self._is_away or not self._announcements.is_all_told:
+                with self._condition:
+                    self._pending = True
+        if self._is_away:
+            self._rest(_RETRY_S)
+
+    def _rest(self, seconds: float) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._stopping, seconds)
+
+    def _publish(self) -> bool:
+        """Tell the directory one batch, and hear which namespaces were cleared; whether it was there."""
+        try:
+            if self._publisher is None or self._publisher.closed:
+                self._publisher, self._told = self._connect(), 0
+                self._announcements.begin_connection()
+            told, versions = self._versions.since(self._told)
+            # Sent even when empty: that is how a directory that was restarted is noticed.
+            batch = pack_batch(self._announcements.next(versions))
+            news = unpack_versions(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
+        except Exception as error:
+            # What this batch told may be lost with the connection: the next one begins with a full announcement.
+            if self._publisher is not None:
+                self._publisher.close()
+            if not isinstance(error, KVStoreError):
+                raise
+            logger.info("could not publish hints: %s; will announce everything anew", error)
+            return False
+        self._told = told
+        self._versions.hear_all(news, self._clear)
+        return True
+
+
+def _located(payload: bytes, num_blocks: int) -> tuple[list[tuple[str, int]], str]:
+    """Return (nodes that may have the begin of a run, and how much of it; the only node that has anything)."""
+    value = unpack_json(payload)
+    found = [(str(node), min(int(count), num_blocks)) for node, count in value["nodes"][:_MAX_NODES]]
+    return [(node, count) for node, count in found if count > 0], str(value.get("only"))

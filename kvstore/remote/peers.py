@@ -1,0 +1,245 @@
+"""Connections to other nodes' stores: found once through the cluster, then direct.
+
+A peer that failed is left alone for a while, longer each time: a node that vanished only times out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable, TransferError
+from kvstore.mover.transport import PeerDescription
+from kvstore.remote.answers import epoch_of, grant_of, transport_of
+from kvstore.remote.messages import PeerGrant, PeerLease, pack_peer_lease
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.connect import connect_remote
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import OWNER_KEY_BYTES, U64
+from kvstore.runtime import clock
+
+_BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
+#: So long after its back-off nobody remembers that a node failed.
+_FORGIVEN_AFTER_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """Where a store or directory listens, and the secret that it wants to hear."""
+
+    host: str
+    port: int
+    token: str
+
+
+#: Finds the address of a node's store through the cluster; raises StoreUnavailable or PeerLost.
+Resolver = Callable[[str], PeerAddress]
+
+
+@dataclass(slots=True)
+class Peer:
+    """An open connection to the store of another node."""
+
+    node_id: str
+    client: ControlClient
+    epoch: bytes
+    #: By which it knows what this store holds there.
+    owner_key: bytes
+    same_host: bool = False
+    #: Connections of their own for questions whose answers may take long; each carries one at a time.
+    spare: list[ControlClient] = field(default_factory=list)
+    _transport: tuple[int, PeerDescription] | None = field(default=None)
+
+    def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
+        """Ask for a lease: one blocking call; `meanwhile` is called, and must not raise, before it is waited for."""
+        answer = self._ask(Op.PEER_LEASE, pack_peer_lease(lease), timeout_s, meanwhile)
+        return grant_of(answer, len(lease.chain))
+
+    def _ask(self, op: Op, payload: bytes, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> bytes:
+        """Ask; a refusal for whatever reason is a loss, for another peer may not refuse."""
+        try:
+            return self.client.call(op, payload, timeout_s=timeout_s, meanwhile=meanwhile)
+        except (TransferError, StoreUnavailable):
+            raise
+        except KVStoreError as error:
+            raise PeerLost(f"node {self.node_id} refused: {type(error).__name__}: {error}") from error
+
+    def release(self, lease_id: int) -> None:
+        """Give a lease back without waiting."""
+        self.client.send(Op.PEER_RELEASE, U64.pack(lease_id))
+
+    def close(self) -> None:
+        """Close all connections that nobody uses now, and the common one."""
+        self.client.close()
+        while self.spare:
+            self.spare.pop().close()
+
+    def known_transport(self, generation: int) -> tuple[str, PeerDescription] | None:
+        """Return what `transport` does if nobody has to be asked for it."""
+        found = self._transport
+        if found is None or found[0] != generation:
+            return None
+        return f"{self.node_id}/{self.epoch.hex()}/{generation}", found[1]
+
+    def transport(self, generation: int, timeout_s: float) -> tuple[str, PeerDescription]:
+        """Return (name, description) of the peer's slab as of one life of its mover; asked for once."""
+        if self._transport is None or self._transport[0] != generation:
+            found = transport_of(self._ask(Op.PEER_TRANSPORT, b"", timeout_s), self.same_host)
+            if found[0] != generation:
+                raise PeerLost(f"the mover of node {self.node_id} was replaced meanwhile; try again")
+            self._transport = found
+        return f"{self.node_id}/{self.epoch.hex()}/{generation}", self._transport[1]
+
+
+class PeerBook:
+    """All peers of one store.
+
+    Args:
+        own_epoch: this life of the store.
+        resolve: finds a node's address through the cluster; called on first contact and after failures only.
+    """
+
+    def __init__(self, own_node_id: str, own_epoch: bytes, resolve: Resolver, timeout_s: float) -> None:
+        self.own_node_id, self._own_epoch = own_node_id, own_epoch
+        self._resolve, self._timeout_s = resolve, timeout_s
+        self._secret = secrets.token_bytes(16)
+        self._lock = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+        self._failures: dict[str, tuple[int, float]] = {}
+
+    def is_usable(self, node_id: str) -> bool:
+        """Whether a node may be asked now: not this one, not backed off."""
+        if node_id == self.own_node_id:
+            return False
+        return clock.now_s() >= self._failures.get(node_id, (0, 0.0))[1]
+
+    def known(self, node_id: str) -> Peer | None:
+        """Return a peer, this node as its own too, if a connection is open and it did not fail of late."""
+        if node_id != self.own_node_id and not self.is_usable(node_id):
+            return None
+        peer = self._peers.get(node_id)
+        return peer if peer is not None and not peer.client.closed else None
+
+    def get(self, node_id: str) -> Peer:
+        """Return an open connection to a node's store.
+
+        Raises:
+            PeerLost: it cannot be reached; it is backed off.
+        """
+        with self._lock:
+            peer = self._peers.get(node_id)
+        if peer is not None and not peer.client.closed:
+            return peer
+        client = self._connect(node_id)
+        same_host = client.is_to_this_host()
+        peer = Peer(node_id, client, epoch_of(client.hello), self._owner_key(node_id), same_host)
+        with self._lock:
+            old = self._peers.get(node_id)
+            if old is not None and not old.client.closed:
+                client.close()
+                return old
+            ended = [self._peers.pop(known) for known, old in [*self._peers.items()] if old.client.has_ended()]
+            self._peers[node_id] = peer
+        for old in ended:
+            # Of nodes that nobody may ask again: each would keep a descriptor for ever.
+            old.close()
+        return peer
+
+    def of_life(self, node_id: str, epoch: bytes) -> Peer:
+        """Return an open connection to a node's store, to that life of it if that is the one which runs now.
+
+        A connection to a store that has ended stays open until somebody uses it.
+
+        Raises:
+            PeerLost: it cannot be reached; it is backed off.
+        """
+        peer = self.get(node_id)
+        if peer.epoch == epoch:
+            return peer
+        with contextlib.closing(self._connect(node_id)) as client:
+            if client.hello["epoch"] == peer.epoch.hex():
+                return peer
+        with self._lock:
+            if self._peers.get(node_id) is peer:
+                del self._peers[node_id]
+        peer.close()
+        return self.get(node_id)
+
+    def _owner_key(self, node_id: str) -> bytes:
+        # Another one for each node: a peer that knows its own cannot pass for this store at others.
+        return hashlib.blake2b(node_id.encode(), key=self._secret, digest_size=OWNER_KEY_BYTES).digest()
+
+    def _connect(self, node_id: str) -> ControlClient:
+        try:
+            address = self._resolve(node_id)
+            hello = {
+                "role": "peer",
+                "protocol": PROTOCOL_VERSION,
+                "token": address.token,
+                "node": self.own_node_id,
+                "epoch": self._own_epoch.hex(),
+                "owner": self._owner_key(node_id).hex(),
+            }
+            client = connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(client.close)
+                epoch_of(client.hello)
+                on_error.pop_all()
+            return client
+        except (KVStoreError, OSError) as error:
+            self.failed(node_id)
+            raise PeerLost(f"the store of node {node_id} cannot be reached: {error}") from error
+
+    def take_spare(self, peer: Peer) -> ControlClient:
+        """Return a connection to a peer that nobody else uses until `keep_spare`.
+
+        Raises:
+            PeerLost: it cannot be reached, and is backed off; or its store was restarted.
+        """
+        with contextlib.suppress(IndexError):
+            return peer.spare.pop()
+        connection = self._connect(peer.node_id)
+        if connection.hello["epoch"] != peer.epoch.hex():
+            connection.close()
+            raise PeerLost(f"the store of node {peer.node_id} was restarted; try again")
+        return connection
+
+    def keep_spare(self, peer: Peer, connection: ControlClient) -> None:
+        """Take a connection of `take_spare` back."""
+        if peer.client.closed:
+            connection.close()
+        elif not connection.closed:
+            peer.spare.append(connection)
+
+    def failed(self, node_id: str) -> None:
+        """Note a failure: the connection is dropped and the node left alone for a while.
+
+        Loads that fail while it is left alone had begun before: all of them together are one failure.
+        """
+        with self._lock:
+            peer = self._peers.pop(node_id, None)
+            count, until_s = self._failures.get(node_id, (0, 0.0))
+            now_s = clock.now_s()
+            self._failures = {n: f for n, f in self._failures.items() if f[1] + _FORGIVEN_AFTER_S > now_s}
+            if now_s >= until_s:
+                pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
+                self._failures[node_id] = (count + 1, now_s + pause_s)
+        if peer is not None:
+            peer.close()
+
+    def succeeded(self, node_id: str) -> None:
+        """Note a success: earlier failures are forgotten."""
+        if node_id in self._failures:
+            self._failures.pop(node_id, None)
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()

@@ -1,0 +1,79 @@
+"""Single flight: of several loads that miss one block, one fetches it and the others wait, holding no thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.runtime import clock
+
+if TYPE_CHECKING:
+    from kvstore.remote.fetch import Load
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Blocks on their way here, and the loads that are parked until it is over."""
+
+    waiting: list[Load] = field(default_factory=list)
+
+
+class Flights:
+    """Which blocks are on their way to one node.
+
+    Args:
+        resume: called with a parked load when its flight is over, well or not, or its own deadline has passed.
+            Any thread; must not block.
+    """
+
+    def __init__(self, resume: Callable[[Load], None]) -> None:
+        self._resume = resume
+        self._lock = threading.Lock()
+        self._flights: dict[bytes, Flight] = {}
+        self.num_waiting = 0
+
+    def lead(self, block_hash: bytes, load: Load) -> Flight | None:
+        """Take the lead in fetching a block, to be ended with `leave`; None when another load has it.
+
+        Then this one is parked, and `resume` says when to look again.
+        """
+        mine = Flight()
+        with self._lock:
+            flight = self._flights.setdefault(block_hash, mine)
+            if flight is mine:
+                return mine
+            flight.waiting.append(load)
+            self.num_waiting += 1
+            return None
+
+    def enter(self, hashes: list[bytes], flight: Flight) -> list[bytes]:
+        """Note that more blocks come with `flight`; returns those that nobody else had noted, for `leave`."""
+        with self._lock:
+            new = [block_hash for block_hash in hashes if block_hash not in self._flights]
+            self._flights.update(dict.fromkeys(new, flight))
+            return new
+
+    def leave(self, hashes: list[bytes], flight: Flight) -> None:
+        """End a flight: forget its blocks and let the loads go on that wait for it."""
+        with self._lock:
+            for block_hash in hashes:
+                del self._flights[block_hash]
+            waiting, flight.waiting = flight.waiting, []
+            self.num_waiting -= len(waiting)
+        for load in waiting:
+            self._resume(load)
+
+    def give_up_overdue(self) -> None:
+        """Resume the parked loads whose own time is over, whatever becomes of their flights."""
+        if self.num_waiting == 0:
+            return
+        now_s, overdue = clock.now_s(), []
+        with self._lock:
+            for flight in set(self._flights.values()):
+                overdue += [load for load in flight.waiting if load.deadline_s < now_s]
+                flight.waiting = [load for load in flight.waiting if load.deadline_s >= now_s]
+            self.num_waiting -= len(overdue)
+        for load in overdue:
+            self._resume(load)

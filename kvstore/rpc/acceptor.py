@@ -1,0 +1,134 @@
+"""Taking connections from listening sockets, also when the process runs out of descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+
+from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.loop import ControlLoop
+
+logger = logging.getLogger(__name__)
+
+_SO_PEERPIDFD = 77
+_OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+#: How long nothing is accepted when there is no descriptor for it, longer each time in a row.
+_PAUSES_S = (0.1, 0.25, 0.5, 1.0)
+
+
+class Acceptor:
+    """Accepts connections; without descriptors it stops for a while. Only on the server's thread.
+
+    A listening socket stays readable as long as a connection waits, so one that cannot be accepted would keep the
+    thread awake for ever. Those who wait get in when there are descriptors again.
+
+    Args:
+        loop: that watches the listening sockets.
+        take: called with a socket and its other side's host, empty for a process of this one. Raises OSError when
+            there is no descriptor for what it needs; the socket is closed then.
+        make_room: ends a connection that can be spared; False when there is none.
+    """
+
+    def __init__(
+        self, loop: ControlLoop, take: Callable[[socket.socket, str], None], make_room: Callable[[], bool]
+    ) -> None:
+        self._loop, self._take, self._make_room = loop, take, make_room
+        self._listeners: list[socket.socket] = []
+        self._paused_until_s = 0.0
+        self._num_pauses_in_row = 0
+        self._limit = LogLimit()
+
+    def listen(self, sock: socket.socket) -> None:
+        """Listen on a bound socket, and own it."""
+        sock.setblocking(False)
+        sock.listen(128)
+        self._listeners.append(sock)
+        self._watch(sock)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is accepted until a tick ends that."""
+        return self._paused_until_s > 0
+
+    def tick(self, now_s: float) -> None:
+        """Accept again when the pause is over."""
+        if self.is_paused and now_s >= self._paused_until_s:
+            for listener in self._listeners:
+                self._loop.unwatch(listener.fileno())  # Of those that an earlier try came to.
+                self._watch(listener)
+            self._paused_until_s = 0.0  # Last: what could not be watched is tried again.
+
+    def close(self) -> None:
+        """Stop listening."""
+        for listener in self._listeners:
+            listener.close()
+
+    def _watch(self, listener: socket.socket) -> None:
+        self._loop.watch(listener.fileno(), partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        if self.is_paused:
+            return
+        try:
+            sock, address = listener.accept()
+            try:
+                self._take(sock, address[0] if listener.family == socket.AF_INET else "")
+            except BaseException:
+                sock.close()
+                raise
+        except (BlockingIOError, ConnectionError):
+            return  # It has gone again.
+        except OSError as error:
+            if error.errno not in _OUT_OF:
+                if self._limit.passes():
+                    logger.warning("control: a connection could not be accepted: %s", error)
+            elif not self._make_room():
+                self._pause(error)
+            return
+        except Exception as error:  # noqa: BLE001 - out of memory, say; raised, the loop would never watch this again.
+            self._pause(error)
+            return
+        self._num_pauses_in_row = 0
+
+    def _pause(self, error: Exception) -> None:
+        pause_s = _PAUSES_S[min(self._num_pauses_in_row, len(_PAUSES_S) - 1)]
+        self._num_pauses_in_row += 1
+        self._paused_until_s = self._loop.now_s() + pause_s
+        for listener in self._listeners:
+            self._loop.unwatch(listener.fileno())
+        if self._limit.passes():
+            advice = "; raise the limit (ulimit -n)" if isinstance(error, OSError) else ""
+            logger.error("control: no connection can be accepted now: %r%s", error, advice)
+
+
+def peer_pidfd(sock: socket.socket, pid: int) -> int:
+    """Return a descriptor of the process that connected; -1 when the kernel cannot name it.
+
+    Raises:
+        OSError: there is no descriptor left.
+    """
+    try:
+        return int(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    except OSError as error:
+        if error.errno in _OUT_OF:
+            raise
+    # Kernels before 6.5: open by pid. A process of a namespace that cannot be seen from here has none.
+    if pid <= 0:
+        return -1
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in _OUT_OF:
+            raise
+        return -1
+    # The pid could be somebody else's by now, but only if its process has ended, and its socket with it.
+    with contextlib.suppress(BlockingIOError):
+        if not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            os.close(pidfd)
+            return -1
+    return pidfd

@@ -1,0 +1,402 @@
+"""The serving side of control connections: one thread, one epoll, for workers, movers and peers alike.
+
+The kernel names the process behind a local connection (peer credentials and peer pidfd), so that what a dead
+worker held comes back, and what a live one holds never does. An owner may have several connections, of one process.
+A closed connection only stops grants; the owner counts as gone when its process is gone, or when it said goodbye.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from kvstore.bounds import clip
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
+from kvstore.rpc.acceptor import Acceptor, peer_pidfd
+from kvstore.rpc.connection import Connection, Handler
+from kvstore.rpc.framing import (
+    MALFORMED,
+    MAX_MESSAGE_BYTES,
+    RECEIVE_BYTES,
+    REPLY,
+    REQUEST,
+    SOCKET_BUFFER_BYTES,
+    Flag,
+    Message,
+    Op,
+    decode_short,
+    pack_error,
+)
+from kvstore.rpc.remote_socket import prepare_remote
+from kvstore.rpc.socket_files import SocketFile
+from kvstore.rpc.strangers import Strangers
+from kvstore.rpc.unread import Unread
+from kvstore.runtime import clock
+from kvstore.runtime.guard import LogLimit
+from kvstore.runtime.loop import ControlLoop
+
+logger = logging.getLogger(__name__)
+
+_GOODBYE, _HELLO = Op.GOODBYE, Op.HELLO
+#: Of one connection, before others have their turn.
+_MESSAGES_A_ROUND = 32
+_ROUND_S = 5e-4
+#: Of a stream at once. It may hold thousands of small messages, and all others wait while it is taken apart.
+_STREAM_BYTES = 32 << 10
+
+
+class ControlServer:
+    """Listens and dispatches.
+
+    Args:
+        handler: called on the server's thread for each message; must not block. It sets the role of a connection
+            whose HELLO it accepts; all others are cut.
+        on_gone: called once with a connection of which nothing more will be heard: its owner is gone for good
+            (`ended`), or nobody will say when it is, because it is remote or cannot be watched.
+        on_tick: called about every `tick_s` seconds while `wants_ticks()` is true.
+        holds: whether anything has to be kept for the owner of a closed connection until its process is gone.
+        max_bytes: of the longest message that is taken, by role; of other roles kvstore.rpc.framing.MAX_MESSAGE_BYTES.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        on_gone: Callable[[Connection], None],
+        on_tick: Callable[[], None] = lambda: None,
+        wants_ticks: Callable[[], bool] = lambda: False,
+        tick_s: float = 0.25,
+        holds: Callable[[Connection], bool] = lambda connection: True,
+        max_bytes: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._handler, self._on_gone, self._holds = handler, on_gone, holds
+        self._on_tick, self._is_tick_wanted = on_tick, wants_ticks
+        self._loop = ControlLoop(self._tick, self._wants_ticks, tick_s, self._shut_down)
+        self.watch, self.unwatch = self._loop.watch, self._loop.unwatch
+        self.wake, self.stay_awake, self.is_serving = self._loop.wake, self._loop.stay_awake, self._loop.is_serving
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
+        self._num_connections = 0
+        self._file: SocketFile | None = None
+        self._strangers = Strangers(self._close)
+        self._unread = Unread(self._close)
+        self._acceptor = Acceptor(self._loop, self._take, self._strangers.cut_oldest)
+        self._log = LogLimit()
+        #: Messages that were none of ours.
+        self.num_malformed = 0
+        self._connections: set[Connection] = set()
+        self.port = 0
+        self.num_served: Counter[Op] = Counter()
+
+    def listen_local(self, path: str) -> None:
+        """Listen on a Unix SEQPACKET socket; replaces a stale file of that name."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._file = SocketFile(path, sock)
+        self._acceptor.listen(sock)
+        self._file.finish()
+
+    def listen_remote(self, host: str, port: int = 0) -> None:
+        """Listen on TCP; port 0 lets the system choose, see `port`."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        self.port = sock.getsockname()[1]
+        self._acceptor.listen(sock)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._loop.start()
+
+    @property
+    def num_failures(self) -> int:
+        """How often something that nobody expected was raised on the thread."""
+        return self._loop.num_failures
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Close all connections and end the thread; may be called again."""
+        self._loop.stop(timeout_s)
+
+    @property
+    def num_strangers_cut(self) -> int:
+        """How many connections were cut before they had said who they are."""
+        return self._strangers.num_cut
+
+    @property
+    def num_unread_cut(self) -> int:
+        """How many connections were cut because their clients did not read their answers."""
+        return self._unread.num_cut
+
+    def _wants_ticks(self) -> bool:
+        has_own = len(self._strangers) > 0 or len(self._unread) > 0 or self._acceptor.is_paused
+        return has_own or self._is_tick_wanted()
+
+    def _tick(self) -> None:
+        with contextlib.ExitStack() as parts:
+            # From the last to the first; each is done whatever the others raise.
+            parts.callback(self._let_go_of_closed)
+            if self._is_tick_wanted():
+                parts.callback(self._on_tick)
+            parts.callback(self._strangers.tick, self._loop.now_s())
+            parts.callback(self._unread.tick, self._loop.now_s())
+            parts.callback(self._acceptor.tick, self._loop.now_s())
+
+    def _take(self, sock: socket.socket, host: str) -> None:
+        """Take a connection that was accepted, of another host if that is named."""
+        self._num_connections += 1
+        fd, local = sock.fileno(), not host
+        owner = f"{'local' if local else 'peer'}-{self._num_connections}"
+        connection = Connection(sock, owner, local, host or "this host")
+        connection.want_writable = partial(self._want_writable, connection)
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        if local:
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            connection.pid = struct.unpack("3i", credentials)[0]
+            connection.pidfd = peer_pidfd(sock, connection.pid)
+        else:
+            prepare_remote(sock)
+        try:
+            if local and connection.pidfd >= 0:
+                self.watch(connection.pidfd, partial(self._owner_died, connection))
+            self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
+        except BaseException:
+            self._watch_no_more(connection)  # Who accepted it closes the socket.
+            raise
+        self._connections.add(connection)
+        self._strangers.came(connection)
+
+    def _want_writable(self, connection: Connection, wanted: bool) -> None:
+        (self._unread.came if wanted else self._unread.left)(connection)
+        self._loop.want(connection.sock.fileno(), readable=not wanted or connection.reads_on, writable=wanted)
+
+    def _flush(self, connection: Connection) -> None:
+        if connection.closed:
+            return
+        try:
+            connection.flush()
+        except OSError as error:
+            logger.debug("%s: %s", connection.owner, error)
+            connection.drop_unsent()
+            connection.shut_down()  # Whether its owner said goodbye before is still to be read.
+        if connection.pending and not connection.is_blocked:
+            self._loop.call_again(connection.sock.fileno())
+
+    def _read(self, connection: Connection) -> None:
+        if connection.closed:
+            return
+        if connection.is_blocked and not connection.reads_on:
+            self._flush(connection)  # It is not read, so this is its end, or it was to be read before answers waited.
+            if connection.is_blocked:
+                return
+        try:
+            local = connection.local
+            if not local and connection.pending:
+                self._serve_pending(connection)
+                return
+            data = self._received[: connection.sock.recv_into(self._received, 0 if local else _STREAM_BYTES)]
+            if not data:
+                self._close(connection)
+                return
+            if not local:
+                connection.pending.extend(connection.decoder.stream(data))
+                self._serve_pending(connection)
+                return
+            known = connection.role and connection.decoder.is_between
+            message = decode_short(data) if known else None
+            if message is None:
+                message = connection.decoder.packet(data)
+            if message is not None:
+                self._serve(connection, message)
+        except BlockingIOError:
+            return
+        except ConnectionResetError as error:
+            # Of a local client that closed with an answer unread. The kernel says so once, before what the client
+            # had sent until then, which may be that it is gone for good.
+            if not connection.local:
+                logger.debug("%s: %s", connection.owner, error)
+                self._close(connection)
+            return
+        except ProtocolError as error:
+            self._turn_away(connection, error)
+        except OSError as error:
+            logger.debug("%s: %s", connection.owner, error)
+            self._close(connection)
+        except Exception:
+            self._close(connection)
+            raise
+
+    def _serve_pending(self, connection: Connection) -> None:
+        """Serve what came, but not so much of it that others have to wait for long."""
+        until_s = clock.now_s() + _ROUND_S
+        for _ in range(min(len(connection.pending), _MESSAGES_A_ROUND)):
+            self._serve(connection, connection.pending.popleft())
+            if connection.closed or (connection.is_blocked and not connection.reads_on):
+                return
+            if clock.now_s() > until_s:
+                break
+        if connection.pending:
+            self._loop.call_again(connection.sock.fileno())
+
+    def _serve(self, connection: Connection, message: Message) -> None:
+        op = message.op
+        serve = connection.verbs.get(op)
+        if serve is None:
+            if op is _GOODBYE:
+                self._owner_died(connection)
+                return
+            if op is _HELLO or not connection.role:
+                self._hear_hello(connection, message)
+                return
+            serve = self._handler
+        self.num_served[op] += 1
+        malformed: Exception | None = None
+        try:
+            answer = serve(connection, message)
+        except ProtocolError as error:
+            malformed, answer, flag = error, pack_error(error), Flag.ERROR
+        except KVStoreError as error:
+            answer, flag = pack_error(error), Flag.ERROR
+        except MALFORMED as error:
+            text = f"{op.name}: {len(message.payload)} bytes are not a request of this version: {clip(error)}"
+            malformed, answer, flag = error, pack_error(ProtocolError(text)), Flag.ERROR
+        except Exception as error:
+            logger.exception("control: %s failed", op.name)
+            answer, flag = pack_error(error), Flag.ERROR
+        else:
+            flag = REPLY
+        if answer is not None and message.flag is REQUEST and not connection.send(op, flag, message.request, answer):
+            self._close(connection)
+        if malformed is not None:
+            self._turn_away(connection, malformed)
+
+    def _hear_hello(self, connection: Connection, message: Message) -> None:
+        """Hear who a stranger is: it has one message to say so."""
+        known = connection.role
+        self.num_served[message.op] += 1
+        try:
+            if message.op is not _HELLO:
+                raise ProtocolError(f"wanted HELLO first, got {message.op.name}")
+            if known:
+                raise ProtocolError(f"wanted one HELLO on a connection, got another one of a {known}")
+            answer = self._handler(connection, message)
+            if not connection.role:
+                raise ProtocolError("wanted a HELLO that names a role")
+        except (KVStoreError, *MALFORMED) as error:
+            refused = error if isinstance(error, KVStoreError) else ProtocolError(f"HELLO: {clip(error)}")
+            if message.flag is REQUEST:
+                connection.send(message.op, Flag.ERROR, message.request, pack_error(refused))
+            self._turn_away(connection, refused)
+            return
+        self._strangers.left(connection)
+        connection.decoder.max_bytes = self._max_bytes.get(connection.role, MAX_MESSAGE_BYTES)
+        if answer is not None and not connection.send(_HELLO, REPLY, message.request, answer):
+            self._close(connection)
+
+    def _turn_away(self, connection: Connection, error: Exception) -> None:
+        """Cut a connection on which something came that is none of ours."""
+        self.num_malformed += 1
+        if not connection.role:
+            self._strangers.refused(connection, error)
+        elif self._log.passes():
+            more, text = (
+                self._log.take_held_back(),
+                "control: the connection of %s, a %s, is cut: %s (%d more not logged)",
+            )
+            trace = None if isinstance(error, KVStoreError) else error
+            logger.warning(text, connection.owner, connection.role, clip(error, 300), more, exc_info=trace)
+        self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        if connection.closed:
+            return
+        connection.closed = True
+        self._strangers.left(connection)
+        self.unwatch(connection.sock.fileno())
+        connection.close()
+        self._unread.left(connection)  # Last: under its lock another thread may just have noted it.
+        if connection.ended or not self._is_needed(connection):
+            self._forget(connection)
+
+    def _is_needed(self, closed: Connection) -> bool:
+        """Whether a closed connection has to be kept, to see its owner's end or for what its last answer gave."""
+        # An owner that holds nothing is not watched: a live process may come and go any number of times.
+        if not self._holds(closed):
+            return False
+        if any(c.owner == closed.owner and c is not closed and c.pidfd >= 0 for c in self._connections):
+            self._watch_no_more(closed)
+        return closed.pidfd >= 0 or closed.gave is not None
+
+    def join(self, connection: Connection, owner: str) -> None:
+        """Count a local connection as one more of an owner; on the server's thread.
+
+        Raises:
+            InvalidRequest: the owner is another process.
+        """
+        if any(c.owner == owner and c.pid != connection.pid for c in self._connections):
+            raise InvalidRequest(
+                f"this owner is another process than {connection.pid}; make a new client in each process"
+            )
+        connection.owner = owner
+
+    def end_replaced(self, name: str, since: int, successor: Connection) -> None:
+        """Serve a connection of the same owner no more, and take back what it gave; on the server's thread.
+
+        Args:
+            name: of the connection that the client has given up.
+            since: the first of its questions whose answer counts for nothing.
+            successor: that says so.
+        """
+        for connection in self._connections:
+            if connection.name == name and connection is not successor and connection.owner == successor.owner:
+                gave, connection.gave = connection.gave, None
+                if gave is not None and gave[0] >= since:
+                    gave[1]()
+                if connection.closed:
+                    self._forget(connection)
+                else:
+                    self._close(connection)
+                return
+
+    def _let_go_of_closed(self) -> None:
+        for connection in [c for c in self._connections if c.closed and not self._holds(c)]:
+            self._forget(connection)
+
+    def _owner_died(self, connection: Connection) -> None:
+        # All its connections at once: what it asked over another before is not granted to nobody.
+        theirs = [c for c in self._connections if connection.local and c.owner == connection.owner]
+        for each in theirs or [connection]:
+            each.ended = True
+            if each.closed:
+                self._forget(each)
+            else:
+                self._close(each)
+
+    def _watch_no_more(self, connection: Connection) -> None:
+        pidfd, connection.pidfd = connection.pidfd, -1
+        if pidfd >= 0:
+            self.unwatch(pidfd)
+            os.close(pidfd)
+
+    def _forget(self, connection: Connection) -> None:
+        self._watch_no_more(connection)
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._on_gone(connection)
+
+    def _shut_down(self) -> None:
+        self._acceptor.close()
+        for connection in list(self._connections):
+            connection.closed = True
+            connection.close()
+            pidfd, connection.pidfd = connection.pidfd, -1
+            if pidfd >= 0:
+                os.close(pidfd)
+        self._connections.clear()
+        if self._file is not None:
+            self._file.remove()

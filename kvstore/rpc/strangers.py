@@ -1,0 +1,84 @@
+"""Connections whose other side has not said yet what it is: few, and not for long.
+
+Everything that a stranger may cost is bounded: kvstore.rpc.framing.STRANGER_BYTES of memory, one message, some seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvstore.rpc.connection import Connection
+from kvstore.runtime import clock
+from kvstore.runtime.guard import LogLimit
+
+logger = logging.getLogger(__name__)
+
+#: From the connection to a whole HELLO that is accepted.
+HELLO_WITHIN_S = 5.0
+#: The most strangers at once: of all remote hosts together, of one of them, and of this host's processes.
+MAX_REMOTE, MAX_PER_HOST, MAX_LOCAL = 64, 32, 256
+
+
+class Strangers:
+    """Keeps the strangers of one server, in the order in which they came. Only on the server's thread.
+
+    A stranger that is one too many costs the oldest its connection, and not the newest: what belongs here says its
+    HELLO at once.
+
+    Args:
+        cut: closes a connection.
+    """
+
+    def __init__(self, cut: Callable[[Connection], None]) -> None:
+        self._cut = cut
+        self._until_s: dict[Connection, float] = {}
+        self._limit = LogLimit()
+        self.num_cut = 0
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def came(self, connection: Connection) -> None:
+        """Note a new connection."""
+        self._until_s[connection] = clock.now_s() + HELLO_WITHIN_S
+        if connection.local:
+            self._make_room([c for c in self._until_s if c.local], MAX_LOCAL)
+            return
+        remote = [c for c in self._until_s if not c.local]
+        self._make_room([c for c in remote if c.host == connection.host], MAX_PER_HOST)
+        self._make_room(remote, MAX_REMOTE)
+
+    def left(self, connection: Connection) -> None:
+        """Note that a connection is none of a stranger any more: it is known, or closed."""
+        self._until_s.pop(connection, None)
+
+    def tick(self, now_s: float) -> None:
+        """Cut those that took too long."""
+        for connection in [c for c, until_s in self._until_s.items() if until_s < now_s]:
+            self._end(connection, f"it sent no HELLO within {HELLO_WITHIN_S} s")
+
+    def cut_oldest(self) -> bool:
+        """Cut one; False when there is none."""
+        for connection in self._until_s:
+            self._end(connection, "its descriptor is needed")
+            return True
+        return False
+
+    def refused(self, connection: Connection, reason: object) -> None:
+        """Note that one was turned away; its owner closes the connection."""
+        self.num_cut += 1
+        if self._limit.passes():
+            more = self._limit.take_held_back()
+            text = "control: a connection from %s was cut before its HELLO was accepted: %s (%d more were not logged)"
+            logger.warning(text, connection.host, reason, more)
+
+    def _make_room(self, found: list[Connection], most: int) -> None:
+        for connection in found[: max(0, len(found) - most)]:
+            if connection in self._until_s:
+                self._end(connection, f"there are {most} younger ones")
+
+    def _end(self, connection: Connection, reason: str) -> None:
+        self.left(connection)
+        self.refused(connection, reason)
+        self._cut(connection)

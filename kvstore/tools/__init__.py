@@ -1,0 +1,6 @@
+"""What a person asks of a machine: the doctor, lanes, provenance, tables.
+
+In: a command line.
+Out: findings with their remedies.
+Floor: above mover, which the probe runs.
+"""

@@ -1,0 +1,241 @@
+"""Which way bytes really take between two processes of this machine, and how fast: run, not guessed.
+
+The transfer engine is loaded in short-lived child processes only: it reads its settings once a process,
+prints as it likes, and can abort the process it lives in.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.config import UCX_DEFAULTS, set_ucx_lane
+from kvstore.errors import KVStoreError, TransferError, TransferTimeout
+
+_NUM_BYTES = 64 << 20
+_BLOCK_BYTES = 512 << 10
+_ROUNDS = 7
+_CHILD_S = 30.0
+_OWN_SETTINGS = {"UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO", *UCX_DEFAULTS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneReport:
+    """What the probe saw.
+
+    Args:
+        transports: as UCX names them, such as "cma/memory" or "tcp/lo", those that carried the bytes only.
+        gb_per_s: median over several READs of 64 MiB in blocks of 512 KiB, after one that connects.
+        ucx: version of UCX.
+        settings: what the user set for UCX in the environment, as UCX saw it.
+    """
+
+    transports: tuple[str, ...]
+    gb_per_s: float
+    ucx: str
+    settings: dict[str, str]
+
+
+def probe_lane(lane: str = "default") -> LaneReport:
+    """Read between two processes over a lane and say which transports UCX used.
+
+    Args:
+        lane: as in StoreConfig; "default" obeys UCX_TLS.
+
+    Raises:
+        TransferError: the engine does not load, or bytes did not arrive as written.
+        TransferTimeout: a child took longer than half a minute.
+    """
+    with tempfile.TemporaryDirectory(prefix="raykv-lane-") as folder:
+        log = Path(folder, "ucx.log")
+        watched = {"UCX_LOG_FILE": str(log), "UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "used"}
+        with _child("source", lane) as source:
+            try:
+                description = _line(source, "source")
+                with _child("reader", lane, watched) as reader:
+                    try:
+                        answer = json.loads(_last_line(_finish(reader, "reader", description)))
+                    finally:
+                        reader.kill()
+            finally:
+                source.kill()
+        text = log.read_text(errors="replace") if log.exists() else ""
+    seconds = statistics.median(answer["seconds"])
+    return LaneReport(
+        transports=read_transports(text),
+        gb_per_s=round(_NUM_BYTES / seconds / 1e9, 2),
+        ucx=ucx_version(text),
+        settings={key: value for key, value in ucx_settings(text).items() if key not in _OWN_SETTINGS},
+    )
+
+
+def probe_plugins() -> dict[str, list[str]]:
+    """Return the memory types of each NIXL plugin, none for one that does not load.
+
+    Raises:
+        TransferError: NIXL itself does not load.
+        TransferTimeout: it took longer than half a minute.
+    """
+    with _child("plugins", "default") as child:
+        try:
+            found: dict[str, list[str]] = json.loads(_last_line(_finish(child, "plugins", "")))
+        finally:
+            child.kill()
+    return found
+
+
+def read_transports(log: str) -> tuple[str, ...]:
+    """Return the transports that UCX's own report counts for READs ("remote memory read by ucp_get").
+
+    The report is a set of tables, each with a title, and rows of count, range, description, configuration.
+    Where the tables say nothing the line that lists a connection's lanes is taken.
+    """
+    found: list[str] = []
+    in_reads = False
+    for line in log.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 1 and " by ucp_" in cells[0]:
+            in_reads = "ucp_get" in cells[0]
+        elif in_reads and len(cells) == 4 and cells[0].isdigit() and int(cells[0]) > 0:
+            found += _names(cells[3])
+    if not found:
+        for match in re.finditer(r"(?:intra|inter)-node cfg#\d+ +(.*)", log):
+            found += _names(match.group(1))
+    return tuple(dict.fromkeys(found))
+
+
+def _names(text: str) -> list[str]:
+    return re.findall(r"\b[a-z][a-z0-9_]*/[A-Za-z0-9_.:-]+", text)
+
+
+def ucx_version(log: str) -> str:
+    """Return the version that UCX logs when it starts, empty when it did not."""
+    match = re.search(r"UCX +INFO +Version ([0-9.]+)", log)
+    return match.group(1) if match else ""
+
+
+def ucx_settings(log: str) -> dict[str, str]:
+    """Return the UCX variables of the environment that UCX logs when it starts."""
+    match = re.search(r"UCX_\* env variables?: (.*)", log)
+    words = match.group(1).split() if match else []
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _child(mode: str, lane: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvstore.tools.lane_probe", mode, lane],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def _line(child: subprocess.Popen[str], what: str) -> str:
+    assert child.stdout is not None
+    deadline_s = time.monotonic() + _CHILD_S
+    while time.monotonic() < deadline_s:
+        if select.select([child.stdout], [], [], 0.2)[0]:
+            line = child.stdout.readline()
+            if not line:
+                raise TransferError(f"the {what} process ended early, exit status {child.wait(_CHILD_S)}")
+            if line.startswith("{"):
+                return _checked(line)
+    raise TransferTimeout(f"the {what} process said nothing within {_CHILD_S:.0f} s")
+
+
+def _finish(child: subprocess.Popen[str], what: str, text: str) -> str:
+    try:
+        return child.communicate(text, timeout=_CHILD_S)[0]
+    except subprocess.TimeoutExpired as error:
+        raise TransferTimeout(f"the {what} process was not through after {_CHILD_S:.0f} s") from error
+
+
+def _last_line(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if not lines:
+        raise TransferError("the process died without an answer; the transfer engine aborted it")
+    return _checked(lines[-1])
+
+
+def _checked(line: str) -> str:
+    if "error" in (answer := json.loads(line)):
+        raise TransferError(str(answer["error"]))
+    return line
+
+
+def _main(mode: str, lane: str) -> dict[str, Any]:
+    set_ucx_lane(lane)
+    from kvstore.mover.nixl import NixlTransport, plugin_memory_types
+
+    if mode == "plugins":
+        return dict(plugin_memory_types())
+
+    import numpy as np
+
+    from kvstore.memory.arena import create_arena
+    from kvstore.mover.transport import PeerDescription, ReadRequest
+
+    num_slots = _NUM_BYTES // _BLOCK_BYTES
+    arena = create_arena(_NUM_BYTES)
+    arena.populate()
+    slab = arena.bytes_view().view(np.uint64)
+    transport = NixlTransport(f"raykv-probe-{mode}-{os.getpid()}", arena.address, _NUM_BYTES)
+    transport.set_slots(_BLOCK_BYTES, num_slots)
+    content = np.arange(slab.size, dtype=np.uint64)
+    if mode == "source":
+        slab[:] = content
+        agent = base64.b64encode(transport.describe()).decode()
+        _say({"agent": agent, "address": arena.address})
+        sys.stdin.read()  # Until the parent has what it wants and ends this process.
+        return {}
+    peer = json.loads(sys.stdin.readline())
+    transport.add_peer(
+        "source",
+        PeerDescription(
+            agent=base64.b64decode(peer["agent"]),
+            address=int(peer["address"]),
+            slot_bytes=_BLOCK_BYTES,
+            num_slots=num_slots,
+        ),
+    )
+    ids = np.arange(num_slots, dtype=np.int32)
+    request = ReadRequest(
+        peer="source", block_bytes=_BLOCK_BYTES, local_slots=ids, remote_slots=ids, notification=b"probe"
+    )
+    seconds = []
+    for _ in range(_ROUNDS + 1):
+        slab[:] = 0
+        started_s = time.perf_counter()
+        transport.read_and_wait(request, _CHILD_S / 2)
+        seconds.append(time.perf_counter() - started_s)
+        if not np.array_equal(slab, content):
+            raise TransferError("a READ ended well and delivered other bytes than were written")
+    transport.close()  # UCX reports what it used when the connection ends.
+    return {"seconds": seconds[1:]}
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    try:
+        _say(_main(sys.argv[1], sys.argv[2]))
+    except KVStoreError as problem:
+        _say({"error": f"{type(problem).__name__}: {problem}"})

@@ -1,0 +1,151 @@
+"""How the command line looks on a terminal: a node's store, a finding, a table of figures, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from kvstore.tools.doctor import Check, Status, human_bytes
+
+_BAR_CHARS = 50
+_STATUS_CHARS, _NAME_CHARS = 6, 20
+#: Slot states in the order of the bar: field of PoolStats, its sign without colour, its colour.
+_STATES = (
+    ("pinned", "█", "magenta"),
+    ("writing", "▒", "yellow"),
+    ("quarantined", "x", "red"),
+    ("idle", "▓", "green"),
+    ("free", "·", "bright_black"),
+)
+_COLOUR = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
+
+
+def show_status(stats: dict[str, Any], capacity_bytes: int) -> None:
+    """Print the statistics of a store, with the ids under "without_store" of nodes that have none."""
+    out, nodes = Console(highlight=False, soft_wrap=True), stats["nodes"]
+    good = len(nodes.keys() - set(stats["without_store"]))
+    out.print(
+        f"store [bold]{stats['name']}[/]: {good} of {good + len(stats['without_store'])} nodes serve, "
+        f"{human_bytes(capacity_bytes)} each"
+    )
+    for node in sorted({*nodes, *stats["without_store"]}):
+        out.print(f"\nnode [bold]{node}[/]")
+        for label, text in _node_lines(nodes.get(node, {"error": "no store"})):
+            out.print(f"  [bright_black]{label:<9}[/] {text}")
+        if node in stats["problems"]:
+            out.print(f"  [red]problem[/]   {escape(stats['problems'][node])}")
+
+
+def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of one node: a label and text with rich's markup."""
+    if "error" in node:
+        yield "error", f"[red]{escape(node['error'])}[/]"
+        return
+    yield "host", f"{node['host']}   epoch {node['epoch']}{'   [yellow]draining[/]' if node['draining'] else ''}"
+    pool, nixl, mover = node["pool"], node["nixl"], node["mover_pid"] or "[red]gone[/]"
+    yield "processes", f"store {node['pid']}   mover {mover}"
+    if pool is None:
+        yield "slots", f"{human_bytes(node['capacity_bytes'])}, not divided yet: no client has come"
+    else:
+        total = pool["num_slots"]
+        yield "slots", f"{total:,} of {human_bytes(node['slot_bytes'])}"
+        yield "", _bar(pool)
+        shares = ((state, colour, pool[f"num_{state}"]) for state, _, colour in _STATES)
+        yield "", "   ".join(f"[{colour}]{state}[/] {n:,} ({n / total:.0%})" for state, colour, n in shares)
+        counts = [f"{what} {pool[f'num_{what}']:,}" for what in ("leases", "writes", "published", "evicted")]
+        yield "pool", "   ".join(counts)
+    if nixl is not None:
+        yield (
+            "nixl",
+            f"{human_bytes(nixl['num_bytes'])} in {nixl['num_reads']:,} READs, "
+            f"{nixl['num_descriptors']:,} descriptors; {node['num_abandoned_reads']:,} abandoned",
+        )
+
+
+def _bar(pool: dict[str, int]) -> str:
+    """Return the bar of slots by state; a state that is there at all has at least one character."""
+    widths = {
+        state: max(1, round(_BAR_CHARS * pool[f"num_{state}"] / pool["num_slots"])) if pool[f"num_{state}"] else 0
+        for state, _, _ in _STATES
+    }
+    widest = max(widths, key=lambda state: widths[state])
+    widths[widest] -= sum(widths.values()) - _BAR_CHARS
+    return "".join(f"[{colour}]{sign * widths[state]}[/]" for state, sign, colour in _STATES)
+
+
+def show_check(check: Check) -> None:
+    """Print one finding of the doctor: status, name, what was found, and what to do below it."""
+    console, colour = Console(highlight=False, soft_wrap=True), _COLOUR[check.status]
+    blank = " " * (_STATUS_CHARS + _NAME_CHARS)
+    # A file or a pipe gets one line each; wrapping is for eyes.
+    width = max(40, console.width - len(blank)) if console.is_terminal else None
+    head = f"[{colour}]{check.status.value:<{_STATUS_CHARS}}[/]{check.name:<{_NAME_CHARS}}"
+    for line in _wrapped(check.found, width):
+        console.print(f"{head}{escape(line)}")
+        head = blank
+    hint = colour if check.status is not Status.OK else "bright_black"
+    for number, line in enumerate(_wrapped(check.fix, width and width - 2)):
+        console.print(f"{blank}[{hint}]{' ' if number else '→'} {escape(line)}[/]")
+
+
+def show_summary(checks: list[Check]) -> None:
+    """Print how many findings are of each status."""
+    counts = [
+        f"[{colour}]{sum(check.status is status for check in checks)} {status.value}[/]"
+        for status, colour in _COLOUR.items()
+    ]
+    Console(highlight=False).print(f"\n{', '.join(counts)}")
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    if width is None:
+        return [text] if text else []
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def show_rows(
+    rows: list[dict[str, Any]], keys: tuple[str, ...], cell: Callable[[dict[str, Any]], str], unit: str
+) -> None:
+    """Print figures as a table: a line for each combination of `keys`, a column for each "way".
+
+    Args:
+        rows: all with `keys` and "way".
+        keys: what identifies a line; numbers are of bytes where the name says so.
+        cell: the text of one figure.
+        unit: of the figures; the title.
+    """
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    table = Table(title=unit, title_justify="left")
+    for heading in (*keys, *ways):
+        table.add_column(heading, justify="left" if isinstance(rows[0].get(heading), str) else "right")
+    for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        found = {row["way"]: cell(row) for row in rows if tuple(row[key] for key in keys) == group}
+        shown = [_shown(key, value) for key, value in zip(keys, group, strict=True)]
+        table.add_row(*shown, *(found.get(way, "") for way in ways))
+    Console().print(table)
+
+
+def _shown(key: str, value: str | int) -> str:
+    if isinstance(value, str):
+        return value
+    return human_bytes(value) if key.endswith("_bytes") else f"{value:,}"
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says on stderr what is being done: beside a spinner, or a line each off a terminal."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda text: console.print(escape(text))
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as spinner:
+        task = spinner.add_task("", total=None)
+        yield lambda text: spinner.update(task, description=escape(text))

@@ -1,0 +1,63 @@
+import pytest
+
+from kvstore.blocks.chain import HASH_BYTES, Chain, decode_chain
+from kvstore.errors import ChainBroken
+
+NAMESPACE = b"n" * 32
+HASHES = [bytes([i]) * 32 for i in range(1, 6)]
+CHAIN = Chain(NAMESPACE, NAMESPACE, 0, b"".join(HASHES))
+
+
+def test_hashes_one_by_one_and_all():
+    assert len(CHAIN) == 5
+    assert CHAIN.hashes() == HASHES
+    assert [CHAIN.hash_at(i) for i in range(5)] == HASHES
+
+
+def test_tail_knows_its_parent_and_start():
+    assert CHAIN.tail(0) is CHAIN
+    tail = CHAIN.tail(2)
+    assert (tail.parent, tail.start, tail.hashes()) == (HASHES[1], 2, HASHES[2:])
+    assert tail.tail(1) == CHAIN.tail(3)
+    assert len(CHAIN.tail(5)) == 0
+
+
+def test_head_keeps_parent_and_start():
+    head = CHAIN.tail(1).head(2)
+    assert (head.parent, head.start, head.hashes()) == (HASHES[0], 1, HASHES[1:3])
+    assert len(CHAIN.head(0)) == 0
+    assert CHAIN.head(9) == CHAIN
+
+
+@pytest.mark.parametrize("chain", [CHAIN, CHAIN.tail(3), CHAIN.head(0), Chain(NAMESPACE, HASHES[0], 2**32 - 1, b"")])
+def test_round_trip(chain):
+    assert decode_chain(chain.encode()) == chain
+    assert decode_chain(memoryview(chain.encode())) == chain
+    assert isinstance(decode_chain(memoryview(chain.encode())).data, bytes)
+
+
+@pytest.mark.parametrize("cut", [1, HASH_BYTES - 1, 5 * HASH_BYTES + 1, len(CHAIN.encode())])
+def test_cut_bytes_are_refused(cut):
+    with pytest.raises(ChainBroken, match="whole hashes"):
+        decode_chain(CHAIN.encode()[:-cut])
+
+
+def test_a_block_named_twice_is_refused():
+    CHAIN.check_unique()
+    with pytest.raises(ChainBroken, match=r"wanted 6 different block hashes .* got 5"):
+        Chain(NAMESPACE, NAMESPACE, 0, CHAIN.data + HASHES[2]).check_unique()
+
+
+def test_hashes_that_begin_alike_are_different_all_the_same():
+    alike = [b"same 8 b" + bytes([i]) * 24 for i in range(4)]
+    run = Chain(b"n" * 32, b"same 8 b" + b"p" * 24, 3, b"".join(alike))
+    run.check_unique()
+    with pytest.raises(ChainBroken):
+        Chain(run.namespace, run.parent, 3, run.data + alike[0]).check_unique()
+    with pytest.raises(ChainBroken):
+        Chain(run.namespace, alike[3], 3, run.data).check_unique()
+
+
+def test_a_block_that_is_its_own_parent_is_refused():
+    with pytest.raises(ChainBroken, match="none of them"):
+        Chain(b"n" * 32, CHAIN.hash_at(2), 3, CHAIN.data).check_unique()

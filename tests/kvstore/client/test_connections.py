@@ -1,0 +1,125 @@
+"""The connections of one client, to a real store on a thread."""
+
+import contextlib
+import threading
+
+import pytest
+
+from kvstore.client.connections import StoreConnections
+from kvstore.errors import StoreNotRunning, StoreUnavailable
+from kvstore.rpc.framing import Op
+
+
+@pytest.fixture
+def core(cluster):
+    return cluster.add("a")
+
+
+@pytest.fixture
+def lost():
+    return []
+
+
+@pytest.fixture
+def store(core, lost):
+    store = StoreConnections(core.control_path, lambda: lost.append(threading.current_thread()))
+    yield store
+    store.end()
+    store.close(jobs_are_over=True)
+    store.arena.close()
+
+
+def test_it_knows_the_store_and_has_its_memory(store, core):
+    assert (store.node_id, store.epoch) == ("a", core.epoch.hex())
+    assert store.config == core.config
+    assert store.call_timeout_s == core.config.call_timeout_s
+    assert store.arena.num_bytes == core.arena.num_bytes
+
+
+def test_nobody_at_the_path_is_said(tmp_path, lost):
+    with pytest.raises(StoreNotRunning):
+        StoreConnections(str(tmp_path / "nobody"), lambda: lost.append(1))
+    assert lost == [], "a store that never was is not lost"
+
+
+def test_jobs_at_once_have_one_each_and_the_next_ones_have_them_again(store):
+    with store.for_jobs.taken() as one, store.for_jobs.taken() as other:
+        assert one is not other
+    with store.for_jobs.taken() as again:
+        assert again in (one, other)
+
+
+def test_a_broken_one_of_a_job_is_replaced_by_name(store):
+    with store.for_jobs.taken() as broken:
+        broken.close()
+    with store.for_jobs.taken() as found:
+        assert found is not broken
+        assert not found.closed
+        assert found.hello["connection"] != broken.hello["connection"]
+
+
+def test_a_lookup_that_times_out_does_not_take_what_holds_leases(store):
+    with store.for_lookups.taken() as first:
+        first.close()
+    with store.for_lookups.taken() as found:
+        assert found is not first
+    assert store.call(Op.STATS, b"")
+
+
+def test_calls_go_on_over_a_new_connection_when_theirs_broke(store, lost):
+    store._calls.close()
+    assert store.call(Op.STATS, b"")
+    assert lost == []
+
+
+def test_a_question_of_its_own_leaves_no_connection(store):
+    before = [connection for connection in store._open if not connection.closed]
+    assert store.ask(Op.STATS, b"", 5.0)
+    assert [connection for connection in store._open if not connection.closed] == before
+
+
+def test_after_its_end_nothing_new_is_taken(store):
+    held = contextlib.ExitStack()
+    running = held.enter_context(store.for_jobs.taken())
+    store.end()
+    for refused in (
+        store.check_open,
+        lambda: store.call(Op.STATS, b""),
+        lambda: store.say(Op.GOODBYE, b""),
+        lambda: store.ask(Op.STATS, b"", 1.0),
+    ):
+        with pytest.raises(StoreUnavailable, match="make a new one"):
+            refused()
+    assert running.call(Op.STATS, b"", timeout_s=5.0), "a job that runs goes on"
+    held.close()
+    assert running.closed, "nobody else will close it"
+
+
+def test_a_store_that_is_gone_is_said_to_be_lost(store, cluster, lost):
+    cluster.stop_node("a")
+    with pytest.raises(StoreUnavailable):
+        store.connect()
+    assert lost == [threading.current_thread()]
+
+
+def test_another_life_of_the_store_is_not_this_one(store, cluster, lost):
+    cluster.stop_node("a")
+    store.path = cluster.add("a").control_path
+    with pytest.raises(StoreUnavailable, match="restarted"):
+        store.connect()
+    assert len(lost) == 1
+    assert all(connection.closed for connection in store._open[1:])
+
+
+@pytest.mark.parametrize("jobs_are_over", [True, False])
+def test_close_closes_all_and_says_so_only_when_nothing_is_copied_any_more(store, jobs_are_over):
+    said = []
+    with store.for_jobs.taken() as job, store.for_lookups.taken() as lookup:
+        used = [job, lookup, store._calls]
+    for connection in used:
+        send = connection.send
+        connection.send = lambda op, *more, send=send: (said.append(op), send(op, *more))
+    store.close(jobs_are_over=jobs_are_over)
+    assert said == [Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL]
+    assert store._open == []
+    assert store._calls.closed

@@ -1,0 +1,431 @@
+"""The pool's rules at the doors of a node store: its socket, its verbs, its client."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.grants import PinKind
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import ChainBroken, ConfigError, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
+from kvstore.rpc.connect import connect_local
+from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import FetchRequest, pack_fetch
+from kvstore.rpc.messages import (
+    U64,
+    U64_F64,
+    pack_lease,
+    pack_load,
+    pack_pin,
+    pack_prepare,
+    pack_write_end,
+    unpack_grant,
+    unpack_ticket,
+)
+
+
+def run_of(hashes) -> Chain:
+    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+
+
+@pytest.fixture
+def core(cluster):
+    return cluster.add("a")
+
+
+@pytest.fixture
+def worker(core, cluster):
+    return cluster.worker("a")
+
+
+@pytest.fixture
+def ask(core, worker):
+    """Ask over a connection of its own."""
+    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    os.close(fd)
+    yield lambda op, payload: client.call(op, payload, timeout_s=5.0)
+    client.close()
+
+
+def prepare(ask, hashes, num_parts=1, part=0):
+    return unpack_ticket(ask(Op.PREPARE_STORE, pack_prepare(run_of(hashes), num_parts, part)))
+
+
+def complete(ask, ticket) -> int:
+    return U64.unpack(ask(Op.COMPLETE_STORE, pack_write_end(ticket)))[0]
+
+
+def test_eight_clients_save_one_chain_at_once(cluster, core):
+    """Duplicates: one copy, and everybody's result says that all of it is stored."""
+    workers = [cluster.worker("a", 40, seed=1) for _ in range(8)]
+    hashes = cluster.hashes(32)
+    for worker in workers:
+        for cache, first in zip(worker.caches, workers[0].caches, strict=True):
+            cache.copy_(first)
+    jobs = [worker.client.save(hashes, list(range(32))) for worker in workers]
+    results = [job.result(20) for job in jobs]
+    assert [(result.num_blocks, result.num_refused) for result in results] == [(32, 0)] * 8
+    assert sum(result.num_written for result in results) == 32
+    stats = core.pool.stats()
+    assert (stats.num_idle, stats.num_writes, stats.num_published) == (32, 0, 32)
+    assert workers[7].load(hashes, range(32)).num_blocks == 32
+
+
+def test_a_save_takes_over_what_another_writer_gives_up(core, worker, cluster, ask, wait_until):
+    """Duplicates: the save waits while the first writer lives, and writes when it aborts."""
+    hashes = cluster.hashes(6)
+    first = prepare(ask, hashes[:4])
+    job = worker.client.save(hashes, list(range(6)))
+    wait_until(lambda: core.pool.stats().num_published == 2)
+    assert not job.done()
+    assert U64.unpack(ask(Op.ABORT_STORE, pack_write_end(first)))[0] == 4
+    result = job.result(10)
+    assert (result.num_blocks, result.num_written) == (6, 6)
+    assert worker.client.lookup(hashes, remote=False).num_local == 6
+
+
+def test_a_save_waits_only_so_long_for_another_writer_and_says_what_is_stored(core, worker, cluster, ask):
+    """Duplicates: bounded by the transfer timeout, here 3 s, and truthful."""
+    hashes = cluster.hashes(6)
+    worker.save(hashes[:2], range(2))
+    prepare(ask, hashes[:4])
+    result = worker.client.save(hashes, list(range(6))).result(10)
+    assert (result.num_blocks, result.num_written, result.num_refused) == (2, 2, 0)
+
+
+def test_a_save_is_not_repeated_after_a_clearing(core, worker, cluster, ask, wait_until):
+    """Bytes of the old weights are not stored under the new ones."""
+    hashes = cluster.hashes(4)
+    prepare(ask, hashes[:2])
+    job = worker.client.save(hashes, list(range(4)))
+    wait_until(lambda: core.pool.stats().num_published == 2)
+    core.clear(hashes.namespace_digest, 1)
+    assert job.result(10).num_blocks == 0
+    assert core.pool.stats().num_free == core.pool.stats().num_slots - 2
+    assert worker.client.lookup(hashes, remote=False).num_local == 0
+
+
+def test_two_ranks_write_parts_over_two_connections(core, worker, cluster, ask):
+    """Rule 4 at the socket: part and number of parts travel, and a reader never sees half."""
+    hashes = cluster.hashes(3)
+    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    os.close(fd)
+
+    def other(op, payload):
+        return client.call(op, payload, timeout_s=5.0)
+
+    one, two = prepare(ask, hashes, 2, 0), prepare(other, hashes, 2, 1)
+    assert one.slots == two.slots
+    assert complete(ask, one) == 0
+    assert worker.client.lookup(hashes, remote=False).num_local == 0
+    assert complete(other, two) == 3
+    assert worker.client.lookup(hashes, remote=False).num_local == 3
+    client.close()
+
+
+def test_a_rank_that_never_comes_is_given_up_after_the_lease_time(cluster, wait_until):
+    """Rules 4 and 10."""
+    core = cluster.add("b", lease_ttl_s=0.6, lease_margin_s=0.1)
+    worker, hashes = cluster.worker("b"), cluster.hashes(3)
+    ticket = core.prepare_store(run_of(hashes), "rank0", 2, 0)
+    assert core.complete_store(ticket.write_id, "rank0") == 0
+    wait_until(lambda: core.pool.stats().num_writing == 0)
+    assert worker.save(hashes, range(3)).num_written == 3
+
+
+def test_a_writer_over_ray_loses_its_slots_at_its_deadline(core, worker, cluster, wait_until):
+    """Rule 10: nobody sees when that owner dies."""
+    ticket = core.prepare_store(run_of(cluster.hashes(3)), "ray:x", ttl_s=0.3)
+    assert core.pool.stats().num_writing == 3
+    wait_until(lambda: core.pool.stats().num_writing == 0)
+    assert core.complete_store(ticket.write_id, "ray:x", ticket.generations, ticket.epoch) == 0
+
+
+def test_stale_tickets_are_refused_over_the_socket(core, worker, cluster, ask):
+    """Rule 5."""
+    ticket = prepare(ask, cluster.hashes(2))
+    assert ticket.epoch == core.epoch
+    before = core.pool.stats()
+    head = struct.pack("<Q", ticket.write_id)
+    for bad in (head + bytes(8) + ticket.generations, head + ticket.epoch + bytes(8), head + ticket.epoch):
+        with pytest.raises(StaleTicket):
+            ask(Op.COMPLETE_STORE, bad)
+        assert U64.unpack(ask(Op.ABORT_STORE, bad))[0] == 0
+        assert core.pool.stats() == before
+    assert complete(ask, ticket) == 2
+
+
+def test_ids_of_others_and_ids_that_are_over_change_nothing_over_the_socket(core, worker, cluster, ask):
+    """Rule 6: only the connection that got a lease or a ticket can end it, and only once."""
+    hashes, new = cluster.hashes(3), cluster.hashes(2, seed=7)
+    worker.save(hashes, range(3))
+    lease, ticket = worker.client.lease(hashes), prepare(lambda *asked: worker_ask(worker, *asked), new)
+
+    def ends(ask_it):
+        answers = [
+            ask_it(Op.RELEASE, U64.pack(lease.lease_id)), ask_it(Op.RENEW, U64_F64.pack(lease.lease_id, 5.0)),
+            ask_it(Op.COMPLETE_STORE, pack_write_end(ticket)), ask_it(Op.ABORT_STORE, pack_write_end(ticket)),
+            # A ticket is no lease, and a lease no ticket.
+            ask_it(Op.RELEASE, U64.pack(ticket.write_id)),
+            ask_it(Op.ABORT_STORE, U64.pack(lease.lease_id) + core.epoch),
+        ]  # fmt: skip
+        return [U64.unpack(answer)[0] for answer in answers]
+
+    before = core.pool.stats()
+    assert ends(ask) == [0] * 6
+    assert core.pool.stats() == before
+    assert lease.release()
+    assert complete(lambda *asked: worker_ask(worker, *asked), ticket) == 2
+    before = core.pool.stats()
+    for _ in range(2):
+        assert ends(lambda *asked: worker_ask(worker, *asked)) == [0] * 6
+    assert core.pool.stats() == before
+
+
+def worker_ask(worker, op, payload):
+    return worker.client._store._calls.call(op, payload, timeout_s=5.0)
+
+
+def test_a_save_into_a_fully_pinned_pool_is_refused_and_succeeds_after_one_release(cluster, wait_until):
+    """Rule 9: answered by the call that asks, from the counts as they are; nothing is waited for."""
+    core = cluster.add("f", capacity_bytes=1 << 16, block_bytes=(1 << 16) // 8, max_pinned_fraction=1.0)
+    worker = cluster.worker("f", 16)
+    pinned, new = cluster.hashes(8), cluster.hashes(3, seed=5)
+    worker.save(pinned, range(8))
+    some, rest = worker.client.lease(pinned[:7]), worker.client.lease(pinned)
+    assert core.pool.stats().num_pinned == 8
+    before = core.pool.stats()
+    refused = worker.save(new, range(3))
+    assert (refused.num_blocks, refused.num_written, refused.num_refused) == (0, 0, 3)
+    assert core.pool.stats() == before
+    assert rest.release()
+    part = worker.save(new, range(3))
+    assert (part.num_blocks, part.num_written, part.num_refused) == (1, 1, 2), "as much as there is room for"
+    assert some.release()
+    assert worker.save(new, range(3)).num_blocks == 3
+    core.pool.check_integrity()
+
+
+@pytest.mark.parametrize("op", [Op.RELEASE, Op.RENEW, Op.COMPLETE_STORE, Op.ABORT_STORE])
+def test_unknown_ids_over_the_socket_are_answered_with_nothing(core, ask, op):
+    for number in (0, 1, 2**64 - 1):
+        payload = U64_F64.pack(number, 5.0) if op is Op.RENEW else U64.pack(number)
+        if op in (Op.COMPLETE_STORE, Op.ABORT_STORE):
+            payload += core.epoch
+        assert U64.unpack(ask(op, payload))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "op",
+    [Op.LOOKUP, Op.LEASE, Op.PIN, Op.RELEASE, Op.RENEW, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.ABORT_STORE, Op.LOAD],
+)
+@pytest.mark.parametrize("payload", [b"", b"\1", b"\1" * 7])
+def test_bytes_that_are_no_request_are_refused_with_a_type(cluster, core, worker, ask, op, payload):
+    """Malformed ids, times and chains: a typed refusal, no count changed, and no other connection is touched."""
+    before = core.pool.stats()
+    with pytest.raises((InvalidRequest, ChainBroken, ProtocolError)):
+        ask(op, payload)
+    assert core.pool.stats() == before
+    assert worker.client.lookup(cluster.hashes(1)).num_blocks == 0
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_are_none_are_refused(core, worker, cluster, ask, ttl_s):
+    hashes = cluster.hashes(2)
+    worker.save(hashes, range(2))
+    lease = worker.client.lease(hashes)
+    if ttl_s != 0.0:
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            ask(Op.AWAIT_STORE, pack_lease(run_of(hashes), ttl_s))
+    questions = [(Op.LEASE, pack_lease(run_of(hashes), ttl_s)), (Op.RENEW, U64_F64.pack(lease.lease_id, ttl_s))]
+    if ttl_s != float("inf"):
+        questions.append((Op.PIN, pack_pin(run_of(hashes), PinKind.HARD, ttl_s)))
+    for op, payload in questions:
+        with pytest.raises(InvalidRequest, match="ttl_s"):
+            ask(op, payload)
+    assert core.pool.num_leases() == 1
+    assert lease.release()
+
+
+def test_pin_and_unpin(core, worker, cluster):
+    hashes = cluster.hashes(4)
+    assert worker.client.pin(hashes).num_blocks == 0
+    worker.save(hashes, range(4))
+    pinned, preferred = worker.client.pin(hashes), worker.client.pin(hashes, soft=True)
+    assert (pinned.num_blocks, pinned.num_refused, preferred.num_blocks) == (4, 0, 4)
+    stats = core.pool.stats()
+    assert (stats.num_hard_pinned, stats.num_soft_pinned, stats.num_pinned) == (4, 4, 4)
+    assert worker.client.unpin(pinned)
+    assert not worker.client.unpin(pinned)
+    assert worker.client.unpin(preferred)
+    assert core.pool.num_leases() == 0
+
+
+def test_pins_end_with_their_time_and_with_their_owner(core, worker, cluster, wait_until):
+    """Rule 10."""
+    hashes = cluster.hashes(4)
+    worker.save(hashes, range(4))
+    other = cluster.client("a")
+    other.pin(hashes)
+    worker.client.pin(hashes, ttl_s=0.2)
+    assert core.pool.num_leases() == 2
+    wait_until(lambda: core.pool.num_leases() == 1)
+    other.close()
+    wait_until(lambda: core.pool.num_leases() == 0)
+
+
+def test_the_quota_of_hard_pins_is_refused_with_a_type(cluster):
+    """Rule 9."""
+    block_bytes = cluster.space.shape.block_bytes
+    core = cluster.add("q", capacity_bytes=max(1 << 16, 16 * block_bytes), block_bytes=(1 << 16) // 16)
+    worker = cluster.worker("q", 16)
+    num_slots = core.attach(cluster.space.digest, block_bytes)["num_slots"]
+    hashes = cluster.hashes(num_slots // 2 + 1)
+    worker.save(hashes, range(len(hashes)))
+    pinned = worker.client.pin(hashes)
+    assert (pinned.num_blocks, pinned.num_refused) == (num_slots // 2, 1)
+    other = cluster.hashes(1, seed=9)
+    worker.save(other, [0])
+    with pytest.raises(PoolExhausted, match="budget of pins"):
+        worker.client.pin(other)
+    assert worker.client.pin(other, soft=True).num_blocks == 1
+
+
+def test_a_grant_over_the_socket_names_lives(core, worker, cluster, ask):
+    """Rule 5: slots come with their generation and the store's epoch."""
+    hashes = cluster.hashes(3)
+    worker.save(hashes, range(3))
+    grant = unpack_grant(ask(Op.LEASE, pack_lease(run_of(hashes), 5.0)))
+    assert grant.epoch == core.epoch
+    assert tuple(np.frombuffer(grant.generations, "<u4")) == core.pool.generations(grant.slots)
+
+
+def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cluster, ask):
+    """The answer to a waiting save comes later; everybody else is served meanwhile."""
+    hashes = cluster.hashes(2)
+    ticket = prepare(ask, hashes)
+    told: list[int] = []
+    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    os.close(fd)
+
+    def wait():
+        told.append(U64.unpack(client.call(Op.AWAIT_STORE, pack_lease(run_of(hashes), 5.0), timeout_s=9.0))[0])
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for _ in range(20):
+        assert worker.client.lookup(hashes, remote=False).num_local == 0
+    assert told == []
+    assert complete(ask, ticket) == 2
+    thread.join(5)
+    assert told == [2]
+    client.close()
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
+def test_loads_and_fetches_of_no_time_are_refused(cluster, core, worker, ask, timeout_s):
+    run, owner = run_of(cluster.hashes(2)), os.urandom(32)
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        ask(Op.LOAD, pack_load(run, 5.0, timeout_s))
+    request = FetchRequest(owner, run.namespace, core.epoch, "a", 1, 5.0, timeout_s, is_early=True)
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        ask(Op.HANDOFF_FETCH, pack_fetch(request))
+    assert core.pool.num_leases() == 0
+
+
+@pytest.mark.parametrize("block_bytes", [1, 0, -1, -100, 64, 1 << 40, 1 << 70, True, 1024.5])
+def test_blocks_of_no_size_divide_nothing(cluster, ask, core, block_bytes):
+    fresh = cluster.add("fresh")
+    with pytest.raises((InvalidRequest, ConfigError)):
+        fresh.attach(b"n" * 32, block_bytes)
+    assert fresh.attached_pool is None
+    assert fresh.attach(b"n" * 32, 1024)["slot_bytes"] == 1024
+
+
+@pytest.mark.parametrize("namespace", [b"", b"n" * 5, b"n" * 33, "n" * 32, None])
+def test_a_namespace_has_32_bytes(core, namespace):
+    with pytest.raises(InvalidRequest, match="namespace"):
+        core.attach(namespace, 1024)
+
+
+def test_an_arena_of_too_many_slots_is_refused(cluster, monkeypatch):
+    monkeypatch.setattr("kvstore.node.core.MAX_SLOTS", 100)
+    core = cluster.add("fresh", mover=False)
+    with pytest.raises(ConfigError, match="block_bytes="):
+        core.attach(b"n" * 32, 1024)
+    assert core.attached_pool is None
+
+
+def test_a_store_attaches_so_many_namespaces_and_no_more(cluster, core, worker, monkeypatch):
+    monkeypatch.setattr("kvstore.node.core.MAX_NAMESPACES", 1)
+    with pytest.raises(ConfigError, match="namespaces"):
+        core.attach(b"n" * 32, 1024)
+    cluster.worker("a")  # What is known goes on.
+
+
+def test_who_waited_for_a_save_is_forgotten_when_it_is_told_or_gone(core, worker, cluster, ask, wait_until):
+    """Until its time was over it would be kept, a day at most, and the control thread would tick for it."""
+    waiting, hashes = core._control._pool._waiting, cluster.hashes(4)
+    worker.save(hashes[:2], range(2))
+    assert U64.unpack(ask(Op.AWAIT_STORE, pack_lease(run_of(hashes[:2]), 86400.0)))[0] == 2
+    assert len(waiting) == 0
+    ticket = prepare(ask, hashes[2:])
+    other, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
+    os.close(fd)
+    other.send(Op.AWAIT_STORE, pack_lease(run_of(hashes), 86400.0))
+    wait_until(lambda: len(waiting) == 1)
+    other.close()
+    wait_until(lambda: not waiting and not len(core.pool._watches))
+    assert complete(ask, ticket) == 2
+
+
+def test_so_many_blocks_are_waited_for_and_no_more(core, worker, cluster, ask, monkeypatch):
+    monkeypatch.setattr("kvstore.pool.watches._MOST_BLOCKS", 5)
+    hashes, counts = cluster.hashes(3), []
+    worker.save(hashes[:1], range(1))
+    ticket = prepare(ask, hashes)
+    assert len(ticket.slots) == 2
+    core.pool.watch(run_of(hashes), counts.append)
+    core.pool.watch(run_of(hashes), counts.append)
+    assert counts == [1], "the second is told at once how things stand"
+    assert complete(ask, ticket) == 2
+    assert counts == [1, 3]
+    core.pool.watch(run_of(hashes), counts.append)
+    assert counts == [1, 3, 3]
+
+
+def test_so_many_wait_for_blocks_and_no_more(core, worker, cluster, ask, monkeypatch):
+    monkeypatch.setattr("kvstore.pool.watches._MOST_WATCHES", 2)
+    hashes, counts = cluster.hashes(3), []
+    ticket = prepare(ask, hashes)
+    watching = [core.pool.watch(run_of(hashes), counts.append) for _ in range(2)]
+    core.pool.watch(run_of(hashes), counts.append)
+    assert counts == [0], "the third is told at once how things stand"
+    core.pool.end_watch(watching[0])
+    assert counts == [0, 0]
+    core.pool.watch(run_of(hashes[:1]), counts.append)
+    assert complete(ask, ticket) == 3
+    assert sorted(counts) == [0, 0, 1, 3]
+    assert not core.pool._watches._by_hash
+
+
+def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monkeypatch):
+    monkeypatch.setattr("kvstore.pool.leases.MAX_LEASES", 3)
+    hashes = cluster.hashes(2)
+    worker.save(hashes, range(2))
+    wanted = pack_pin(run_of(hashes), PinKind.SOFT, 3600.0)
+    ids = [unpack_grant(ask(Op.PIN, wanted)).lease_id for _ in range(3)]
+    with pytest.raises(PoolExhausted, match="at most 3 leases"):
+        ask(Op.PIN, wanted)
+    with pytest.raises(PoolExhausted, match="at most 3 leases"):
+        core.lease(run_of(hashes), "ray:x", 30.0)
+    core.pool.check_integrity()
+    assert worker.client.lookup(hashes).num_local == 2
+    assert U64.unpack(ask(Op.RELEASE, U64.pack(ids[0])))[0] == 1
+    with worker.client.lease(hashes, ttl_s=30) as lease:
+        assert len(lease.slots) == 2

@@ -1,0 +1,150 @@
+from collections import Counter
+
+import pytest
+
+from kvstore.pool.slot_checks import check_slots
+from kvstore.pool.slot_lists import SlotList
+from kvstore.pool.slots import SlotTable
+
+SPACE = b"n" * 32
+
+
+def names(count: int, seed: int = 0) -> list[bytes]:
+    return [bytes([seed, i]) * 16 for i in range(count)]
+
+
+def claim(table: SlotTable, count: int, seed: int = 0) -> tuple[list[bytes], list[int], int]:
+    """Claim a chain of slots and touch it."""
+    hashes = names(count, seed)
+    slots = table.claim(hashes, [SPACE, *hashes[:-1]], SPACE)
+    return hashes[: len(slots)], slots, table.order.touch(SlotList.of(slots))
+
+
+def ready(table: SlotTable, count: int, seed: int = 0) -> list[int]:
+    """Claim and publish a chain of slots."""
+    hashes, slots, stamp = claim(table, count, seed)
+    table.publish(table.spaces[SPACE], hashes, slots, stamp)
+    check_slots(table, set())
+    return slots
+
+
+def give_back(table: SlotTable, slot: int) -> None:
+    table.doom(slot)
+    table.end_writing(slot)
+
+
+def test_claims_are_lowest_first_and_sorted():
+    table = SlotTable(6)
+    hashes, slots, _ = claim(table, 4)
+    assert (hashes, slots) == (names(4), [0, 1, 2, 3])
+    for slot in (2, 0, 3):
+        give_back(table, slot)
+    check_slots(table, set())
+    assert claim(table, 2, seed=1)[1] == [0, 2]
+    assert table.num_writing == 3
+    check_slots(table, set())
+
+
+def test_claim_takes_free_slots_before_it_evicts():
+    table = SlotTable(3)
+    hashes = names(2)
+    ready(table, 2)
+    assert claim(table, 2, seed=1)[1] == [1, 2]
+    assert table.num_evicted == 1
+    assert table.space_of(SPACE).ready == {hashes[0]: 0}
+    assert table.events == [(True, hashes), (False, hashes[1:])]
+    check_slots(table, set())
+
+
+def test_claim_gives_what_there_is():
+    table = SlotTable(2)
+    chain = SlotList.of(ready(table, 2))
+    table.pin_all(chain)
+    stamp = table.order.touch(chain)
+    assert claim(table, 3, seed=1)[1] == []
+    table.unpin_all(chain.part(1, 2), stamp)
+    assert claim(table, 3, seed=2)[1] == [1]
+    check_slots(table, set())
+
+
+def test_room_for_pins_counts_only_new_ones():
+    table = SlotTable(4)
+    chain = SlotList.of(ready(table, 4))
+    assert table.num_pinnable(chain, 2) == 2
+    table.pin_all(chain.part(1, 3))
+    assert table.num_pinnable(chain, 2) == 0
+    assert table.num_pinnable(chain.part(1, 3), 2) == 2
+    assert table.num_pinnable(chain, 3) == 3
+    assert table.num_pinnable(chain, 4) == 4
+
+
+def test_a_slot_that_cannot_be_found_is_freed_by_its_last_reader():
+    table = SlotTable(1)
+    chain = SlotList.of(ready(table, 1))
+    table.pin_all(chain)
+    table.pin_all(chain)
+    stamp = table.order.touch(chain)
+    assert len(table.detach(SPACE)) == 1
+    assert (table.sweep(4), table.sweep(4)) == (1, 0)
+    table.unpin_all(chain, stamp)
+    assert table.num_free == 0
+    table.unpin_all(chain, stamp)
+    assert table.num_free == 1
+    check_slots(table, set())
+
+
+def test_generations_grow_with_every_claim_and_only_then():
+    """Rule 5, I9."""
+    table = SlotTable(2)
+    both = SlotList.of([0, 1])
+    assert table.lives(both) == bytes(8)
+    ready(table, 2)
+    assert table.lives(both) == b"\1\0\0\0\1\0\0\0"
+    claim(table, 1, seed=1)
+    give_back(table, 1)
+    assert table.generation.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda t: t.ref_count.__setitem__(0, -1),
+        lambda t: t.ref_count.__setitem__(3, 1),
+        lambda t: t.num_children.__setitem__(0, 0),
+        lambda t: t.parent.__setitem__(1, SPACE),
+        lambda t: t.spaces[SPACE].ready.popitem(),
+        lambda t: t.order.stamp.__setitem__(1, 0),
+        lambda t: t.order._log.clear(),
+        lambda t: t._free.append(0),
+        lambda t: t._free.pop(),
+        lambda t: t.unfindable.add(0),
+        lambda t: t.doomed.add(3),
+        lambda t: t.soft.__setitem__(3, 1),
+        lambda t: t.spaces[SPACE].writing.update({names(2)[0]: 0}),
+        lambda t: t.block_hash.__setitem__(0, b"x" * 32),
+        lambda t: setattr(t, "num_writing", 1),
+        lambda t: setattr(t, "num_quarantined", 1),
+        lambda t: setattr(t, "num_pinned", 1),
+    ],
+)
+def test_check_sees_damage(damage):
+    table = SlotTable(4)
+    ready(table, 2)
+    damage(table)
+    with pytest.raises(AssertionError):
+        check_slots(table, set())
+
+
+def test_links_are_counted_by_hash_so_that_a_parent_may_come_and_go():
+    table = SlotTable(4)
+    hashes, slots, stamp = claim(table, 3)
+    give_back(table, slots[0])
+    table.publish(table.spaces[SPACE], hashes[1:], slots[1:], stamp)
+    check_slots(table, set())
+    assert (table.space_of(SPACE).orphans, table.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
+    again = table.claim(hashes[:1], [SPACE], SPACE)
+    table.publish(table.spaces[SPACE], hashes[:1], again, table.order.touch(SlotList.of(again)))
+    check_slots(table, set())
+    assert (table.space_of(SPACE).orphans, table.num_children) == (Counter(), [1, 1, 0, 0])
+    claim(table, 2, seed=1)
+    assert table.events[-1] == (False, hashes[2:]), "the leaf, although its root was touched last"

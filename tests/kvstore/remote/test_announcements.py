@@ -1,0 +1,157 @@
+"""What a store announces, batch by batch: a directory that takes them in knows what the pool holds."""
+
+from __future__ import annotations
+
+import os
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.pool.pool import Pool
+from kvstore.remote.announcements import PIECE_BLOCKS, Announcements, Batch, pack_batch, unpack_batch
+from poolcheck.chains import NAMESPACES, chain_of, store
+
+TOKENS = string.ascii_letters
+
+
+class Reader:
+    """What a directory makes of the batches."""
+
+    def __init__(self):
+        self.known, self.coming, self.sizes = set(), None, []
+
+    def take(self, batch):
+        self.sizes.append(len(batch.added) + len(batch.removed))
+        if batch.begins:
+            self.coming = set()
+        for found in (self.known, self.coming):
+            if found is not None:
+                found.difference_update(batch.removed)
+        (self.known if self.coming is None else self.coming).update(batch.added)
+        if batch.ends:
+            self.known, self.coming = self.coming, None
+
+    def take_all(self, announcements):
+        while True:
+            self.take(announcements.next({}))
+            if announcements.is_all_told:
+                return
+
+
+def following(pool, piece_blocks):
+    made = Announcements(piece_blocks)
+    made.follow(pool)
+    return made
+
+
+@pytest.mark.parametrize("num_versions", [0, 3])
+def test_a_batch_survives_the_wire(num_versions):
+    hashes = [os.urandom(32) for _ in range(5)]
+    versions = {os.urandom(32): i for i in range(num_versions)}
+    for begins, ends in ((False, False), (True, False), (False, True), (True, True)):
+        made = Batch(
+            sequence=2**40, begins=begins, ends=ends, added=hashes[:2], removed=hashes[2:], versions=versions
+        )  # fmt: skip
+        assert unpack_batch(pack_batch(made)) == made
+
+
+def test_the_largest_batch_is_well_below_any_limit():
+    hashes = [bytes(32)] * PIECE_BLOCKS
+    made = Batch(sequence=1, begins=True, ends=False, added=hashes, removed=[], versions={})
+    assert len(pack_batch(made)) < 2 << 20
+
+
+def test_the_first_batch_of_a_store_without_a_pool_is_a_full_announcement_of_nothing():
+    announcements = Announcements()
+    first, second = announcements.next({}), announcements.next({})
+    assert (first.sequence, first.begins, first.ends, list(first.added)) == (1, True, True, [])
+    assert (second.sequence, second.begins, second.ends) == (2, False, False)
+    announcements.begin_connection()
+    assert announcements.next({}) == first
+
+
+def test_a_full_announcement_comes_in_pieces():
+    pool, reader = Pool(64), Reader()
+    store(pool, TOKENS[:50])
+    pool.drain_events()
+    reader.take_all(following(pool, 8))
+    assert reader.known == set(pool.resident_hashes())
+    assert reader.sizes == [8] * 6 + [2]
+
+
+def test_changes_come_before_the_rest_of_a_full_announcement():
+    pool, reader = Pool(64), Reader()
+    store(pool, TOKENS[:50])
+    pool.drain_events()
+    announcements = following(pool, 8)
+    reader.take(announcements.next({}))
+    store(pool, "XYZ")
+    batch = announcements.next({})
+    assert set(chain_of("XYZ").hashes()) <= set(batch.added)
+    assert announcements.are_changes_told
+    assert not announcements.is_all_told
+    reader.take(batch)
+    pool.clear(NAMESPACES[0])
+    reader.take_all(announcements)
+    assert reader.known == set(pool.resident_hashes()) == set()
+
+
+def test_many_changes_come_in_pieces_and_are_told_with_the_last_one():
+    pool, reader = Pool(64), Reader()
+    announcements = following(pool, 8)
+    reader.take_all(announcements)
+    store(pool, TOKENS[:20])
+    told = []
+    for _ in range(3):
+        reader.take(announcements.next({}))
+        told.append(announcements.are_changes_told)
+    assert told == [False, False, True]
+    assert reader.sizes[1:] == [8, 8, 4]
+    assert reader.known == set(pool.resident_hashes())
+
+
+def test_changes_that_the_pool_did_not_keep_make_a_full_announcement():
+    pool, reader = Pool(8), Reader()
+    announcements = following(pool, 4)
+    reader.take_all(announcements)
+    store(pool, "abc")
+    pool._table._max_events = 2
+    store(pool, "uvw")
+    batch = announcements.next({})
+    assert batch.begins
+    assert not announcements.are_changes_told, "nobody knows whether they were in it"
+    reader.take(batch)
+    reader.take_all(announcements)
+    assert reader.known == set(pool.resident_hashes())
+    assert announcements.are_changes_told
+
+
+@given(
+    st.lists(st.sampled_from(["save", "clear", "tell", "connect", "follow", "lose"]), max_size=40), st.integers(2, 9)
+)
+def test_whatever_happens_in_between_the_reader_ends_with_what_the_pool_holds(steps, piece_blocks):
+    pool, number = Pool(12), 0
+    pool._table._max_events = 8  # More than one save has, and fewer than two that evict.
+    announcements, reader = following(pool, piece_blocks), Reader()
+    for step in steps:
+        if step == "save":
+            number += 1
+            store(pool, chr(number + 0x100) + "uvwx")
+        elif step == "clear":
+            pool.clear(NAMESPACES[0])
+        elif step == "tell":
+            reader.take(announcements.next({}))
+        elif step == "connect":
+            announcements.begin_connection()
+            reader = Reader()
+        else:
+            pool = Pool(12)
+            pool._table._max_events = 8
+            announcements.follow(pool)
+    reader.take_all(announcements)
+    reader.take_all(announcements)
+    assert reader.known == set(pool.resident_hashes())
+    assert reader.coming is None
+    assert max(reader.sizes) <= piece_blocks

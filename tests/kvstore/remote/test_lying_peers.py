@@ -1,0 +1,155 @@
+"""A peer that answers nonsense is lost for a while, and the load goes on to the next one that has the blocks."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+
+import numpy as np
+import pytest
+
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import LayoutMismatch, PeerLost
+from kvstore.handoff.messages import PeerClaimed, claimed_of, pack_peer_claimed
+from kvstore.remote.answers import grant_of, stages_of, transport_of
+from kvstore.remote.messages import PeerGrant, pack_peer_grant
+from kvstore.remote.peers import PeerAddress
+from kvstore.rpc.framing import Op, pack_json
+from kvstore.rpc.server import ControlServer
+
+EPOCH = b"evilepch"
+NUM_BLOCKS = 3
+
+
+def grant(slots=range(NUM_BLOCKS), *, lease_id=9, epoch=EPOCH, version=0, generation=1):
+    return pack_peer_grant(
+        PeerGrant(
+            lease_id=lease_id, epoch=epoch, namespace_version=version, mover_generation=generation,
+            slots=np.asarray(slots, np.int32),
+        )
+    )  # fmt: skip
+
+
+class Liar:
+    """A peer that says what a test has it say."""
+
+    def __init__(self, honest):
+        own = honest.mover.own
+        self.transport = {
+            "generation": 1, "agent": base64.b64encode(own.agent).decode(), "address": own.address,
+            "slot_bytes": honest.slot_bytes, "num_slots": honest.pool.stats().num_slots,
+        }  # fmt: skip
+        self.hello = {"protocol": PROTOCOL_VERSION, "epoch": EPOCH.hex()}
+        self.grant = grant()
+        self.num_asked = 0
+        self.server = ControlServer(self._serve, lambda connection: None)
+        self.server.listen_remote("127.0.0.1")
+        self.server.start()
+
+    def _serve(self, connection, message):
+        connection.role = "store"
+        if message.op is Op.HELLO:
+            return pack_json(self.hello) if isinstance(self.hello, dict) else self.hello
+        if message.op is Op.PEER_LEASE:
+            self.num_asked += 1
+            if isinstance(self.grant, Exception):
+                raise self.grant
+            return self.grant
+        if message.op is Op.PEER_TRANSPORT:
+            return pack_json(self.transport) if isinstance(self.transport, dict) else self.transport
+        return b""
+
+
+@pytest.fixture
+def nodes(cluster, monkeypatch):
+    """An honest node that has the blocks, a liar that says so, and a worker on a third that wants them."""
+    good, reader = cluster.add("good"), cluster.add("reader")
+    hashes = cluster.hashes(NUM_BLOCKS)
+    written = cluster.worker("good", seed=1)
+    written.save(hashes, range(NUM_BLOCKS))
+    liar, resolve = Liar(good), reader.peers._resolve
+    monkeypatch.setattr(
+        reader.peers,
+        "_resolve",
+        lambda node: PeerAddress("127.0.0.1", liar.server.port, "t") if node == "liar" else resolve(node),
+    )
+    reader.hints.remember(hashes.data[:32], [("liar", NUM_BLOCKS), ("good", NUM_BLOCKS)])
+    worker = cluster.worker("reader", seed=2)
+    yield liar, reader, worker, hashes, written
+    liar.server.stop()
+    reader.pool.check_integrity()
+    stats = reader.pool.stats()
+    assert (stats.num_writing, stats.num_quarantined) == (0, 0)
+
+
+def lies():
+    yield "short grant", {"grant": b"abc"}
+    yield "more slots than asked for", {"grant": grant(range(50))}
+    yield "slots beyond the slab", {"grant": grant([2**31 - 1] * 3)}
+    yield "negative slots", {"grant": grant([-1, -2, -(2**31)])}
+    yield "a clearing that cannot be", {"grant": grant(version=2**64 - 1)}
+    yield "another life", {"grant": grant(epoch=b"whatever")}
+    yield "half an epoch", {"hello": {"protocol": PROTOCOL_VERSION, "epoch": "ab"}}
+    yield "no epoch", {"hello": {"protocol": PROTOCOL_VERSION}}
+    yield "epoch that is none", {"hello": {"epoch": "zz" * 8}}
+    yield "epoch of another type", {"hello": {"epoch": 7}}
+    yield "hello that is no JSON", {"hello": b"\xff"}
+    yield "a refusal", {"grant": LayoutMismatch("no")}
+    yield "an empty transport", {"transport": {}}
+    yield "a transport that is no JSON", {"transport": b"\xff\xff"}
+    for key, values in {
+        "generation": (7, "x", None, 2**70),
+        "address": (2**70, -1, None, "x"),
+        "slot_bytes": (0, -64, 8, 2**70),
+        "num_slots": (0, -1, 10**8, 2**70, 1e999),
+        "agent": ("!!!", None, 7, "x" * (1 << 21), base64.b64encode(b"nobody").decode()),
+    }.items():
+        for value in values:
+            yield f"{key} {str(value)[:20]}", {"transport": {key: value}}
+
+
+@pytest.mark.parametrize("lie", [pytest.param(lie, id=name) for name, lie in lies()])
+def test_a_load_goes_on_to_the_next_peer(nodes, lie):
+    liar, reader, worker, hashes, written = nodes
+    for name, value in lie.items():
+        told = getattr(liar, name)
+        is_part = name == "transport" and value and isinstance(value, dict)
+        setattr(liar, name, told | value if is_part else value)
+    result = worker.load(hashes, range(NUM_BLOCKS))
+    assert (result.num_blocks, result.failed) == (NUM_BLOCKS, ())
+    assert [worker.block(i) for i in range(NUM_BLOCKS)] == [written.block(i) for i in range(NUM_BLOCKS)]
+    assert not reader.peers.is_usable("liar")
+
+
+def test_a_peer_that_lied_is_left_alone_for_a_while(nodes, monkeypatch):
+    monkeypatch.setattr("kvstore.remote.peers._BACK_OFF_S", (60.0,))
+    liar, reader, worker, hashes, _ = nodes
+    liar.grant = b"abc"
+    for count in itertools.count(1):
+        reader.pool.clear(hashes.namespace_digest)
+        reader.hints.remember(hashes.data[:32], [("liar", NUM_BLOCKS), ("good", NUM_BLOCKS)])
+        assert worker.load(hashes, range(NUM_BLOCKS)).num_blocks == NUM_BLOCKS
+        if count == 20:
+            break
+    assert liar.num_asked == 1
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xff" * 10, pack_peer_claimed(PeerClaimed(1, EPOCH, 0, 1, range(2))), b"\xff" * 44]
+)
+def test_claims_that_are_none(payload):
+    with pytest.raises(PeerLost):
+        claimed_of(payload, NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("stages", [{}, {"stages": 7}, {"stages": [{}]}, {"stages": [{"slab": 1}]}])
+def test_stages_that_are_none(stages):
+    with pytest.raises(PeerLost):
+        stages_of(pack_json(stages), 1)
+
+
+def test_what_a_peer_may_answer(nodes):
+    liar = nodes[0]
+    assert len(grant_of(grant(), NUM_BLOCKS).slots) == NUM_BLOCKS
+    assert transport_of(pack_json(liar.transport), same_host=False)[0] == 1
+    assert claimed_of(pack_peer_claimed(PeerClaimed(0, EPOCH, 0, 1, (), 0, "gone: x")), NUM_BLOCKS).reason == "gone: x"

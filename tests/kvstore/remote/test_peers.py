@@ -1,0 +1,72 @@
+"""When a peer is left alone, and for how long."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.errors import PeerLost
+from kvstore.remote.peers import PeerBook
+
+
+@pytest.fixture
+def book(monkeypatch):
+    def nowhere(node_id):
+        raise PeerLost(f"{node_id} is away")
+
+    made = PeerBook("own", b"ownepoch", nowhere, 1.0)
+    made.now_s = 100.0
+    monkeypatch.setattr("kvstore.runtime.clock.now_s", lambda: made.now_s)
+    yield made
+    made.close()
+
+
+def pause_s(book) -> float:
+    """How long the peer is left alone from now on."""
+    began_s, step_s = book.now_s, 0.125
+    while not book.is_usable("other"):
+        book.now_s += step_s
+    return book.now_s - began_s
+
+
+def test_loads_that_fail_together_are_one_failure(book):
+    threads = [threading.Thread(target=book.failed, args=("other",)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5.0)
+    assert pause_s(book) == 0.5
+    book.failed("other")
+    assert pause_s(book) == 1.0
+
+
+def test_who_cannot_be_reached_is_left_alone(book):
+    with pytest.raises(PeerLost, match="other is away"):
+        book.get("other")
+    assert not book.is_usable("other")
+
+
+def test_nodes_that_failed_long_ago_are_not_remembered(book):
+    for number in range(100):
+        book.failed(f"n{number}")
+    book.now_s += 601.0
+    book.failed("other")
+    assert list(book._failures) == ["other"]
+    assert not book.is_usable("other")
+
+
+def test_connections_to_stores_that_ended_are_closed_when_another_is_made(cluster):
+    core = cluster.add("a", mover=False)
+    lost = []
+    for number in range(3):
+        cluster.add(f"n{number}", mover=False)
+        lost.append(core.peers.get(f"n{number}"))
+        cluster.stop_node(f"n{number}")
+    cluster.add("b", mover=False)
+    peer = core.peers.get("b")
+    assert [old.client.closed for old in lost] == [True] * 3
+    assert list(core.peers._peers) == ["b"]
+    assert not peer.client.has_ended()
+    peer.close()
+    assert peer.client.has_ended()

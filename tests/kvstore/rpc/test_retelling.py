@@ -1,0 +1,93 @@
+"""What a store has to hear is told again until it answers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.errors import InvalidRequest, PeerLost, StoreNotRunning, TransferTimeout
+from kvstore.rpc import retelling
+from kvstore.rpc.framing import Op
+from kvstore.rpc.retelling import Retelling
+
+
+class Asked:
+    """A store that fails the first questions with what `failures` holds, and answers all others."""
+
+    def __init__(self, *failures):
+        self.failures, self.heard, self.is_over = list(failures), [], False
+
+    def __call__(self, op, payload):
+        self.heard.append(payload)
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def retelling(self):
+        return Retelling(self, lambda: self.is_over)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(retelling, "_PAUSES_S", (0.01,))
+
+
+def test_what_is_answered_is_told_once_and_on_the_calling_thread():
+    store = Asked()
+    told, before = store.retelling(), threading.active_count()
+    told.tell(Op.HANDOFF_ABORT, b"a")
+    assert (store.heard, len(told), threading.active_count()) == ([b"a"], 0, before)
+
+
+def test_what_is_not_answered_is_told_again_in_order_until_it_is(wait_until):
+    store = Asked(TransferTimeout("late"), PeerLost("broken"), StoreNotRunning("stopped"), TransferTimeout("late"))
+    told = store.retelling()
+    told.tell(Op.HANDOFF_ABORT, b"a")
+    told.tell(Op.HANDOFF_ABORT, b"b")
+    wait_until(lambda: len(told) == 0)
+    assert {b"a", b"b"} == set(store.heard)
+    assert store.failures == []
+
+
+def test_what_the_store_refuses_is_heard():
+    store = Asked(InvalidRequest("no"))
+    told = store.retelling()
+    told.tell(Op.HANDOFF_ABORT, b"a")
+    assert (len(told), store.heard) == (0, [b"a"])
+
+
+def test_an_interrupt_loses_no_message(wait_until):
+    store = Asked(KeyboardInterrupt())
+    told = store.retelling()
+    with pytest.raises(KeyboardInterrupt):
+        told.tell(Op.HANDOFF_ABORT, b"a")
+    wait_until(lambda: len(told) == 0)
+    assert store.heard == [b"a", b"a"]
+
+
+@pytest.mark.parametrize("ends", ["store", "client"])
+def test_nothing_is_told_to_a_store_that_ended_or_for_a_client_that_did(ends, wait_until):
+    store = Asked(*[TransferTimeout("late")] * 1000)
+    told = store.retelling()
+    told.tell(Op.HANDOFF_ABORT, b"a")
+    wait_until(lambda: len(store.heard) > 2)
+    if ends == "client":
+        told.close()
+    store.is_over = ends == "store"
+    wait_until(lambda: not any(thread.name == "raykv-retelling" for thread in threading.enumerate()))
+
+
+def test_a_thread_that_cannot_be_started_is_tried_with_the_next_message(monkeypatch, wait_until):
+    class Refused(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    store = Asked(TransferTimeout("late"))
+    told = store.retelling()
+    with monkeypatch.context() as patch:
+        patch.setattr(retelling.threading, "Thread", Refused)
+        told.tell(Op.HANDOFF_ABORT, b"a")
+    assert len(told) == 1
+    told.tell(Op.HANDOFF_ABORT, b"b")
+    wait_until(lambda: len(told) == 0)
+    assert store.heard == [b"a", b"b", b"a"]
