@@ -14,9 +14,9 @@ import ray
 from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor
 from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.ending import end_actors, node_stores, starter_of, within
-from kvstore.actors.joining import check_goes_on
-from kvstore.actors.ray_sessions import RaySession, current_session
-from kvstore.actors.ray_use import USE, is_connected
+from kvstore.actors.session.handles import USE, is_connected
+from kvstore.actors.session.joining import check_goes_on
+from kvstore.actors.session.rays import RaySession, current_session
 from kvstore.actors.supervisor import alive_nodes
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part

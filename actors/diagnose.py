@@ -237,7 +237,7 @@ def _look_at_cluster(address: str) -> dict[str, Any]:
     import ray
 
     from kvstore.actors.ending import stores_here
-    from kvstore.actors.joining import join_ray
+    from kvstore.actors.session.joining import join_ray
     from kvstore.actors.supervisor import alive_nodes
 
     joined = join_ray(address, may_start=False)

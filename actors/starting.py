@@ -14,9 +14,9 @@ import ray
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
 from kvstore.actors.cluster import Store
 from kvstore.actors.ending import end_actors, node_stores, within
-from kvstore.actors.joining import Joined
-from kvstore.actors.ray_sessions import RaySession
-from kvstore.actors.ray_use import USE
+from kvstore.actors.session.handles import USE
+from kvstore.actors.session.joining import Joined
+from kvstore.actors.session.rays import RaySession
 from kvstore.actors.supervisor import ASKED_GROUP, Supervisor, alive_nodes
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import (

@@ -180,7 +180,7 @@ def _end_of(store: Any) -> str:
     """Return how a store with a local Ray has ended; empty while it runs, and while that cannot be told."""
     from kvstore.actors.calls import actor_name, find_actor
     from kvstore.actors.ending import within
-    from kvstore.actors.joining import check_answers
+    from kvstore.actors.session.joining import check_answers
 
     name = store.config.name
     try:
@@ -198,7 +198,7 @@ def _end_of(store: Any) -> str:
 
 def _stop_local(store: Any) -> None:
     """Stop a store with its Ray. A signal to the whole process group ends that Ray meanwhile: it would not answer."""
-    from kvstore.actors.joining import check_answers
+    from kvstore.actors.session.joining import check_answers
 
     failed: list[KVStoreError] = []
 
@@ -264,7 +264,7 @@ def stop(name: str, address: str | None) -> None:
     on this machine, --address or RAY_ADDRESS has to say which.
     """
     from kvstore.actors.ending import end_store
-    from kvstore.actors.joining import check_named, join_ray
+    from kvstore.actors.session.joining import check_named, join_ray
 
     check_named(address)
     where = join_ray(address, may_start=False).session.address

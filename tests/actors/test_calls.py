@@ -101,7 +101,7 @@ from pathlib import Path
 import kvstore
 import ray
 from kvstore.actors.calls import call, find_actor, ray_failures
-from kvstore.actors import joining
+from kvstore.actors.session import joining
 from kvstore.actors.supervisor import alive_nodes
 from kvstore.errors import KVStoreError
 

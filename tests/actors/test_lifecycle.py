@@ -19,8 +19,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import kvstore
-from kvstore.actors import ending, joining, starting
-from kvstore.actors.joining import check_answers
+from kvstore.actors import ending, starting
+from kvstore.actors.session import joining
+from kvstore.actors.session.joining import check_answers
 from kvstore.errors import (
     ConfigError,
     IncompatibleStore,

@@ -255,7 +255,7 @@ def test_a_store_that_nobody_stopped_ends_with_its_process_and_leaves_nothing(wo
 def test_a_stop_after_the_head_died_ends_in_bounded_time(world):
     (said,) = world.run("""
         import subprocess
-        from kvstore.actors.joining import check_answers
+        from kvstore.actors.session.joining import check_answers
         store = kvstore.start("16MiB")
         children = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())]
         listed = subprocess.run(children, capture_output=True, text=True)
@@ -274,7 +274,7 @@ def test_a_ray_that_has_died_is_said_at_once(world):
     """Ray itself goes on asking the dead GCS for a minute, and then ends the process."""
     (said,) = world.run("""
         import subprocess
-        from kvstore.actors.joining import check_answers
+        from kvstore.actors.session.joining import check_answers
         ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20,
                  log_to_driver=False)
         store = kvstore.start("16MiB")
@@ -342,15 +342,15 @@ def test_a_home_that_takes_no_token_is_a_typed_error(world):
 
 
 def test_what_runs_here_is_found(head):
-    from kvstore.actors.ray_sessions import rays_here
+    from kvstore.actors.session.rays import rays_here
 
     (found,) = [one for one in rays_here() if one.address == head.address]
     assert (found.folder, found.outlives_starter) == (f"{head.folder}/ray", True)
 
 
 def test_several_rays_are_refused_by_name(head, monkeypatch):
-    from kvstore.actors import joining
-    from kvstore.actors.ray_sessions import LocalRay
+    from kvstore.actors.session import joining
+    from kvstore.actors.session.rays import LocalRay
     from kvstore.errors import ConfigError
 
     monkeypatch.setenv("RAY_TMPDIR", str(head.folder))

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import kvstore
 from kvstore import api, cli
-from kvstore.actors import joining
+from kvstore.actors.session import joining
 from kvstore.errors import ConfigError, IncompatibleStore, KVStoreError, StoreNotRunning
 from kvstore.tools import terminal
 from kvstore.tools.doctor import Check, Status

@@ -34,8 +34,8 @@ from ray._raylet import (  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from kvstore.actors.calls import RAY_NAMESPACE, check_not_forked, node_address
-from kvstore.actors.keeper import KEEPER
-from kvstore.actors.ray_sessions import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
+from kvstore.actors.session.keeper import KEEPER
+from kvstore.actors.session.rays import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
 from kvstore.bounds import clip
 from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable, WrongCluster
 

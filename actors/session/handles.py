@@ -17,8 +17,8 @@ from typing import Any
 import ray
 
 from kvstore.actors.ending import stores_here, within
-from kvstore.actors.joining import Joined, check_answers, join_ray
-from kvstore.actors.ray_sessions import RaySession, current_session
+from kvstore.actors.session.joining import Joined, check_answers, join_ray
+from kvstore.actors.session.rays import RaySession, current_session
 from kvstore.errors import KVStoreError, StoreBusy
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from kvstore.actors import ray_use
-from kvstore.actors.joining import Joined
-from kvstore.actors.ray_sessions import RaySession
-from kvstore.actors.ray_use import RayUse
+from kvstore.actors.session import handles
+from kvstore.actors.session.handles import RayUse
+from kvstore.actors.session.joining import Joined
+from kvstore.actors.session.rays import RaySession
 from kvstore.config import StoreConfig
 from kvstore.errors import StoreBusy, StoreNotRunning, StoreUnavailable
 
@@ -58,11 +58,11 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     world = World()
-    monkeypatch.setattr(ray_use, "join_ray", world.join)
-    monkeypatch.setattr(ray_use, "stores_here", world.stores_here)
-    monkeypatch.setattr(ray_use, "check_answers", lambda address: None)
-    monkeypatch.setattr(ray_use, "is_connected", lambda session: world.session == session)
-    monkeypatch.setattr(ray_use.ray, "shutdown", world.shutdown)
+    monkeypatch.setattr(handles, "join_ray", world.join)
+    monkeypatch.setattr(handles, "stores_here", world.stores_here)
+    monkeypatch.setattr(handles, "check_answers", lambda address: None)
+    monkeypatch.setattr(handles, "is_connected", lambda session: world.session == session)
+    monkeypatch.setattr(handles.ray, "shutdown", world.shutdown)
     return world
 
 
@@ -99,7 +99,7 @@ def test_a_ray_that_has_ended_goes_on_for_no_handle(use, world, monkeypatch):
 
     world.session, b = OWN, Handle("b")
     use.hold(b)
-    monkeypatch.setattr(ray_use, "check_answers", refuse)
+    monkeypatch.setattr(handles, "check_answers", refuse)
     assert use.leave(OWN, "a") == []
     assert world.session is None
 
@@ -166,7 +166,7 @@ def test_two_threads_do_not_join_at_once_and_the_wait_has_an_end(use, world, mon
         go.wait(10)
         return world.join(address, **options)
 
-    monkeypatch.setattr(ray_use, "join_ray", join)
+    monkeypatch.setattr(handles, "join_ray", join)
 
     def call():
         with joined(use):

@@ -12,9 +12,9 @@ import grpc
 import pytest
 from ray.core.generated import gcs_service_pb2
 
-from kvstore.actors import joining, ray_sessions
-from kvstore.actors.joining import check_answers, check_named, find_ray, join_ray
-from kvstore.actors.ray_sessions import LocalRay
+from kvstore.actors.session import joining, rays
+from kvstore.actors.session.joining import check_answers, check_named, find_ray, join_ray
+from kvstore.actors.session.rays import LocalRay
 from kvstore.errors import ConfigError, StoreNotRunning
 
 TOKEN = "Bearer secret"
@@ -140,7 +140,7 @@ def test_a_join_that_fails_leaves_the_mode_of_tokens_as_it_was(gcs, monkeypatch)
 
 def test_a_recorded_address_counts_only_while_a_ray_of_this_user_is_there(gcs, monkeypatch, tmp_path):
     one, file = gcs("hello"), tmp_path / "ray_current_cluster"
-    monkeypatch.setattr(ray_sessions, "get_ray_address_file", lambda folder: str(file))
+    monkeypatch.setattr(rays, "get_ray_address_file", lambda folder: str(file))
     file.write_text(one.address)
     monkeypatch.setattr(joining, "rays_here", list)
     with pytest.raises(StoreNotRunning, match="another user's"):
@@ -155,7 +155,7 @@ def test_a_recorded_address_counts_only_while_a_ray_of_this_user_is_there(gcs, m
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_record_that_is_no_file_is_none(monkeypatch, tmp_path, kind):
     file = tmp_path / "ray_current_cluster"
-    monkeypatch.setattr(ray_sessions, "get_ray_address_file", lambda folder: str(file))
+    monkeypatch.setattr(rays, "get_ray_address_file", lambda folder: str(file))
     if kind == "link":
         (tmp_path / "real").write_text("127.0.0.1:1")
         file.symlink_to(tmp_path / "real")
@@ -163,7 +163,7 @@ def test_a_record_that_is_no_file_is_none(monkeypatch, tmp_path, kind):
         os.mkfifo(file)
     else:
         file.mkdir()
-    assert ray_sessions.recorded_address() is None
+    assert rays.recorded_address() is None
 
 
 def test_of_several_rays_none_is_taken_for_the_one_that_is_meant(monkeypatch):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvstore.actors.keeper import Keeper
+from kvstore.actors.session.keeper import Keeper
 from kvstore.errors import StoreBusy, StoreUnavailable
 
 
