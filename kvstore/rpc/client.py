@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvstore.errors import NotAsked, PeerLost, StoreBusy, TransferTimeout
@@ -31,12 +30,7 @@ from kvstore.rpc.framing import (
 )
 from kvstore.runtime import clock
 from kvstore.runtime.forks import check_process, this_process
-
-#: Whose turn it is to ask: an object of its own for each question, with the number of the thread that asks, or 0 where
-#: any thread may go on.
-Turn = list[int]
-#: One that waits for its turn also looks that often by itself: word of it may be lost to an interrupt.
-_LOOK_AGAIN_S = 0.05
+from kvstore.runtime.turns import Turn, Turns
 
 
 class ControlClient:
@@ -55,11 +49,7 @@ class ControlClient:
         self.hello: dict[str, Any] = {}
         self.num_calls = 0
         self._sock = sock
-        # Held for a moment only. Nothing is called under it, so that no handler of a signal runs there.
-        self._lock = threading.Lock()
-        self._turn: Turn | None = None
-        #: The turns that are waited for, in order, each with what wakes the thread that waits.
-        self._waiting: list[tuple[SimpleQueue[None], Turn]] = []
+        self._turns = Turns()
         self._decoder = Decoder()
         # Filled again and again: a new buffer for each answer would come from the kernel, page by page.
         self._received = memoryview(bytearray(RECEIVE_BYTES))
@@ -103,12 +93,12 @@ class ControlClient:
             ForkedClient: this is a child of the process that made it.
         """
         check_process(self._pid)
-        turn, asked = [threading.get_ident()], 0
+        turn, turns, asked = [threading.get_ident()], self._turns, 0
         try:
-            with self._lock:
-                if self._turn is None:
-                    self._turn = turn
-            if self._turn is not turn:
+            with turns.lock:
+                if turns.now is None and turns.first is None:
+                    turns.now = turn
+            if turns.now is not turn:
                 timeout_s = self._wait_for_others(turn, op, timeout_s)
             if self.closed:
                 raise NotAsked(f"{self.name}: the connection was closed before {op.name} could be asked")
@@ -121,82 +111,54 @@ class ControlClient:
                 answer, is_error = message.payload, message.flag is ERROR
             # From here on one function is called at most. An interrupt behind that comes before another thread can
             # ask, so that the answer, which nobody has, can still be given back.
-            if self._waiting:
-                self._turn = self._waiting[0][1]
-                self._waiting[0][0].put(None)
-            else:
-                self._turn = None
+            turns.now = None
+            if (first := turns.first) is not None:
+                first.put(None)
             if self.closed:
                 self._let_go()
             if not is_error:
                 return answer
         except BaseException:
             # Whatever that is, a signal's too: the next question would meet this one's answer.
-            if asked and (self._turn is turn or self._request == asked):
+            if asked and (turns.now is turn or self._request == asked):
                 self.closed = True
                 self.unheard = self.unheard or asked
-            if self._turn is turn:
-                self._turn = None
+            if turns.now is turn:
+                turns.now = None
             self._end_turn(turn)
             raise
         raise unpack_error(answer)
 
-    def _wait_for_others(self, turn: Turn, op: Op | None, timeout_s: float) -> float:
+    def _wait_for_others(self, turn: Turn, op: Op, timeout_s: float) -> float:
         """Wait for a turn while other threads have theirs; returns what is left of a time."""
-        asked_s, left_s = clock.now_s(), timeout_s
-        waiter: SimpleQueue[None] = SimpleQueue()
-        try:
-            self._waiting.append((waiter, turn))
-            while True:
-                with self._lock:
-                    now = self._turn
-                    if now is None:
-                        self._turn = now = turn
-                left_s = timeout_s - (clock.now_s() - asked_s)
-                if now is turn:
-                    return max(0.0, left_s)
-                if self.closed:  # That turn may have been lost with what had it.
-                    raise NotAsked(f"{self.name}: the connection was closed meanwhile")
-                if now[0] == threading.get_ident():
-                    raise StoreBusy(
-                        f"{self.name}: wanted one question at a time, got one from within another one of this thread; "
-                        "ask behind that, and not in the handler of a signal or in a finalizer"
-                    )
-                if left_s <= 0:
-                    name = op.name if op is not None else "this"
-                    raise TransferTimeout(
-                        f"{self.name}: others' questions took all the time of {name}; it was not asked"
-                    )
-                with contextlib.suppress(Empty):
-                    waiter.get(timeout=min(left_s, _LOOK_AGAIN_S))
-        finally:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove((waiter, turn))
+        asked_s = clock.now_s()
+        if not self._turns.wait(turn, timeout_s, self._check_turn):
+            raise TransferTimeout(f"{self.name}: others' questions took all the time of {op.name}; it was not asked")
+        return max(0.0, timeout_s - (clock.now_s() - asked_s))
 
-    def _take_turn(self, turn: Turn, op: Op | None = None) -> None:
-        with self._lock:
-            if self._turn is None:
-                self._turn = turn
-        if self._turn is not turn:
-            self._wait_for_others(turn, op, math.inf)
+    def _check_turn(self, now: Turn) -> None:
+        """Refuse to wait for a turn that does not end, or of which nothing is to be had."""
+        if self.closed:
+            raise NotAsked(f"{self.name}: the connection was closed meanwhile")
+        if now[0] == threading.get_ident():
+            raise StoreBusy(
+                f"{self.name}: wanted one question at a time, got one from within another one of this thread; ask "
+                "behind that, and not in the handler of a signal or in a finalizer"
+            )
+
+    def _take_turn(self, turn: Turn) -> None:
+        if not self._turns.take(turn):
+            self._turns.wait(turn, math.inf, self._check_turn)
 
     def _end_turn(self, turn: Turn) -> None:
         """Give a turn up, if it was taken, and close a connection that was closed meanwhile."""
-        if self._turn is turn:
-            self._turn = None
-        if self._waiting:
-            with self._lock:
-                waiting = self._waiting[0] if self._turn is None and self._waiting else None
-                if waiting is not None:
-                    self._turn = waiting[1]
-            if waiting is not None:
-                waiting[0].put(None)
+        self._turns.end(turn)
         if self.closed:
             self.close()
 
     def _give_up(self, turn: Turn) -> None:
         """End a turn in which something else came than was meant to: the connection is of no use any more."""
-        if self._turn is turn:
+        if self._turns.now is turn:
             self.closed = True
         self._end_turn(turn)
 
@@ -243,7 +205,7 @@ class ControlClient:
         check_process(self._pid)
         turn = [0]
         try:
-            self._take_turn(turn, op)
+            self._take_turn(turn)
             self.num_calls += 1
             return Answers(self, turn, self._send(op, REQUEST, payload), timeout_s)
         except BaseException:
@@ -266,7 +228,7 @@ class ControlClient:
         check_process(self._pid)
         turn = [0]
         try:
-            self._take_turn(turn, op)
+            self._take_turn(turn)
             self.num_calls += 1
             return Question(self, turn, self._send(op, REQUEST, payload), progress)
         except BaseException:
@@ -278,7 +240,7 @@ class ControlClient:
         check_process(self._pid)
         turn = [threading.get_ident()]
         try:
-            self._take_turn(turn, op)
+            self._take_turn(turn)
             self._send(op, Flag.ONE_WAY, payload)
             self._end_turn(turn)
         except BaseException:  # Part of it may be out.
@@ -289,18 +251,15 @@ class ControlClient:
         """Whether this connection is open and nothing came on it; False while a call is under way."""
         turn = [threading.get_ident()]
         try:
-            with self._lock:
-                if self._turn is None and not self.closed:
-                    self._turn = turn
-            if self._turn is turn:
+            if not self.closed and self._turns.take(turn):
                 self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
         finally:
-            if self._turn is turn:
-                self._turn = None  # At once: an interrupt may come where `_end_turn` begins.
+            if self._turns.now is turn:
+                self._turns.now = None  # At once: an interrupt may come where `_end_turn` begins.
             self._end_turn(turn)
         return False
 
@@ -333,8 +292,8 @@ class ControlClient:
             self._take_turn(turn)
             return os.dup(self._sock.fileno())
         finally:
-            if self._turn is turn:
-                self._turn = None  # At once: an interrupt may come where `_end_turn` begins.
+            if self._turns.now is turn:
+                self._turns.now = None  # At once: an interrupt may come where `_end_turn` begins.
             self._end_turn(turn)
 
     def is_to_this_host(self) -> bool:
@@ -363,14 +322,14 @@ class ControlClient:
         # to a stranger. The end of the call comes here too.
         turn = [threading.get_ident()]
         try:
-            with self._lock:
-                if self._turn is None:
-                    self._turn = turn
-            if self._turn is turn:
+            with self._turns.lock:
+                if self._turns.now is None:  # Also before threads that wait, which then see that it is closed.
+                    self._turns.now = turn
+            if self._turns.now is turn:
                 self._sock.close()
         finally:
-            if self._turn is turn:
-                self._turn = None
+            if self._turns.now is turn:
+                self._turns.now = None
 
     def _send(self, op: Op, flag: Flag, payload: bytes) -> int:
         self._request += 1

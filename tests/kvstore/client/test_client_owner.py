@@ -166,7 +166,7 @@ def test_a_call_whose_connection_another_one_broke_is_asked_over_the_next(core, 
     with late(core, "release"):
         first = threading.Thread(target=ask_in_vain, args=(worker.client.unpin, NOTHING))
         first.start()
-        wait_until(lambda: store._calls._turn is not None)
+        wait_until(lambda: store._calls._turns.now is not None)
         store.call_timeout_s = 10.0
         second = threading.Thread(target=lambda: results.append(worker.client.pin(cluster.hashes(10)).num_blocks))
         second.start()

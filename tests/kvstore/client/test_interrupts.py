@@ -131,8 +131,8 @@ def test_an_interrupt_anywhere_leaves_nothing(cluster, wait_until, name):
         if interrupter.where:
             place.check(name, interrupter.where, wait_until)
     place.client.close()
-    assert place.core.pool.stats().num_writing == 0
-    assert place.core.pool.num_leases() == 0 or name == "lease"
+    wait_until(lambda: place.core.pool.stats().num_writing == 0)
+    wait_until(lambda: place.core.pool.num_leases() == 0 or name == "lease")
 
 
 @pytest.mark.parametrize("name", ["begin_publish", "publish", "save", "load", "fetch"])
