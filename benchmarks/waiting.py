@@ -116,7 +116,7 @@ def wait_for(condition: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=300, help="fewer let one bad round decide the pooled p99")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR)  # Each ticket that is taken back is a line, here and in the stores.
