@@ -56,7 +56,8 @@ class Part:
             os.kill(self.pid, signal.SIGCONT)
         self.process.kill()
         self.process.wait(10)
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # What it never read is flushed here.
+            self.process.stdin.close()
         self.process.stdout.close()
 
 
@@ -109,6 +110,8 @@ class Cluster:
         self.directory = Part("directory", folder)
         self.stores, self.engines, self._stopped = {}, {}, []
         self._seed = 0
+        #: Whether the next test may use it.
+        self.is_whole = True
         for node in ("source", "reader"):
             self.start_store(node)
         for node in ("source", "reader"):
