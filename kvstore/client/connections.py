@@ -52,7 +52,8 @@ class StoreConnections:
         self.path, self._on_lost = path, on_lost
         self.has_ended = self._is_lost = False
         self._pid, self._key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
-        self._lock, self._renewing = threading.Lock(), threading.Lock()
+        # Of a kind that one thread may take twice: the handler of a signal may ask under them.
+        self._lock, self._renewing = threading.RLock(), threading.RLock()
         self._open: list[ControlClient] = []
         self.for_jobs = IdleConnections(self.connect)
         self.for_fetches = IdleConnections(self.connect)

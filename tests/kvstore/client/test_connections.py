@@ -72,6 +72,24 @@ def test_calls_go_on_over_a_new_connection_when_theirs_broke(store, lost):
     assert lost == []
 
 
+def test_a_handler_that_asks_while_its_thread_reconnects_is_answered(store, monkeypatch):
+    connect, answers = store.connect, []
+
+    def interrupted(*args):
+        monkeypatch.setattr(store, "connect", connect)
+        answers.append(store.call(Op.STATS, b""))
+        return connect(*args)
+
+    store._calls.close()
+    monkeypatch.setattr(store, "connect", interrupted)
+    asking = threading.Thread(target=lambda: answers.append(store.call(Op.STATS, b"")), daemon=True)
+    asking.start()
+    asking.join(5)
+    assert not asking.is_alive(), "it waits for its own lock"
+    assert len(answers) == 2
+    assert store.call(Op.STATS, b"")
+
+
 def test_a_question_of_its_own_leaves_no_connection(store):
     before = [connection for connection in store._open if not connection.closed]
     assert store.ask(Op.STATS, b"", 5.0)
