@@ -8,6 +8,7 @@ kvstore.client.work.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import weakref
@@ -40,6 +41,7 @@ from kvstore.errors import (
     KVStoreError,
     NamespaceMismatch,
     StoreUnavailable,
+    TransferError,
 )
 from kvstore.memory.mapping import ArenaMapping
 from kvstore.memory.presence_view import PresenceView, map_clears
@@ -53,6 +55,8 @@ from kvstore.rpc.messages import (
     unpack_grant,
 )
 from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
 
 _LATE_S = 600.0
 #: A copy that has begun is waited for in turns of so long.
@@ -90,8 +94,11 @@ class Client(HandoffVerbs):
         self.part.check(space.shape)
         self.space = space
         self._lost = self._unmapped = self._stuck = False
-        self._unmapping: threading.Thread | None = None
-        self._lock = threading.Lock()
+        #: Of the life of the store that has ended, and set when its memory is unmapped.
+        self._jobs_of_lost: JobThreads | None = None
+        self._unmapped_lost = threading.Event()
+        # Of a kind that one thread may take twice: the handler of a signal may close this.
+        self._lock = threading.RLock()
         lose = weakref.WeakMethod(self._lose)
         self._store = StoreConnections(control_path, lambda: (call := lose()) and call())
         self.node_id, self.epoch, self.config = self._store.node_id, self._store.epoch, self._store.config
@@ -191,9 +198,11 @@ class Client(HandoffVerbs):
         self._store.check_open()
         op = Op.LOOKUP_ALL if remote else Op.LOOKUP
         payload = pack_lookup_all(chain, _REMOTE_SHARE * limit_s) if remote else chain.encode()
-        connection = self._store.for_lookups.take()
+        until_s = clock.now_s() + limit_s
+        connection = self._store.for_lookups.take(limit_s)
         try:
-            answer = connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile)
+            left_s = max(0.0, until_s - clock.now_s())
+            answer = connection.call(op, payload, timeout_s=left_s, meanwhile=meanwhile)
         finally:
             self._store.for_lookups.keep(connection)
         if not remote:
@@ -256,6 +265,7 @@ class Client(HandoffVerbs):
                 lambda lease_id: bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(lease_id)))[0]),
                 lambda lease_id, ttl: bool(U64.unpack(self._store.call(Op.RENEW, U64_F64.pack(lease_id, ttl)))[0]),
                 self._slot_view,
+                lambda: not (self._lost or self._store.has_ended),
             )
         except BaseException:
             self._give_back(answer)
@@ -407,18 +417,27 @@ class Client(HandoffVerbs):
         """Wait for running jobs, give everything back and unmap the arena; may be called again.
 
         In a forked child it only lets go of the child's copies of descriptors. What jobs hold that outlast the time is
-        given back when they are over.
+        given back when they are over. One that was interrupted is to be called again, and goes on.
+
+        Args:
+            timeout_s: for the jobs; `math.inf` waits for as long as they take.
+
+        Raises:
+            InvalidRequest: `timeout_s` is no time; nothing was closed.
         """
+        timeout_s = min(check_seconds("timeout_s", timeout_s, math.inf), threading.TIMEOUT_MAX)
         if self._store.is_inherited():
             self._store.close(jobs_are_over=False)
             if self._presence is not None:
                 self._presence.close()
             return
-        if not self._store.end():
+        self._store.end()
+        if self._store.was_closed:
             return
+        # Each step may be done again, by a call after one that was interrupted.
         ended, deadline_s = threading.Event(), clock.now_s() + timeout_s
         try:
-            threading.Thread(target=self._end_jobs, args=(ended,), daemon=True).start()
+            threading.Thread(target=self._end_jobs, args=(ended,), name="raykv-ending", daemon=True).start()
         except RuntimeError:  # No thread can be started, as when Python ends.
             self._end_jobs(ended, timeout_s)
         ended.wait(max(0.0, deadline_s - clock.now_s()))
@@ -428,19 +447,19 @@ class Client(HandoffVerbs):
         if self._stage_link is not None:
             self._stage_link.close()
         self._clears.leave()
-        self._store.close(jobs_are_over=ended.is_set() and not self._stuck)
-        self._unmap(copies_are_over=ended.is_set())
-        if not ended.is_set():
+        if not (have_ended := ended.is_set()):
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self._unmap_late, args=(ended,), name="raykv-unmap", daemon=True).start()
+        self._unmap(copies_are_over=have_ended)
+        self._store.close(jobs_are_over=have_ended and not self._stuck)  # Last: from then on nothing is done again.
 
     def _end_jobs(self, ended: threading.Event, timeout_s: float | None = None) -> None:
         if not self._jobs.shutdown(timeout_s):
             return
-        with self._lock:
-            unmapping = self._unmapping
-        if unmapping is not None:
-            unmapping.join(timeout_s)
+        if (lost := self._jobs_of_lost) is not None:
+            if not lost.shutdown(timeout_s):
+                return
+            self._unmapped_lost.wait(_CALL_OFF_S if timeout_s is None else timeout_s)
         ended.set()
 
     def __enter__(self) -> Client:
@@ -459,6 +478,7 @@ class Client(HandoffVerbs):
         def unmap(jobs: JobThreads) -> None:
             with contextlib.ExitStack() as steps:
                 # From the last to the first; each is done whatever the others raise.
+                steps.callback(self._unmapped_lost.set)
                 steps.callback(self._unmap, copies_are_over=True)
                 if self._stage_link is not None:
                     steps.callback(self._stage_link.close)
@@ -472,8 +492,12 @@ class Client(HandoffVerbs):
                 return
             self._lost = True
             jobs, self._jobs = self._jobs, JobThreads()
-            self._unmapping = threading.Thread(target=unmap, args=(jobs,), name="raykv-unmap", daemon=True)
-            self._unmapping.start()  # Before anybody can wait for its end.
+            self._jobs_of_lost = jobs
+        # Not under the lock, which the thread takes.
+        try:
+            threading.Thread(target=unmap, args=(jobs,), name="raykv-unmap", daemon=True).start()
+        except RuntimeError:  # No thread can be started: `close` unmaps it.
+            self._unmapped_lost.set()
 
     def _unmap(self, *, copies_are_over: bool) -> None:
         with self._lock:
@@ -488,7 +512,9 @@ class Client(HandoffVerbs):
 
     def _unmap_late(self, ended: threading.Event) -> None:
         """Unmap and give back what jobs still copied from or to when this client was closed before they were over."""
-        if ended.wait(_LATE_S) and not self._stuck:
+        while not ended.wait(_LATE_S):
+            logger.warning("jobs of a closed client still run; what they hold is given back when they end")
+        if not self._stuck:
             self._mapping.close(copies_are_over=True)
             self._store.say_goodbye()
 
@@ -518,7 +544,7 @@ class Client(HandoffVerbs):
                             connection, copier, chain, pages, skip_tokens, guard, self.config, left_s, on_queued
                         )
                     )
-            except StoreUnavailable as error:
+            except (StoreUnavailable, TransferError) as error:
                 return failed_load(num_skipped, pages, len(chain), f"store_lost: {error}")
 
         return self._submit(Work(run), what, guard, order)
@@ -613,8 +639,9 @@ class Client(HandoffVerbs):
 
 def _end_collected(store: StoreConnections, mapping: ArenaMapping) -> None:
     """Give back what a client held that nobody has any more: no job of it runs, or its thread would have it."""
-    if not store.end():
+    if store.was_closed:
         return
-    store.close(jobs_are_over=True)
+    store.end()
+    store.close(jobs_are_over=True, waits=False)  # A collection may come anywhere.
     if not store.is_inherited():
         mapping.close(copies_are_over=True)

@@ -7,27 +7,42 @@ question on nothing was heard over it: what the store gave for those, or would h
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 
-from kvstore.client.idle_connections import IdleConnections
+from kvstore.client.idle_connections import BrokenConnections, IdleConnections
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
-from kvstore.errors import KVStoreError, NotAsked, StoreNotRunning, StoreUnavailable
+from kvstore.errors import (
+    ConfigError,
+    KVStoreError,
+    NotAsked,
+    StoreBusy,
+    StoreNotRunning,
+    StoreUnavailable,
+    TransferTimeout,
+)
 from kvstore.memory.arena import attach_arena
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import OWNER_KEY_DIGITS, Op
-from kvstore.rpc.retelling import Retelling
+from kvstore.rpc.retelling import PAUSES_S, Retelling
+from kvstore.runtime import clock
 from kvstore.runtime.forks import check_process, this_process
+from kvstore.runtime.turns import Turn, Turns
 
 logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 5.0
 #: Of one call that met connections which others' failures closed before its turn.
 _MOST_TRIES = 3
+#: A time of 0 is for ever to the kernel.
+_LEAST_S = 1e-3
 
 
 class StoreConnections:
@@ -50,14 +65,15 @@ class StoreConnections:
 
     def __init__(self, path: str, on_lost: Callable[[], None]) -> None:
         self.path, self._on_lost = path, on_lost
-        self.has_ended = self._is_lost = False
+        self.has_ended = self.was_closed = self._is_lost = False
         self._pid, self._key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
-        # Of a kind that one thread may take twice: the handler of a signal may ask under them.
-        self._lock, self._renewing = threading.RLock(), threading.RLock()
+        # Of a kind that one thread may take twice: the handler of a signal may ask under it.
+        self._lock, self._renewing = threading.RLock(), Turns()
         self._open: list[ControlClient] = []
-        self.for_jobs = IdleConnections(self.connect)
-        self.for_fetches = IdleConnections(self.connect)
-        self.for_lookups = IdleConnections(self.connect)
+        self._broken = BrokenConnections()
+        self.for_jobs = IdleConnections(self.connect, self._broken)
+        self.for_fetches = IdleConnections(self.connect, self._broken)
+        self.for_lookups = IdleConnections(self.connect, self._broken)
         self._retelling = Retelling(self.call, lambda: self._is_lost)
         self.call_timeout_s = _HELLO_TIMEOUT_S
         self._calls, fd = self._connect()
@@ -67,32 +83,44 @@ class StoreConnections:
         self.call_timeout_s = self.config.call_timeout_s
         self.arena = attach_arena(fd, int(hello["arena_bytes"]))
 
-    def _connect(self, replaces: ControlClient | None = None, since: int = 0) -> tuple[ControlClient, int]:
+    def _connect(
+        self, replaces: ControlClient | None = None, since: int = 0, timeout_s: float | None = None
+    ) -> tuple[ControlClient, int]:
         hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": self._key}
         if replaces is not None:
             hello |= {"replaces": replaces.hello["connection"], "since": since}
-        connection, fd = connect_local(self.path, hello, timeout_s=self.call_timeout_s)
+        limit_s = self.call_timeout_s if timeout_s is None else timeout_s
+        connection, fd = connect_local(
+            self.path, hello, timeout_s=max(limit_s, _LEAST_S), call_timeout_s=self.call_timeout_s
+        )
         with self._lock:
             # Those that a timeout or an abandoned load closed are of no use to anybody any more.
             self._open = [*(known for known in self._open if not known.closed), connection]
         return connection, fd
 
-    def connect(self, replaces: ControlClient | None = None, since: int = 0) -> ControlClient:
+    def connect(
+        self, replaces: ControlClient | None = None, since: int = 0, timeout_s: float | None = None
+    ) -> ControlClient:
         """Open one more connection.
 
         Args:
             replaces: a broken one.
             since: the number of a question on that; what the store gave for this one and later ones is given back.
+            timeout_s: for the store to answer; that of a call when None.
 
         Raises:
             StoreUnavailable: the store is gone, or was restarted; `on_lost` was called.
+            TransferTimeout: it did not answer in time.
             ForkedClient: this is a child of the process that made it.
         """
         check_process(self._pid)
         try:
-            connection, fd = self._connect(replaces, since)
+            connection, fd = self._connect(replaces, since, timeout_s)
         except StoreNotRunning as error:
-            if isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
+            if isinstance(error.__cause__, BlockingIOError):
+                raise TransferTimeout(str(error)) from error
+            # Its socket's file may have been removed by others; a connection that is open says that it lives.
+            if _is_nobody_there(error) and all(known.has_ended() for known in list(self._open)):
                 self._lose()
             raise
         os.close(fd)
@@ -111,10 +139,15 @@ class StoreConnections:
     def call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0) -> bytes:
         """Ask over the connection of calls; see `ControlClient.call` for what is raised."""
         self.check_open()
+        limit_s = self.call_timeout_s
         for _ in range(_MOST_TRIES):
-            connection = self._for_calls()
+            connection = self._calls
+            if connection.closed or self._broken.untold:
+                asked_s = clock.now_s()
+                connection = self._renewed(limit_s)
+                limit_s = max(_LEAST_S, limit_s - (clock.now_s() - asked_s))
             try:
-                return connection.call(op, payload, timeout_s=self.call_timeout_s, meanwhile=meanwhile, awake_s=awake_s)
+                return connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile, awake_s=awake_s)
             except NotAsked as error:
                 last = error
         raise last
@@ -126,17 +159,28 @@ class StoreConnections:
     def say(self, op: Op, payload: bytes) -> None:
         """Tell the store over that connection what has no answer."""
         self.check_open()
-        self._for_calls().send(op, payload)
+        self._renewed(self.call_timeout_s).send(op, payload)
 
-    def _for_calls(self) -> ControlClient:
-        if self._calls.closed:
-            check_process(self._pid)
-            with self._renewing:
-                self.check_open()  # Closed meanwhile, nobody would give back what is granted now.
-                broken = self._calls
-                if broken.closed:
-                    self._calls = self.connect(broken, broken.unheard or broken.next_question)
-        return self._calls
+    def _renewed(self, timeout_s: float) -> ControlClient:
+        """Return the connection of calls, another one where it broke; and name a broken one of others to the store."""
+        if self._broken.is_due():
+            self.for_lookups.name_broken(timeout_s)
+        if not self._calls.closed:
+            return self._calls
+        check_process(self._pid)
+        until_s, turn = clock.now_s() + timeout_s, [threading.get_ident()]
+        try:
+            with contextlib.suppress(StoreBusy):  # Of this thread: it is in the handler of a signal.
+                if not self._renewing.take(turn) and not self._renewing.wait(turn, timeout_s, _check_other):
+                    raise TransferTimeout(f"{self._calls.name}: others who connect anew took all the time")
+            self.check_open()  # Closed meanwhile, nobody would give back what is granted now.
+            broken = self._calls
+            if broken.closed:
+                left_s = until_s - clock.now_s()
+                self._calls = self.connect(broken, broken.unheard or broken.next_question, left_s)
+            return self._calls
+        finally:
+            self._renewing.end(turn)
 
     def ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
         """Ask over a connection of its own, for what takes longer than a call."""
@@ -181,35 +225,81 @@ class StoreConnections:
                 idle.is_closed = True
         return not had_ended
 
-    def close(self, *, jobs_are_over: bool) -> None:
-        """Close every connection, and have the store take everything back.
+    def close(self, *, jobs_are_over: bool, waits: bool = True) -> None:
+        """Close every connection, and have the store take everything back; may be called again.
 
-        Without `jobs_are_over` that is only the pins. What jobs hold they may still copy: the store keeps it until
-        `say_goodbye`, or until this process ends.
+        A store that does not answer now is told when it does, by a thread of its own.
+
+        Args:
+            jobs_are_over: without it that is only the pins. What jobs hold they may still copy: the store keeps it
+                until `say_goodbye`, or until this process ends.
+            waits: for such a store, no longer than for a call.
         """
         if self.is_inherited():
             connections, self._open = self._open, []
         else:
             self._retelling.close()
-            self._say_last(Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL)
+            self._say_last(Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL, self.call_timeout_s if waits else 0.0)
             with self._lock:
                 connections, self._open = self._open, []
         for connection in connections:
             connection.close()
+        self.was_closed = True
 
     def say_goodbye(self) -> None:
         """Have the store take everything back, after `close`: no job copies any more."""
-        self._say_last(Op.GOODBYE)
-        self._calls.close()
+        self._say_last(Op.GOODBYE, self.call_timeout_s)
 
-    def _say_last(self, op: Op) -> None:
-        if self._is_lost:
+    def _say_last(self, op: Op, wait_s: float) -> None:
+        """Have the store hear something, however long it does not answer, or until it has ended.
+
+        Args:
+            op: what to say, for all connections of this client.
+            wait_s: for so long it is waited for here.
+        """
+        if self._is_lost or self._is_said(op):
             return
+        saying = threading.Thread(target=self._say_over_new, args=(op,), name="raykv-goodbye", daemon=True)
         try:
-            with self._renewing:
-                if (last := self._calls).closed:
-                    self._calls, fd = self._connect(last, last.unheard or last.next_question)
-                    os.close(fd)
-            self._calls.send(op)
-        except KVStoreError:
-            logger.debug("the node store was gone before this client")
+            saying.start()
+        except RuntimeError:  # As when Python ends, which says all.
+            logger.debug("no thread can be started that says %s to the node store", op.name)
+        else:
+            saying.join(wait_s)
+
+    def _is_said(self, op: Op) -> bool:
+        """Say it over a connection that is free now, if there is one: the first that takes it counts."""
+        for connection in (self._calls, *list(self._open)):
+            with contextlib.suppress(KVStoreError):
+                if connection.send_if_free(op):
+                    return True
+        return False
+
+    def _say_over_new(self, op: Op) -> None:
+        """Say it over a connection of its own, again and again until the store has heard it."""
+        for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
+            last = self._calls
+            named = (last, last.unheard or last.next_question) if last.closed else (None, 0)
+            try:
+                connection, fd = self._connect(*named)
+                os.close(fd)
+                try:
+                    connection.send(op)
+                    return
+                finally:
+                    connection.close()
+            except KVStoreError as error:
+                if _is_nobody_there(error) or isinstance(error, ConfigError):
+                    logger.debug("the node store was gone before this client")
+                    return
+            time.sleep(pause_s)
+
+
+def _is_nobody_there(error: KVStoreError) -> bool:
+    """Whether nobody listens at the path, which is so for good where it is a life of a store's own."""
+    return isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError))
+
+
+def _check_other(now: Turn) -> None:
+    if now[0] == threading.get_ident():
+        raise StoreBusy("this thread connects anew already")

@@ -15,7 +15,7 @@ from kvstore.client.stage_link import AttachedStage
 from kvstore.client.work import Steps, Work
 from kvstore.engine.copier import engine_pages, ordered
 from kvstore.engine.side_tensors import check_skip
-from kvstore.errors import CopyStuck, KVStoreError, PeerLost, StoreUnavailable
+from kvstore.errors import CopyStuck, KVStoreError, PeerLost, StoreUnavailable, TransferError
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.framing import Op
 from kvstore.runtime import clock
@@ -91,7 +91,7 @@ class HandoffVerbs(PublishVerbs):
                         connection = held.enter_context(self._store.for_fetches.taken())
                         asked.append(self._ask_fetch(held, connection, stage, ticket, left_s))
                         yield asked[0].awaited()
-                except (StoreUnavailable, PeerLost) as error:
+                except (StoreUnavailable, TransferError) as error:
                     return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
                 fetching = run_fetch(asked[0], copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
                 with self._noting_stuck():
@@ -102,16 +102,19 @@ class HandoffVerbs(PublishVerbs):
 
             def give_back() -> None:
                 error = None if work is None or work.future.cancelled() else work.future.exception()
+                interrupt = None if work is None else work.interrupt
                 try:
                     with contextlib.suppress(KVStoreError), held:
                         if isinstance(error, CopyStuck):
                             raise error  # The stage stays mapped.
+                        if interrupt is not None:
+                            raise interrupt  # It may have come anywhere: the connection is closed.
                         if error is not None and not isinstance(error, KVStoreError):
-                            raise error  # An interrupt, which may have come anywhere: the connection is closed.
+                            raise error  # The same of a callback's, or a bug's.
                         for each in asked:
                             each.give_back()
                 except BaseException as raised:
-                    if raised is not error:
+                    if raised is not error and raised is not interrupt:
                         raise
 
             # One that has yet to connect is not run by a thread that waits for it: that takes as long as it takes.

@@ -16,42 +16,65 @@ _MOST_IDLE = 64
 _PAUSE_S = 1.0
 
 
+class BrokenConnections:
+    """Those of one client that broke: until a new connection names one the store keeps what it gave over it."""
+
+    def __init__(self) -> None:
+        self.untold: list[tuple[ControlClient, int]] = []
+        self.name_again_s = 0.0
+
+    def is_due(self) -> bool:
+        """Whether one is to be named, though idle connections would do."""
+        return bool(self.untold) and clock.now_s() >= self.name_again_s
+
+
 class IdleConnections:
     """Those that no job has now.
 
     Args:
-        connect: opens another one; its arguments are a broken one that it replaces, and since which question nothing
-            that the store gave over that is wanted any more.
+        connect: opens another one; its arguments are a broken one that it replaces, since which question nothing
+            that the store gave over that is wanted any more, and the longest wait in seconds, or None for a call's.
+        broken: shared by all of one client.
 
     Attributes:
         is_closed: set when the client is: nobody else will close a connection that comes back.
     """
 
-    def __init__(self, connect: Callable[[ControlClient | None, int], ControlClient]) -> None:
+    def __init__(
+        self, connect: Callable[[ControlClient | None, int, float | None], ControlClient], broken: BrokenConnections
+    ) -> None:
         self._connect, self.is_closed = connect, False
         self._idle: list[ControlClient] = []
-        self._broken: list[tuple[ControlClient, int]] = []
-        self._name_again_s = 0.0
+        self._broken = broken
 
     def __len__(self) -> int:
         return len(self._idle)
 
-    def take(self) -> ControlClient:
+    def take(self, timeout_s: float | None = None) -> ControlClient:
         """Return a connection that nobody else has until `keep`; it is opened if there is none.
+
+        Args:
+            timeout_s: for a new one to be answered; that of a call when None.
 
         Raises:
             StoreUnavailable: it could not be opened.
+            TransferTimeout: the store did not answer in time.
         """
-        if self._broken and clock.now_s() >= self._name_again_s:
-            # Though others are idle: until it is named the store keeps what it gave over it.
+        if self._broken.is_due():
             try:
-                return self._open()
+                return self._open(timeout_s)
             except KVStoreError:
-                self._name_again_s = clock.now_s() + _PAUSE_S
+                if not self._idle:
+                    raise  # No second wait.
         try:
             return self._idle.pop()
         except IndexError:
-            return self._open()
+            return self._open(timeout_s)
+
+    def name_broken(self, timeout_s: float | None = None) -> None:
+        """Name a broken connection to the store, if it answers, by one that is idle from then on."""
+        with contextlib.suppress(KVStoreError):
+            self.keep(self._open(timeout_s))
 
     def keep(self, connection: ControlClient) -> None:
         """Take a connection of `take` back, over which the store gave nothing that is still held."""
@@ -73,19 +96,19 @@ class IdleConnections:
             is_stuck: what the store gave stays taken.
         """
         if not is_stuck:
-            self._broken.append((connection, since))
-        with contextlib.suppress(KVStoreError):
-            self.keep(self._open())
+            self._broken.untold.append((connection, since))
+        self.name_broken()
 
-    def _open(self) -> ControlClient:
+    def _open(self, timeout_s: float | None = None) -> ControlClient:
         try:
-            broken = self._broken.pop()
+            broken = self._broken.untold.pop()
         except IndexError:
-            return self._connect(None, 0)
+            return self._connect(None, 0, timeout_s)
         try:
-            return self._connect(*broken)
+            return self._connect(*broken, timeout_s)
         except BaseException:
-            self._broken.append(broken)  # Named by the next one: the store may only have been late.
+            self._broken.untold.append(broken)  # Named by a later one: the store may only have been late.
+            self._broken.name_again_s = clock.now_s() + _PAUSE_S
             raise
 
 

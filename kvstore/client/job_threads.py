@@ -77,7 +77,7 @@ class JobThreads:
         self._enter(work)
         try:
             work.park(awaited, lambda each: self._park(work, each))
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError, ValueError):
             self._run(self._copying, partial(self._go_on, work))  # It waits there.
         work.future.add_done_callback(lambda future: self.wake(work) if future.cancelled() else None)
 

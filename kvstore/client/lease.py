@@ -22,6 +22,9 @@ class Lease:
         deadline_s: of kvstore.runtime.clock, taken before the lease was asked for, so that it is
             never later than the store's.
         margin_s: by how much it is earlier.
+        release, renew: ask the store; see the methods of these names.
+        read: returns the bytes of a slot; raises StoreUnavailable when the client was closed.
+        is_open: whether the client is, and the life of its store goes on.
     """
 
     def __init__(
@@ -34,10 +37,11 @@ class Lease:
         release: Callable[[int], bool],
         renew: Callable[[int, float], bool],
         read: Callable[[int], memoryview],
+        is_open: Callable[[], bool] = lambda: True,
     ) -> None:
         self.lease_id, self.hashes, self.slots = lease_id, hashes, slots
         self._deadline_s, self._margin_s = deadline_s, margin_s
-        self._release, self._renew, self._read = release, renew, read
+        self._release, self._renew, self._read, self._is_open = release, renew, read, is_open
         self._released = self._is_told = lease_id == 0
         self._pid = this_process()
 
@@ -48,8 +52,8 @@ class Lease:
         return f"Lease({len(self)} blocks, {'held' if self.held() else 'ended'})"
 
     def held(self) -> bool:
-        """Whether it is neither released nor past its deadline, as far as this process knows."""
-        return not self._released and clock.now_s() < self._deadline_s
+        """Whether it is neither released nor past its deadline, and its client open, as far as this process knows."""
+        return not self._released and clock.now_s() < self._deadline_s and self._is_open()
 
     def block(self, index: int) -> memoryview:
         """Return the bytes of block `index`, read-only, in the stored order; valid while the lease is held.
@@ -61,7 +65,7 @@ class Lease:
         """
         if self._released:
             raise LeaseReleased("wanted a held lease, got a released one; take a new one")
-        if not self.held():
+        if clock.now_s() >= self._deadline_s:
             raise LeaseExpired("wanted a held lease, got one past its deadline; renew leases in time")
         try:
             slot = self.slots[operator.index(index)]

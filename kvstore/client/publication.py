@@ -142,7 +142,8 @@ class Publishing:
             self._void()
             raise
         try:
-            with self.guard.copying():
+            with self.guard.copying:
+                self.guard.check()
                 stage.copier.begin_into_slots(self.pages, np.arange(len(slots)), slots.astype(np.int64))
         except BaseException:
             self.drop()
@@ -184,7 +185,8 @@ class Publishing:
             if self.stage is not None:
                 self._finish_in(self.stage)
             else:
-                with self.guard.copying():
+                with self.guard.copying:
+                    self.guard.check()
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
             self._copier.check_unchanged()
             payload = pack_complete_handoff(self._key, self._writer, self._ttl_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -159,7 +161,7 @@ class Match:
 
 
 class Job(Generic[T]):
-    """A save or load that runs in the background. May be awaited."""
+    """A save or load that runs in the background. May be awaited; a task that is cancelled leaves it running."""
 
     def __init__(
         self,
@@ -172,7 +174,6 @@ class Job(Generic[T]):
     ) -> None:
         self._future, self._what, self._abandon, self._wait_on = future, what, abandon, wait_on
         self._work, self._call = work, call
-        self._is_cancelled = False
         self._pid = this_process()
 
     def __repr__(self) -> str:
@@ -269,9 +270,8 @@ class Job(Generic[T]):
         check_process(self._pid)
         _check_number("timeout", timeout)
         if self._future.cancel():
-            self._is_cancelled = True
             return True
-        return self._abandon(timeout)
+        return self._abandon(min(max(0.0, timeout), threading.TIMEOUT_MAX))
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
         """Call `callback(self)` after the end, on the client's thread for callbacks.
@@ -294,11 +294,12 @@ class Job(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         check_process(self._pid)
+        # Shielded: a task that is cancelled waits no more, and others may. The job is its owner's to abandon.
+        waiting = asyncio.shield(asyncio.wrap_future(self._future))
         try:
-            return (yield from asyncio.wrap_future(self._future).__await__())
+            return (yield from waiting.__await__())
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if not self._is_cancelled or (task is not None and task.cancelling()):
+            if not self._future.cancelled():
                 raise  # Of the task that waits.
             raise self._abandoned() from error
 
@@ -316,7 +317,7 @@ def _has_ended(future: Future[Any], timeout_s: float) -> bool:
 
 def _check_number(name: str, value: object) -> None:
     # A time that has passed already is one, too: who counts down to a deadline may ask then.
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or math.isnan(value):
         raise InvalidRequest(f"{name}: wanted a number of seconds, got {value!r:.60}")
 
 

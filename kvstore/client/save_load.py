@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 _COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
 #: Between stages the pieces of an answer follow each other faster than that.
 _AWAKE_S = 1e-3
+#: Whoever gave a job up looks so often whether its copy has ended.
+_LOOK_AGAIN_S = 1e-3
 #: Before a save looks again for blocks that others did not write after all.
 _PAUSE_S = 0.02
 #: Of a job that was never begun.
@@ -59,28 +62,11 @@ class CopyGuard:
     """
 
     def __init__(self, order: CopyOrder | None = None) -> None:
-        self._lock = threading.Lock()
+        #: Held by `with` alone, and `check` called under it first, while the engine's blocks, or the decision to
+        #: publish them, are touched. Of Python's own: an interrupt behind a function that takes it leaves it locked.
+        self.copying = threading.Lock()
         self._order = order
         self._abandoned = False
-
-    def copying(self) -> CopyGuard:
-        """Hold, as a context, while the engine's blocks, or the decision to publish them, are touched.
-
-        Raises:
-            JobAbandoned: on entering: the owner gave the job up; nothing may be touched.
-        """
-        return self
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        try:
-            self.check()
-        except JobAbandoned:
-            self._lock.release()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
 
     def check(self) -> None:
         """Refuse to go on after `abandon`.
@@ -95,9 +81,12 @@ class CopyGuard:
         """Let no copy begin any more, and wait for those that run; False when one outlasts the time."""
         self._abandoned = True
         deadline_s = clock.now_s() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
-            return False
-        self._lock.release()
+        while (
+            self.copying.locked()
+        ):  # Never taken here: an interrupt could leave it so. Those that come now see `check`.
+            if (left_s := deadline_s - clock.now_s()) <= 0:
+                return False
+            time.sleep(min(left_s, _LOOK_AGAIN_S))
         return self._order is None or self._order.settle(max(0.0, deadline_s - clock.now_s()))
 
 
@@ -149,7 +138,8 @@ def run_save(
         if ticket.write_id:
             end = pack_write_end(ticket)
             try:
-                with guard.copying():
+                with guard.copying:
+                    guard.check()
                     indexes = np.asarray(ticket.indexes, dtype=np.int64)
                     copier.into_slots(pages, indexes, np.asarray(ticket.slots, dtype=np.int64))
                     copier.check_unchanged()
@@ -314,7 +304,8 @@ class Answer:
                     if chosen is not None and pages is not None:
                         at = first + progress.first
                         indexes = np.arange(at, at + count, dtype=np.int64)
-                        with guard.copying():
+                        with guard.copying:
+                            guard.check()
                             chosen.out_of_slots(pages, indexes, progress.slots.astype(np.int64), skip_tokens)
                         if chosen is stage_copier:
                             pieces.awake_s = _AWAKE_S

@@ -50,7 +50,8 @@ class StageLink:
         peers: tuple[str, ...],
     ) -> None:
         self._ask, self._caches, self._num_bytes, self._peers = ask, caches, num_bytes, peers
-        self._lock = threading.Lock()
+        # The first while the store is asked, up to a minute, the other for a moment.
+        self._attaching, self._lock = threading.Lock(), threading.Lock()
         self._stage: AttachedStage | None = None
         self._retry_s = 0.0
         self._closed = False
@@ -107,31 +108,38 @@ class StageLink:
         return HandoffRoute(route="host", why_not=why_not, gb_per_s=rates or {})
 
     def _attach(self) -> AttachedStage | None:
-        with self._lock:
-            shape = self._caches.shape
-            uuid = stage_uuid(self._caches.layout)
+        with self._attaching:
+            caches = self._caches
+            uuid = stage_uuid(caches.layout)
             if self._stage is not None or not uuid or self._closed:
                 return self._stage
-            question = {"uuid": uuid, "num_bytes": self._num_bytes, "block_bytes": shape.block_bytes}
+            question = {"uuid": uuid, "num_bytes": self._num_bytes, "block_bytes": caches.shape.block_bytes}
             value = unpack_json(self._ask(Op.HANDOFF_STAGE, pack_json(question), _MAKE_WITHIN_S))
-            copier = make_stage_copier(self._caches, value)
-            self._stage = AttachedStage(int(value["slab"]), int(value["generation"]), copier)
-            return self._stage
+            stage = AttachedStage(int(value["slab"]), int(value["generation"]), make_stage_copier(caches, value))
+            with self._lock:
+                if not self._closed and self._caches is caches:
+                    self._stage = stage
+                    return stage
+            stage.copier.close()  # Closed meanwhile, or other tensors were registered: the next job attaches it anew.
+            return None
 
     def take(self) -> AttachedStage | None:
         """Keep the stage mapped for a job, until `leave`; None when there is none now."""
-        stage = self._stage
-        if stage is None and not self._closed and time.monotonic() > self._retry_s:
-            # Its mover died: the next one is up after a second or two.
-            self._retry_s = time.monotonic() + _RETRY_S
-            try:
-                stage = self._attach()
-            except KVStoreError as error:
-                logger.warning("hand-offs of this client go through host memory for now: %s", error)
-        if stage is not None:
-            with self._lock:
+        if (stage := self._take_attached()) is not None or self._closed or time.monotonic() <= self._retry_s:
+            return stage
+        # Its mover died: the next one is up after a second or two.
+        self._retry_s = time.monotonic() + _RETRY_S
+        try:
+            self._attach()
+        except KVStoreError as error:
+            logger.warning("hand-offs of this client go through host memory for now: %s", error)
+        return self._take_attached()
+
+    def _take_attached(self) -> AttachedStage | None:
+        with self._lock:  # One with the look at it: else it may be lost, and unmapped, between.
+            if (stage := self._stage) is not None:
                 stage.num_users += 1
-        return stage
+            return stage
 
     @contextlib.contextmanager
     def using(self) -> Iterator[AttachedStage | None]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Generic, NamedTuple, TypeVar
 
-from kvstore.errors import TransferTimeout
+from kvstore.errors import JobAbandoned, TransferTimeout
 from kvstore.rpc.client import Answers, ControlClient
 from kvstore.rpc.framing import Op
 from kvstore.runtime import clock
@@ -34,6 +34,8 @@ class Awaited(NamedTuple):
 
     def wait(self, wake_fd: int = -1, until_s: float = math.inf) -> None:
         """Wait for it on the calling thread, but no longer than to `until_s`, or until `wake_fd` can be read."""
+        if self.fd < 0:
+            return  # It was closed: the next step meets that.
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         if wake_fd >= 0:
@@ -119,6 +121,8 @@ class Work(Generic[T]):
         self._unpark: Callable[[], None] = nothing
         #: Set when nobody gets the job: its start was interrupted.
         self.is_called_off = False
+        #: What interrupted the thread that waited for it, in the midst of a step: the job ended there.
+        self.interrupt: BaseException | None = None
         #: What came of it, once its steps have ended.
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -157,8 +161,9 @@ class Work(Generic[T]):
                 if not self._looks_again:
                     try:
                         self._unpark = park(awaited)
-                    except (OSError, RuntimeError) as error:
-                        logger.warning("a job holds a thread while it waits, for it cannot be parked: %s", error)
+                    except (OSError, RuntimeError, ValueError) as error:
+                        if awaited.fd >= 0:  # One that was closed is not waited for.
+                            logger.warning("a job holds a thread while it waits, for it cannot be parked: %s", error)
                     else:
                         self._taker = None
                         return False
@@ -190,7 +195,7 @@ class Work(Generic[T]):
         try:
             if not self._take(me):
                 return False
-            while (awaited := self._step()) is not None:
+            while (awaited := self._step(is_waiter=True)) is not None:
                 if clock.now_s() >= until_s:
                     self._leave_to_others(me)
                     return False
@@ -234,8 +239,12 @@ class Work(Generic[T]):
             self._unpark = nothing
             return True
 
-    def _step(self) -> Awaited | None:
-        """Go on to where it waits for others; None at the end."""
+    def _step(self, *, is_waiter: bool = False) -> Awaited | None:
+        """Go on to where it waits for others; None at the end.
+
+        Args:
+            is_waiter: of a thread that waits for the result: what interrupts it is its own, and ends the job.
+        """
         if self._is_cancelled:
             return None
         if not self._is_over:
@@ -251,9 +260,16 @@ class Work(Generic[T]):
                 return next(self._steps)
             except StopIteration:
                 pass
-            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for.
+            except BaseException as error:
                 if not self._is_over:
                     self._error, self._is_over = error, True
+                    if is_waiter and not isinstance(error, Exception):
+                        self.interrupt = error
+                        self._error = JobAbandoned("a thread that waited for it, and did it meanwhile, was interrupted")
+                if self.interrupt is error:
+                    self._steps = None
+                    self._tell()
+                    raise
         self._steps = None
         self._tell()
         return None

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.errors import ConfigError
-from kvstore.runtime.forks import withhold
+from kvstore.runtime.forks import unmapped, withhold
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ class Arena:
         with contextlib.suppress(BufferError):
             self.memory.release()
             self.reserved.close()
+            unmapped(self.reserved)
         if self.fd >= 0:
             os.close(self.fd)
 

@@ -32,6 +32,9 @@ from kvstore.runtime import clock
 from kvstore.runtime.forks import check_process, this_process
 from kvstore.runtime.turns import Turn, Turns
 
+#: Of its time a question that waited for others needs so much for its answer, or it is not asked.
+_LEAST_S = 1e-3
+
 
 class ControlClient:
     """A connection that carries one question at a time, safe to share between threads.
@@ -131,10 +134,11 @@ class ControlClient:
 
     def _wait_for_others(self, turn: Turn, op: Op, timeout_s: float) -> float:
         """Wait for a turn while other threads have theirs; returns what is left of a time."""
-        asked_s = clock.now_s()
-        if not self._turns.wait(turn, timeout_s, self._check_turn):
+        until_s = clock.now_s() + timeout_s
+        # A question with no time left for its answer would only close the connection for those that wait behind it.
+        if not self._turns.wait(turn, timeout_s, self._check_turn) or (left_s := until_s - clock.now_s()) < _LEAST_S:
             raise TransferTimeout(f"{self.name}: others' questions took all the time of {op.name}; it was not asked")
-        return max(0.0, timeout_s - (clock.now_s() - asked_s))
+        return left_s
 
     def _check_turn(self, now: Turn) -> None:
         """Refuse to wait for a turn that does not end, or of which nothing is to be had."""
@@ -246,6 +250,23 @@ class ControlClient:
         except BaseException:  # Part of it may be out.
             self._give_up(turn)
             raise
+
+    def send_if_free(self, op: Op) -> bool:
+        """Say something that has no answer, if no question is under way, one of this thread included; whether it was.
+
+        Raises:
+            PeerLost: the connection broke; it is closed.
+        """
+        turn = [threading.get_ident()]
+        try:
+            if self.closed or not self._turns.take(turn):
+                return False
+            self._send(op, Flag.ONE_WAY, b"")
+            self._end_turn(turn)
+        except BaseException:  # Part of it may be out.
+            self._give_up(turn)
+            raise
+        return True
 
     def is_quiet(self) -> bool:
         """Whether this connection is open and nothing came on it; False while a call is under way."""

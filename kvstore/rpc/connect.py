@@ -24,8 +24,16 @@ from kvstore.rpc.framing import (
 from kvstore.rpc.remote_socket import prepare_remote
 
 
-def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tuple[ControlClient, int]:
+def connect_local(
+    path: str, hello: dict[str, Any], *, timeout_s: float, call_timeout_s: float | None = None
+) -> tuple[ControlClient, int]:
     """Connect to a node store on this machine.
+
+    Args:
+        path: its socket.
+        hello: who connects.
+        timeout_s: for its answer.
+        call_timeout_s: for what is sent afterwards; the same when None.
 
     Returns:
         (the connection with its `hello` answer, the arena's descriptor, which the caller owns).
@@ -71,6 +79,8 @@ def connect_local(path: str, hello: dict[str, Any], *, timeout_s: float) -> tupl
             raise unpack_error(message.payload)
         raise StoreNotRunning(f"the node store at {path} closed the connection")
     client.hello = unpack_json(message.payload)
+    if call_timeout_s is not None:
+        _prepare(sock, call_timeout_s)
     return client, fds[0]
 
 

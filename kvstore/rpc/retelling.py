@@ -13,7 +13,8 @@ from kvstore.rpc.framing import Op
 
 logger = logging.getLogger(__name__)
 
-_PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
+#: Before it is told again; the last one for good.
+PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 
 class Retelling:
@@ -29,7 +30,8 @@ class Retelling:
 
     def __init__(self, ask: Callable[[Op, bytes], object], is_over: Callable[[], bool]) -> None:
         self._ask, self._is_over = ask, is_over
-        self._lock = threading.Lock()
+        # Of a kind that one thread may take twice: the handler of a signal may tell something under it.
+        self._lock = threading.RLock()
         self._untold: deque[tuple[Op, bytes]] = deque()
         self._has_thread = False
         self._closed = threading.Event()
@@ -60,7 +62,7 @@ class Retelling:
             return False
         except KVStoreError as error:
             logger.debug("%s was refused: %s", message[0].name, error)
-        with contextlib.suppress(ValueError):  # The other thread may have told it, too.
+        with self._lock, contextlib.suppress(ValueError):  # The other thread may have told it, too.
             self._untold.remove(message)
         return True
 
@@ -80,13 +82,21 @@ class Retelling:
 
     def _run(self) -> None:
         num_in_row = 0
-        while True:
-            with self._lock:
-                if not self._untold or self._is_closed():
-                    self._has_thread = False
-                    return
-            if self._is_told(self._untold[0]):
-                num_in_row = 0
-                continue
-            self._closed.wait(_PAUSES_S[min(num_in_row, len(_PAUSES_S) - 1)])
-            num_in_row += 1
+        try:
+            while (message := self._next()) is not None:
+                if self._is_told(message):
+                    num_in_row = 0
+                    continue
+                self._closed.wait(PAUSES_S[min(num_in_row, len(PAUSES_S) - 1)])
+                num_in_row += 1
+        except BaseException:
+            self._has_thread = False  # The next message starts another one.
+            raise
+
+    def _next(self) -> tuple[Op, bytes] | None:
+        """Return the first message that was not answered; None ends the thread, as far as others can see."""
+        with self._lock:
+            if self._untold and not self._is_closed():
+                return self._untold[0]
+            self._has_thread = False
+            return None

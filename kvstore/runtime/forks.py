@@ -70,6 +70,11 @@ def withhold(mapping: mmap.mmap, address: int, num_bytes: int) -> None:
     _withheld[mapping] = address, num_bytes
 
 
+def unmapped(mapping: mmap.mmap) -> None:
+    """Forget a mapping that was closed: its addresses may be those of another one by now."""
+    _withheld.pop(mapping, None)
+
+
 def _begin_child() -> None:
     global _here_pid
     _here_pid = os.getpid()

@@ -58,6 +58,7 @@ class Parking:
 
         Raises:
             OSError, RuntimeError: there is no descriptor or thread for it; nothing is parked.
+            ValueError: `fd` was closed; likewise.
         """
         with self._lock:
             epoll = self._epoll if self._epoll is not None else self._start()
@@ -69,7 +70,7 @@ class Parking:
                 if until_s < self._sleeps_until_s:
                     # With the lock held, or the thread could end meanwhile, and the number be another file's.
                     os.eventfd_write(self._wake_fd, 1)
-            except OSError:
+            except (OSError, ValueError):
                 raise  # Of `register`.
             except BaseException:  # An interrupt: the caller cannot end this, for it does not know how.
                 self._parked[fd] = number, then

@@ -609,7 +609,7 @@ def test_who_closes_a_client_that_loses_its_store_waits_for_the_end_of_its_memor
 class NoThreads:
     """`threading` where no thread can be started, as while Python ends."""
 
-    Event, Lock = threading.Event, threading.Lock
+    Event, Lock, RLock, TIMEOUT_MAX = threading.Event, threading.Lock, threading.RLock, threading.TIMEOUT_MAX
 
     class Thread:
         def __init__(self, *_, **__):

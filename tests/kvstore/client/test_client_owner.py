@@ -212,10 +212,12 @@ def test_a_client_that_is_collected_gives_everything_back(core, worker, cluster,
     wait_until(lambda: len(core._control._server._connections) < num_connections)
 
 
-def test_two_threads_that_close_a_client_say_so_once(core, cluster, wait_until):
-    client, together, said = cluster.client("a"), threading.Barrier(4), []
-    close = client._store.close
-    client._store.close = lambda **how: (said.append(how), close(**how))
+def test_threads_that_close_a_client_at_once_give_everything_back(core, cluster, wait_until):
+    worker, together = cluster.worker("a"), threading.Barrier(4)
+    hashes = cluster.hashes(3)
+    worker.save(hashes, range(3))
+    client = worker.client
+    assert client.pin(hashes).num_blocks == 3
 
     def end():
         together.wait(5)
@@ -226,7 +228,9 @@ def test_two_threads_that_close_a_client_say_so_once(core, cluster, wait_until):
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert said == [{"jobs_are_over": True}]
+    assert not any(thread.is_alive() for thread in threads)
+    wait_until(lambda: not any(c.role == "client" for c in core._control._server._connections))
+    assert core.pool.stats().num_pinned == 0
 
 
 def test_an_owner_is_one_process(core, worker):
@@ -270,14 +274,15 @@ def test_an_exception_in_the_middle_of_a_call_does_not_shift_the_answers(core, w
 def test_a_call_that_meets_a_close_is_granted_nothing_that_nobody_gives_back(core, worker, cluster, wait_until):
     """It has passed the first check, then the client is closed by another thread, and its connection with it."""
     store = worker.client._store
-    next_connection = store._for_calls
+    store._calls.close()
+    renewed = store._renewed
 
-    def close_first():
-        store._for_calls = next_connection
+    def close_first(timeout_s):
+        store._renewed = renewed
         worker.client.close()
-        return next_connection()
+        return renewed(timeout_s)
 
-    store._for_calls = close_first
+    store._renewed = close_first
     with pytest.raises((StoreUnavailable, PeerLost)):
         worker.client.pin(cluster.hashes(4))
     wait_until(lambda: not any(c.role == "client" for c in core._control._server._connections))

@@ -135,8 +135,8 @@ def test_close_closes_all_and_says_so_only_when_nothing_is_copied_any_more(store
     with store.for_jobs.taken() as job, store.for_lookups.taken() as lookup:
         used = [job, lookup, store._calls]
     for connection in used:
-        send = connection.send
-        connection.send = lambda op, *more, send=send: (said.append(op), send(op, *more))
+        send = connection.send_if_free
+        connection.send_if_free = lambda op, send=send: (said.append(op), send(op))[1]
     store.close(jobs_are_over=jobs_are_over)
     assert said == [Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL]
     assert store._open == []

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.client.idle_connections import IdleConnections
+from kvstore.client.idle_connections import BrokenConnections, IdleConnections
 from kvstore.errors import CopyStuck, StoreUnavailable
 
 
@@ -16,13 +16,13 @@ def made():
 def idle(made):
     numbers = itertools.count(1)
 
-    def connect(replaces, since):
+    def connect(replaces, since, timeout_s):
         connection = SimpleNamespace(name=next(numbers), closed=False, next_question=5, replaces=(replaces, since))
         connection.close = lambda: setattr(connection, "closed", True)
         made.append(connection)
         return connection
 
-    return IdleConnections(connect)
+    return IdleConnections(connect, BrokenConnections())
 
 
 def test_one_job_after_the_other_has_the_same_connection(idle, made):
@@ -60,7 +60,7 @@ def test_of_a_job_whose_copies_are_stuck_nothing_is_given_back(idle, made):
 
 
 def test_a_store_that_is_gone_leaves_none(idle, made, monkeypatch):
-    def refuse(replaces, since):
+    def refuse(*_):
         raise StoreUnavailable("gone")
 
     with idle.taken() as connection:
@@ -70,6 +70,7 @@ def test_a_store_that_is_gone_leaves_none(idle, made, monkeypatch):
     with pytest.raises(StoreUnavailable), idle.taken():
         pass
     monkeypatch.undo()
+    idle._broken.name_again_s = 0.0
     with idle.taken():
         assert made[-1].replaces == (connection, 5), "the store was only late, and hears now what is given back"
 

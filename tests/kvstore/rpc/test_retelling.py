@@ -29,7 +29,7 @@ class Asked:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(retelling, "_PAUSES_S", (0.01,))
+    monkeypatch.setattr(retelling, "PAUSES_S", (0.01,))
 
 
 def test_what_is_answered_is_told_once_and_on_the_calling_thread():

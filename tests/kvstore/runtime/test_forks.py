@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.client.client import Client
 from kvstore.errors import ForkedClient
+from kvstore.memory.arena import create_arena
 from kvstore.runtime.forks import withhold
 
 SCRIPT = """
@@ -189,6 +190,21 @@ def test_the_addresses_of_the_arena_are_kept_free_in_a_child(cluster, worker):
         raise AssertionError("the addresses are free for anything")
 
     in_child(look)
+
+
+def test_addresses_of_a_closed_mapping_are_not_kept(core):
+    arena = create_arena(1 << 20)
+    address = arena.address
+    arena.close()
+
+    def look():
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+                assert not (begin <= address < end and line.split()[1] == "---p"), line
+
+    in_child(look)
+    assert arena.reserved.closed
 
 
 def test_a_mapping_that_the_kernel_refuses_to_withhold_is_said(worker):

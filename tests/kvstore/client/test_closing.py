@@ -1,0 +1,368 @@
+"""What a client held comes back when it is closed, or collected, whatever its calls and its store are doing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import os
+import threading
+
+import pytest
+
+from kvstore.client import client as client_module
+from kvstore.client.job_threads import JobThreads
+from kvstore.client.stage_link import AttachedStage, StageLink
+from kvstore.client.work import Awaited, Work
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import InvalidRequest, JobAbandoned, KVStoreError, StoreBusy, StoreUnavailable, TransferTimeout
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.connect import connect_local
+from kvstore.rpc.framing import Op
+
+
+@contextlib.contextmanager
+def standing_still(core):
+    """The control thread of a store does nothing, as that of a process that is stopped."""
+    stands, goes_on = threading.Event(), threading.Event()
+    hello = core._control._hello
+
+    def stand(*args):
+        core._control._hello = hello
+        stands.set()
+        goes_on.wait(30)
+        return hello(*args)
+
+    def knock():
+        with contextlib.suppress(KVStoreError):
+            connection, fd = connect_local(
+                core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=30.0
+            )
+            os.close(fd)
+            connection.close()
+
+    core._control._hello = stand
+    knocking = threading.Thread(target=knock, daemon=True)
+    knocking.start()
+    assert stands.wait(5)
+    try:
+        yield
+    finally:
+        goes_on.set()
+        knocking.join(5)
+
+
+@pytest.fixture
+def core(cluster):
+    return cluster.add("a", mover=False, call_timeout_s=0.5)
+
+
+@pytest.fixture
+def worker(cluster, core):
+    """A client that pins four blocks."""
+    worker = cluster.worker("a")
+    hashes = cluster.hashes(4)
+    worker.save(hashes, range(4))
+    assert worker.client.pin(hashes).num_blocks == 4
+    assert core.pool.stats().num_pinned == 4
+    return worker
+
+
+@pytest.fixture
+def is_given_back(core, wait_until):
+    return lambda: wait_until(lambda: core.pool.stats().num_pinned == core.pool.num_leases() == 0)
+
+
+def in_time(call, timeout_s=10.0):
+    """Call on a thread of its own, which has to return."""
+    calling = threading.Thread(target=call, daemon=True)
+    calling.start()
+    calling.join(timeout_s)
+    assert not calling.is_alive(), "it has not returned"
+
+
+def test_beside_a_call_of_another_thread_that_times_out(core, worker, cluster, is_given_back):
+    failed = []
+
+    def lease():
+        try:
+            worker.client.lease(cluster.hashes(4), 5.0)
+        except KVStoreError as error:
+            failed.append(type(error))
+
+    with standing_still(core):
+        leasing = threading.Thread(target=lease, daemon=True)
+        leasing.start()
+        while worker.client._store._calls._turns.now is None:
+            assert leasing.is_alive()
+        worker.client.close(0.1)
+        leasing.join(5)
+    assert failed
+    is_given_back()
+
+
+def test_in_the_handler_of_a_signal_that_comes_within_a_call(worker, is_given_back):
+    with contextlib.suppress(KVStoreError):
+        worker.client._store.call(Op.STATS, b"", meanwhile=worker.client.close)
+    is_given_back()
+
+
+def test_while_the_store_stands_still_and_a_call_has_timed_out(core, worker, cluster, is_given_back):
+    with standing_still(core):
+        with pytest.raises(TransferTimeout):
+            worker.client.lease(cluster.hashes(4), 5.0)
+        worker.client.close(0.1)
+    is_given_back()
+
+
+@pytest.mark.parametrize("ends", ["closed again", "collected"])
+def test_one_that_was_interrupted(cluster, worker, is_given_back, monkeypatch, ends):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker.client._jobs, "await_callbacks", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.client.close()
+    monkeypatch.undo()
+    if ends == "closed again":
+        worker.client.close()
+    else:
+        cluster.clients.clear()
+        worker.client = None
+        gc.collect()
+    is_given_back()
+
+
+@pytest.mark.parametrize("timeout_s", [None, -1, math.nan, "1"])
+def test_a_time_that_is_none_closes_nothing(worker, cluster, timeout_s):
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        worker.client.close(timeout_s)
+    assert worker.client.lookup(cluster.hashes(4)).num_local == 4
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e10, 0])
+def test_any_other_time_is_one(worker, is_given_back, timeout_s):
+    worker.client.close(timeout_s)
+    is_given_back()
+
+
+def test_where_the_socket_was_removed_by_others(core, worker, cluster, is_given_back):
+    os.unlink(core.control_path)
+    with pytest.raises(StoreUnavailable):
+        worker.client._store.connect()
+    assert worker.client.pin(cluster.hashes(2)).num_blocks == 2, "the store lives"
+    worker.client.close()
+    is_given_back()
+
+
+def test_in_a_handler_while_its_thread_learns_that_the_store_has_ended(worker, monkeypatch):
+    start, closed = threading.Thread.start, []
+
+    def interrupted(thread):
+        if thread.name == "raykv-unmap" and not closed:
+            closed.append(1)
+            worker.client.close(1.0)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    in_time(worker.client._lose)
+    assert closed
+
+
+def test_after_the_store_has_ended_where_no_thread_can_be_started(worker, monkeypatch, wait_until):
+    class NoThread(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(client_module.threading, "Thread", NoThread)
+    worker.client._lose()
+    monkeypatch.undo()
+    in_time(worker.client.close, 5.0)
+    assert worker.client._unmapped
+
+
+def test_a_lease_of_a_closed_client_is_not_held(worker, cluster):
+    lease = worker.client.lease(cluster.hashes(4), 30.0)
+    assert lease.held()
+    worker.client.close()
+    assert not lease.held()
+    with pytest.raises(StoreUnavailable):
+        lease.block(0)
+
+
+def test_any_call_names_a_connection_that_broke(core, worker, cluster, monkeypatch, wait_until):
+    """The store keeps what it gave over it until then."""
+    store = worker.client._store
+    connect = store._connect
+
+    def refuse(*_):
+        raise StoreUnavailable("no descriptor is left")
+
+    monkeypatch.setattr(store, "_connect", refuse)
+    with store.for_jobs.taken() as broken:
+        broken.call(Op.LEASE, client_module.pack_lease(worker.client._chain(cluster.hashes(4)), 30.0), timeout_s=5.0)
+        broken.unheard = 1
+        broken.close()
+    assert store._broken.untold
+    monkeypatch.setattr(store, "_connect", connect)
+    store._broken.name_again_s = 0.0
+    worker.client.pin(cluster.hashes(2))
+    assert not store._broken.untold
+
+
+def test_those_that_wait_for_anothers_connection_wait_no_longer_than_a_call(core, worker, monkeypatch):
+    store, tried, goes_on = worker.client._store, [], threading.Event()
+
+    def late(*_):
+        tried.append(1)
+        goes_on.wait(10)
+        raise TransferTimeout("late")
+
+    monkeypatch.setattr(store, "connect", late)
+    store._calls.close()
+    errors, lock = [], threading.Lock()
+
+    def ask():
+        try:
+            store.call(Op.STATS, b"")
+        except KVStoreError as error:
+            with lock:
+                errors.append(type(error))
+
+    first = threading.Thread(target=ask, daemon=True)
+    first.start()
+    while not tried:
+        assert first.is_alive()
+    others = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join(5)
+    assert errors == [TransferTimeout] * 4
+    goes_on.set()
+    first.join(5)
+    assert tried == [1]
+
+
+def test_a_question_that_waited_all_its_time_is_not_asked(worker):
+    connection = worker.client._store._calls
+    turn = [0]
+    assert connection._turns.take(turn)
+    with pytest.raises(TransferTimeout, match="not asked"):
+        connection.call(Op.STATS, timeout_s=0.05)
+    connection._turns.end(turn)
+    assert not connection.closed
+
+
+def test_what_has_no_answer_is_said_if_no_question_is_under_way(worker):
+    connection: ControlClient = worker.client._store._calls
+    said = []
+    connection.call(Op.STATS, timeout_s=5.0, meanwhile=lambda: said.append(connection.send_if_free(Op.GOODBYE)))
+    assert said == [False]
+    with pytest.raises(StoreBusy):
+        connection.call(Op.STATS, timeout_s=5.0, meanwhile=lambda: connection.send(Op.GOODBYE))
+
+
+def test_work_whose_connection_was_closed_goes_on_to_its_end(wait_until):
+    threads, ended = JobThreads(), []
+
+    def steps():
+        yield Awaited(-1, math.inf)
+        ended.append(1)
+        return 7
+
+    work = Work(steps)
+    threads.start(work)
+    assert work.future.result(5) == 7
+    wait_until(lambda: len(threads) == 0)
+    assert threads.shutdown(5)
+
+
+@pytest.mark.parametrize(("timeout", "is_refused"), [(-1, False), (-0.5, False), (math.inf, False), (math.nan, True)])
+def test_a_job_is_abandoned_with_any_time(worker, cluster, monkeypatch, timeout, is_refused):
+    copies, goes_on = threading.Event(), threading.Event()
+    copy = worker.client._copier.into_slots
+
+    def held(*args):
+        copies.set()
+        assert goes_on.wait(10)
+        return copy(*args)
+
+    monkeypatch.setattr(worker.client._copier, "into_slots", held)
+    job = worker.client.save(cluster.hashes(2, seed=5), [0, 1])
+    assert copies.wait(5)
+    if is_refused:
+        with pytest.raises(InvalidRequest):
+            job.abandon(timeout)
+    elif timeout < 0:
+        in_time(lambda: job.abandon(timeout), 5.0)
+    else:
+        threading.Timer(0.1, goes_on.set).start()
+        assert job.abandon(timeout)
+    goes_on.set()
+    with contextlib.suppress(JobAbandoned):
+        job.result(10)
+
+
+def test_a_task_that_is_cancelled_leaves_the_job_to_others(worker, cluster, monkeypatch):
+    goes_on = threading.Event()
+    copy = worker.client._copier.into_slots
+    monkeypatch.setattr(worker.client._copier, "into_slots", lambda *args: (goes_on.wait(10), copy(*args)))
+
+    async def wait():
+        # More than there are threads that copy: the last ones are queued.
+        jobs = [worker.client.save(cluster.hashes(2, seed=seed), [0, 1]) for seed in range(10, 16)]
+
+        async def await_it():
+            return await jobs[-1]
+
+        other = asyncio.create_task(await_it())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(await_it(), 0.05)
+        goes_on.set()
+        return await asyncio.wait_for(other, 10)
+
+    assert asyncio.run(wait()).num_blocks == 2
+
+
+def test_an_interrupt_of_who_does_the_job_while_waiting_is_nobody_elses(worker):
+    def steps():
+        raise KeyboardInterrupt
+        yield
+
+    work = Work(steps, math.inf)
+    with pytest.raises(KeyboardInterrupt):
+        work.do()
+    with pytest.raises(JobAbandoned, match="interrupted"):
+        work.future.result(0)
+
+
+class Copier:
+    is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_stage_that_is_lost_while_a_job_takes_it_is_mapped_or_not_taken():
+    link = StageLink(lambda *_: b"", None, 1, ())
+    stage = AttachedStage(1, 1, Copier())
+    link._stage, lock = stage, link._lock
+
+    class LosingFirst:
+        """Where a thread comes to the lock another one finds that the mover has ended."""
+
+        def __enter__(self):
+            link._lock = lock
+            losing = threading.Thread(target=link.lose, args=(stage,))
+            losing.start()
+            losing.join(5)
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    link._lock, link._closed = LosingFirst(), True
+    taken = link.take()
+    assert taken is None or not taken.copier.is_closed
