@@ -11,7 +11,8 @@ import pytest
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import LayoutMismatch, PeerLost
 from kvstore.handoff.messages import PeerClaimed, claimed_of, pack_peer_claimed
-from kvstore.remote.answers import grant_of, stages_of, transport_of
+from kvstore.mover.transport import PeerDescription
+from kvstore.remote.answers import check_slots, grant_of, stages_of, transport_of
 from kvstore.remote.messages import PeerGrant, pack_peer_grant
 from kvstore.remote.peers import PeerAddress
 from kvstore.rpc.framing import Op, pack_json
@@ -140,6 +141,22 @@ def test_a_peer_that_lied_is_left_alone_for_a_while(nodes, monkeypatch):
 def test_claims_that_are_none(payload):
     with pytest.raises(PeerLost):
         claimed_of(payload, NUM_BLOCKS)
+
+
+@pytest.mark.parametrize(("slots", "slot_bytes"), [([0, 8], 64), ([-1, 0], 64), ([2**31 - 1], 64), ([0, 1], 63)])
+def test_slots_that_a_peer_cannot_have_never_reach_the_mover(slots, slot_bytes):
+    slab = PeerDescription(agent=b"", address=0, slot_bytes=slot_bytes, num_slots=8)
+    with pytest.raises(PeerLost, match="wanted slots of a peer"):
+        check_slots(np.asarray(slots, np.int32), slab, 64)
+
+
+def test_a_read_of_slots_that_a_peer_cannot_have_is_not_posted(nodes, monkeypatch):
+    liar, reader, worker, hashes, _ = nodes
+    sources, read = [], reader.mover.read
+    monkeypatch.setattr(reader.mover, "read", lambda *args, **more: (sources.append(args), read(*args, **more))[1])
+    liar.grant = grant([2**31 - 1] * 3)
+    assert worker.load(hashes, range(NUM_BLOCKS)).num_blocks == NUM_BLOCKS
+    assert len(sources) == 1, "the one of the honest peer"
 
 
 @pytest.mark.parametrize("stages", [{}, {"stages": 7}, {"stages": [{}]}, {"stages": [{"slab": 1}]}])

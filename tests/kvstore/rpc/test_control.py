@@ -379,14 +379,35 @@ def test_a_remote_stranger_is_refused(cluster, hello):
         connect_remote(address.host, address.port, hello | {"protocol": PROTOCOL_VERSION}, timeout_s=2.0)
 
 
-@pytest.mark.parametrize("op", [Op.PEER_LEASE, Op.PUBLISH, Op.MOVER_READ])
-def test_a_worker_cannot_do_what_peers_and_movers_do(cluster, op):
+_OF_PEERS = [
+    Op.PEER_LEASE, Op.PEER_RELEASE, Op.PEER_TRANSPORT, Op.PEER_CLAIM, Op.PEER_CLAIM_END, Op.PEER_STAGES,
+]  # fmt: skip
+_OF_WORKERS = [
+    Op.ATTACH, Op.LOOKUP, Op.LEASE, Op.RELEASE, Op.RENEW, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.LOAD, Op.STATS,
+    Op.HANDOFF_PREPARE, Op.HANDOFF_FETCH, Op.HANDOFF_WITHDRAW,
+]  # fmt: skip
+_OF_OTHERS = [Op.MOVER_READY, Op.MOVER_READ, Op.MOVER_DONE, Op.MOVER_TERMINAL, Op.PUBLISH, Op.LOCATE]
+
+
+def test_a_worker_cannot_do_what_peers_and_movers_do(cluster):
     core = cluster.add("a")
-    client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
-    os.close(fd)
-    with pytest.raises(ProtocolError, match=op.name):
-        client.call(op, b"", timeout_s=2.0)
-    client.close()
+    for op in _OF_PEERS + _OF_OTHERS:
+        client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
+        os.close(fd)
+        with pytest.raises(ProtocolError, match=f"does not serve {op.name} to a client"):
+            client.call(op, b"", timeout_s=2.0)
+        client.close()
+
+
+def test_a_peer_cannot_do_what_workers_and_movers_do(cluster):
+    core = cluster.add("a")
+    address, owner = core.peer_address(), bytes(8).hex()
+    hello = {"role": "peer", "protocol": PROTOCOL_VERSION, "token": address.token, "node": "x", "owner": owner}
+    for op in _OF_WORKERS + _OF_OTHERS:
+        client = connect_remote(address.host, address.port, hello, timeout_s=2.0)
+        with pytest.raises(ProtocolError, match=f"does not serve {op.name} to a peer"):
+            client.call(op, b"", timeout_s=2.0)
+        client.close()
 
 
 def test_nobody_listens(tmp_path):
