@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import logging
 import os
 import random
 import statistics
@@ -121,6 +122,19 @@ class Misled(threading.Thread):
             jobs.clear()
 
 
+class Surprised(logging.Handler):
+    """Keeps what the code under test logs of errors that nobody there expected, each kind once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: dict[str, str] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it, if it is one."""
+        if record.exc_info and record.exc_info[1] is not None:
+            self.found.setdefault(type(record.exc_info[1]).__name__, f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
 def bury(server: ControlServer) -> None:
     """Count as gone what the fuzzer's cut connections held: the process behind them is this one, which lives."""
     read_fd, write_fd = os.pipe()
@@ -164,7 +178,8 @@ def fuzz(seed: int, num_frames: int, say: Callable[[str], None]) -> Outcome:
     outcome, died = Outcome(seed, num_frames), list[str]()
     hook = threading.excepthook
     threading.excepthook = lambda args: died.append(f"thread {args.thread and args.thread.name}: {args.exc_value!r}")
-    cluster = Cluster()
+    surprised, cluster = Surprised(), Cluster()
+    logging.getLogger("kvstore").addHandler(surprised)
     try:
         # Peers' leases end soon enough to see that nothing is held at the end.
         shorter = {
@@ -180,7 +195,8 @@ def fuzz(seed: int, num_frames: int, say: Callable[[str], None]) -> Outcome:
         outcome.findings.append(traceback.format_exc())
     finally:
         threading.excepthook = hook
-    outcome.findings += died
+        logging.getLogger("kvstore").removeHandler(surprised)
+    outcome.findings += [*died, *surprised.found.values()]
     return outcome
 
 
