@@ -73,7 +73,7 @@ def rays_here() -> list[LocalRay]:
 
 def _of_raylet(process: Path) -> LocalRay | None:
     try:
-        if process.stat().st_uid != os.geteuid():
+        if process.stat().st_uid != os.geteuid() or not _shares_network(process):
             return None
         words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -86,6 +86,16 @@ def _of_raylet(process: Path) -> LocalRay | None:
     if not address:
         return None
     return LocalRay(address, options.get("--temp-dir", ""), not _lives_for_itself(session.rpartition("_")[2]))
+
+
+def _shares_network(process: Path) -> bool:
+    """Whether a process has the network of this one; in another one the same address leads to somebody else.
+
+    Raises:
+        OSError: it has ended, or this user may not know.
+    """
+    theirs, own = os.stat(process / "ns" / "net"), os.stat("/proc/self/ns/net")
+    return (theirs.st_dev, theirs.st_ino) == (own.st_dev, own.st_ino)
 
 
 def _lives_for_itself(starter: str) -> bool:
