@@ -144,9 +144,10 @@ def check_named(address: str | None) -> None:
     """Refuse to take one of several Rays of this machine for the one that is meant, before something is ended in it.
 
     Raises:
-        ConfigError: several run here, and neither `address` nor RAY_ADDRESS, nor a Ray of this process, says which.
+        ConfigError: several run here, and neither `address` nor RAY_ADDRESS, nor a Ray of this process, says which;
+            "auto" does not.
     """
-    if address not in (None, "", AUTO) or os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+    if (address or os.environ.get("RAY_ADDRESS") or AUTO) != AUTO or ray.is_initialized():
         return
     if len(addresses := [one.address for one in rays_here()]) > 1:
         raise ConfigError(_several(addresses))

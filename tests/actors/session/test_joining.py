@@ -171,9 +171,14 @@ def test_of_several_rays_none_is_taken_for_the_one_that_is_meant(monkeypatch):
     monkeypatch.setattr(joining, "rays_here", lambda: rays)
     monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    several = r"got 2: 127\.0\.0\.1:1, 127\.0\.0\.1:2; say which"
     for address in (None, "auto"):
-        with pytest.raises(ConfigError, match=r"got 2: 127\.0\.0\.1:1, 127\.0\.0\.1:2; say which"):
+        with pytest.raises(ConfigError, match=several):
             check_named(address)
+    check_named("127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match=several):
+        check_named(None)
     check_named("127.0.0.1:1")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     check_named(None)
