@@ -141,6 +141,11 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
         _serve_until_signal(lambda: start_store(capacity, address="local", **settings))
         return
     named = address or os.environ.get("RAY_ADDRESS")
+    if named == "local":
+        raise ConfigError(
+            "wanted a Ray that outlives this command, got 'local', which begins one that would end with it; leave "
+            "address= and RAY_ADDRESS out, or use `kvstore start --local`, which stays in the foreground"
+        )
     try:
         with progress() as say:
             say(f"starting store {name!r}")

@@ -168,6 +168,18 @@ def test_local_and_address_exclude_each_other():
     assert "leave --address out" in result.stderr
 
 
+@pytest.mark.parametrize("how", ["--address", "RAY_ADDRESS"])
+def test_a_ray_that_would_end_with_the_command_is_refused(monkeypatch, how):
+    monkeypatch.setattr(api, "start", lambda *_, **__: pytest.fail("nothing is started"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if how == "RAY_ADDRESS":
+        monkeypatch.setenv("RAY_ADDRESS", "local")
+    result = run("start", *(["--address", "local"] if how == "--address" else []))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("ConfigError: wanted a Ray that outlives this command, got 'local'")
+    assert "leave --address and RAY_ADDRESS out, or use `kvstore start --local`" in result.stderr
+
+
 POOL = {
     "num_slots": 1000, "num_free": 900, "num_writing": 1, "num_idle": 90, "num_pinned": 8,
     "num_quarantined": 1, "num_leases": 2, "num_writes": 1, "num_evicted": 7, "num_published": 99,
