@@ -157,6 +157,13 @@ def begin(what: str, method: Any, *args: Any) -> Any:
         return method.remote(*args)
 
 
+def is_answered(what: str, ref: Any, timeout_s: float) -> bool:
+    """Whether `answer` would return, or raise, at once; waits for that for `timeout_s` at most."""
+    with ray_failures(what):
+        done, _ = ray.wait([ref], timeout=timeout_s)
+        return bool(done)
+
+
 def answer(what: str, ref: Any, timeout_s: float) -> Any:
     """Wait for the answer of an actor.
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
+from kvstore.actors.calls import (
+    RAY_NAMESPACE,
+    actor_name,
+    answer,
+    begin,
+    call,
+    find_actor,
+    is_answered,
+    ray_failures,
+)
 from kvstore.actors.cluster import Store
 from kvstore.actors.ending import end_actors, node_stores, within
 from kvstore.actors.session.handles import USE
@@ -36,6 +45,8 @@ _CALL_S = 10.0
 _ENDS_S = 0.2
 #: How long each part of a store that did not come up in time is given to end by itself: the time is over already.
 _UNDO_S = 2.0
+#: How often a call that waits says so to the supervisor, which takes one that is silent for gone.
+_SAY_EVERY_S = 3.0
 
 
 def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
@@ -113,12 +124,11 @@ def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str
     if running["is_ending"]:
         return None
     _check_compatible(config, running)
-    _wait_ready(config.name, supervisor, deadline_s)
+    _wait_ready(config.name, supervisor, own_id, deadline_s)
     # Several calls may have wanted to make the supervisor at once; it knows which one did, or whose it is since that
     # one gave up.
-    if running["starter"] != own_id:
-        with contextlib.suppress(TransferTimeout):
-            running = call("supervisor", supervisor.config, timeout_s=_UNDO_S)
+    with contextlib.suppress(TransferTimeout):
+        running = call("supervisor", supervisor.have, own_id, timeout_s=_UNDO_S)
     return Store(config, session, own_id if running["starter"] == own_id else None)
 
 
@@ -167,7 +177,7 @@ def _stop_at_exit(store: Store) -> None:
         store.stop()
 
 
-def _wait_ready(name: str, supervisor: Any, deadline_s: float) -> None:
+def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> None:
     """Wait until every node has a store that serves; one that is slow has until the deadline.
 
     Raises:
@@ -176,9 +186,9 @@ def _wait_ready(name: str, supervisor: Any, deadline_s: float) -> None:
         PeerLost: the supervisor, or a store, is gone.
     """
     last = ""
-    while (left_s := deadline_s - time.monotonic()) > 0:
+    while time.monotonic() < deadline_s:
         try:
-            served = call("supervisor", supervisor.reconcile, timeout_s=left_s)
+            served = _served(supervisor, own_id, deadline_s)
             if _are_ready(name, supervisor, served, deadline_s):
                 return
         except (ConfigError, PeerLost):
@@ -198,6 +208,17 @@ def _wait_ready(name: str, supervisor: Any, deadline_s: float) -> None:
     raise StoreUnavailable(f"not every node had a store in time: {last}")
 
 
+def _served(supervisor: Any, own_id: str, deadline_s: float) -> list[str]:
+    """Have the supervisor make a round, which may be long, and tell it all the while that this call waits."""
+    made, is_over = begin("supervisor", supervisor.reconcile), False
+    while not is_over:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        call("supervisor", supervisor.join, own_id, timeout_s=min(_CALL_S, left_s))
+        is_over = is_answered("supervisor", made, min(_SAY_EVERY_S, left_s)) or left_s <= _SAY_EVERY_S
+    served: list[str] = answer("supervisor", made, 0.0)
+    return served
+
+
 def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float) -> bool:
     """Whether the stores that `served` names are those of all nodes, and their movers are ready."""
     hopeless = call("supervisor", supervisor.hopeless, timeout_s=_CALL_S)
@@ -208,9 +229,9 @@ def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float)
     if not served or not set(served) == nodes <= set(handles):
         return False
     for node in served:
-        left_s = max(0.1, deadline_s - time.monotonic())
+        left_s = max(0.1, min(_SAY_EVERY_S, deadline_s - time.monotonic()))
         if not call(f"mover of node {node}", handles[node].ready, left_s, timeout_s=left_s + 1):
-            raise StoreUnavailable(f"the mover of node {node} was not ready in time; see `kvstore doctor` and its log")
+            raise StoreUnavailable(f"the mover of node {node} is not ready; see `kvstore doctor` and its log")
     return True
 
 

@@ -40,6 +40,8 @@ ASKED_GROUP = {ASKED: 4}
 _ROUND_S = 15.0
 #: How long others wait for a round: for the directory, for the nodes, and for the cluster's answers.
 _SHARED_S = 2 * _ROUND_S + 15.0
+#: A call of `start` that has not said for so long that it waits counts as gone: its process may have been killed.
+_HEARD_S = 10.0
 
 
 def alive_nodes() -> dict[str, dict[str, float]]:
@@ -76,8 +78,10 @@ class Supervisor:
         self._problems: dict[str, str] = {}
         #: Nodes of whose problems time is no cure.
         self._hopeless: set[str] = set()
-        #: Other calls than the starter's that wait for the store, or have a handle of it, in the order of their coming.
-        self._joined: list[str] = []
+        #: When calls that wait for the store said so last, in the order of their coming; the starter's stays.
+        self._heard_s: dict[str, float] = {}
+        #: Some call has a handle: from then on none that fails ends the store.
+        self._is_had = False
         self._round: Future[list[str]] | None = None
         self._serving = ServingWatch()
         #: Of each node's store whose settings were seen, the actor's id.
@@ -100,27 +104,50 @@ class Supervisor:
 
     @ray.method(concurrency_group=ASKED)
     def join(self, caller: str) -> dict[str, Any]:
-        """Note that a call of `start` wants this store; returns what `config` does."""
+        """Note that a call of `start` waits for this store; returns what `config` does.
+
+        A call says so every few seconds, else it counts as gone after `_HEARD_S`.
+        """
         with self._lock:
-            if caller not in (self._starter, *self._joined) and not self._stopping.is_set():
-                self._joined.append(caller)
+            if not self._stopping.is_set():
+                self._heard_s[caller] = time.monotonic()
+                keep = {self._starter, *self._waiting()}
+                self._heard_s = {other: heard_s for other, heard_s in self._heard_s.items() if other in keep}
+        return self._describe()
+
+    @ray.method(concurrency_group=ASKED)
+    def have(self, caller: str) -> dict[str, Any]:
+        """Note that a call of `start` has its handle, and waits no more; returns what `config` does."""
+        with self._lock:
+            self._heard_s.pop(caller, None)
+            self._is_had = True
         return self._describe()
 
     @ray.method(concurrency_group=ASKED)
     def leave(self, caller: str) -> bool:
         """Note that a call of `start` has failed; whether nobody wants the store now, and the caller is to end it.
 
-        Where others have joined, the first of them counts as the starter from now on.
+        Where others wait, the first of them counts as the starter from now on.
         """
         with self._lock:
-            self._joined = [other for other in self._joined if other != caller]
-            if caller != self._starter:
+            waiting = self._waiting()
+            is_lost = self._starter in self._heard_s and self._starter not in waiting
+            self._heard_s.pop(caller, None)
+            if caller != self._starter and not is_lost:
                 return False
-            if self._joined:
-                self._starter = self._joined.pop(0)
+            others = [other for other in waiting if other != caller]
+            if others:
+                self._starter = others[0]
+                return False
+            if self._is_had:
                 return False
             self._stopping.set()
             return True
+
+    def _waiting(self) -> list[str]:
+        """Return the calls of `start` that wait, and live; the caller has the lock."""
+        since_s = time.monotonic() - _HEARD_S
+        return [caller for caller, heard_s in self._heard_s.items() if heard_s >= since_s]
 
     @ray.method(concurrency_group=ASKED)
     def problems(self) -> dict[str, str]:

@@ -14,11 +14,14 @@ class Cluster:
     """A supervisor, and one node with a store; each question is answered by the next of its answers, or its last."""
 
     def __init__(self, **answers):
+        self.asked = []
         self.answers = {"reconcile": [["n"]], "hopeless": [{}], "problems": [{}], "unfinished": [{}], "ready": [True]}
+        self.answers |= {"join": [{}]}
         self.answers |= answers
 
     def __getattr__(self, what):
-        def answer(*_):
+        def answer(*arguments):
+            self.asked.append((what, *arguments))
             said = self.answers[what]
             found = said.pop(0) if len(said) > 1 else said[0]
             if isinstance(found, Exception):
@@ -28,12 +31,16 @@ class Cluster:
         return answer
 
 
-def wait(monkeypatch, cluster, timeout_s=5.0):
+def wait(monkeypatch, cluster, timeout_s=5.0, answered=()):
+    answered = iter(answered)
     monkeypatch.setattr(starting, "call", lambda what, method, *args, timeout_s: method(*args))
+    monkeypatch.setattr(starting, "begin", lambda what, method: method)
+    monkeypatch.setattr(starting, "is_answered", lambda what, method, timeout_s: next(answered, True))
+    monkeypatch.setattr(starting, "answer", lambda what, method, timeout_s: method())
     monkeypatch.setattr(starting, "alive_nodes", lambda: {"n": {}})
     monkeypatch.setattr(starting, "node_stores", lambda name: {"n": cluster})
     monkeypatch.setattr(starting.ray, "is_initialized", lambda: True)
-    starting._wait_ready("a", cluster, time.monotonic() + timeout_s)
+    starting._wait_ready("a", cluster, "own", time.monotonic() + timeout_s)
 
 
 @pytest.mark.parametrize("question", ["reconcile", "hopeless", "ready"])
@@ -44,6 +51,12 @@ def test_an_answer_that_does_not_come_is_waited_for_until_the_deadline(monkeypat
 
 def test_a_node_whose_store_does_not_answer_now_is_waited_for(monkeypatch):
     wait(monkeypatch, Cluster(reconcile=[[], ["n"]], problems=[{"n": "does not answer its ping"}]))
+
+
+def test_while_a_round_is_under_way_the_supervisor_hears_of_those_that_wait(monkeypatch):
+    cluster = Cluster()
+    wait(monkeypatch, cluster, 30.0, [False, False, True])
+    assert cluster.asked[:4] == [("join", "own")] * 3 + [("reconcile",)]
 
 
 def test_what_no_time_cures_is_final(monkeypatch):

@@ -84,12 +84,21 @@ def test_all_that_ask_while_a_round_is_under_way_share_it(idle, monkeypatch):
     assert len(rounds) == 2
 
 
-def test_a_starter_that_fails_ends_the_store_only_if_no_other_call_wants_it():
-    def joined(*callers):
+@pytest.fixture
+def joined(monkeypatch):
+    """Makes supervisors that calls of `start` have joined, the starter "first"; `joined.now_s` is their time."""
+
+    def make(*callers):
         made = Supervisor(StoreConfig(capacity_bytes=1 << 20).to_json(), "first", watch=False)
         assert [made.join(caller)["starter"] for caller in callers] == ["first"] * len(callers)
         return made
 
+    make.now_s = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: make.now_s)
+    return make
+
+
+def test_a_starter_that_fails_ends_the_store_only_if_no_other_call_wants_it(joined):
     alone = joined("first", "other")
     assert alone.leave("other") is False
     assert alone.leave("first") is True
@@ -99,6 +108,50 @@ def test_a_starter_that_fails_ends_the_store_only_if_no_other_call_wants_it():
     assert (shared.config()["starter"], shared.config()["is_ending"]) == ("second", False)
     assert shared.leave("third") is False
     assert shared.leave("second") is True
+
+
+def test_a_store_is_left_to_none_that_was_killed_while_it_waited(joined):
+    shared = joined("first", "killed", "third")
+    joined.now_s += 8
+    shared.join("first")
+    shared.join("third")
+    joined.now_s += 8
+    assert shared.leave("first") is False
+    assert shared.config()["starter"] == "third"
+    assert shared.leave("third") is True
+
+
+def test_the_last_that_fails_ends_the_store_of_a_starter_that_was_killed(joined):
+    shared = joined("first", "second")
+    joined.now_s += 11
+    assert shared.join("third")["starter"] == "first"
+    assert shared.leave("second") is False
+    assert shared.config()["starter"] == "third"
+    assert shared.leave("third") is True
+
+
+def test_a_store_that_some_call_has_is_ended_by_none_that_fails(joined):
+    shared = joined("first", "second")
+    assert shared.have("first")["starter"] == "first"
+    joined.now_s += 60
+    assert shared.leave("second") is False
+    assert shared.config()["is_ending"] is False
+    late = joined("first", "second")
+    late.have("second")
+    assert late.leave("first") is False
+    restarted = joined("second")  # By Ray: it has not heard of the starter, which has its handle.
+    assert restarted.leave("second") is False
+
+
+def test_of_calls_that_do_not_wait_nothing_is_kept(joined):
+    busy = joined("first")
+    busy.have("first")
+    for number in range(50):
+        busy.join(f"call {number}")
+        if number % 2:
+            busy.have(f"call {number}")
+        joined.now_s += 1
+    assert len(busy._heard_s) <= 10
 
 
 def test_only_settings_that_cannot_work_leave_no_hope(idle, monkeypatch):
