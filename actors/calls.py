@@ -17,6 +17,8 @@ from kvstore.errors import ForkedClient, KVStoreError, PeerLost, StoreNotRunning
 
 #: All actors of raykv live in this Ray namespace.
 RAY_NAMESPACE = "raykv"
+#: How long one looks for an actor by its name.
+_FIND_S = 10.0
 
 #: What Ray raises besides its own tree. ValueError: no such actor, or a reference of an earlier cluster. OSError,
 #: with ConnectionError in it: statuses of its core that are I/O errors. RuntimeError, SystemError, AttributeError
@@ -127,14 +129,52 @@ def ray_failures(what: str) -> Iterator[None]:
         _own_calls.depth -= 1
 
 
-def find_actor(name: str) -> Any:
+def within(what: str, timeout_s: float, do: Callable[[], Any]) -> Any:
+    """Run something that may hang, as every question to a GCS that does; returns what it returns.
+
+    Raises:
+        TransferTimeout: it was not done in time. It goes on.
+    """
+    done = threading.Event()
+    answer: list[Any] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            answer.append(do())
+        except Exception as error:  # noqa: BLE001 - raised below, in the caller.
+            failed.append(error)
+        done.set()
+
+    try:
+        threading.Thread(target=run, name="raykv-within", daemon=True).start()
+    except RuntimeError:
+        return do()  # Python starts no thread any more while it ends.
+    if not done.wait(timeout_s):
+        raise TransferTimeout(f"{what}: not done within {timeout_s:g} s; does its Ray still answer?")
+    if failed:
+        raise failed[0]
+    return answer[0]
+
+
+def find_actor(name: str, timeout_s: float | None = None) -> Any:
     """Return the handle of a named actor.
+
+    Args:
+        name: of the actor.
+        timeout_s: how long the GCS has for its answer; `_FIND_S` when None.
 
     Raises:
         StoreNotRunning: there is none, or no Ray in this process.
         TransferTimeout: the cluster's GCS does not answer.
         PeerLost: it cannot be reached.
     """
+    check_not_forked()
+    # Ray itself asks a GCS that hangs for a minute and longer.
+    return within(f"actor {name!r}", _FIND_S if timeout_s is None else timeout_s, lambda: _get_actor(name))
+
+
+def _get_actor(name: str) -> Any:
     with ray_failures(f"actor {name!r}"):
         try:
             return ray.get_actor(name, namespace=RAY_NAMESPACE)

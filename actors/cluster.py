@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor
+from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor, within
 from kvstore.actors.clearing import clear_everywhere
-from kvstore.actors.ending import end_actors, node_stores, starter_of, within
+from kvstore.actors.ending import end_actors, node_stores, starter_of
 from kvstore.actors.session.handles import USE, is_connected
 from kvstore.actors.session.joining import check_goes_on
 from kvstore.actors.session.rays import RaySession, current_session
@@ -126,7 +126,7 @@ class Store:
 
         Raises:
             InvalidRequest: these are no hashes of `Namespace.block_hashes`.
-            PeerLost, TransferTimeout: the directory is away; try again in a second.
+            PeerLost, TransferTimeout: the directory, or Ray's GCS, is away; try again in a second.
         """
         self._check()
         if not isinstance(hashes, BlockHashes):

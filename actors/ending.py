@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, answer, begin, call, find_actor, ray_failures
+from kvstore.actors.calls import RAY_NAMESPACE, actor_name, answer, begin, call, find_actor, ray_failures, within
 from kvstore.actors.supervisor import alive_nodes
-from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable, TransferTimeout
+from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
 
 _CALL_S = 10.0
 #: For ending a store of which nothing answers: its supervisor, and then its nodes, are given `_CALL_S` each.
@@ -138,31 +137,3 @@ def _paths() -> list[list[str]]:
         actors = ray.util.list_named_actors(all_namespaces=True)
     paths = [actor["name"].split("/") for actor in actors if actor["namespace"] == RAY_NAMESPACE]
     return [path for path in paths if path[0] == "raykv" and len(path) > 2]
-
-
-def within(what: str, timeout_s: float, do: Callable[[], Any]) -> Any:
-    """Run something that may hang, as every question to a GCS that does; returns what it returns.
-
-    Raises:
-        TransferTimeout: it was not done in time. It goes on.
-    """
-    done = threading.Event()
-    answer: list[Any] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            answer.append(do())
-        except Exception as error:  # noqa: BLE001 - raised below, in the caller.
-            failed.append(error)
-        done.set()
-
-    try:
-        threading.Thread(target=run, name="raykv-within", daemon=True).start()
-    except RuntimeError:
-        return do()  # Python starts no thread any more while it ends.
-    if not done.wait(timeout_s):
-        raise TransferTimeout(f"{what}: not done within {timeout_s:g} s; does its Ray still answer?")
-    if failed:
-        raise failed[0]
-    return answer[0]

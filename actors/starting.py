@@ -22,7 +22,7 @@ from kvstore.actors.calls import (
     ray_failures,
 )
 from kvstore.actors.cluster import Store
-from kvstore.actors.ending import end_actors, node_stores, within
+from kvstore.actors.ending import end_actors, node_stores
 from kvstore.actors.session.handles import USE
 from kvstore.actors.session.joining import Joined
 from kvstore.actors.session.rays import RaySession
@@ -116,7 +116,7 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own
 def _find_supervisor(name: str, deadline_s: float) -> Any:
     """Find the supervisor of a store; a GCS that has just died would be asked until Ray ends this process."""
     left_s = max(_ENDS_S, deadline_s - time.monotonic())
-    return within(f"looking for store {name!r}", left_s, lambda: find_actor(actor_name(name, "supervisor")))
+    return find_actor(actor_name(name, "supervisor"), left_s)
 
 
 def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store | None:

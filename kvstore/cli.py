@@ -184,7 +184,6 @@ def _serve_until_signal(start_store: Callable[[], Any]) -> None:
 def _end_of(store: Any) -> str:
     """Return how a store with a local Ray has ended; empty while it runs, and while that cannot be told."""
     from kvstore.actors.calls import actor_name, find_actor
-    from kvstore.actors.ending import within
     from kvstore.actors.session.joining import check_answers
 
     name = store.config.name
@@ -193,7 +192,7 @@ def _end_of(store: Any) -> str:
     except StoreNotRunning:
         return f"the Ray at {store.address} has ended, and store {name!r} with it"
     try:
-        within("looking for the store", _GRACE_S, lambda: find_actor(actor_name(name, "supervisor")))
+        find_actor(actor_name(name, "supervisor"), _GRACE_S)
     except StoreNotRunning:
         return f"store {name!r} was stopped by another process; its Ray ends with it"
     except KVStoreError:

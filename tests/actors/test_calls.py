@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import ray
 from ray import exceptions as ray_errors
 from ray._private import auto_init_hook
 
+from kvstore.actors import calls
 from kvstore.actors.calls import answer, call, find_actor, ray_failures
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreNotRunning, TransferTimeout
 
@@ -161,6 +163,19 @@ def test_an_unknown_name_and_a_lost_reference(initialised, monkeypatch):
     monkeypatch.setattr(ray, "get", unknown)
     with pytest.raises(PeerLost, match="directory"):
         answer("directory", None, 1.0)
+
+
+def test_a_search_that_the_gcs_does_not_answer_ends(initialised, monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(ray, "get_actor", lambda *_, **__: over.wait(30))
+    try:
+        with pytest.raises(TransferTimeout, match=r"raykv/x/directory.*not done within 0\.2 s"):
+            find_actor("raykv/x/directory", 0.2)
+        monkeypatch.setattr(calls, "_FIND_S", 0.1)
+        with pytest.raises(TransferTimeout, match=r"not done within 0\.1 s"):
+            find_actor("raykv/x/directory")
+    finally:
+        over.set()
 
 
 def test_a_ray_that_another_thread_shuts_down_is_not_replaced_by_another(monkeypatch):
