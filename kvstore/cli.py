@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ _SIZE = re.compile(r"\b[0-9]{6,15}\b")
 _LOOKS_EVERY_S = 2.0
 #: How long a Ray that is gone may take to be let go of.
 _GRACE_S = 5.0
+#: How long `kvstore stop` tries to join Ray.
+_JOIN_S = 30.0
 _name = click.option("--name", default="default", show_default=True, help="Which store of the cluster.")
 _address = click.option(
     "--address",
@@ -271,7 +274,7 @@ def stop(name: str, address: str | None) -> None:
     from kvstore.actors.session.joining import check_named, join_ray
 
     check_named(address)
-    where = join_ray(address, may_start=False).session.address
+    where = join_ray(address, may_start=False, deadline_s=time.monotonic() + _JOIN_S).session.address
     end_store(name, lambda found: click.echo(f"stopping store {name!r} of the Ray at {where}, {found}"))
     click.echo(f"store {name!r} of the Ray at {where} stopped")
 

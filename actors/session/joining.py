@@ -22,16 +22,24 @@ import grpc  # type: ignore[import-untyped]
 import ray
 from ray import _raylet
 from ray import exceptions as ray_errors
+from ray._common.network_utils import build_address  # type: ignore[attr-defined]
 from ray._common.tls_utils import load_certs_from_env
 from ray._private import external_storage, gcs_pubsub
 from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+from ray._private.services import find_node_ids
 from ray._raylet import (  # type: ignore[attr-defined]
     AuthenticationMode,
     AuthenticationTokenLoader,
     Config,
     get_authentication_mode,
 )
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+from ray.core.generated import (
+    gcs_pb2,
+    gcs_service_pb2,
+    gcs_service_pb2_grpc,
+    node_manager_pb2,
+    node_manager_pb2_grpc,
+)
 
 from kvstore.actors.calls import RAY_NAMESPACE, check_not_forked, node_address
 from kvstore.actors.session.keeper import KEEPER
@@ -46,6 +54,8 @@ _INIT_FAILURES = (OSError, RuntimeError, ValueError, AssertionError, AttributeEr
 #: How long one waits until what an earlier call began, and gave up, has ended.
 _SETTLE_S = 60.0
 _CONNECT_S = 10.0
+#: How often one looks for a node that is just being started.
+_LOOK_EVERY_S = 0.5
 #: With less time a Ray that works might be taken for one that does not.
 _LEAST_S = 0.5
 _MAX_PORT = 65535
@@ -89,10 +99,10 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
     Args:
         address: host:port, "auto", "local", or None.
         may_start: whether to start one where none is to be joined.
-        deadline_s: by which a new one has to be up, and the one that this process has answers.
+        deadline_s: by which a new one has to be up, and another one answers.
 
     Raises:
-        StoreNotRunning: no cluster answers, or the Ray of this process has ended.
+        StoreNotRunning: no cluster answers, or not its node on this machine, or the Ray of this process has ended.
         StoreUnavailable: a new one does not come up, or not in time.
         WrongCluster: this process is connected to another one than `address`.
         ConfigError: several run here; the address is of no use; or no token can be written.
@@ -118,7 +128,7 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
     why = "address= names it" if address else "RAY_ADDRESS names it"
     passed_by: tuple[str, ...] = ()
     if named in (None, AUTO):
-        found, why = find_ray()
+        found, why = find_ray(deadline_s)
         if found is None and named is None and may_start:
             named, passed_by = LOCAL, tuple(one.address for one in rays_here() if one.outlives_starter)
         else:
@@ -130,6 +140,7 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
     assert named is not None
     with _token_shown():
         check_answers(named, deadline_s)
+        check_node(named, deadline_s)
         try:
             _init_ray(RAY_NAMESPACE, address=named)
         except _INIT_FAILURES as error:
@@ -153,14 +164,14 @@ def check_named(address: str | None) -> None:
         raise ConfigError(_several(addresses))
 
 
-def find_ray() -> tuple[str | None, str]:
+def find_ray(deadline_s: float = math.inf) -> tuple[str | None, str]:
     """Return the address of the Ray that `ray start` began on this machine, None without one, and how it was found.
 
     What is recorded counts only while a Ray of this user runs here at that address: anybody may listen there later,
     and would be shown the user's token.
 
     Raises:
-        StoreNotRunning: it does not answer.
+        StoreNotRunning: it does not answer by `deadline_s`.
         ConfigError: several were started to stay.
     """
     recorded = recorded_address()
@@ -171,7 +182,7 @@ def find_ray() -> tuple[str | None, str]:
     try:
         if not any(_are_same(one.address, address) for one in here):
             raise StoreNotRunning("no process of it is left here, or they are another user's")
-        check_answers(address)
+        check_answers(address, deadline_s)
     except StoreNotRunning as error:
         raise StoreNotRunning(
             f"`ray start` began a Ray at {address} on this machine, and it does not answer: {error}. Start it again "
@@ -276,51 +287,119 @@ def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf)
         raise StoreNotRunning(f"the Ray at {session.address} does not answer: {error}; {advice}") from error
 
 
+def check_node(address: str, deadline_s: float = math.inf) -> None:
+    """Refuse a Ray whose node on this machine does not answer: ray.init waits a minute, or has this process ended.
+
+    A node that is just being started is waited for.
+
+    Raises:
+        StoreNotRunning: no node of it runs here, or its raylet does not answer.
+    """
+    end_s = min(deadline_s, time.monotonic() + _CONNECT_S)
+    try:
+        for node in _nodes_here(address, end_s):
+            _ask_raylet(build_address(node.node_manager_address, node.node_manager_port), end_s)
+    except OSError as error:
+        raise StoreNotRunning(
+            f"the Ray at {address} answers, but not its node on this machine: {error}; wait if that was suspended, "
+            "else end what is left of this node and start it again with `ray start`"
+        ) from error
+
+
+def _nodes_here(address: str, end_s: float) -> list[Any]:
+    """Return the living nodes of this machine of which ray.init takes one; none where a GCS wants another token.
+
+    Raises:
+        OSError: the GCS does not answer, or there is no such node by `end_s`.
+    """
+    request = gcs_service_pb2.GetAllNodeInfoRequest  # type: ignore[attr-defined]
+    while True:
+        here = [request.NodeSelector(node_id=bytes.fromhex(node_id)) for node_id in sorted(_node_ids_here())]
+        if here:
+            alive = request(node_selectors=here, state_filter=gcs_pb2.GcsNodeInfo.ALIVE)  # type: ignore[attr-defined]
+            reply = _ask_gcs(address, "GetAllNodeInfo", alive, end_s)
+            nodes = [] if reply is None else list(reply.node_info_list)
+            if nodes or reply is None:
+                return [node for node in nodes if node.is_head_node][:1] or nodes
+        if time.monotonic() + _LOOK_EVERY_S >= end_s:
+            raise OSError("no raylet of it runs here")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _node_ids_here() -> set[str]:
+    """Return the ids of nodes of any Ray of this machine, as Ray itself looks for them: with the processes."""
+    return set(find_node_ids())  # type: ignore[no-untyped-call]
+
+
+def _left_s(end_s: float) -> float:
+    """Return how much time is left; not nothing, which a socket would take for no waiting at all."""
+    return max(0.01, end_s - time.monotonic())
+
+
 def _reach(host: str, port: int, timeout_s: float) -> None:
-    """Have a GCS greet and answer; raises OSError where none does."""
+    """Have a GCS greet and answer, all of it within a time; raises OSError where none does."""
+    end_s = time.monotonic() + timeout_s
     with socket.create_connection((host.strip("[]"), port), timeout=timeout_s) as sock:
         if not _uses_tls():
+            sock.settimeout(_left_s(end_s))
             sock.sendall(_HTTP2_CLIENT)
             begin = b""
-            while len(begin) < 4 and (more := sock.recv(4 - len(begin))):
+            while len(begin) < 4:
+                sock.settimeout(_left_s(end_s))
+                if not (more := sock.recv(4 - len(begin))):
+                    break
                 begin += more
             if begin[3:] != _HTTP2_SETTINGS:
                 raise OSError(f"what listens there is no GCS of Ray: it begins with {begin!r}")
-    _ask_gcs(f"{host}:{port}", timeout_s)
+    _ask_gcs(f"{host}:{port}", "GetClusterId", gcs_service_pb2.GetClusterIdRequest(), end_s)  # type: ignore[attr-defined]
 
 
 def _uses_tls() -> bool:
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # As Ray takes it.
 
 
-def _ask_gcs(address: str, timeout_s: float) -> None:
-    """Ask a GCS for the id of its cluster; raises OSError where none answers."""
-    credentials = None
-    if _uses_tls():
-        try:
-            certificate, key, authority = load_certs_from_env()  # type: ignore[no-untyped-call]
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f"RAY_USE_TLS is set, and its files cannot be used: {error}") from error
-        credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+def _channel(address: str) -> Any:
     options = list(GLOBAL_GRPC_OPTIONS)
-    channel = (
-        grpc.secure_channel(address, credentials, options) if credentials else grpc.insecure_channel(address, options)
-    )
-    with channel:
-        ask = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).GetClusterId  # type: ignore[no-untyped-call]
+    if not _uses_tls():
+        return grpc.insecure_channel(address, options)
+    try:
+        certificate, key, authority = load_certs_from_env()  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"RAY_USE_TLS is set, and its files cannot be used: {error}") from error
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), options)
+
+
+def _ask_gcs(address: str, question: str, request: Any, end_s: float) -> Any:
+    """Ask a GCS about its nodes; returns the reply, None where it wants a token that is not to be had.
+
+    Raises:
+        OSError: none answers.
+    """
+    with _channel(address) as channel:
+        ask = getattr(gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel), question)  # type: ignore[no-untyped-call]
         shown: tuple[tuple[str, str], ...] = ()
         while True:
             try:
-                ask(gcs_service_pb2.GetClusterIdRequest(), timeout=timeout_s, metadata=shown)  # type: ignore[attr-defined]
-                return
+                return ask(request, timeout=_left_s(end_s), metadata=shown)
             except grpc.RpcError as error:
                 if error.code() != grpc.StatusCode.UNAUTHENTICATED:
-                    raise OSError(f"no answer of a GCS within {timeout_s:g} s: {error.code().name}") from error
+                    raise OSError(f"no answer of a GCS in time: {error.code().name}") from error
             if shown or get_authentication_mode() != AuthenticationMode.TOKEN:
-                return  # It is one, and wants another token, or one at all: Ray says so when it joins.
+                return None  # It is one, and wants another token, or one at all: Ray says so when it joins.
             shown = tuple(AuthenticationTokenLoader.instance().get_token_for_http_header().items())
             if not shown:
-                return
+                return None
+
+
+def _ask_raylet(address: str, end_s: float) -> None:
+    """Ask a raylet what Ray's core asks first, and without whose answer it ends the process; raises OSError."""
+    with _channel(address) as channel:
+        stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            stub.GetSystemConfig(node_manager_pb2.GetSystemConfigRequest(), timeout=_left_s(end_s))  # type: ignore[attr-defined]
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNAUTHENTICATED:  # That is an answer, too.
+                raise OSError(f"no answer of its raylet at {address} in time: {error.code().name}") from error
 
 
 @contextlib.contextmanager

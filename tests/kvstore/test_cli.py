@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import click
 import pytest
@@ -166,6 +167,18 @@ def test_local_and_address_exclude_each_other():
     result = run("start", "--local", "--address", "127.0.0.1:1")
     assert result.exit_code == 2
     assert "leave --address out" in result.stderr
+
+
+def test_stop_does_not_try_for_ever_to_join_a_ray(monkeypatch):
+    seen = []
+
+    def join(address, *, may_start, deadline_s):
+        seen.append(deadline_s - time.monotonic())
+        fail()
+
+    monkeypatch.setattr(joining, "join_ray", join)
+    assert run("stop", "--address", "127.0.0.1:1").exit_code == 2
+    assert 0 < seen[0] <= 60
 
 
 @pytest.mark.parametrize("how", ["--address", "RAY_ADDRESS"])

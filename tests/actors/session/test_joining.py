@@ -10,7 +10,7 @@ from concurrent import futures
 
 import grpc
 import pytest
-from ray.core.generated import gcs_service_pb2
+from ray.core.generated import gcs_pb2, gcs_service_pb2
 
 from kvstore.actors.session import joining, rays
 from kvstore.actors.session.joining import check_answers, check_named, find_ray, join_ray
@@ -18,6 +18,7 @@ from kvstore.actors.session.rays import LocalRay
 from kvstore.errors import ConfigError, StoreNotRunning
 
 TOKEN = "Bearer secret"
+CLUSTER = gcs_service_pb2.GetClusterIdReply(cluster_id=b"x" * 28).SerializeToString()
 
 
 class Tokens:
@@ -47,6 +48,7 @@ class Gcs(grpc.GenericRpcHandler):
 
     def __init__(self, says):
         self.says, self.shown, self.over = says, [], threading.Event()
+        self.replies = []  # Of the next questions.
         self.server = grpc.server(futures.ThreadPoolExecutor(4), handlers=(self,))
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         self.server.start()
@@ -60,7 +62,7 @@ class Gcs(grpc.GenericRpcHandler):
             self.over.wait(20)
         if self.says == "token" and self.shown[-1] != TOKEN:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
-        return gcs_service_pb2.GetClusterIdReply(cluster_id=b"x" * 28).SerializeToString()
+        return self.replies.pop(0) if self.replies else CLUSTER
 
 
 @pytest.fixture
@@ -185,3 +187,94 @@ def test_of_several_rays_none_is_taken_for_the_one_that_is_meant(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS")
     del rays[0]
     check_named(None)
+
+
+def with_raylet(gcs, monkeypatch, says):
+    """Make a GCS that answers, and a raylet of this machine; returns both, and what joined the GCS."""
+    one, raylet, inits = gcs("hello"), gcs(says), []
+    host, _, port = raylet.address.rpartition(":")
+    node = gcs_pb2.GcsNodeInfo(node_id=b"n" * 28, node_manager_address=host, node_manager_port=int(port))
+    nodes = gcs_service_pb2.GetAllNodeInfoReply(node_info_list=[node])
+    one.replies, raylet.replies = [CLUSTER, nodes.SerializeToString()], [b""]
+    monkeypatch.setattr(joining, "find_node_ids", lambda: {(b"n" * 28).hex()})
+    monkeypatch.setattr(joining, "_init_ray", lambda namespace, address: inits.append(address))
+    monkeypatch.setattr(joining, "current_session", lambda: None)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with_token(monkeypatch, True)
+    return one, raylet, inits
+
+
+def test_a_raylet_that_does_not_answer_is_found_out_before_ray_is_joined(gcs, monkeypatch):
+    one, _, inits = with_raylet(gcs, monkeypatch, "nothing")
+    began_s = time.monotonic()
+    with pytest.raises(StoreNotRunning, match=r"not its node on this machine: no answer of its raylet at .*DEADLINE"):
+        join_ray(one.address, may_start=False)
+    assert time.monotonic() - began_s < 5
+    assert inits == []
+
+
+@pytest.mark.parametrize("says", ["hello", "token"])
+def test_a_raylet_that_answers_is_joined_and_shown_no_token(gcs, monkeypatch, says):
+    one, raylet, inits = with_raylet(gcs, monkeypatch, says)
+    join_ray(one.address, may_start=False)
+    assert (inits, raylet.shown) == ([one.address], [None])
+
+
+def test_a_ray_without_a_node_here_is_not_joined(gcs, monkeypatch):
+    one, _, inits = with_raylet(gcs, monkeypatch, "hello")
+    monkeypatch.setattr(joining, "find_node_ids", set)
+    with pytest.raises(StoreNotRunning, match="no raylet of it runs here"):
+        join_ray(one.address, may_start=False)
+    assert inits == []
+
+
+class Now:
+    """A clock that goes on when something is waited for."""
+
+    now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+def test_all_steps_of_a_question_share_one_time(monkeypatch):
+    waits, now = [], Now()
+
+    class Slow:
+        """Greets a byte at a time, each after a second."""
+
+        def __init__(self):
+            self.bytes_left = [b"\x00", b"\x00", b"\x00", joining._HTTP2_SETTINGS]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def settimeout(self, timeout_s):
+            waits.append(timeout_s)
+
+        def sendall(self, data):
+            pass
+
+        def recv(self, size):
+            now.now_s += 1.0
+            return self.bytes_left.pop(0)
+
+    monkeypatch.setattr(joining, "time", now)
+    monkeypatch.setattr(joining.socket, "create_connection", lambda where, timeout: Slow())
+    monkeypatch.setattr(joining, "_ask_gcs", lambda address, question, request, end_s: waits.append(end_s - now.now_s))
+    joining._reach("h", 1, 6.0)
+    assert waits == [6.0, 6.0, 5.0, 4.0, 3.0, 2.0]
+
+
+def test_the_time_of_the_caller_bounds_the_question_to_a_ray_that_was_found(gcs, monkeypatch, tmp_path):
+    monkeypatch.setattr(joining, "_CONNECT_S", 20.0)
+    one = gcs("nothing")
+    monkeypatch.setattr(joining, "recorded_address", lambda: (one.address, tmp_path / "record"))
+    monkeypatch.setattr(joining, "rays_here", lambda: [LocalRay(one.address, str(tmp_path), True)])
+    began_s = time.monotonic()
+    with pytest.raises(StoreNotRunning, match="does not answer"):
+        join_ray(None, may_start=False, deadline_s=began_s + 0.3)
+    assert time.monotonic() - began_s < 10
