@@ -6,6 +6,7 @@ One of the two modules of the core that may look up to kvstore.actors, and only 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -55,11 +56,6 @@ _address = click.option(
     help="The Ray cluster. Without it RAY_ADDRESS, then what `ray start` began here, then the only one here.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
-_output = click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write the rows with hardware, versions and commit to this file.",
-)
 
 
 def _in_own_words(error: KVStoreError) -> str:
@@ -70,6 +66,34 @@ def _in_own_words(error: KVStoreError) -> str:
     if isinstance(error, ConfigError):
         text = _SIZE.sub(lambda size: f"{size[0]} ({human_bytes(int(size[0]))})", text)
     return text
+
+
+class _Seconds(click.FloatRange):
+    """A time within bounds. No comparison with a bound refuses what is no number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value} is no time.", param, ctx)
+        return seconds
+
+
+class _Output(click.Path):
+    """A file to be written later. What keeps it from that is said before anything is measured."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        folder = Path(str(path)).absolute().parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            self.fail(f"{folder} is no folder that can be written to; make it first.", param, ctx)
+        return path
+
+
+_output = click.option(
+    "--output",
+    type=_Output(dir_okay=False, writable=True, path_type=Path),
+    help="Also write the rows with hardware, versions and commit to this file.",
+)
 
 
 class _Command(click.Command):
@@ -282,7 +306,13 @@ def stop(name: str, address: str | None) -> None:
 @main.command(short_help="Say what this machine can do, and what to fix.")
 @_address
 @_json
-@click.option("--idle-seconds", default=10.0, show_default=True, help="How long to measure an idle store.")
+@click.option(
+    "--idle-seconds",
+    type=_Seconds(0.1, 3600.0),
+    default=10.0,
+    show_default=True,
+    help="How long to measure an idle store.",
+)
 @click.option("--no-idle", is_flag=True, help="Do not measure it.")
 @click.pass_context
 def doctor(ctx: click.Context, address: str | None, as_json: bool, idle_seconds: float, no_idle: bool) -> None:

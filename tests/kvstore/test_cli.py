@@ -281,6 +281,17 @@ def test_doctor_prints_one_json_list(monkeypatch):
     assert json.loads(result.stdout) == [GOOD.as_row()]
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "0", "1e9"])
+def test_doctor_measures_for_a_time_that_can_pass(monkeypatch, seconds):
+    from kvstore.actors import diagnose
+
+    checks(monkeypatch, GOOD)
+    monkeypatch.setattr(diagnose, "check_idle", lambda seconds: pytest.fail("nothing is measured"))
+    result = run("doctor", "--json", "--idle-seconds", seconds)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--idle-seconds" in result.stderr
+
+
 TRANSFER = [
     {"lane": "tcp", "block_bytes": 65536, "way": way, "gb_per_s": speed}
     for way, speed in (("nixl", 3.0), ("load", 2.9))
@@ -307,6 +318,17 @@ def test_bench_prints_a_table_or_one_json_list_and_writes_a_file(monkeypatch, tm
     shown = run(*words).stdout
     for words_shown in ("GB/s", "64 KiB", "nixl", "load", "3.00", "2.90"):
         assert words_shown in shown
+
+
+@pytest.mark.parametrize("folder", ["missing", "a file"])
+def test_bench_refuses_a_file_that_it_could_not_write_before_it_measures(monkeypatch, tmp_path, folder):
+    from kvstore.actors.bench import transfer
+
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(transfer, "run_transfer", lambda *_: pytest.fail("nothing is measured"))
+    result = run("bench", "transfer", "--output", str(tmp_path / folder / "rows.json"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{folder} is no folder that can be written to" in " ".join(result.stderr.split())
 
 
 def test_bench_transfer_prints_what_it_has_when_a_lane_fails(monkeypatch):
