@@ -78,5 +78,6 @@ class ServingWatch:
 
     def keep(self, names: set[str]) -> None:
         """Forget all other actors."""
-        for name in [name for name in self._since_s if name not in names]:
-            del self._since_s[name]
+        for name in list(self._since_s):  # A copy: threads that ask actors add to it and take from it meanwhile.
+            if name not in names:
+                self._since_s.pop(name, None)

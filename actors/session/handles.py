@@ -40,7 +40,8 @@ class RayUse:
         """Forget all uses and locks."""
         #: Held while Ray is joined, begun or left: Ray itself does not stand two of these at once.
         self._changing = threading.RLock()
-        self._lock = threading.Lock()
+        #: May be taken twice: a handler of a signal may call on the thread that has it.
+        self._lock = threading.RLock()
         self._handles: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Calls under way that may yet return a handle: to each the session and the name of the store.
         self._calls: dict[object, tuple[str, str]] = {}

@@ -162,3 +162,16 @@ def test_one_that_serves_again_begins_anew(watched):
 def test_one_that_is_gone_is_made_again_at_once(watched):
     assert ServingWatch().serves("n", "it", Actor(DEATH), may_restart=False) is False
     assert watched[1] == []
+
+
+def test_actors_may_be_asked_for_the_first_time_while_others_are_forgotten():
+    watch = ServingWatch()
+    watch._since_s = {"gone": 1.0, "kept": 1.0}
+
+    class Names(set):
+        def __contains__(self, name):
+            watch._since_s.setdefault("new", 2.0)  # As another thread would do now.
+            return super().__contains__(name)
+
+    watch.keep(Names({"kept", "new"}))
+    assert watch._since_s == {"kept": 1.0, "new": 2.0}

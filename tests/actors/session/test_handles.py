@@ -185,6 +185,19 @@ def test_two_threads_do_not_join_at_once_and_the_wait_has_an_end(use, world, mon
     call()
 
 
+def test_a_handler_of_a_signal_may_call_while_its_thread_does(use, world):
+    # On a thread of its own, which would wait for ever.
+    done, inside = threading.Event(), use._lock
+
+    def call():
+        with inside:
+            use.drop(Handle("a"))
+            done.set()
+
+    threading.Thread(target=call, daemon=True).start()
+    assert done.wait(10)
+
+
 SCRIPT = """
 import json, os, signal, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
