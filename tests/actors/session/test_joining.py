@@ -68,6 +68,7 @@ class Gcs(grpc.GenericRpcHandler):
 @pytest.fixture
 def gcs(monkeypatch):
     monkeypatch.setattr(joining, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)  # Other tests may have left their cluster open.
     monkeypatch.setattr(joining, "AuthenticationTokenLoader", Tokens)
     monkeypatch.setattr(joining, "Config", Config)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
