@@ -278,3 +278,18 @@ def test_prompts_in_chunks_that_are_preempted(
         reported(more["transfer"], len(tokens) // unit * unit) for _, tokens, more in passed_on
     ]
     is_clean(engine, second)
+
+
+def test_params_that_are_no_mapping_end_no_engine(first, second, plain, prompt_of, same, counts, is_clean):
+    """What comes as `vllm_xargs` over HTTP is passed on as it is."""
+    tokens = prompt_of(100, next(_seeds))
+    wanted = plain.run([("wanted", tokens, {})], cold=True)
+    grown, values = counts(second), ["abc", 5, ["do_remote_decode"]]
+    for params in values:
+        answer = decode(second, tokens, params)
+        same([answer], wanted)
+        assert answer["transfer"] is None
+    assert grown["num_bad_tickets"] == len(values)
+    assert second.reset()
+    same([decode(second, tokens, prefill(first, tokens)[1])], wanted)
+    is_clean(first, second)

@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
+from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, Handover
 from kvstore.integrations.vllm.plan import PublishPlan, StepPlan
@@ -47,7 +48,18 @@ class HandoffSide:
     def begin(self, tracked: Tracked) -> None:
         """Read the params of a new request, which goes on as if it had none where they are of no use."""
         request = tracked.request
-        params = getattr(request, "kv_transfer_params", None) or {}
+        params = getattr(request, "kv_transfer_params", None)
+        if params is None:
+            return
+        if not isinstance(params, Mapping):  # vLLM passes on what came over HTTP as it is.
+            self._stats.count("num_bad_tickets")
+            logger.error(
+                "request %s goes on without its kv_transfer_params: wanted a mapping, got %s; pass the params of a "
+                "prefill engine on as they are",
+                request.request_id,
+                clip(params),
+            )
+            return
         tracked.may_publish = self._publishes and bool(params.get(DO_DECODE))
         if not params.get(DO_PREFILL) or not tracked.may_load:
             return
@@ -123,6 +135,7 @@ class HandoffSide:
         here = [desk.part for _, desk in sorted(self._desks.items())]
         if (there := [ticket.part for ticket in handover.tickets]) != here:
             raise InvalidRequest(
-                f"kv_transfer_params[{TICKET!r}]: wanted a ticket for each of the parts {here}, got {there}; give both "
-                "engines the same tensor- and pipeline-parallel sizes, or pass KV on through the store alone"
+                f"kv_transfer_params[{TICKET!r}]: wanted a ticket for each of the parts {here}, got "
+                f"{clip(there)}; give both engines the same tensor- and pipeline-parallel sizes, or pass KV on through "
+                "the store alone"
             )

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
+from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 
 TICKET = "raykv_ticket"
@@ -78,12 +79,12 @@ class Handover:
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise InvalidRequest(
                 f"kv_transfer_params[{TICKET!r}]: wanted what a prefill engine with RaykvConnector answered, got "
-                f"{params.get(TICKET)!r} ({type(error).__name__}: {error}); pass its params on as they are"
+                f"{clip(params.get(TICKET))} ({type(error).__name__}: {error}); pass its params on as they are"
             ) from error
         tickets = tuple(HandoffTicket.from_bytes(part) for part in parts)
         if not tickets or len({ticket.num_blocks for ticket in tickets}) > 1 or tickets[0].num_blocks < 1:
             raise InvalidRequest(
                 f"kv_transfer_params[{TICKET!r}]: wanted tickets of the same blocks for each worker, got tickets of "
-                f"{[ticket.num_blocks for ticket in tickets]} blocks; pass the params on as they are"
+                f"{clip([ticket.num_blocks for ticket in tickets])} blocks; pass the params on as they are"
             )
         return Handover(tickets=tickets, last_hash=last_hash)

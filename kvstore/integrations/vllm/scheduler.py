@@ -81,6 +81,8 @@ class SchedulerSide:
         self._lookups: Lookups | None = None
         self._handoffs: HandoffSide | None = None
         self._tracked: dict[str, Tracked] = {}
+        #: Those that go on without the store, until they end.
+        self._untracked: set[str] = set()
         #: Those that ended, with copies under way.
         self._ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
         self._plan = StepPlan()
@@ -122,16 +124,28 @@ class SchedulerSide:
             self._link.close()
 
     def begin(self, request: Any) -> None:
-        """Have a new request looked up, so that the answer is there when vLLM asks."""
-        if self._handoffs is None or request.request_id in self._tracked or getattr(request, "resumable", False):
+        """Have a new request looked up, so that the answer is there when vLLM asks.
+
+        Raises nothing about one request: vLLM would end the engine, and all others with it.
+        """
+        name = request.request_id
+        if self._handoffs is None or name in self._tracked or name in self._untracked:
             return
-        if request.request_id in self._ending:  # Of the same name: reports could not tell them apart.
+        # Of the same name: reports could not tell them apart.
+        if getattr(request, "resumable", False) or name in self._ending:
             return
-        tracked = self._tracked[request.request_id] = Tracked(request, may_load=self._loads, may_save=self._saves)
-        if request.skip_reading_prefix_cache:
-            tracked.may_load = False
-        self._handoffs.begin(tracked)
-        self._ask(tracked)
+        tracked = Tracked(request, may_load=self._loads, may_save=self._saves)
+        try:
+            if request.skip_reading_prefix_cache:
+                tracked.may_load = False
+            self._handoffs.begin(tracked)
+            self._ask(tracked)
+        except Exception:
+            self._untracked.add(name)
+            self._stats.count("num_request_errors")
+            logger.exception("request %s goes on without the store", name)
+            return
+        self._tracked[name] = tracked  # Known in full: the methods that vLLM calls next count on its question.
 
     def match(self, request: Any, num_engine_tokens: int) -> tuple[int | None, bool]:
         """Answer `get_num_new_matched_tokens`; None while the store has not answered."""
@@ -243,6 +257,7 @@ class SchedulerSide:
             Whether vLLM has to keep its blocks until they are reported as sent, and the params for the engine that
             decodes it.
         """
+        self._untracked.discard(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False, None
@@ -379,7 +394,13 @@ class SchedulerSide:
             return
         size = self._space.shape.block_size
         if self._options.save is SavePolicy.ALL:
-            tracked.hash_answer(self._space, end)
+            try:
+                tracked.hash_answer(self._space, end)
+            except Exception:  # As in `begin`.
+                tracked.may_save = False
+                self._stats.count("num_request_errors")
+                logger.exception("no more of request %s is saved", req_id)
+                return
         # A failed load or a preemption sends a request back: what follows is computed, and saved, once more.
         tracked.num_saved = min(tracked.num_saved, -(-begin // size))
         if tracked.question is not None and tracked.num_saved < tracked.question.num_blocks <= begin // size:

@@ -1,0 +1,60 @@
+"""What a request brings along ends no engine: it goes on without, and others with the store."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from sides import request, scheduler_side
+
+
+@pytest.mark.parametrize("params", ["abc", "", 5, 0, 1.5, True, False, ["do_remote_decode"], [], b"x"])
+def test_params_that_are_no_mapping_count_as_none(params, caplog):
+    side, asked = scheduler_side(), request(kv_transfer_params=params)
+    side.begin(asked)
+    assert side.match(asked, 0) == (0, False)
+    assert side._stats.total()["num_bad_tickets"] == 1
+    assert not side._tracked["r"].may_publish
+    assert side._tracked["r"].may_save, "all else goes on as it would"
+    assert "wanted a mapping" in caplog.text
+    assert side.ended(asked, []) == (False, None)
+
+
+def test_what_came_along_is_logged_in_a_few_characters(caplog):
+    side = scheduler_side()
+    for at, params in enumerate(
+        ["x" * 100_000, {"do_remote_prefill": True, "raykv_ticket": {"parts": ["!" * 100_000], "last_hash": "00"}}]
+    ):
+        side.begin(request(str(at), kv_transfer_params=params))
+    assert side._stats.total()["num_bad_tickets"] == 2
+    assert len(caplog.text) < 2000
+
+
+class Unsure:
+    def __bool__(self):
+        raise RuntimeError("as an array's")
+
+
+@pytest.mark.parametrize("where", ["params", "question"])
+def test_no_error_about_one_request_reaches_vllm(where, caplog):
+    side = scheduler_side()
+    params = {"do_remote_decode": Unsure()} if where == "params" else {}
+    asked = request(kv_transfer_params=params)
+    if where == "question":
+        del asked.prompt_token_ids
+    for _ in range(2):  # A second of the name may come when the first has ended.
+        side.begin(asked)
+        for _ in range(3):  # vLLM may ask again and again.
+            assert side.match(asked, 0) == (0, False)
+        side.allocated(asked, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 0)
+        assert not side._tracked
+        assert side.ended(asked, [1, 2, 3]) == (False, None)
+    assert side._stats.total()["num_request_errors"] == 2
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2, "one each, not one for each question"
+    assert all(record.exc_info for record in errors)
+    good = request()
+    side.begin(good)
+    assert side._tracked["r"].may_load
+    assert not side._untracked
