@@ -257,7 +257,8 @@ def is_clean(store, node_ids, eventually):
             nodes = store.stats()["nodes"]
             held = [nodes[node][f"num_handoff{what}"] for node in node_ids for what in ("s", "_slots", "_fetches")]
             keys = ("num_pinned", "num_leases", "num_writing", "num_quarantined")
-            return not any(held + [nodes[node]["pool"][key] for node in node_ids for key in keys])
+            pools = [nodes[node]["pool"] for node in node_ids]  # None before a node has had a client.
+            return not any(held + [pool[key] for pool in pools if pool is not None for key in keys])
 
         eventually(is_settled, limit_s)
 

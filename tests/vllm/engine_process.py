@@ -145,10 +145,11 @@ class EngineProcess:
 
     # Requests one by one.
 
-    def add(self, name, tokens, salt=None, max_tokens=8, cold=False, lora=None, transfer=None, audio=None):
+    def add(self, name, tokens, salt=None, max_tokens=8, cold=False, lora=None, transfer=None, audio=None, words=None):
         options = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False,
             skip_reading_prefix_cache=cold, extra_args={"kv_transfer_params": transfer} if transfer else None,
+            allowed_token_ids=words,
         )  # fmt: skip
         prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
         if audio is not None:
@@ -276,6 +277,11 @@ class EngineProcess:
     def give_store(self, rank):
         """Let it have its store again."""
         self.engine.collective_rpc(give_store_to, args=(rank,))
+
+    def drafts(self):
+        """How many tokens were drafted, and how many of those accepted."""
+        found = {metric.name: metric.value for metric in self.engine.get_metrics() if hasattr(metric, "value")}
+        return [int(found[f"vllm:spec_decode_num_{what}_tokens"]) for what in ("draft", "accepted")]
 
     def events(self):
         return self.scheduler.connector.take_events()

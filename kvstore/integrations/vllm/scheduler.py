@@ -264,8 +264,9 @@ class SchedulerSide:
         if block_ids and not tracked.is_loading:
             is_alike = all(own == its for own, its in zip(tracked.block_ids, block_ids, strict=False))
             self._leave_unsaved(request.request_id, "" if is_alike else "vLLM ended it with other blocks than it gave")
-            # Its hashes may have come after its last step was planned.
-            end = tracked.num_planned_tokens
+            # Its hashes may have come after its last step was planned. That counted drafts: where one was rejected the
+            # cache has its KV, and not that of the token that was sampled instead. vLLM has taken those back here.
+            end = min(tracked.num_planned_tokens, request.num_computed_tokens)
             self._plan_save(self._plan.late_saves, request.request_id, end, end)
         del self._tracked[request.request_id]
         params = self._handoffs.end(self._plan, tracked) if self._handoffs is not None else None

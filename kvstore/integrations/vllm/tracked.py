@@ -62,7 +62,11 @@ class Tracked:
         return bool(self.request.num_prompt_tokens // block_size * block_size <= num_engine_tokens)
 
     def hash_answer(self, space: Namespace, end: int) -> None:
-        """Hash blocks of the answer whose tokens are known, and computed when those before `end` are."""
+        """Hash blocks of the answer whose tokens are known, and computed when those before `end` are.
+
+        Drafts are none of a request's tokens before they are accepted, so `end` may lie behind some that are planned.
+        It may not behind some that were rejected: tokens that were sampled since then have their places.
+        """
         assert self.hashes is not None
         size = space.shape.block_size
         first = len(self.hashes) * size
