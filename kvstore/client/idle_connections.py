@@ -14,6 +14,8 @@ from kvstore.runtime import clock
 _MOST_IDLE = 64
 #: After a broken one could not be replaced.
 _PAUSE_S = 1.0
+#: For a broken one to be named where nothing else needs the answer: a store that stands still must not hold up results.
+_NAME_WITHIN_S = 0.25
 
 
 class BrokenConnections:
@@ -60,12 +62,8 @@ class IdleConnections:
             StoreUnavailable: it could not be opened.
             TransferTimeout: the store did not answer in time.
         """
-        if self._broken.is_due():
-            try:
-                return self._open(timeout_s)
-            except KVStoreError:
-                if not self._idle:
-                    raise  # No second wait.
+        if self._idle and self._broken.is_due():
+            self.name_broken(timeout_s)
         try:
             return self._idle.pop()
         except IndexError:
@@ -74,7 +72,7 @@ class IdleConnections:
     def name_broken(self, timeout_s: float | None = None) -> None:
         """Name a broken connection to the store, if it answers, by one that is idle from then on."""
         with contextlib.suppress(KVStoreError):
-            self.keep(self._open(timeout_s))
+            self.keep(self._open(_NAME_WITHIN_S if timeout_s is None else min(timeout_s, _NAME_WITHIN_S)))
 
     def keep(self, connection: ControlClient) -> None:
         """Take a connection of `take` back, over which the store gave nothing that is still held."""

@@ -366,3 +366,16 @@ def test_a_stage_that_is_lost_while_a_job_takes_it_is_mapped_or_not_taken():
     link._lock, link._closed = LosingFirst(), True
     taken = link.take()
     assert taken is None or not taken.copier.is_closed
+
+
+def test_a_store_that_stands_still_does_not_hold_up_a_result_for_a_new_connection(cluster):
+    core = cluster.add("a", mover=False, call_timeout_s=3.0)
+    worker, hashes = cluster.worker("a"), cluster.hashes(4)
+    worker.save(hashes, range(4))
+    waits = []
+    connect = worker.client._store._connect
+    worker.client._store._connect = lambda *args: (waits.append(args[2]), connect(*args))[1]
+    with standing_still(core):
+        assert worker.load(hashes, range(4), timeout_s=0.1).num_blocks == 0
+    assert waits
+    assert max(waits) < 1.0
