@@ -65,6 +65,7 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModel(
             f"wanted a decoder-only model, got the encoder-decoder {type(model).__name__}; {SUPPORTED}"
         )
+    _check_causal(config)
     kinds = set(_rope_kinds(config))
     if found := sorted(kind for kind in kinds if any(name in kind for name in _ROPE_OF_LENGTH)):
         raise UnsupportedModel(
@@ -79,6 +80,27 @@ def check_supported(model: Any) -> None:
                 "whose scale is that of all tokens of a batch; quantise the weights alone"
             )
     check_unadapted(model)
+
+
+def _check_causal(config: Any) -> None:
+    """Refuse models of which a config says that a token's KV depends on tokens behind it.
+
+    Raises:
+        UnsupportedModel: attention goes in both directions, or drops columns by what comes later.
+    """
+    for each in (config, config.get_text_config(decoder=True)):
+        if not getattr(each, "is_causal", True):
+            raise UnsupportedModel(
+                "wanted attention to earlier tokens alone, got a config with is_causal=False: KV of a prefix then "
+                "depends on the tokens behind it, so it cannot be shared; leave is_causal out, or call model.generate"
+            )
+        # By config, since the probe sees it in prompts of more tokens than the window alone; the default is 2048.
+        if (size := getattr(each, "keep_window_size", None)) is not None:
+            raise UnsupportedModel(
+                f"wanted full attention in every layer, got {type(each).__name__} with keep_window_size={size}: in "
+                f"prompts of more than {size} tokens the model chooses which tokens to attend to among all of them, "
+                "later ones too, so KV of a prefix cannot be shared; call model.generate"
+            )
 
 
 def check_unadapted(model: Any) -> None:

@@ -44,6 +44,26 @@ class ThreePositions(transformers.LlamaForCausalLM):
         return super().forward(input_ids, attention_mask, positions, past_key_values, **kwargs)
 
 
+class LooksAhead(transformers.LlamaForCausalLM):
+    """Adds to each token a part of the next one, if that is in the same run."""
+
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        found = self.model.embed_tokens(input_ids)
+        found[:, :-1] += 0.5 * found[:, 1:]
+        return super().forward(inputs_embeds=found, **kwargs)
+
+
+class BothWays(transformers.LlamaForCausalLM):
+    """Attends to all tokens of a run, and says so in no config."""
+
+    def forward(self, *args, **kwargs):
+        self.config.is_causal = False
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            del self.config.is_causal
+
+
 @pytest.fixture
 def make(build):
     def make(kind, **changes):
@@ -103,6 +123,26 @@ def test_positions_that_tokens_decide(make, wrap, store, where):
 def test_several_positions_of_one_token(make, wrap):
     with pytest.raises(UnsupportedModel, match="M-RoPE"):
         wrap(make(ThreePositions))
+
+
+@pytest.mark.parametrize("kind", [LooksAhead, BothWays])
+def test_a_prefix_that_changes_with_what_comes_behind_it(make, wrap, store, kind):
+    with pytest.raises(UnsupportedModel, match="tokens behind it"):
+        wrap(make(kind, initializer_range=0.2))
+    assert store.num_opened == 0
+
+
+def test_attention_in_both_directions_in_half_precision(make, wrap):
+    with pytest.raises(UnsupportedModel, match="tokens behind it"):
+        wrap(make(BothWays, initializer_range=0.2).to(torch.bfloat16))
+
+
+def test_it_costs_five_short_runs(build, wrap):
+    model, seen = build(), []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
+    wrap(model)
+    assert len(seen) == 1 + 5, "one token for the shape of the KV, and five runs"
+    assert sum(seen) < 80
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

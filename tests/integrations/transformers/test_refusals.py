@@ -30,6 +30,7 @@ def make(name, **changes):
 DYNAMIC_ROPE = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
 T5 = {"vocab_size": 211, "d_model": 32, "d_kv": 8, "num_layers": 1}
 MAMBA = {"vocab_size": 211, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+BOTH_WAYS = {"is_causal": False}
 WINDOW_ABOVE = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 
@@ -42,6 +43,9 @@ WINDOW_ABOVE = {"use_sliding_window": True, "sliding_window": 8, "max_window_lay
         ("Mamba:ForCausalLM", MAMBA, "Mamba"),
         ("DeepseekV3:ForCausalLM", SMALL | MLA, "K and V of one shape"),
         ("Llama:ForCausalLM", SMALL | DYNAMIC_ROPE, "dynamic"),
+        ("Llama:ForCausalLM", SMALL | BOTH_WAYS, "is_causal=False"),
+        ("Gemma:ForCausalLM", SMALL | {"use_bidirectional_attention": True, "initializer_range": 0.2}, "depends on"),
+        ("Doge:ForCausalLM", SMALL, "keep_window_size=2048"),
     ],
 )
 def test_models_whose_kv_has_no_blocks(wrap, store, name, settings, said):
