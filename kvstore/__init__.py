@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvstore.actors.cluster import Store
     from kvstore.api import connect, node_store, start
     from kvstore.blocks.hashing import BlockHashes, Namespace
     from kvstore.blocks.part import Part
@@ -56,6 +57,7 @@ __all__ = [
     "Publication",
     "SaveResult",
     "SideTensor",
+    "Store",
     "StoreConfig",
     "__version__",
     "connect",
@@ -68,6 +70,7 @@ _MODULE_OF = {
     "node_store": "api",
     "start": "api",
     "Client": "client.client",
+    "Store": "actors.cluster",
     "StoreConfig": "config",
     "KVStoreError": "errors",
     "FetchResult": "client.results",

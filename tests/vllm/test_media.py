@@ -70,12 +70,18 @@ def rename_as_published(folder):
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory, start_engine, connector, unit):
-    """One on each node."""
+def model_folder(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("audio"))
     save_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines(model_folder, start_engine, connector, unit):
+    """One on each node."""
     made = [
-        start_engine(folder, block_size=unit, connector=connector(node), skip_tokenizer_init=False) for node in (0, 1)
+        start_engine(model_folder, block_size=unit, connector=connector(node), skip_tokenizer_init=False)
+        for node in (0, 1)
     ]
     return [engine.wait_started() for engine in made]
 
@@ -145,6 +151,26 @@ def test_a_ticket_is_for_the_recording_that_was_prefilled(engines, text, wanted,
         same([answer], [wanted[seed - 1]])
         assert other.stats()["scheduler"].get("num_bad_tickets", 0) == before + num_bad
     assert answer["num_cached"] == reported(begun[0]["transfer"], full)
+
+
+def test_media_that_vllm_only_counts_are_neither_stored_nor_found(
+    model_folder, start_engine, connector, text, prompt_of, same, unit, is_clean
+):
+    """Each engine calls its first recording the same; another one's KV must not come for it."""
+    begun = []
+    for seed in (1, 2):
+        engine = start_engine(
+            model_folder, block_size=unit, connector=connector(0, salt="counted"), skip_tokenizer_init=False,
+            enable_prefix_caching=False, mm_processor_cache_gb=0,
+        ).wait_started()  # fmt: skip
+        (answer,) = engine.run(asked(text, seed))
+        assert answer["num_cached"] == 0
+        assert engine.run(asked(text, seed), cold=True, salt="apart")[0]["logprobs"] == answer["logprobs"]
+        assert engine.stats()["scheduler"]["num_unnamed_media_requests"] == 2
+        begun.append(engine)
+    plain_text = prompt_of(100, next(_seeds))
+    assert [engine.run([("text", plain_text, {})])[0]["num_cached"] for engine in begun] == [0, 100 // unit * unit]
+    is_clean(*begun)
 
 
 def test_nothing_is_left(engines, is_clean):

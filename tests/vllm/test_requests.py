@@ -58,3 +58,19 @@ def test_no_error_about_one_request_reaches_vllm(where, caplog):
     side.begin(good)
     assert side._tracked["r"].may_load
     assert not side._untracked
+
+
+def test_requests_with_media_that_nothing_tells_apart_go_on_without_the_store(caplog):
+    side = scheduler_side(names_media=False)
+    params = {"do_remote_decode": True}
+    for name in ("a", "b"):
+        asked = request(name, mm_features=[object()], kv_transfer_params=params)
+        for _ in range(2):
+            side.begin(asked)
+            assert side.match(asked, 0) == (0, False)
+        assert side.ended(asked, [1, 2, 3]) == (False, None)
+    assert not side._untracked
+    assert side._stats.total()["num_unnamed_media_requests"] == 2
+    assert caplog.text.count("--mm-processor-cache-gb") == 1
+    side.begin(request("text"))
+    assert side._tracked["text"].may_save

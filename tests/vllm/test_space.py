@@ -25,11 +25,12 @@ def digest(space):
 
     from kvstore.integrations.vllm.options import Options
 
-    def make(name="org/model", *, max_model_len=1024, draft=None, options=None, **settings):
+    def make(name="org/model", *, max_model_len=1024, draft=None, options=None, code=None, **settings):
         config = LlamaConfig(**settings)
         model = SimpleNamespace(
             model=name, revision=None, hf_overrides=None, dtype=torch.float32, quantization=None, use_mla=False,
             get_total_num_kv_heads=lambda: 2, hf_config=config, hf_text_config=config, max_model_len=max_model_len,
+            code_revision=code,
         )  # fmt: skip
         engine = SimpleNamespace(
             model_config=model,
@@ -93,6 +94,22 @@ def test_a_folder_is_named_by_its_place(digest, tmp_path, monkeypatch):
     assert digest(options={"model": "mine"}) == found["named"]
     found["no folder"] = digest()
     assert len(set(found.values())) == len(found)
+
+
+def test_the_revision_of_a_models_code_counts(digest):
+    assert len({digest(), digest(code="a"), digest(code="b")}) == 3
+
+
+@pytest.mark.parametrize("has_media", [True, False])
+@pytest.mark.parametrize("has_prefix_caching", [True, False])
+@pytest.mark.parametrize("gib", [0, 0.5, 4])
+def test_media_have_names_where_vllm_makes_them_of_their_content(space, has_media, has_prefix_caching, gib):
+    media = SimpleNamespace(mm_processor_cache_gb=gib) if has_media else None
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        cache_config=SimpleNamespace(enable_prefix_caching=has_prefix_caching),
+    )
+    assert space.has_names_of_media(config) == (not has_media or has_prefix_caching or gib > 0)
 
 
 def test_the_config_counts(digest):

@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import StepPlan, WorkerHello, WorkerReport
 from kvstore.integrations.vllm.scheduler import SchedulerSide
-from kvstore.integrations.vllm.space import check_block_size, check_engine, part_of
+from kvstore.integrations.vllm.space import check_block_size, check_engine, has_names_of_media, part_of
 from kvstore.integrations.vllm.stats import RaykvStats, Stats
 from kvstore.integrations.vllm.worker import WorkerSide
 
@@ -68,6 +68,7 @@ class RaykvConnector(KVConnectorBase_V1):
                 publishes=bool(transfer.is_kv_producer),
                 emits_events=bool(getattr(events, "enable_kv_cache_events", False)),
                 stats=self.stats,
+                names_media=has_names_of_media(vllm_config),
                 keeps_memory=not any(
                     getattr(vllm_config.model_config, name, False)
                     for name in ("enable_sleep_mode", "enable_cumem_allocator")

@@ -56,6 +56,7 @@ class SchedulerSide:
         publishes: whether it may be asked to hand blocks off.
         emits_events: whether anybody reads KV cache events.
         stats: gets times and counts.
+        names_media: whether media of equal names are equal; requests with any go on without the store where not.
         keeps_memory: whether the cache's memory stays while the engine has nothing to do, as with sleep mode it does
             not.
     """
@@ -71,11 +72,12 @@ class SchedulerSide:
         publishes: bool,
         emits_events: bool,
         stats: Stats,
+        names_media: bool = True,
         keeps_memory: bool = True,
     ) -> None:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
         self._loads, self._saves, self._publishes = loads, saves, publishes
-        self._emits_events, self._stats = emits_events, stats
+        self._emits_events, self._stats, self._names_media = emits_events, stats, names_media
         self._space: Namespace | None = None
         self._link: StoreLink | None = None
         self._lookups: Lookups | None = None
@@ -83,6 +85,8 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         #: Those that go on without the store, until they end.
         self._untracked: set[str] = set()
+        #: Whether it was said that requests with media are among them.
+        self._has_warned = False
         #: Those that ended, with copies under way.
         self._ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
         self._plan = StepPlan()
@@ -133,6 +137,9 @@ class SchedulerSide:
             return
         # Of the same name: reports could not tell them apart.
         if getattr(request, "resumable", False) or name in self._ending:
+            return
+        if request.mm_features and not self._names_media:
+            self._leave_out(name)
             return
         tracked = Tracked(request, may_load=self._loads, may_save=self._saves)
         try:
@@ -376,6 +383,19 @@ class SchedulerSide:
             plan.launched = Hook(self._lookups.hash_rest)
         else:
             self._lookups.hash_rest()
+
+    def _leave_out(self, name: str) -> None:
+        """Let a request with media go on without the store, as nothing tells its media from others."""
+        self._untracked.add(name)
+        self._stats.count("num_unnamed_media_requests")
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "requests with media go on without the store, request %s is the first: wanted media that are known by "
+                "their content, got names that vLLM counts anew in each process; turn on --enable-prefix-caching, or "
+                "set --mm-processor-cache-gb above 0",
+                name,
+            )
 
     def _leave_unsaved(self, req_id: str, why: str) -> None:
         """Store no more of a request whose blocks may not be what their hashes say; nothing happens without a why."""

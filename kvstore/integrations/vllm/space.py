@@ -53,6 +53,18 @@ def check_engine(config: Any, kv_cache_config: Any) -> Any:
     return spec
 
 
+def has_names_of_media(config: Any) -> bool:
+    """Whether media with equal identifiers are equal, in all engines.
+
+    With neither cache that would use them, vLLM makes no hashes of media, and drops the names that users gave. It
+    counts instead, anew in each process: two engines then have the same name for unlike recordings.
+    """
+    media = getattr(config.model_config, "multimodal_config", None)
+    if media is None or getattr(config.cache_config, "enable_prefix_caching", False):
+        return True
+    return float(getattr(media, "mm_processor_cache_gb", 0) or 0) > 0
+
+
 def check_block_size(stored: int, engine: int) -> int:
     """Return the stored block size: what was asked for, or the engine's.
 
@@ -183,6 +195,7 @@ def _variant(config: Any, order: str) -> str:
         "cache": str(config.cache_config.cache_dtype),
         "dtype": str(model.dtype),
         "weights": str(model.quantization or ""),
+        "code": str(getattr(model, "code_revision", None) or ""),
         "overrides": overrides,
         "order": order,
         "draft": _place_of(getattr(draft, "model", None) or ""),
