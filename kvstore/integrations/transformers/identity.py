@@ -198,16 +198,22 @@ def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) 
 def weights_digest(model: Any) -> str:
     """Return SHA-256 over names, dtypes, shapes and all bytes of a model's parameters and buffers, in hex.
 
-    Takes as long as a few threads need to hash them. Weights on a GPU are copied to the host in pieces.
+    Every name counts, also of a tensor that has several: else models whose layers are tied in unlike ways would have
+    one digest. Takes as long as a few threads need to hash each tensor once. Weights on a GPU are copied to the host
+    in pieces.
 
     Raises:
         UnsupportedModel: a weight is not in memory, or holds more than its bytes say; pass model_id then.
     """
-    named = sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda pair: pair[0])
+    named = sorted(
+        chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)),
+        key=lambda pair: pair[0],
+    )
     _check_no_more(model)
+    first = {id(tensor): (name, tensor) for name, tensor in reversed(named)}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="raykv-digest") as threads:
-        digests = list(threads.map(lambda pair: _tensor_digest(*pair), named))
-    return sha256(b"".join(digests)).hexdigest()
+        digests = dict(zip(first, threads.map(lambda pair: _tensor_digest(*pair), first.values()), strict=True))
+    return sha256(json.dumps([(name, digests[id(tensor)]) for name, tensor in named]).encode()).hexdigest()
 
 
 def _check_no_more(model: Any) -> None:
@@ -232,7 +238,7 @@ def _check_no_more(model: Any) -> None:
         )
 
 
-def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
+def _tensor_digest(name: str, tensor: torch.Tensor) -> str:
     # Quantised and distributed tensors keep scales or shards where this would not see them.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.is_meta:
         where = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
@@ -240,11 +246,11 @@ def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
             f"wanted weights that lie in memory as plain tensors, got {name} {where}, of which no digest can be taken; "
             "pass model_id= with a name that only these weights have"
         )
-    digest = sha256(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+    digest = sha256(json.dumps([str(tensor.dtype), list(tensor.shape)]).encode())
     flat = tensor.detach().reshape(-1)
     for piece in torch.split(flat, max(1, _PIECE_BYTES // tensor.element_size())):
         digest.update(piece.cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def config_of(model: Any) -> dict[str, Any]:

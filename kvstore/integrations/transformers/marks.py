@@ -50,7 +50,7 @@ class Marks:
     """
 
     def __init__(self, model: Any) -> None:
-        weights, derived = _tensors_of(model)
+        weights, derived, self._names = _tensors_of(model)
         self._config = json.dumps(config_of(model), sort_keys=True)
         self._weights, self._samples = [_mark(each) for each in weights], _samples(weights)
         self._derived, self._derived_samples = [_mark(each) for each in derived], _samples(derived)
@@ -64,7 +64,9 @@ class Marks:
         Raises:
             InvalidRequest: weights or buffers were written to or moved, or a setting of the config is another.
         """
-        weights, derived = _tensors_of(model)
+        weights, derived, names = _tensors_of(model)
+        if self._names != names:
+            self._refuse("weights")
         if not (_are(self._weights, weights) and _are_equal(self._samples, _samples(weights))):
             self._refuse("weights")
         if not (_are(self._derived, derived) and _are_equal(self._derived_samples, _samples(derived))):
@@ -84,17 +86,22 @@ class Marks:
         )
 
 
-def _tensors_of(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return parameters and saved buffers, and the buffers that the model derives by itself; each of them once."""
+def _tensors_of(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[str, int]]]:
+    """Return parameters and saved buffers, buffers that the model derives by itself, and who has which of them.
+
+    Each tensor is there once; each of its names has its number, so that a layer that is tied to another one than
+    before is seen.
+    """
     weights, derived = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-    for module in model.modules():
-        for each in module._parameters.values():
-            if each is not None:
-                weights[id(each)] = each
-        for name, each in module._buffers.items():
-            if each is not None:
-                (derived if name in module._non_persistent_buffers_set else weights)[id(each)] = each
-    return list(weights.values()), list(derived.values())
+    numbers, names = dict[int, int](), list[tuple[str, int]]()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for kind in (module._parameters, module._buffers):
+            for name, each in kind.items():
+                if each is not None:
+                    is_derived = kind is module._buffers and name in module._non_persistent_buffers_set
+                    (derived if is_derived else weights)[id(each)] = each
+                    names.append((f"{prefix}.{name}", numbers.setdefault(id(each), len(numbers))))
+    return list(weights.values()), list(derived.values()), names
 
 
 def _mark(tensor: torch.Tensor) -> _Mark:

@@ -56,6 +56,43 @@ def test_any_byte_of_any_weight_counts(build):
     assert len(digests) == 2 + sum(1 for _ in model.parameters())
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def tie(model, to):
+    """Have the last layer attend with the weights of another one."""
+    layers = model.model.layers
+    for name in ATTENTION:
+        getattr(layers[2].self_attn, name).weight = getattr(layers[to].self_attn, name).weight
+    return model
+
+
+def test_which_layers_are_tied_counts(build, tokens, wrap):
+    one, other, prompt = tie(build(), 0), tie(build(), 1), tokens(40)
+    cached = wrap(one)
+    cached.generate(prompt, **GREEDY)
+    apart = wrap(other)
+    assert apart.space.digest != cached.space.digest
+    assert torch.equal(apart.generate(prompt, **GREEDY), other.generate(prompt, **GREEDY))
+    assert apart.stats.num_loaded_tokens == 0
+    assert wrap(tie(build(), 0)).space == cached.space
+
+
+def test_equal_weights_in_tensors_of_their_own_share_with_tied_ones(build):
+    tied, copied = tie(build(), 0), build()
+    copied.load_state_dict(tied.state_dict())
+    assert weights_digest(copied) == weights_digest(tied)
+
+
+def test_a_layer_that_is_tied_to_another_one_is_noticed(build, tokens, wrap):
+    model, prompt = tie(build(), 1), tokens(40)
+    cached = wrap(model)
+    cached.generate(prompt, **GREEDY)
+    tie(model, 0)
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        cached.generate(prompt, **GREEDY)
+
+
 def test_a_model_that_was_saved_and_loaded_shares_with_itself(build, wrap, tmp_path):
     model = build()
     model.save_pretrained(tmp_path)
