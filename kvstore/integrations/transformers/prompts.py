@@ -18,6 +18,9 @@ _INPUTS = ("attention_mask", "logits_to_keep", "tokenizer", "assistant_tokenizer
 _REFEED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "token_healing")
 """Settings with which `generate` does not go on behind what a cache holds, or changes the prompt itself."""
 
+_OF_ALL_COLUMNS = ("output_hidden_states", "output_attentions")
+"""Outputs of each column of a run: those of columns that were loaded would be missing."""
+
 _OTHER_LOOPS = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
 """Settings with which `generate` runs a loop that it fetches from elsewhere, as custom_generate does."""
 
@@ -39,7 +42,8 @@ class Prompts:
         num_padding: padding tokens of each row.
         num_copies: rows of the cache for each row of the prompt: beams, or returned sequences.
         follows_rows: whether row r of the cache goes on to be row r of the answer, token by token.
-        may_load: whether decoding goes on from a filled cache; assisted decoding feeds the whole prompt once more.
+        may_load: whether decoding goes on from a filled cache; assisted decoding feeds the whole prompt once more,
+            and hidden states and attentions are wanted of all columns.
     """
 
     input_ids: torch.Tensor
@@ -92,7 +96,7 @@ def read_prompts(
         found = (options.get(name), *(getattr(each, name, None) for each in settings))
         return next((value for value in found if value is not None), None)
 
-    if setting("cache_implementation") is not None or setting("use_cache") is False:
+    if setting("cache_implementation") not in (None, "dynamic") or setting("use_cache") is False:
         raise InvalidRequest(
             f"wanted the default DynamicCache, got cache_implementation={setting('cache_implementation')!r}, "
             f"use_cache={setting('use_cache')!r}; leave both out: static, offloaded and quantised caches have no "
@@ -106,21 +110,22 @@ def read_prompts(
             f"decoding loop, which may use the cache in another way; leave {found[0]} out (also of the "
             "generation_config), or call model.generate, which shares nothing"
         )
+    if setting("cache_implementation") is not None:
+        options["cache_implementation"] = None  # It is the default, but generate wants no name of it beside a cache.
     mask = options.pop("attention_mask", None)
-    mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id")) if mask is None else mask
-    padding = _padding(mask, input_ids)
+    is_inferred = mask is None
+    if mask is None:
+        mask = _inferred_mask(input_ids, setting("pad_token_id"), setting("eos_token_id"))
+    padding = _padding(mask, input_ids, pad_id=setting("pad_token_id") if is_inferred else None)
     if any(padding) and not (can_pad and "position_ids" in inspect.signature(model.forward).parameters):
         raise InvalidRequest(
             f"wanted prompts of one length: {type(model).__name__} takes no position_ids, or makes nothing of them, so "
             "padding may move the positions of tokens, and with them their KV; generate for one prompt at a time"
         )
     copies = max(setting("num_beams") or 1, setting("num_return_sequences") or 1)
-    # One that is turned on anywhere counts: with the model's own settings those of a call are mixed.
-    is_assisted = options.get("assistant_model") is not None or any(
-        getattr(each, name, None) not in (None, False)
-        for name in _REFEED
-        for each in (SimpleNamespace(**options), *settings)
-    )
+    is_assisted = options.get("assistant_model") is not None or _is_on_anywhere(_REFEED, options, settings)
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    wants_all_columns = _is_on_anywhere(_OF_ALL_COLUMNS, options, [*settings, *configs])
     prompts = Prompts(
         # Their own: who else holds the caller's tensors may change them while they are looked at.
         input_ids=input_ids.clone(),
@@ -128,9 +133,18 @@ def read_prompts(
         num_padding=padding,
         num_copies=copies,
         follows_rows=copies == 1 and not is_assisted,
-        may_load=not is_assisted,
+        may_load=not (is_assisted or wants_all_columns),
     )
     return prompts, options
+
+
+def _is_on_anywhere(names: tuple[str, ...], options: dict[str, Any], settings: list[Any]) -> bool:
+    """Whether a call, or settings that it is mixed with, turn one of these on; which of them wins is left open."""
+    return any(
+        getattr(each, name, None) not in (None, False)
+        for name in names
+        for each in (SimpleNamespace(**options), *settings)
+    )
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -151,7 +165,17 @@ def _inferred_mask(input_ids: torch.Tensor, pad_id: Any, eos_ids: Any) -> torch.
     return input_ids.ne(pad_id).to(input_ids.dtype)
 
 
-def _padding(mask: torch.Tensor, input_ids: torch.Tensor) -> tuple[int, ...]:
+def _padding(mask: torch.Tensor, input_ids: torch.Tensor, *, pad_id: Any = None) -> tuple[int, ...]:
+    """Return how many columns of padding each row has.
+
+    Args:
+        mask: of padding.
+        input_ids: the rows.
+        pad_id: the token that the mask was inferred from; None where the caller passed a mask.
+
+    Raises:
+        InvalidRequest: the mask is none of these rows, or has zeros behind a token.
+    """
     if mask.shape != input_ids.shape:
         raise InvalidRequest(
             f"attention_mask: wanted one of input_ids' shape, {list(input_ids.shape)}, got {list(mask.shape)}"
@@ -163,6 +187,12 @@ def _padding(mask: torch.Tensor, input_ids: torch.Tensor) -> tuple[int, ...]:
         )
     # From the first 1 on, all ones: a hole or padding on the right would change the positions behind it.
     if not bool((ones.cummax(dim=1).values == ones).all()) or not bool(ones[:, -1].all()):
+        if pad_id is not None:
+            raise InvalidRequest(
+                f"input_ids: wanted padding on the left only, got pad_token_id ({pad_id}) behind a token, and no "
+                "attention_mask, so generate takes it for padding; pass attention_mask, with ones where it is a token, "
+                "or pad on the left"
+            )
         raise InvalidRequest(
             "attention_mask: wanted padding on the left only, got zeros behind a token; set padding_side='left' in the "
             "tokenizer, or call model.generate"

@@ -260,6 +260,52 @@ def test_assisted_decoding_passes_through(build, tokens, wrap, kind):
     assert cached.stats.num_unsaved_blocks == 0
 
 
+@pytest.mark.parametrize("by", ["call", "generation_config", "the model's own", "config"])
+@pytest.mark.parametrize("kind", ["hidden_states", "attentions"])
+def test_outputs_of_all_columns_are_whole(build, tokens, wrap, kind, by):
+    model, prompt, wanted = build(attn_implementation="eager"), tokens(50), {f"output_{kind}": True}
+    settings = {"return_dict_in_generate": True, **GREEDY}
+    cached = wrap(model)
+    cached.generate(prompt, **GREEDY)
+    cached.close()
+    if by == "call":
+        settings |= wanted
+    elif by == "generation_config":
+        settings = {"generation_config": model.generation_config.__class__(**settings, **wanted)}
+    elif by == "the model's own":
+        model.generation_config.update(**wanted)
+    else:
+        setattr(model.config, f"output_{kind}", True)
+    cached = wrap(model)
+    for _ in range(2):
+        answer, num_loaded = loaded_by(cached, prompt, **settings)
+        alone = model.generate(prompt, **settings)
+        assert num_loaded == 0
+        assert torch.equal(answer.sequences, alone.sequences)
+        if by != "config":  # generate itself hands none on then.
+            for found, right in zip(answer[kind], alone[kind], strict=True):
+                assert [each.shape for each in found] == [each.shape for each in right]
+                assert all(map(torch.equal, found, right))
+    assert cached.stats.num_unsaved_blocks == 0
+
+
+@pytest.mark.parametrize("by", ["call", "generation_config", "the model's own"])
+def test_the_default_cache_may_be_named(build, tokens, wrap, by):
+    model, prompt, named, settings = build(), tokens(50), {"cache_implementation": "dynamic"}, dict(GREEDY)
+    if by == "call":
+        settings |= named
+    elif by == "generation_config":
+        settings = {"generation_config": model.generation_config.__class__(**settings, **named)}
+    else:
+        model.generation_config.update(**named)
+    cached = wrap(model)
+    alone = model.generate(prompt, **settings)
+    assert torch.equal(cached.generate(prompt, **settings), alone)
+    answer, num_loaded = loaded_by(cached, prompt, **settings)
+    assert num_loaded == 48
+    assert torch.equal(answer, alone)
+
+
 def test_the_first_token_does_not_wait_for_the_save(build, tokens, wrap):
     cached = wrap(build())
     saved_at_token = []
