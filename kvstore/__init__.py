@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore.actors.cluster import Store
+    from kvstore.api import Store as Store
     from kvstore.api import connect, node_store, start
     from kvstore.blocks.hashing import BlockHashes, Namespace
     from kvstore.blocks.part import Part
@@ -70,7 +70,7 @@ _MODULE_OF = {
     "node_store": "api",
     "start": "api",
     "Client": "client.client",
-    "Store": "actors.cluster",
+    "Store": "api",
     "StoreConfig": "config",
     "KVStoreError": "errors",
     "FetchResult": "client.results",

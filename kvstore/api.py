@@ -12,7 +12,7 @@ from kvstore.config import StoreConfig, parse_bytes
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvstore.actors.cluster import Store
+    from kvstore.actors.cluster import Store as Store
 
 
 def start(
@@ -108,3 +108,11 @@ def node_store(node_id: str | None = None, *, name: str = "default") -> Any:
     from kvstore.actors import cluster
 
     return cluster.node_store(node_id, name)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Store":
+        raise AttributeError(f"module 'kvstore.api' has no attribute {name!r}")
+    from kvstore.actors.cluster import Store
+
+    return Store

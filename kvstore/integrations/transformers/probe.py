@@ -75,7 +75,9 @@ def can_pad(model: Any, device: torch.device) -> bool:
             rows[row, width - prompt.shape[1] :], mask[row, width - prompt.shape[1] :] = prompt[0], 1
         padded = _run(model, rows, mask)
         going_on = None if padded is None else _run(model, rows, mask, padded)
-        return going_on is not None and all(
+        if padded is None or going_on is None:
+            return False
+        return all(
             _are_alike(found, wanted, row, width - num_tokens, num_tokens)
             for found in (padded, going_on)
             for row, (wanted, num_tokens) in enumerate(((alone, short.shape[1]), (whole, long.shape[1])))
@@ -197,5 +199,6 @@ def _precision(run: _Run) -> tuple[float, bool]:
 
 def _alike_columns(one: torch.Tensor, other: torch.Tensor, limit: float) -> torch.Tensor:
     """Return for each column of [heads, columns, dim] whether it is the same but for rounding."""
-    error, size = (one - other).norm(dim=(0, 2)), other.norm(dim=(0, 2))
-    return error <= limit * size + 1e-9
+    error: torch.Tensor = torch.linalg.vector_norm(one - other, dim=(0, 2))
+    size: torch.Tensor = torch.linalg.vector_norm(other, dim=(0, 2))
+    return torch.le(error, limit * size + 1e-9)

@@ -10,7 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvstore.errors import InvalidRequest, StoreUnavailable, UnsupportedModel
-from kvstore.integrations.transformers.identity import weights_digest
+from kvstore.integrations.transformers import identity
+from kvstore.integrations.transformers.identity import kv_shape, namespace_of, weights_digest
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
@@ -91,6 +92,63 @@ def test_a_layer_that_is_tied_to_another_one_is_noticed(build, tokens, wrap):
     tie(model, 0)
     with pytest.raises(InvalidRequest, match="changed or moved"):
         cached.generate(prompt, **GREEDY)
+
+
+def test_what_a_config_said_when_the_model_was_built_counts(build):
+    """Modules keep what they read then, whatever the config says now."""
+    built, edited = build(rms_norm_eps=0.5), build(rms_norm_eps=1e-6)
+    edited.config.rms_norm_eps = 0.5
+    shape, _ = kv_shape(built, 16)
+    assert namespace_of(built, shape, None, b"") != namespace_of(edited, shape, None, b"")
+
+
+def test_a_module_that_is_replaced_is_noticed_and_counts(build, tokens, wrap):
+    model = build()
+    cached, before = wrap(model), build()
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU().eval()
+    with pytest.raises(InvalidRequest, match="modules"):
+        cached.generate(tokens(50), **GREEDY)
+    shape, _ = kv_shape(model, 16)
+    assert namespace_of(before, shape, None, b"") != namespace_of(model, shape, None, b"")
+
+
+def test_what_a_model_does_changes_no_namespace(build, tokens):
+    model = build()
+    shape, _ = kv_shape(model, 16)
+    before = namespace_of(model, shape, None, b"")
+    model.generate(tokens(50), **GREEDY)
+    model.train().eval()
+    model.compile(backend="eager")
+    model.generate(tokens(50), **GREEDY)
+    assert namespace_of(model, shape, None, b"") == before
+
+
+def _programs_model(bias):
+    class Model(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits + bias
+            return output
+
+    return Model
+
+
+def test_a_class_of_a_program_is_known_by_its_source(build, monkeypatch):
+    model = build()
+    shape, _ = kv_shape(model, 16)
+    model.__class__ = _programs_model(1.0)
+    spaces = {namespace_of(model, shape, None, b"")}
+    monkeypatch.setattr(identity.inspect, "getsource", lambda kind: "another program's")
+    spaces.add(namespace_of(model, shape, None, b""))
+    assert len(spaces) == 2
+
+    def without(kind):
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(identity.inspect, "getsource", without)
+    with pytest.raises(UnsupportedModel, match="pass model_id"):
+        namespace_of(model, shape, None, b"")
+    assert namespace_of(model, shape, "mine", b"")
 
 
 def test_a_model_that_was_saved_and_loaded_shares_with_itself(build, wrap, tmp_path):
