@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
+from kvstore.integrations.transformers.modules import modules_digest, name_of, sources_of
 
 SUPPORTED = (
     "supported are decoder-only models in eval mode whose DynamicCache has one plain DynamicLayer per layer: full "
@@ -53,12 +53,6 @@ def check_version(version: str) -> None:
             f"wanted transformers {'.'.join(map(str, _OLDEST))} or newer, got {version}, whose generate may compute a "
             "loaded prefix again and answer wrongly; pip install '.[transformers]' in a checkout of raykv"
         )
-
-
-#: Attributes of modules that say where a model lies, or how it is trained.
-_NOT_OF_MODULES = frozenset({"training", "gradient_checkpointing", "name_or_path", "warnings_issued"})
-#: Whose classes are known by their names.
-_LIBRARIES = frozenset({"transformers", "torch", "builtins", "typing", "abc"})
 
 
 def check_supported(model: Any) -> None:
@@ -199,55 +193,16 @@ def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) 
     Raises:
         UnsupportedModel: of weights, or of the source of a class, no digest can be taken; pass model_id.
     """
-    fields = {"class": _name_of(type(model)), "config": config_of(model), "modules": _modules_of(model)}
+    fields: dict[str, Any] = {
+        "class": name_of(type(model)),
+        "config": config_of(model),
+        "modules": modules_digest(model),
+    }
     if model_id is None:
-        fields["sources"] = _sources_of(model)
+        fields["sources"] = sources_of(model)
     config = sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
     weights = weights_digest(model) if model_id is None else f"id:{model_id}"
     return Namespace(model=f"transformers:{weights}", revision=config, shape=shape, salt=salt)
-
-
-def _modules_of(model: Any) -> list[Any]:
-    """Return the class of each module, and its plain attributes: what a config said when the model was built.
-
-    The config may have been edited since, or a module replaced. What is missing here only costs sharing.
-    """
-    return [
-        (
-            name,
-            _name_of(type(module)),
-            {
-                key: value
-                for key, value in sorted(vars(module).items())
-                if key[0] != "_" and key not in _NOT_OF_MODULES and isinstance(value, bool | int | float | str)
-            },
-        )
-        for name, module in model.named_modules(remove_duplicate=False)
-    ]
-
-
-def _sources_of(model: Any) -> dict[str, str]:
-    """Return a digest of the source of each class that is no library's: two programs may name theirs alike.
-
-    Raises:
-        UnsupportedModel: such a class has no source; pass model_id.
-    """
-    found = {}
-    for kind in sorted({base for module in model.modules() for base in type(module).__mro__}, key=_name_of):
-        if kind.__module__.split(".")[0] in _LIBRARIES:
-            continue
-        try:
-            found[_name_of(kind)] = sha256(inspect.getsource(kind).encode()).hexdigest()
-        except (OSError, TypeError) as error:
-            raise UnsupportedModel(
-                f"wanted classes whose source can be read, got {_name_of(kind)} without one ({error}), so that another "
-                "class of that name could not be told from it; pass model_id= with a name that only this model has"
-            ) from error
-    return found
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def weights_digest(model: Any) -> str:

@@ -7,7 +7,6 @@ write, and a few elements of each tensor show almost every change; docs/transfor
 from __future__ import annotations
 
 import json
-import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvstore.errors import InvalidRequest
 from kvstore.integrations.transformers.identity import config_of
+from kvstore.integrations.transformers.modules import ModuleMarks
 
 _NUM_SAMPLED = 16
 """Elements of each tensor that are compared: writes through `.data` are counted nowhere."""
@@ -52,8 +52,7 @@ class Marks:
 
     def __init__(self, model: Any) -> None:
         weights, derived, self._names = _tensors_of(model)
-        # Weak, so that the model can be freed; a number of one that was could be that of another one.
-        self._modules = [(name, weakref.ref(module)) for name, module in model.named_modules(remove_duplicate=False)]
+        self._modules = ModuleMarks(model)
         self._config = json.dumps(config_of(model), sort_keys=True)
         self._weights, self._samples = [_mark(each) for each in weights], _samples(weights)
         self._derived, self._derived_samples = [_mark(each) for each in derived], _samples(derived)
@@ -65,16 +64,13 @@ class Marks:
         A buffer that is no part of the checkpoint may be lengthened, as sinusoids are for a long prompt.
 
         Raises:
-            InvalidRequest: weights or buffers were written to or moved, a module was replaced, or the config changed.
+            InvalidRequest: weights or buffers were written to or moved, a module was replaced or set otherwise, or the
+                config changed.
         """
         weights, derived, names = _tensors_of(model)
         if self._names != names:
             self._refuse("weights")
-        modules = list(model.named_modules(remove_duplicate=False))
-        if len(modules) != len(self._modules) or any(
-            name != known or module is not ref()
-            for (name, module), (known, ref) in zip(modules, self._modules, strict=True)
-        ):
+        if not self._modules.are_of(model):
             self._refuse("modules")
         if not (_are(self._weights, weights) and _are_equal(self._samples, _samples(weights))):
             self._refuse("weights")

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvstore.errors import InvalidRequest, StoreUnavailable, UnsupportedModel
-from kvstore.integrations.transformers import identity
+from kvstore.integrations.transformers import modules
 from kvstore.integrations.transformers.identity import kv_shape, namespace_of, weights_digest
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
@@ -138,14 +138,14 @@ def test_a_class_of_a_program_is_known_by_its_source(build, monkeypatch):
     shape, _ = kv_shape(model, 16)
     model.__class__ = _programs_model(1.0)
     spaces = {namespace_of(model, shape, None, b"")}
-    monkeypatch.setattr(identity.inspect, "getsource", lambda kind: "another program's")
+    monkeypatch.setattr(modules.inspect, "getsourcelines", lambda kind: (["another program's"] * 999, 1))
     spaces.add(namespace_of(model, shape, None, b""))
     assert len(spaces) == 2
 
     def without(kind):
         raise OSError("could not get source code")
 
-    monkeypatch.setattr(identity.inspect, "getsource", without)
+    monkeypatch.setattr(modules.inspect, "getsourcelines", without)
     with pytest.raises(UnsupportedModel, match="pass model_id"):
         namespace_of(model, shape, None, b"")
     assert namespace_of(model, shape, "mine", b"")

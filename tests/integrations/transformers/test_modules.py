@@ -1,0 +1,195 @@
+"""What a model's modules are counts, whatever its config says; and so does the code of classes of a user's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+import transformers
+
+from kvstore.errors import InvalidRequest, UnsupportedModel
+from kvstore.integrations.transformers.modules import modules_digest, sources_of
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+FAMILIES = ["Llama", "Qwen2", "Qwen3", "Mistral", "GPTNeoX", "GPT2"]
+
+
+def test_a_config_that_was_edited_after_the_model_was_built(build, tokens, wrap):
+    edited, built, prompt = build(rms_norm_eps=1e-6), build(rms_norm_eps=0.5), tokens(40)
+    edited.config.rms_norm_eps = 0.5  # Of which its modules know nothing.
+    cached, other = wrap(edited), wrap(built)
+    assert cached.space.digest != other.space.digest
+    cached.generate(prompt, **GREEDY)
+    assert torch.equal(other.generate(prompt, **GREEDY), built.generate(prompt, **GREEDY))
+    assert other.stats.num_loaded_tokens == 0
+
+
+def another_activation(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.ReLU().eval()
+
+
+def another_scale(model):
+    model.model.layers[1].self_attn.scaling = 0.5
+
+
+def a_setting_more(model):
+    model.model.layers[1].mlp.limit = 7.0
+
+
+def another_class(model):
+    class Twice(type(model.model.norm)):
+        def forward(self, *args):
+            return 2 * super().forward(*args)
+
+    model.model.norm.__class__ = Twice
+
+
+CHANGES = [another_activation, another_scale, a_setting_more, another_class]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_modules_that_changed_are_noticed(build, tokens, wrap, change):
+    model, prompt = build(), tokens(40)
+    cached = wrap(model)
+    cached.generate(prompt, **GREEDY)
+    change(model)
+    with pytest.raises(InvalidRequest, match="modules that this namespace"):
+        cached.generate(prompt, **GREEDY)
+    renewed = wrap(model)
+    assert renewed.space.digest != cached.space.digest
+    assert torch.equal(renewed.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY))
+    assert renewed.stats.num_loaded_tokens == 0
+
+
+def test_a_shared_module_that_becomes_another_ones(build, tokens, wrap):
+    model, other, prompt = build(), build(), tokens(40)
+    for each, shared in ((model, 0), (other, 1)):
+        each.model.layers[2].mlp = each.model.layers[shared].mlp
+    cached = wrap(model)
+    assert cached.space.digest != wrap(other).space.digest
+    cached.generate(prompt, **GREEDY)
+    model.model.layers[2].mlp = model.model.layers[1].mlp
+    with pytest.raises(InvalidRequest, match="changed or moved"):
+        cached.generate(prompt, **GREEDY)
+
+
+def test_a_module_that_was_replaced_by_an_equal_one_is_no_change(build, tokens, wrap):
+    model, prompt = build(), tokens(40)
+    cached = wrap(model)
+    cached.generate(prompt, **GREEDY)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = type(layer.mlp.act_fn)().eval()
+    for loaded in (32, 64):
+        cached.generate(prompt, **GREEDY)
+        assert cached.stats.num_loaded_tokens == loaded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_running_a_model_does_not_change_it(build, tokens, family, tmp_path):
+    model = build(family)
+    digest = modules_digest(model)
+    model.generate(tokens(40), **GREEDY)
+    assert modules_digest(model) == digest
+    model.compile(backend="eager")
+    assert modules_digest(model.eval()) == digest
+    model.set_attn_implementation("eager")
+    assert modules_digest(model) == digest
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    assert modules_digest(type(model).from_pretrained(tmp_path, dtype="float32").eval()) == digest
+
+
+CODE = """
+from transformers import LlamaForCausalLM
+
+class Mine(LlamaForCausalLM):
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        return super().forward(inputs_embeds=SCALE * self.model.embed_tokens(input_ids), **kwargs)
+"""
+
+
+@pytest.fixture
+def make(build, tmp_path, monkeypatch):
+    """Makes a model of class `Mine` of one module, whose code each program has another version of."""
+
+    def make(code, folder):
+        path = tmp_path / folder / "my_model.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(code)
+        spec = importlib.util.spec_from_file_location("my_model", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "my_model", module)
+        spec.loader.exec_module(module)
+        return of_class(module.Mine, build)
+
+    return make
+
+
+def of_class(kind, build):
+    model = build(initializer_range=0.2)
+    made = kind(model.config).eval()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def test_classes_of_one_name_with_other_code_do_not_share(make, wrap):
+    spaces = [
+        wrap(make(CODE.replace("SCALE", scale), folder)).space.digest
+        for scale, folder in (("1", "one"), ("3", "other"), ("1", "again"))
+    ]
+    assert spaces[0] == spaces[2]
+    assert spaces[0] != spaces[1]
+
+
+def test_two_classes_of_one_name_in_a_file(make, build):
+    code = CODE.replace("SCALE", "1") + "\nFirst = Mine\n" + CODE.replace("SCALE", "3")
+    second, found = make(code, "both"), []
+    for model in (of_class(sys.modules["my_model"].First, build), second):
+        try:
+            found.append(sources_of(model))
+        except UnsupportedModel:
+            found.append(f"refused {len(found)}")
+    assert found[0] != found[1]
+
+
+def scaled(scale):
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+            by = scale if isinstance(scale, float) else scale[0]
+            return super().forward(inputs_embeds=by * self.model.embed_tokens(input_ids), **kwargs)
+
+    return Scaled
+
+
+def test_values_of_the_function_around_a_class_count(build, wrap):
+    spaces = [wrap(of_class(scaled(scale), build)).space.digest for scale in (1.0, 3.0, 1.0)]
+    assert spaces[0] == spaces[2]
+    assert spaces[0] != spaces[1]
+
+
+@pytest.mark.parametrize("kind", ["without a file", "with an object around it"])
+def test_classes_that_cannot_be_told_apart_need_a_name(build, wrap, store, kind):
+    made = scaled([3.0] if kind == "with an object around it" else 3.0)
+    if kind != "with an object around it":
+        made.__module__, made.__qualname__ = "nowhere", "Mine"
+    model = of_class(made, build)
+    with pytest.raises(UnsupportedModel, match="pass model_id"):
+        wrap(model)
+    assert store.num_opened == 0
+    wrap(model, model_id="mine")
+
+
+def test_a_module_of_a_users_own_in_a_model_of_transformers(build, wrap):
+    class Halved(torch.nn.Module):
+        def forward(self, x):
+            return x / 2
+
+    model = build()
+    model.model.layers[0].mlp.act_fn = Halved().eval()
+    wrap(model)
+    Halved.__module__ = "nowhere"
+    with pytest.raises(UnsupportedModel, match="pass model_id"):
+        wrap(model)
