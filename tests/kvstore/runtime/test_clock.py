@@ -13,6 +13,7 @@ from kvstore.runtime import clock
 
 #: They measure how long something takes or waits in one process, and compare nothing with the end of a lease.
 MEASURE_ONLY = {
+    "cli",
     "client/stage_link", "engine/cuda_order", "handoff/lanes", "memory/pinning", "mover/nixl", "mover/parallel",
     "mover/process", "runtime/clock", "runtime/guard", "tools/lane_probe",
 }  # fmt: skip

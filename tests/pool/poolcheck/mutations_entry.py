@@ -36,8 +36,8 @@ ENTRY: tuple[Mutant, ...] = (
         "a prefix is loaded for an assistant",
         "transformers 5.23: the whole prompt is fed on top of it",
         "kvstore.integrations.transformers.prompts",
-        "        may_load=not is_assisted,\n",
-        "        may_load=True,\n",
+        "        may_load=not (is_assisted or wants_all_columns),\n",
+        "        may_load=not wants_all_columns,\n",
         f"{SEEN}::test_assisted_decoding_on_a_stored_prefix[prompt_lookup_num_tokens-argument]",
     ),
     bug(
