@@ -138,7 +138,7 @@ class SchedulerSide:
         # Of the same name: reports could not tell them apart.
         if getattr(request, "resumable", False) or name in self._ending:
             return
-        if request.mm_features and not self._names_media:
+        if not self._names_media and getattr(request, "mm_features", None):
             self._leave_out(name)
             return
         tracked = Tracked(request, may_load=self._loads, may_save=self._saves)
