@@ -207,7 +207,11 @@ def side(parts):
 
 def request_of(name):
     return SimpleNamespace(
-        request_id=name, prompt_token_ids=[1] * 64, num_prompt_tokens=64, skip_reading_prefix_cache=False
+        request_id=name,
+        prompt_token_ids=[1] * 64,
+        num_prompt_tokens=64,
+        skip_reading_prefix_cache=False,
+        num_computed_tokens=64,
     )
 
 
@@ -285,7 +289,9 @@ def ended(parts):
         Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
     )
     side._space = parts.space
-    request = SimpleNamespace(request_id="r", prompt_token_ids=list(range(64)), num_prompt_tokens=64)
+    request = SimpleNamespace(
+        request_id="r", prompt_token_ids=list(range(64)), num_prompt_tokens=64, num_computed_tokens=64
+    )
     question = SimpleNamespace(hashes=None, num_blocks=0, done=True)
     tracked = side._tracked["r"] = Tracked(request, question=question, block_ids=[5, 6, 7, 8])
     side._plan_save(side._plan.saves, "r", 0, 50)
