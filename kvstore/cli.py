@@ -245,8 +245,8 @@ def _stop_local(store: Any) -> None:
     while stopping.is_alive():
         stopping.join(0.2)
         try:
-            if gone_s is None:
-                check_answers(store.address)
+            if gone_s is None:  # One that is ending may take a question, and answer none.
+                check_answers(store.address, time.monotonic() + _GRACE_S)
         except StoreNotRunning:
             gone_s = clock.now_s()
         if gone_s is not None and clock.now_s() > gone_s + _GRACE_S:

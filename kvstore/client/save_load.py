@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
 #: Between stages the pieces of an answer follow each other faster than that.
 _AWAKE_S = 1e-3
-#: Whoever gave a job up looks so often whether its copy has ended.
+#: A call that gives a job up looks so often whether its copy has ended.
 _LOOK_AGAIN_S = 1e-3
 #: Before a save looks again for blocks that others did not write after all.
 _PAUSE_S = 0.02
@@ -81,9 +81,8 @@ class CopyGuard:
         """Let no copy begin any more, and wait for those that run; False when one outlasts the time."""
         self._abandoned = True
         deadline_s = clock.now_s() + timeout_s
-        while (
-            self.copying.locked()
-        ):  # Never taken here: an interrupt could leave it so. Those that come now see `check`.
+        # Looked at and never taken here: an interrupt could leave it locked. A copy that comes now meets `check`.
+        while self.copying.locked():
             if (left_s := deadline_s - clock.now_s()) <= 0:
                 return False
             time.sleep(min(left_s, _LOOK_AGAIN_S))

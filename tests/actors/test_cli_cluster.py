@@ -170,9 +170,8 @@ def test_local_ends_soon_when_its_whole_group_is_told_to():
     with local("group") as (process, _):
         began_s = time.monotonic()
         os.killpg(process.pid, signal.SIGTERM)
-        # Ray is asked for 10 s at most, then has 5 s; a busy machine adds to that, and to Ray's own end.
-        assert process.wait(60) == 0
-        assert time.monotonic() - began_s < 40
+        assert process.wait(25) == 0
+        assert time.monotonic() - began_s < 20
         assert "Traceback" not in process.stderr.read()
 
 
