@@ -1,8 +1,9 @@
 """This version against another one, call by call in turns, so that a machine that gets slower slows both.
 
-Each version runs two node stores and their movers for each size of blocks, as processes of its own, and is measured through its public calls
-alone. In a round each version makes each call once, and which one is first alternates. The figure of a call is the
-median over the rounds of the time that this version takes over that of the other, with its quartiles.
+Each version runs two node stores and their movers for each size of blocks, as processes of its own, and is measured
+through its public calls alone. In a round each version makes each call once, or many times and the median counts where
+it takes microseconds; which version is first alternates. The figure of a call is the median over the rounds of the time
+that this version takes over that of the other, with its quartiles.
 
 Run: `python benchmarks/two_versions.py FOLDER [--lane LANE] [--rounds N] [--json]`, with a checkout of the other
 version in FOLDER. Rows are {call, this_us, other_us, ratio, ratio_from, ratio_to}.
@@ -74,7 +75,7 @@ class Reader:
         return {f"load, {self.name} blocks of a peer": timed(load)}
 
     def small(self, number: int) -> dict[str, float]:
-        source, reader = self.clients
+        _, reader = self.clients
         few, many = self.chain(20_000, 16), self.chain(20_001, 128)
         for chain in (few, many):
             reader.save(chain, range(len(chain))).result(TIMEOUT_S)
@@ -128,7 +129,8 @@ def version(folder: Path, lane: str) -> Iterator[Callable[[], dict[str, float]]]
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths},
     ) as process:
-        assert process.stdin is not None and process.stdout is not None, "made with pipes"
+        assert process.stdin is not None, "made with a pipe"
+        assert process.stdout is not None, "made with a pipe"
 
         def measure() -> dict[str, float]:
             process.stdin.write("\n")

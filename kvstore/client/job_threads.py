@@ -23,9 +23,9 @@ class JobThreads:
     """Few threads that copy, more for publications, one for callbacks; what waits for others holds none of them.
 
     Work that waits for the store's answer is parked: an early fetch until its blocks are published, a save until other
-    ranks have saved their parts, a load until peers have sent their blocks. Where no other work needs the thread, it
-    waits there for a moment before that. A publication waits for its own copies alone, perhaps until the device has
-    computed the blocks, so no thread that copies does that. Threads are started when they are needed.
+    ranks have saved their parts, a load until peers have sent their blocks. A publication waits for its own copies
+    alone, perhaps until the device has computed the blocks, so no thread that copies does that. Threads are started
+    when they are needed.
     """
 
     def __init__(self) -> None:
@@ -135,11 +135,8 @@ class JobThreads:
             work.left_elsewhere = lambda: self._run(self._copying, partial(self._go_on, work))
 
     def _go_on(self, work: Work[Any]) -> None:
-        if work.go_on(lambda awaited: self._park(work, awaited), self._has_free_threads):
+        if work.go_on(lambda awaited: self._park(work, awaited)):
             self._end(work)
-
-    def _has_free_threads(self) -> bool:
-        return self._copying.num_queued == self._publishing.num_queued == 0
 
     def _park(self, work: Work[Any], awaited: Awaited) -> Callable[[], None]:
         return self._parking.park(

@@ -22,11 +22,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Nearly every answer comes sooner. One that takes longer depends on others, and no thread that is needed waits for it.
+#: Nearly every answer comes sooner. One that takes longer depends on others, and no thread waits for it.
 _PATIENCE_S = 2e-3
-#: A thread that nobody needs waits so long all the same: the next piece of a load is read sooner there than it is handed
-#: to a thread by the one that watches what is parked.
-_STAY_S = 2e-2
 
 
 class Awaited(NamedTuple):
@@ -35,20 +32,15 @@ class Awaited(NamedTuple):
     fd: int
     until_s: float
 
-    def wait(self, wake_fd: int = -1, until_s: float = math.inf) -> bool:
-        """Wait for it on the calling thread, but no longer than to `until_s`, or until `wake_fd` can be read.
-
-        Returns:
-            Whether the next step can be done: False when `until_s` came first.
-        """
+    def wait(self, wake_fd: int = -1, until_s: float = math.inf) -> None:
+        """Wait for it on the calling thread, but no longer than to `until_s`, or until `wake_fd` can be read."""
         if self.fd < 0:
-            return True  # It was closed: the next step meets that.
+            return  # It was closed: the next step meets that.
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         if wake_fd >= 0:
             poll.register(wake_fd, select.POLLIN)
-        left_s = max(0.0, min(self.until_s, until_s) - clock.now_s())
-        return bool(poll.poll(1e3 * min(left_s, LONGEST_SLEEP_S))) or clock.now_s() >= self.until_s
+        poll.poll(1e3 * min(max(0.0, min(self.until_s, until_s) - clock.now_s()), LONGEST_SLEEP_S))
 
 
 #: Yields what it waits for, and returns the result. Any thread may do the next step, but one at a time.
@@ -155,19 +147,16 @@ class Work(Generic[T]):
             was_left, self.is_left = self.is_left, True
         return not was_left
 
-    def go_on(self, park: Callable[[Awaited], Callable[[], None]], may_stay: Callable[[], bool]) -> bool:
+    def go_on(self, park: Callable[[Awaited], Callable[[], None]]) -> bool:
         """Do it up to its end, or until it waits for others; whether it ended here.
 
         Args:
             park: has `go_on` called again when what is waited for is there; returns what ends that. What it cannot
                 park is waited for here.
-            may_stay: whether the calling thread may wait for others for a while; asked every `_PATIENCE_S`.
         """
         if not self._take(_Taker()):
             return False
         while (awaited := self._step()) is not None:
-            if self._stay(awaited, may_stay):
-                continue
             with self._lock:  # So that it is not taken again before it is known how to end its waiting.
                 if not self._looks_again:
                     try:
@@ -225,17 +214,8 @@ class Work(Generic[T]):
         if is_left:
             self.left_elsewhere()
 
-    def _stay(self, awaited: Awaited, may_stay: Callable[[], bool]) -> bool:
-        """Wait on the calling thread as long as that is of use; whether the next step can be done."""
-        until_s = clock.now_s() + _STAY_S
-        while (now_s := clock.now_s()) < until_s and may_stay():
-            if self._wait(awaited, now_s + _PATIENCE_S):
-                return True
-        return False
-
-    def _wait(self, awaited: Awaited, until_s: float = math.inf) -> bool:
-        """Wait on the calling thread, which `look_again` wakes; whether the next step can be done."""
-        can_go_on = True
+    def _wait(self, awaited: Awaited, until_s: float = math.inf) -> None:
+        """Wait on the calling thread, which `look_again` wakes."""
         try:
             with self._lock:
                 looks_again, self._looks_again = self._looks_again, False
@@ -243,13 +223,12 @@ class Work(Generic[T]):
                     with contextlib.suppress(OSError):  # Without it the wait ends as late as what is waited for.
                         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             if not looks_again:
-                can_go_on = awaited.wait(self._wake_fd, until_s)
+                awaited.wait(self._wake_fd, until_s)
         finally:
             with self._lock:
                 wake_fd, self._wake_fd = self._wake_fd, -1
                 if wake_fd >= 0:
                     os.close(wake_fd)
-        return can_go_on
 
     def _take(self, taker: _Taker) -> bool:
         with self._lock:

@@ -41,11 +41,6 @@ class ThreadPool:
         # Threads that are no daemons would be waited for in vain, and daemons alone would be stopped anywhere.
         atexit.register(self._finish)
 
-    @property
-    def num_queued(self) -> int:
-        """How many things wait for a thread now."""
-        return self._queue.qsize()
-
     def run(self, step: Callable[[], object]) -> bool:
         """Have something run soon; an error of it is logged.
 

@@ -238,7 +238,7 @@ def test_a_fetch_is_not_run_again_after_an_interrupt_at_its_end(cluster, wait_un
 
 def test_work_whose_taker_is_interrupted_goes_on_elsewhere(wait_until):
     left, work = [], Work(lambda: in_one_step(lambda: 5), 60.0)
-    work.left_elsewhere = lambda: left.append(work.go_on(lambda awaited: None, lambda: False))
+    work.left_elsewhere = lambda: left.append(work.go_on(lambda awaited: None))
     with Interrupter(1, "do", "while ("), pytest.raises(KeyboardInterrupt):
         work.do()
     assert left == [True]

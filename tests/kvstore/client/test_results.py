@@ -15,7 +15,7 @@ def work_of(run, limit_s=5.0, after=nothing):
 
 
 def see_done(work):
-    if work.go_on(lambda awaited: None, lambda: False):
+    if work.go_on(lambda awaited: None):
         work.after()
 
 
