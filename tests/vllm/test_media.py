@@ -173,5 +173,24 @@ def test_media_that_vllm_only_counts_are_neither_stored_nor_found(
     is_clean(*begun)
 
 
+def test_engines_that_process_media_otherwise_do_not_share(
+    engines, model_folder, start_engine, connector, text, full, same, unit, is_clean
+):
+    """vLLM gives a recording the same name in both, whatever its `--mm-processor-kwargs` make of it."""
+    engine = start_engine(
+        model_folder, block_size=unit, connector=connector(1), skip_tokenizer_init=False,
+        mm_processor_kwargs={"n_fft": 200},
+    ).wait_started()  # fmt: skip
+    (wanted,) = engine.run(asked(text, 1), cold=True, salt="apart")
+    (before,) = engines[0].run(asked(text, 1))
+    assert before["logprobs"] != wanted["logprobs"]
+    for num_cached in (0, full):
+        assert engine.reset()
+        (answer,) = engine.run(asked(text, 1))
+        same([answer], [wanted])
+        assert answer["num_cached"] == num_cached
+    is_clean(engine)
+
+
 def test_nothing_is_left(engines, is_clean):
     is_clean(*engines)

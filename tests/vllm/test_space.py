@@ -25,12 +25,12 @@ def digest(space):
 
     from kvstore.integrations.vllm.options import Options
 
-    def make(name="org/model", *, max_model_len=1024, draft=None, options=None, code=None, **settings):
+    def make(name="org/model", *, max_model_len=1024, draft=None, options=None, code=None, media=None, **settings):
         config = LlamaConfig(**settings)
         model = SimpleNamespace(
             model=name, revision=None, hf_overrides=None, dtype=torch.float32, quantization=None, use_mla=False,
             get_total_num_kv_heads=lambda: 2, hf_config=config, hf_text_config=config, max_model_len=max_model_len,
-            code_revision=code,
+            code_revision=code, multimodal_config=SimpleNamespace(**media) if media is not None else None,
         )  # fmt: skip
         engine = SimpleNamespace(
             model_config=model,
@@ -120,3 +120,17 @@ def test_the_config_counts(digest):
     assert len(set(found.values())) == len(found)
     for changes in ({"dtype": "bfloat16"}, {"num_labels": 3}, {"name_or_path": "/elsewhere"}):
         assert digest(**changes) == found["{}"], "of the head, or of the place"
+
+
+def test_how_media_are_processed_counts(digest):
+    settings = {"mm_processor_kwargs": None, "media_io_kwargs": {}, "video_pruning_rate": None}
+    plain = digest(media=settings)
+    assert plain == digest(), "of text alone it is the same model"
+    assert digest(media=settings | {"mm_processor_kwargs": {"device": "cuda"}}) == plain
+    changes = [
+        {"mm_processor_kwargs": {"max_pixels": 4096}},
+        {"mm_processor_kwargs": {"max_pixels": 8192, "device": "cuda"}},
+        {"media_io_kwargs": {"video": {"num_frames": 40}}},
+        {"video_pruning_rate": 0.5},
+    ]
+    assert len({plain, *(digest(media=settings | change) for change in changes)}) == 5

@@ -197,12 +197,26 @@ def _variant(config: Any, order: str) -> str:
         "weights": str(model.quantization or ""),
         "code": str(getattr(model, "code_revision", None) or ""),
         "overrides": overrides,
+        "media": _settings_of_media(model),
         "order": order,
         "draft": _place_of(getattr(draft, "model", None) or ""),
         "config": _config_digest(model),
         "rope": _length_of_rope(model),
     }
     return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _settings_of_media(model: Any) -> dict[str, Any]:
+    """Return how an engine turns media into what the model sees; vLLM's names of media are of what came in alone."""
+    media = getattr(model, "multimodal_config", None)
+    kwargs = dict(getattr(media, "mm_processor_kwargs", None) or {})
+    kwargs.pop("device", None)  # Where it is done.
+    found = {
+        "processor": kwargs,
+        "io": getattr(media, "media_io_kwargs", None) or {},
+        "pruning": getattr(media, "video_pruning_rate", None) or 0.0,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def _place_of(name: Any) -> str:
