@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import chain
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
-from kvstore.integrations.transformers.modules import modules_digest, name_of, sources_of
+from kvstore.integrations.transformers.modules import each_module, modules_digest, name_of, sources_of
 
 SUPPORTED = (
     "supported are decoder-only models in eval mode whose DynamicCache has one plain DynamicLayer per layer: full "
@@ -79,6 +80,11 @@ def check_supported(model: Any) -> None:
             raise UnsupportedModel(
                 f"wanted activations that depend on the tokens before them alone, got {name} of dynamic quantisation, "
                 "whose scale is that of all tokens of a batch; quantise the weights alone"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModel(
+                f"wanted modules of Python, got {name} of TorchScript, of which the code cannot be told from other "
+                "code; wrap the model as it was before"
             )
     check_unadapted(model)
 
@@ -238,7 +244,8 @@ def _check_no_more(model: Any) -> None:
         f"{name}.{attribute}" if name else attribute
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
-        if isinstance(value, kinds) and id(value) not in tensors
+        for each in (value if isinstance(value, tuple) else (value,))
+        if isinstance(each, kinds) and id(each) not in tensors
     ]
     names = {name for kind in (model.named_parameters, model.named_buffers) for name, _ in kind(remove_duplicate=False)}
     if found := found or sorted(set(model.state_dict()) - names):
@@ -264,9 +271,27 @@ def _tensor_digest(name: str, tensor: torch.Tensor) -> str:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Return the settings of a model's config that can change KV."""
-    fields: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    configs = (model.config, model.config.get_text_config(decoder=True))
+    """Return the settings of a model's config that can change KV, and of configs that modules have besides."""
+    found, seen = _fields_of(model.config), {id(each) for each in _configs_in(model.config)}
+    others = []
+    for module in each_module(model):
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and id(config) not in seen:
+            seen.add(id(config))
+            others.append(_fields_of(config))
+    return found | ({"of modules": others} if others else {})
+
+
+def _configs_in(config: Any) -> Iterator[Any]:
+    yield config
+    for each in vars(config).values():
+        if isinstance(each, PreTrainedConfig):
+            yield from _configs_in(each)
+
+
+def _fields_of(config: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    configs = (config, config.get_text_config(decoder=True))
     attention = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
     others = sorted(name for name in attention if not _ATTENTION.fullmatch(name))
     return {key: value for key, value in fields.items() if key not in _NOT_OF_KV} | (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import enum
+import functools
 import importlib.util
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -193,3 +197,161 @@ def test_a_module_of_a_users_own_in_a_model_of_transformers(build, wrap):
     Halved.__module__ = "nowhere"
     with pytest.raises(UnsupportedModel, match="pass model_id"):
         wrap(model)
+
+
+def with_activations(build, *activations, **options):
+    model = build(initializer_range=0.2, **options)
+    for at, layer in enumerate(model.model.layers):
+        layer.mlp.act_fn = activations[at % len(activations)].eval()
+    return model
+
+
+def by_closure(scale):
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            return scale * x
+
+    return Scaled()
+
+
+def by_attribute(scale):
+    class Scaled(torch.nn.Module):
+        factor = scale
+
+        def forward(self, x):
+            return self.factor * x
+
+    return Scaled()
+
+
+def by_default(scale):
+    class Scaled(torch.nn.Module):
+        def forward(self, x, factor=scale):
+            return factor * x
+
+    return Scaled()
+
+
+def by_decorator(scale):
+    def times(function):
+        @functools.wraps(function)
+        def scaled(self, x):
+            return scale * function(self, x)
+
+        return scaled
+
+    class Scaled(torch.nn.Module):
+        @times
+        def forward(self, x):
+            return x
+
+    return Scaled()
+
+
+def by_assignment(scale):
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    Scaled.forward = lambda self, x: scale * x
+    return Scaled()
+
+
+@pytest.mark.parametrize("make", [by_closure, by_attribute, by_default, by_decorator, by_assignment])
+def test_whatever_a_class_has_from_the_function_around_it(build, wrap, make):
+    spaces = [wrap(with_activations(build, make(scale))).space.digest for scale in (1.0, 3.0, 1.0)]
+    assert spaces[0] == spaces[2]
+    assert spaces[0] != spaces[1]
+
+
+def test_each_module_has_the_code_of_its_own_class(build, wrap):
+    orders = [[by_closure(scale) for scale in scales] for scales in ((1.0, 3.0, 3.0), (3.0, 1.0, 3.0))]
+    assert len({wrap(with_activations(build, *order)).space.digest for order in orders for _ in range(4)}) == 2
+
+
+def test_a_file_that_was_edited_after_it_was_imported(make, build):
+    old = type(make(CODE.replace("SCALE", "1"), "edited"))
+    new = type(
+        make(CODE.replace("SCALE", "3.25"), "edited")
+    )  # Of another length, else Python may take it for the old one.
+    assert sources_of(of_class(old, build)) != sources_of(of_class(new, build))
+
+
+def test_code_in_place_of_a_librarys_own(build, wrap, monkeypatch):
+    plain, library = wrap(build()).space.digest, type(build().model.layers[0].mlp)
+    forward = library.forward
+    monkeypatch.setattr(library, "forward", lambda self, x: 3 * forward(self, x))
+    assert wrap(build()).space.digest != plain
+    held = [3.0]
+    monkeypatch.setattr(library, "forward", lambda self, x: held[0] * forward(self, x))
+    with pytest.raises(UnsupportedModel, match="in place of the library's"):
+        wrap(build())
+    wrap(build(), model_id="mine")
+    monkeypatch.undo()
+    assert wrap(build()).space.digest == plain
+
+
+class Mode(enum.Enum):
+    ONE, OTHER = 1, 2
+
+
+class Holding(torch.nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def forward(self, x):
+        return x
+
+
+KINDS = {
+    "numbers of numpy": (np.float64(1), np.float64(3), 3.0),
+    "enums": (Mode.ONE, Mode.OTHER),
+    "dtypes": (torch.float32, torch.float16),
+    "sizes": (torch.Size([1, 2]), torch.Size([1, 3])),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_that_are_no_plain_numbers_of_python(build, tokens, wrap, kind):
+    model, spaces = with_activations(build, Holding(KINDS[kind][0])), set()
+    for held in KINDS[kind]:
+        cached = wrap(with_activations(build, Holding(held)))
+        spaces.add(cached.space.digest)
+    assert len(spaces) == len(KINDS[kind])
+    cached = wrap(model)
+    cached.generate(tokens(20), **GREEDY)
+    model.model.layers[0].mlp.act_fn.held = KINDS[kind][1]
+    with pytest.raises(InvalidRequest, match="modules that this namespace"):
+        cached.generate(tokens(20), **GREEDY)
+
+
+def test_tensors_in_a_tuple_need_a_name(build, wrap):
+    with pytest.raises(UnsupportedModel, match="pass model_id"):
+        wrap(with_activations(build, Holding((torch.ones(1),))))
+
+
+def test_the_code_of_a_graph_counts(build, wrap):
+    made = [torch.fx.symbolic_trace(each) for each in (torch.nn.SiLU(), by_closure(3.0), torch.nn.SiLU())]
+    spaces = [wrap(with_activations(build, each)).space.digest for each in made]
+    assert spaces[0] == spaces[2]
+    assert spaces[0] != spaces[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("model_id", [None, "mine"])
+def test_torchscript_is_refused(build, wrap, model_id):
+    with pytest.raises(UnsupportedModel, match="TorchScript"):
+        wrap(with_activations(build, torch.jit.trace(torch.nn.SiLU(), torch.ones(2))), model_id=model_id)
+
+
+def test_a_config_that_a_module_has_for_itself(build, tokens, wrap):
+    models = [build("Mistral") for _ in range(2)]
+    for model, window in zip(models, (None, 4), strict=True):
+        model.model.config = copy.deepcopy(model.config)
+        model.model.config.sliding_window = window
+    spaces = [wrap(model) for model in models]
+    assert spaces[0].space.digest != spaces[1].space.digest
+    models[0].model.config.sliding_window = 4
+    with pytest.raises(InvalidRequest, match="config that this namespace"):
+        spaces[0].generate(tokens(20), **GREEDY)
