@@ -129,6 +129,8 @@ def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str
     # one gave up.
     with contextlib.suppress(TransferTimeout):
         running = call("supervisor", supervisor.have, own_id, timeout_s=_UNDO_S)
+        if running["is_ending"]:  # The starter gave up, and took this call for gone.
+            return None
     return Store(config, session, own_id if running["starter"] == own_id else None)
 
 

@@ -76,3 +76,18 @@ def test_at_the_deadline_it_is_said_what_is_missing(monkeypatch):
     with pytest.raises(StoreUnavailable, match="in time: of no use"):
         wait(monkeypatch, Cluster(reconcile=[[]], unfinished=[TransferTimeout("of no use")]), 0.3)
     assert time.monotonic() - began_s < 3
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_a_store_that_its_starter_ends_in_the_last_moment_is_none(monkeypatch, is_ending):
+    def said(is_ending):
+        return {"protocol": starting.PROTOCOL_VERSION, "config": "{}", "starter": "first", "is_ending": is_ending}
+
+    cluster = Cluster(join=[said(False)], have=[said(is_ending)])
+    monkeypatch.setattr(starting, "call", lambda what, method, *args, timeout_s: method(*args))
+    monkeypatch.setattr(starting, "_check_compatible", lambda config, running: config)
+    monkeypatch.setattr(starting, "_wait_ready", lambda *args: None)
+    monkeypatch.setattr(starting, "Store", lambda config, session, started_as: "a handle")
+    config = starting.StoreConfig(capacity_bytes=1 << 20)
+    found = starting._join(config, None, cluster, "own", time.monotonic() + 5.0)
+    assert found == (None if is_ending else "a handle")
