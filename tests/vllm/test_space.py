@@ -26,6 +26,7 @@ def digest(space):
     from kvstore.integrations.vllm.options import Options
 
     def make(name="org/model", *, max_model_len=1024, draft=None, options=None, code=None, media=None, **settings):
+        load = settings.pop("load", "auto")
         config = LlamaConfig(**settings)
         model = SimpleNamespace(
             model=name, revision=None, hf_overrides=None, dtype=torch.float32, quantization=None, use_mla=False,
@@ -37,6 +38,7 @@ def digest(space):
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             speculative_config=SimpleNamespace(model=draft),
+            load_config=SimpleNamespace(load_format=load),
         )
         spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=16, dtype=torch.float32)
         tensors = [torch.empty(2, 4, 16, 2, 16)] * 2
@@ -134,3 +136,8 @@ def test_how_media_are_processed_counts(digest):
         {"video_pruning_rate": 0.5},
     ]
     assert len({plain, *(digest(media=settings | change) for change in changes)}) == 5
+
+
+def test_weights_that_are_made_up_are_none_of_the_model(digest):
+    assert digest(load="safetensors") == digest()
+    assert digest(load="dummy") != digest()

@@ -198,6 +198,8 @@ def _variant(config: Any, order: str) -> str:
         "code": str(getattr(model, "code_revision", None) or ""),
         "overrides": overrides,
         "media": _settings_of_media(model),
+        # Weights that vLLM makes up, for a benchmark, are none of the model that it names.
+        "dummy": str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy",
         "order": order,
         "draft": _place_of(getattr(draft, "model", None) or ""),
         "config": _config_digest(model),
