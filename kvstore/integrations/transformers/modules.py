@@ -66,7 +66,7 @@ def sources_of(model: Any) -> dict[str, list[str]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
     """A module as it was.
 
@@ -77,6 +77,8 @@ class _Mark:
         num_attributes: of all kinds.
         names: of its plain settings.
         values: of these.
+        others: names of its settings that are not plain.
+        kinds: of these.
     """
 
     module: weakref.ref[torch.nn.Module]
@@ -85,6 +87,8 @@ class _Mark:
     num_attributes: int
     names: tuple[str, ...]
     values: tuple[object, ...]
+    others: tuple[str, ...]
+    kinds: tuple[type, ...]
 
     def is_of(self, module: torch.nn.Module) -> bool:
         held = vars(module)
@@ -94,6 +98,7 @@ class _Mark:
             and len(held) == self.num_attributes
             and tuple(module._modules) == self.children
             and tuple(map(held.get, self.names)) == self.values
+            and tuple(type(held.get(name)) for name in self.others) == self.kinds
         )
 
 
@@ -106,9 +111,13 @@ class ModuleMarks:
 
     def __init__(self, model: Any) -> None:
         self._digest, self._marks = modules_digest(model), _marks_of(model)
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+        self._functions = {kind: _functions_of(kind) for kind in kinds}
 
     def are_of(self, model: Any) -> bool:
-        """Whether all modules are the same ones, or others that are like them."""
+        """Whether all modules are the same ones, or others that are like them, and no method of a class is another."""
+        if any(_functions_of(kind) != functions for kind, functions in self._functions.items()):
+            return False
         modules = list(each_module(model))
         if len(modules) == len(self._marks) and all(
             mark.is_of(module) for mark, module in zip(self._marks, modules, strict=True)
@@ -124,14 +133,26 @@ class ModuleMarks:
 def _marks_of(model: Any) -> list[_Mark]:
     found = []
     for module in each_module(model):
-        settings = _settings_of(module)
-        children, num_attributes = tuple(module._modules), len(vars(module))
+        settings, held = _settings_of(module), vars(module)
+        others = tuple(name for name in held if name[0] != "_" and name not in settings and name not in _NOT_OF_KV)
         found.append(
             _Mark(
-                weakref.ref(module), type(module), children, num_attributes, tuple(settings), tuple(settings.values())
+                module=weakref.ref(module),
+                kind=type(module),
+                children=tuple(module._modules),
+                num_attributes=len(held),
+                names=tuple(settings),
+                values=tuple(settings.values()),
+                others=others,
+                kinds=tuple(type(held[name]) for name in others),
             )
         )
     return found
+
+
+def _functions_of(kind: type) -> dict[str, FunctionType]:
+    """Return the methods of a class itself, but for those of Python, which tools may wrap for a moment."""
+    return {name: each for name, each in vars(kind).items() if type(each) is FunctionType and name[:2] != "__"}
 
 
 def each_module(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

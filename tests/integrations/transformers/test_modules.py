@@ -355,3 +355,26 @@ def test_a_config_that_a_module_has_for_itself(build, tokens, wrap):
     models[0].model.config.sliding_window = 4
     with pytest.raises(InvalidRequest, match="config that this namespace"):
         spaces[0].generate(tokens(20), **GREEDY)
+
+
+@pytest.mark.parametrize("whose", ["a library's class", "a class of one's own"])
+def test_methods_that_are_replaced_while_a_model_is_wrapped(build, tokens, wrap, monkeypatch, whose):
+    model, prompt = with_activations(build, Holding(1.0)), tokens(20)
+    cached = wrap(model)
+    cached.generate(prompt, **GREEDY)
+    kind = Holding if whose == "a class of one's own" else type(model.model.layers[0].mlp)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 3 * forward(self, x))
+    with pytest.raises(InvalidRequest, match="modules that this namespace"):
+        cached.generate(prompt, **GREEDY)
+    monkeypatch.undo()
+    cached.generate(prompt, **GREEDY)
+
+
+def test_an_object_that_becomes_a_number(build, tokens, wrap):
+    model, prompt = with_activations(build, Holding([1.0])), tokens(20)
+    cached = wrap(model)
+    cached.generate(prompt, **GREEDY)
+    model.model.layers[0].mlp.act_fn.held = 3.0
+    with pytest.raises(InvalidRequest, match="modules that this namespace"):
+        cached.generate(prompt, **GREEDY)
