@@ -79,7 +79,7 @@ bench: setup  ## measure transfers and control calls into benchmarks/results/
 	done
 
 soak: setup  ## two nodes, clients that verify every byte, random kills; MINUTES=10, ARGS="--seed 1 --json"
-	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 fuzz: setup  ## frames made wrong at every port of a store and a directory; FRAMES=20000, ARGS="--seed 1 --json"
 	@$(BIN)/python -m tests.fuzz --frames $(FRAMES) $(ARGS)

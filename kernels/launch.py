@@ -23,7 +23,7 @@ _MAX_INDEX = 2**31 - 1
 
 
 class Style(NamedTuple):
-    """How a copy of spans of some length is dealt out; `python -m benchmarks.gpu_strips` compares them."""
+    """How a copy of spans of some length is dealt out; `python -m benchmarks.studies.gpu_strips` compares them."""
 
     threads: Threads
     strip: int | None

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from tests.test_rooms import PACKAGE, ROOT
 
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

@@ -5,7 +5,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import gpu_beside, gpu_bounds, gpu_rows, gpu_scatter, gpu_strips
+from benchmarks import gpu_beside, gpu_rows
+from benchmarks.studies import gpu_bounds, gpu_scatter, gpu_strips
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch):

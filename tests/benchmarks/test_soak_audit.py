@@ -12,8 +12,8 @@ from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
-from benchmarks.soak import audit
 from kvstore.memory.arena import create_arena
+from tests.soak import audit
 
 
 def mine() -> audit.Held:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.soak import plan
-from benchmarks.soak.engine import LAYOUTS, MINE, POISON, Cache, stamp, stored_stamp
-from benchmarks.soak.weights import Weights
+from tests.soak import plan
+from tests.soak.engine import LAYOUTS, MINE, POISON, Cache, stamp, stored_stamp
+from tests.soak.weights import Weights
 
 HASHES = plan.chains(plan.space())[0][:6]
 IDS = [5, 0, 3, 7, 1, 2]

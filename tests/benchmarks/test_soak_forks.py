@@ -6,8 +6,8 @@ import os
 import signal
 from types import SimpleNamespace
 
-from benchmarks.soak.forks import use_in_child
 from kvstore.errors import InvalidRequest
+from tests.soak.forks import use_in_child
 
 
 def refuse(*args):

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.soak.handoffs import unexplained
-from benchmarks.soak.mailbox import Letter, Mailbox
-from benchmarks.soak.run import still_held
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.results import BlockFailure, MissReason
+from tests.soak.handoffs import unexplained
+from tests.soak.mailbox import Letter, Mailbox
+from tests.soak.run import still_held
 
 LETTER = Letter(
     ticket=HandoffTicket(

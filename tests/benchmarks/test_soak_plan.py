@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from benchmarks.soak import plan
-from benchmarks.soak.plan import Fault, Verb
+from tests.soak import plan
+from tests.soak.plan import Fault, Verb
 
 
 def test_the_choices_of_a_seed_are_the_same_in_every_run_and_differ_between_lives():

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.soak import plan
-from benchmarks.soak.ranks import RankWorker
-from benchmarks.soak.settings import WorkerSettings
-from benchmarks.soak.weights import Weights
 from kvstore.config import StoreConfig
 from kvstore.errors import PeerLost
 from kvstore.node.core import NodeCore
 from kvstore.remote.directory import DirectoryServer
+from tests.soak import plan
+from tests.soak.ranks import RankWorker
+from tests.soak.settings import WorkerSettings
+from tests.soak.weights import Weights
 
 
 def nobody(node_id):

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.soak import plan, worker
-from benchmarks.soak.plan import Verb
-from benchmarks.soak.weights import Weights
-from benchmarks.soak.worker import Worker, WorkerSettings
 from kvstore.config import StoreConfig
 from kvstore.errors import PeerLost
 from kvstore.handoff.table import HandoffTable
 from kvstore.node.core import NodeCore
 from kvstore.remote.directory import DirectoryServer
+from tests.soak import plan, worker
+from tests.soak.plan import Verb
+from tests.soak.weights import Weights
+from tests.soak.worker import Worker, WorkerSettings
 
 
 def nobody(node_id):
@@ -182,7 +182,7 @@ def test_a_job_that_writes_after_it_was_given_up_is_found(desk):
 
 def test_kv_of_cleared_weights_is_found(desk):
     """As if a clearing had not reached a node."""
-    from benchmarks.soak.engine import Engine
+    from tests.soak.engine import Engine
 
     engine = Engine(desk.core.control_path, plan.weights_space(), "PBTHD", plan.CHAIN_BLOCKS)
     deadline_s = time.monotonic() + 10

@@ -11,15 +11,6 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from benchmarks.soak.engine import LAYOUTS, MINE, POISON, Engine, wrong_in_lease
-from benchmarks.soak.forks import use_in_child
-from benchmarks.soak.handoffs import Handoffs
-from benchmarks.soak.mailbox import Mailbox
-from benchmarks.soak.plan import MAX_DESCRIPTORS, SETTINGS, SHAPE, Choice, Verb, chains, choices, space, weights_space
-from benchmarks.soak.ranks import RankWorker
-from benchmarks.soak.settings import OPERATION_S, REOPEN_S, WorkerSettings
-from benchmarks.soak.voice import Voice
-from benchmarks.soak.weights import Weights
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.client.results import Job, LoadResult, MissReason
 from kvstore.errors import (
@@ -35,6 +26,15 @@ from kvstore.errors import (
     TransferError,
     all_error_types,
 )
+from tests.soak.engine import LAYOUTS, MINE, POISON, Engine, wrong_in_lease
+from tests.soak.forks import use_in_child
+from tests.soak.handoffs import Handoffs
+from tests.soak.mailbox import Mailbox
+from tests.soak.plan import MAX_DESCRIPTORS, SETTINGS, SHAPE, Choice, Verb, chains, choices, space, weights_space
+from tests.soak.ranks import RankWorker
+from tests.soak.settings import OPERATION_S, REOPEN_S, WorkerSettings
+from tests.soak.voice import Voice
+from tests.soak.weights import Weights
 
 _MOMENT_S = 10.0
 #: Blocks of the engine: for operations, for jobs that were given up, and never named by anything.

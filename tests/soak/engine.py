@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from benchmarks.soak.plan import NUM_RANKS, SHAPE
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.client.client import Client
 from kvstore.client.lease import Lease
+from tests.soak.plan import NUM_RANKS, SHAPE
 
 POISON, MINE = 0x5A5A, 0x3C3C
 #: [layer, plane, token, head, dim], in which stamps are made.

@@ -8,7 +8,7 @@ Two questions, answered with real NIXL between plain processes of this machine:
    Are the bytes of the destination overwritten afterwards, if the reader only dropped the handle, and if the
    reader's process was killed? And does the source's process survive?
 
-    python benchmarks/mover_process.py --json > benchmarks/results/mover-process.json
+    python benchmarks/studies/mover_process.py --json > benchmarks/results/mover-process.json
 """
 
 from __future__ import annotations

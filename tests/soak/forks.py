@@ -7,10 +7,10 @@ import select
 import signal
 from collections.abc import Callable
 
-from benchmarks.soak.engine import Engine
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.client.lease import Lease
 from kvstore.errors import KVStoreError
+from tests.soak.engine import Engine
 
 _CHILD_S = 20.0
 

@@ -15,9 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak import worker
-from benchmarks.soak.plan import NUM_RANKS, SHAKEN_S
-from benchmarks.soak.settings import WorkerSettings
+from tests.soak import worker
+from tests.soak.plan import NUM_RANKS, SHAKEN_S
+from tests.soak.settings import WorkerSettings
 
 _START_S = 60.0
 _POLL_S = 0.2

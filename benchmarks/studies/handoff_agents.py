@@ -1,6 +1,6 @@
 """Where the agent of a GPU's staging memory should live: in the worker, or in a process of its own (docs/adr/0008).
 
-    python -m benchmarks.handoff_agents [--json]
+    python -m benchmarks.studies.handoff_agents [--json]
 
 Needs two GPUs; `--dry` runs the same steps on host memory, to see that they run. Every side is a process of its own,
 told what to do over a pipe:

@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from benchmarks.soak.engine import LAYOUTS, POISON, Engine
-from benchmarks.soak.plan import chains, ranks_space
-from benchmarks.soak.settings import OPERATION_S, REOPEN_S, WorkerSettings
-from benchmarks.soak.voice import Voice
-from benchmarks.soak.weights import Weights
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import ChainBroken, KVStoreError, StoreUnavailable, TransferError
+from tests.soak.engine import LAYOUTS, POISON, Engine
+from tests.soak.plan import chains, ranks_space
+from tests.soak.settings import OPERATION_S, REOPEN_S, WorkerSettings
+from tests.soak.voice import Voice
+from tests.soak.weights import Weights
 
 #: Each chain is saved for so long, and a rank that was not there comes in with the next one.
 _TURN_S = 0.25

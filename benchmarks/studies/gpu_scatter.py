@@ -1,6 +1,6 @@
 """What scattered addresses cost device memory, and why: copies whose one side is a run and whose other side is not.
 
-    python -m benchmarks.gpu_scatter [--rounds N] [--json]
+    python -m benchmarks.studies.gpu_scatter [--rounds N] [--json]
 
 The kernel and its table of addresses are those of gpu_bounds.py, and one copy of the same bytes is the limit. A side is
 scattered so that pieces of 4 KiB come in any order within windows, the windows one after another ("within"); so that
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_bounds import kernels, medians, touch
 from benchmarks.gpu_rows import Rows, rows_command
+from benchmarks.studies.gpu_bounds import kernels, medians, touch
 
 KIB, MIB = 1 << 10, 1 << 20
 PIECE_BYTES, PAGE_BYTES = 4 * KIB, 2 * MIB

@@ -17,9 +17,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.soak.run import Outcome, soak
 from kvstore.tools.provenance import provenance
 from kvstore.tools.terminal import progress
+from tests.soak.run import Outcome, soak
 
 
 def show(outcome: Outcome) -> None:

@@ -1,6 +1,6 @@
 """How unpacking should deal out the planes of blocks: one after another, several at a time, or slot after slot.
 
-    python -m benchmarks.gpu_strips [--rounds N] [--json]
+    python -m benchmarks.studies.gpu_strips [--rounds N] [--json]
 
 The kernel is the product's, with each style in turn in place of the one that `kernels.launch.style_of` chooses, which
 is "chosen": its thresholds come from here. A strip is so many planes, "neighbours" or as far "apart" as can be; "all"

@@ -15,10 +15,14 @@ from typing import Any
 import ray
 
 import kvstore
-from benchmarks.soak.audit import carries, processes_with
-from benchmarks.soak.engine import LAYOUTS, POISON, Engine
-from benchmarks.soak.fleet import shake
-from benchmarks.soak.plan import (
+from kvstore.actors.calls import actor_name, call, find_actor
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import KVStoreError
+from kvstore.rpc.connect import connect_local
+from tests.soak.audit import carries, processes_with
+from tests.soak.engine import LAYOUTS, POISON, Engine
+from tests.soak.fleet import shake
+from tests.soak.plan import (
     CHAIN_BLOCKS,
     CLOCKS_APART_S,
     MAX_DESCRIPTORS,
@@ -28,11 +32,7 @@ from benchmarks.soak.plan import (
     space,
     weights_space,
 )
-from benchmarks.soak.weights import Weights
-from kvstore.actors.calls import actor_name, call, find_actor
-from kvstore.config import PROTOCOL_VERSION
-from kvstore.errors import KVStoreError
-from kvstore.rpc.connect import connect_local
+from tests.soak.weights import Weights
 
 _CALL_S = 10.0
 _PROBE_BLOCKS = 4

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.gpu_strips import CASES, STYLES, chosen_style, shares, words_of
+from benchmarks.studies.gpu_strips import CASES, STYLES, chosen_style, shares, words_of
 from kvstore.bench.gpu import SHAPES, make_shape
 from kvstore.kernels.spans import Paging, block_spans
 

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.soak.engine import LAYOUTS, MINE, POISON, Engine
-from benchmarks.soak.mailbox import Letter, Mailbox
-from benchmarks.soak.plan import SHAPE, Choice, Verb, space
-from benchmarks.soak.voice import Voice
-from benchmarks.soak.weights import Weights
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.client.results import BlockFailure, FetchResult, Job, MissReason
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, all_error_types
+from tests.soak.engine import LAYOUTS, MINE, POISON, Engine
+from tests.soak.mailbox import Letter, Mailbox
+from tests.soak.plan import SHAPE, Choice, Verb, space
+from tests.soak.voice import Voice
+from tests.soak.weights import Weights
 
 #: Reasons that say nothing about the ticket: of a load, whose way was bad or too long.
 _OF_A_LOAD = frozenset(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from benchmarks.gpu_scatter import (
+from benchmarks.studies.gpu_scatter import (
     L2_BYTES,
     L2_PAGES,
     L2_PASSES,

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
-from benchmarks.soak import audit
-from benchmarks.soak.cluster import NotRecovered, StoreUnderTest, session_logs, still_there, until
-from benchmarks.soak.engine import LAYOUTS, Engine, wrong_in_lease
-from benchmarks.soak.fleet import Fleet
-from benchmarks.soak.plan import CAPACITY_BYTES, GCS_STOPPED_S, SETTINGS, Fault, FaultChoice, chains, faults, space
 from kvstore.actors.bench.cluster import two_nodes
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, TransferError
+from tests.soak import audit
+from tests.soak.cluster import NotRecovered, StoreUnderTest, session_logs, still_there, until
+from tests.soak.engine import LAYOUTS, Engine, wrong_in_lease
+from tests.soak.fleet import Fleet
+from tests.soak.plan import CAPACITY_BYTES, GCS_STOPPED_S, SETTINGS, Fault, FaultChoice, chains, faults, space
 
 #: How long each kind of process may take until the store serves again, in both directions.
 RECOVERY_S = {

@@ -1,6 +1,6 @@
 """What memory itself takes for an engine's blocks: one kernel over the pieces in which they lie, and over one run.
 
-    python -m benchmarks.gpu_bounds [--rounds N] [--json]
+    python -m benchmarks.studies.gpu_bounds [--rounds N] [--json]
 
 A piece is a block in one plane of one layer, as an engine with a cache for each layer has it. The kernel is as simple
 as can be: it has the address of every piece from a table, and reads, writes or copies 16 bytes a thread, twice. The
