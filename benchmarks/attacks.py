@@ -33,6 +33,7 @@ from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local, connect_remote
 from kvstore.rpc.framing import HEADER, Op
 from kvstore.rpc.messages import U64
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 NAMESPACE, BLOCK_BYTES, NUM_BLOCKS = b"n" * 32, 4096, 64
@@ -319,7 +320,7 @@ def main() -> None:
         if not arguments.json:
             print(rows[-1], flush=True)
     if arguments.json:
-        print(json.dumps({"rows": rows, "provenance": provenance()}, indent=2))
+        print(as_document({"rows": rows, "provenance": provenance()}), end="")
 
 
 if __name__ == "__main__":

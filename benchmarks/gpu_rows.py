@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 import torch
 
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 Rows = list[dict[str, Any]]
@@ -34,7 +34,7 @@ def print_rows(parts: Iterable[tuple[str, Callable[[], Rows]]], as_json: bool) -
         rows += measured()
         torch.cuda.empty_cache()
     if as_json:
-        print(json.dumps({**provenance(), "rows": rows}, indent=1))
+        print(as_document({**provenance(), "rows": rows}), end="")
         return
     for row in rows:
         print("  ".join(f"{value}" for value in row.values()))

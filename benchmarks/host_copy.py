@@ -10,7 +10,6 @@ within one run, one thread, every result compared.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from kvstore.engine.host_copier import HostCopier
 from kvstore.engine.layout import canonical_views
 from kvstore.kernels import reference
 from kvstore.memory.arena import Arena, create_arena
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
@@ -128,7 +128,7 @@ def main() -> None:
     rows = [row for case in CASES for row in measure(case, arena)]
     if "--json" in sys.argv:
         sizes = {"block_bytes": SHAPE.block_bytes, "stored_block_size": SHAPE.block_size, "num_blocks": NUM_BLOCKS}
-        print(json.dumps({**provenance(), **sizes, "rows": rows}, indent=1))
+        print(as_document({**provenance(), **sizes, "rows": rows}), end="")
     else:
         for row in rows:
             print(

@@ -16,7 +16,6 @@ rows {op, num_blocks, p50_us, p99_us, max_us} and the machine and commit they we
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import threading
 import time
@@ -31,6 +30,7 @@ from kvstore.blocks.chain import Chain
 from kvstore.pool.pool import Pool
 from kvstore.remote.announcements import PIECE_BLOCKS
 from kvstore.remote.directory_index import SWEEP_BLOCKS, DirectoryIndex
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 NAMESPACE = bytes(32)
@@ -167,7 +167,7 @@ def main() -> None:
     rows += measure_clearing(max(1, arguments.rounds // 100))
     rows += measure_directory(max(1, arguments.rounds // 4))
     if arguments.json:
-        print(json.dumps({"benchmark": "pool", **provenance(), "rows": rows}, indent=1))
+        print(as_document({"benchmark": "pool", **provenance(), "rows": rows}), end="")
         return
     print(f"{'op':32} {'blocks':>7} {'p50 us':>10} {'p99 us':>10} {'max us':>10} {'us/block':>9}")
     for row in rows:

@@ -22,7 +22,6 @@ offloading connectors (`serving_gpu`).
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import statistics
 import sys
@@ -37,6 +36,7 @@ import numpy as np
 from benchmarks import serving_gpu
 from benchmarks.serving_engine import BLOCK_SIZE, CACHE_TOKENS, VOCABULARY, Engines, save_model
 from benchmarks.serving_report import Found, Rows, ratios, show, spread
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import package_version, provenance
 
 LENGTHS = (1500, 3000)
@@ -266,7 +266,7 @@ def main(
 
     def write(found: Found) -> None:
         if output is not None:
-            Path(output).write_text(json.dumps(found, indent=1) + "\n")
+            Path(output).write_text(as_document(found))
 
     say: Say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     if device == "cpu":
@@ -277,7 +277,7 @@ def main(
         found = serving_gpu.measure(device, names, lengths or serving_gpu.LENGTHS, rounds, capacity_bytes, say, write)
         print_it = serving_gpu.show
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(as_document(found), end="")
     else:
         print_it(found)
 

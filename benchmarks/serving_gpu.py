@@ -36,6 +36,7 @@ from benchmarks.serving_way import SHORT_TOKENS, WayProcess
 from kvstore.actors.bench.process import InProcess
 from kvstore.config import parse_bytes
 from kvstore.errors import KVStoreError, StoreUnavailable
+from kvstore.tools.documents import as_document
 
 WAYS = ("none", "own", "raykv", "OffloadingConnector", "SimpleCPUOffloadConnector")
 LENGTHS = (2_000, 10_000, 30_000)
@@ -277,7 +278,7 @@ def main(
 
     def write(found: dict[str, Any]) -> None:
         if output is not None:
-            Path(output).write_text(json.dumps(found, indent=1))
+            Path(output).write_text(as_document(found))
 
     say: Say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     found = measure(device, names, lengths, rounds, parse_bytes(capacity), say, write, seconds=seconds)

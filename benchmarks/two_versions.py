@@ -198,10 +198,11 @@ def main() -> None:
     rows = in_turns(HERE, arguments.folder.resolve(), arguments.lane, arguments.rounds)
     if arguments.json:
         sys.path.insert(0, str(HERE))
+        from kvstore.tools.documents import as_document
         from kvstore.tools.provenance import provenance
 
         about = {"lane": arguments.lane, "num_rounds": arguments.rounds, "other_commit": commit_of(arguments.folder)}
-        print(json.dumps({"benchmark": "two versions", **provenance(), **about, "rows": rows}, indent=1))
+        print(as_document({"benchmark": "two versions", **provenance(), **about, "rows": rows}), end="")
         return
     print(f"{'call':<34} {'this us':>10} {'other us':>10} {'ratio':>7} {'quartiles':>14}")
     for row in rows:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import threading
 import time
@@ -28,6 +27,7 @@ from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.client.client import Client
 from kvstore.config import StoreConfig
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 SHAPE = KVShape(num_layers=4, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_size=16)
@@ -135,7 +135,7 @@ def main() -> None:
         f"{name}_ratio": round(rows[1][f"{name}_ms"] / rows[0][f"{name}_ms"], 3) for name in ("p99", "pooled_p99")
     }
     if arguments.json:
-        print(json.dumps({"benchmark": "waiting", **provenance(), "rows": rows, **ratios}, indent=1))
+        print(as_document({"benchmark": "waiting", **provenance(), "rows": rows, **ratios}), end="")
         return
     print(f"{'fetches that wait':>18} {'rounds':>7} {'p50 ms':>9} {'p99 ms':>9} {'pooled p99 ms':>14}")
     for row in rows:

@@ -23,6 +23,7 @@ from kvstore.config import parse_bytes
 from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning
 from kvstore.runtime import clock
 from kvstore.tools.doctor import Status, human_bytes, machine_checks
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
 
@@ -470,6 +471,6 @@ def handoff(
 
 def _write(rows: list[dict[str, Any]], as_json: bool, output: Path | None) -> None:
     if output is not None:
-        output.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+        output.write_text(as_document({**provenance(), "rows": rows}))
     if as_json:
-        click.echo(json.dumps(rows))
+        click.echo(as_document(rows), nl=False)

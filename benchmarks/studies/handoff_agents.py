@@ -432,6 +432,7 @@ def _peer_copy(rows: list[dict[str, Any]]) -> None:
 def main(rounds: int, dry: bool, log: str, only: str) -> None:
     import json
 
+    from kvstore.tools.documents import as_document
     from kvstore.tools.provenance import provenance
 
     rows: list[dict[str, Any]] = []
@@ -459,7 +460,7 @@ def main(rounds: int, dry: bool, log: str, only: str) -> None:
             print(rows[-1], file=sys.stderr, flush=True)
         print(f"{name}: {time.monotonic() - began_s:.1f} s", file=sys.stderr, flush=True)
         print(json.dumps({**provenance(), "rows": rows}), file=open("handoff_agents.json", "w"), flush=True)  # noqa: SIM115
-    print(json.dumps({**provenance(), "rows": rows}, indent=1))
+    print(as_document({**provenance(), "rows": rows}), end="")
 
 
 if __name__ == "__main__":

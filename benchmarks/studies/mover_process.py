@@ -29,6 +29,7 @@ import numpy as np
 
 from kvstore.memory.arena import attach_arena, create_arena
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 BLOCK_BYTES = 1 << 20
@@ -188,7 +189,7 @@ def main() -> None:
     for how in ("drop the handle", "kill the reader's process"):
         rows += [measure_abort(how) for _ in range(TRIALS)]
     if "--json" in sys.argv:
-        print(json.dumps({**provenance(), "rows": rows}, indent=1))
+        print(as_document({**provenance(), "rows": rows}), end="")
     else:
         for row in rows:
             print(row)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import secrets
 import sys
 import tempfile
 
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 
@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--frames", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one is printed")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of a line")
     arguments = parser.parse_args()
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     _say(f"seed {seed}")
@@ -30,8 +30,11 @@ def main() -> int:
 
         keep_no_freed_memory()
         outcome = fuzz(seed, arguments.frames, _say)
-    value = outcome.to_json() | {"provenance": provenance()}
-    sys.stdout.write(json.dumps(value, indent=2 if arguments.json else None) + "\n")
+    if arguments.json:
+        sys.stdout.write(as_document(outcome.to_json() | {"provenance": provenance()}))
+    else:
+        found = "".join(f"\n{finding}" for finding in outcome.findings)
+        sys.stdout.write(f"{sum(outcome.frames.values())} frames, {len(outcome.findings)} findings{found}\n")
     sys.stdout.flush()
     # Threads of a cluster that has met all this are not waited for.
     os._exit(1 if outcome.findings else 0)

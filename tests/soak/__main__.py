@@ -7,7 +7,6 @@ not come back. The folder with all logs is kept then, and --seed repeats the cho
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import statistics
 import sys
@@ -17,6 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 from kvstore.tools.terminal import progress
 from tests.soak.run import Outcome, soak
@@ -75,7 +75,7 @@ def main(minutes: float, seed: int | None, clients: int, lane: str, keep_logs: b
     with progress() as say, contextlib.redirect_stdout(sys.stderr):
         outcome = soak(seed=seed, minutes=minutes, num_clients=clients, lane=lane, keep_logs=keep_logs, say=say)
     if as_json:
-        print(json.dumps({**outcome.to_json(), **provenance()}))
+        print(as_document({**outcome.to_json(), **provenance()}), end="")
     else:
         show(outcome)
     sys.exit(1 if outcome.findings else 0)
