@@ -20,7 +20,8 @@ class Lookups:
 def scheduler_side(save="prompt", **more):
     """Make one of an engine with one worker, with a store that has nothing."""
     import kvstore
-    from kvstore.integrations.vllm import handoffs, options, plan, scheduler, stats
+    from kvstore.integrations.vllm import options, plan, stats
+    from kvstore.integrations.vllm.scheduler_side import handoffs, scheduler
 
     shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
     made = scheduler.SchedulerSide(

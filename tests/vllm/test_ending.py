@@ -135,7 +135,8 @@ class Copies:
 @pytest.fixture
 def parts():
     """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
-    from kvstore.integrations.vllm import ending, plan, tracked
+    from kvstore.integrations.vllm import plan
+    from kvstore.integrations.vllm.scheduler_side import ending, tracked
 
     return SimpleNamespace(ending=ending, plan=plan, tracked=tracked)
 
@@ -232,7 +233,8 @@ def side():
 
     from kvstore.blocks.part import WHOLE
     from kvstore.client.results import Job, SaveResult
-    from kvstore.integrations.vllm import landing, options, plan, stats, worker
+    from kvstore.integrations.vllm import options, plan, stats
+    from kvstore.integrations.vllm.worker_side import landing, worker
 
     made = worker.WorkerSide(options.Options(), None, None, WHOLE, 0, True, stats.Stats())
 
@@ -272,7 +274,8 @@ def test_a_save_that_is_stuck_loses_no_other(side, parts):
 
 @pytest.mark.parametrize("error", [CopyStuck("stuck"), CancelledError(), KeyboardInterrupt()])
 def test_a_reset_clears_the_store_whatever_becomes_of_saves(error):
-    from kvstore.integrations.vllm import options, scheduler, stats, tracked
+    from kvstore.integrations.vllm import options, stats
+    from kvstore.integrations.vllm.scheduler_side import scheduler, tracked
 
     made = scheduler.SchedulerSide(
         options.Options(), 16, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=stats.Stats()

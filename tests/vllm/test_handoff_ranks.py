@@ -25,9 +25,9 @@ class Ranks:
         import torch
 
         from kvstore.blocks.part import Part
-        from kvstore.integrations.vllm.handoffs import HandoffSide
-        from kvstore.integrations.vllm.publishing import Publishing
+        from kvstore.integrations.vllm.scheduler_side.handoffs import HandoffSide
         from kvstore.integrations.vllm.stats import Stats
+        from kvstore.integrations.vllm.worker_side.publishing import Publishing
 
         block_size, random = space.shape.block_size, torch.Generator().manual_seed(seed)
         dims = (2, NUM_BLOCKS, block_size, HEADS, HEAD_DIM)
@@ -68,7 +68,7 @@ def engine(store, space, node_ids):
 
 
 def tracked(space, request_id, tokens, params=None):
-    from kvstore.integrations.vllm.tracked import Tracked
+    from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 
     request = SimpleNamespace(
         request_id=request_id, num_prompt_tokens=len(tokens), kv_transfer_params=params, status=None
@@ -133,9 +133,9 @@ def test_other_sizes_are_not_used_and_say_what_to_change(engine, space, unit, ca
 
 
 def test_nothing_is_handed_off_before_all_ranks_have_a_store(space, unit):
-    from kvstore.integrations.vllm.handoffs import HandoffSide
     from kvstore.integrations.vllm.handover import Desk
     from kvstore.integrations.vllm.plan import StepPlan
+    from kvstore.integrations.vllm.scheduler_side.handoffs import HandoffSide
     from kvstore.integrations.vllm.stats import Stats
 
     side, plan = HandoffSide(space, unit, 2, True, 10.0, Stats()), StepPlan()

@@ -16,7 +16,8 @@ RUNNING = SimpleNamespace(job=SimpleNamespace(done=lambda: False), queued=NOT_QU
 @pytest.fixture
 def parts():
     """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
-    from kvstore.integrations.vllm import landing, options, plan, stats, worker
+    from kvstore.integrations.vllm import options, plan, stats
+    from kvstore.integrations.vllm.worker_side import landing, worker
 
     return SimpleNamespace(
         worker=worker,

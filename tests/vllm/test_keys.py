@@ -22,7 +22,7 @@ def hashes_of(space):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvstore.integrations.vllm.keys import PromptHashes
+    from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
 
     def make(tokens=TOKENS, **more):
         request = Request(
@@ -91,7 +91,7 @@ def test_an_answer_continues_the_prompt(hashes_of, space):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvstore.integrations.vllm.keys import hash_blocks
+    from kvstore.integrations.vllm.scheduler_side.keys import hash_blocks
 
     request = Request(
         request_id="r", prompt_token_ids=TOKENS[:40], sampling_params=SamplingParams(), pooling_params=None,

@@ -16,7 +16,9 @@ from kvstore.errors import CopyStuck, JobRunning, KernelError, KVStoreError
 @pytest.fixture
 def parts():
     """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
-    from kvstore.integrations.vllm import landing, options, plan, scheduler, stats, tracked, worker
+    from kvstore.integrations.vllm import options, plan, stats
+    from kvstore.integrations.vllm.scheduler_side import scheduler, tracked
+    from kvstore.integrations.vllm.worker_side import landing, worker
 
     return SimpleNamespace(
         worker=worker, landing=landing, plan=plan, options=options, stats=stats, scheduler=scheduler, tracked=tracked

@@ -18,7 +18,8 @@ SIZE = 16
 def parts():
     """What is tested. Imported where warnings of vLLM's own imports are none of ours."""
     import kvstore
-    from kvstore.integrations.vllm import keys, lookups, plan, stats
+    from kvstore.integrations.vllm import plan, stats
+    from kvstore.integrations.vllm.scheduler_side import keys, lookups
 
     shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
     return SimpleNamespace(
@@ -194,7 +195,7 @@ def test_a_prompt_that_cannot_be_hashed_is_computed_and_the_next_is_answered(mak
 def side(parts):
     """A scheduler's half without a store, whose answers are given by hand: `side.asked` has the questions."""
     from kvstore.integrations.vllm.options import Options
-    from kvstore.integrations.vllm.scheduler import SchedulerSide
+    from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
 
     made = SchedulerSide(
         Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
@@ -245,7 +246,7 @@ def test_a_prompt_that_surely_is_nowhere_is_computed_in_the_step_that_asks(side)
 
 
 def test_an_answer_that_came_at_once_is_too_old_after_a_second_in_the_queue(side, monkeypatch):
-    from kvstore.integrations.vllm import scheduler
+    from kvstore.integrations.vllm.scheduler_side import scheduler
 
     answer_at_once(side)
     request = request_of("waits")
@@ -282,8 +283,8 @@ def test_hashes_wait_for_the_launches_of_a_step_that_takes_longer(side, num_comp
 def ended(parts):
     """A request that ended before its hashes were made: what the scheduler then plans for the next step."""
     from kvstore.integrations.vllm.options import Options
-    from kvstore.integrations.vllm.scheduler import SchedulerSide
-    from kvstore.integrations.vllm.tracked import Tracked
+    from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
+    from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 
     side = SchedulerSide(
         Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
@@ -317,7 +318,7 @@ def test_of_a_request_without_blocks_nothing_is_saved(ended):
 def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended, parts, monkeypatch, is_cleared):
     from kvstore.blocks.part import WHOLE
     from kvstore.integrations.vllm.options import Options
-    from kvstore.integrations.vllm.worker import WorkerSide
+    from kvstore.integrations.vllm.worker_side.worker import WorkerSide
 
     ended.side.ended(ended.request, [5, 6, 7, 8])
     if is_cleared:

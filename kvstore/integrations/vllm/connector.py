@@ -12,10 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvstore.errors import ConfigError
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import StepPlan, WorkerHello, WorkerReport
-from kvstore.integrations.vllm.scheduler import SchedulerSide
+from kvstore.integrations.vllm.scheduler_side.scheduler import SchedulerSide
 from kvstore.integrations.vllm.space import check_block_size, check_engine, has_names_of_media, part_of
 from kvstore.integrations.vllm.stats import RaykvStats, Stats
-from kvstore.integrations.vllm.worker import WorkerSide
+from kvstore.integrations.vllm.worker_side.worker import WorkerSide
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,12 +15,7 @@ from typing import Any
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.errors import KVStoreError
-from kvstore.integrations.vllm.ending import Ending
-from kvstore.integrations.vllm.events import stored_event
-from kvstore.integrations.vllm.handoffs import HandoffSide
-from kvstore.integrations.vllm.keys import PromptHashes
 from kvstore.integrations.vllm.link import StoreLink
-from kvstore.integrations.vllm.lookups import Lookups, Question
 from kvstore.integrations.vllm.options import Options, SavePolicy
 from kvstore.integrations.vllm.plan import (
     Hook,
@@ -31,8 +26,13 @@ from kvstore.integrations.vllm.plan import (
     WorkerHello,
     WorkerReport,
 )
+from kvstore.integrations.vllm.scheduler_side.ending import Ending
+from kvstore.integrations.vllm.scheduler_side.events import stored_event
+from kvstore.integrations.vllm.scheduler_side.handoffs import HandoffSide
+from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
+from kvstore.integrations.vllm.scheduler_side.lookups import Lookups, Question
+from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 from kvstore.integrations.vllm.stats import Stats
-from kvstore.integrations.vllm.tracked import Tracked
 
 logger = logging.getLogger(__name__)
 

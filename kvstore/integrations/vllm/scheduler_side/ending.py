@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvstore.integrations.vllm.plan import Copies, Door, StepPlan
-from kvstore.integrations.vllm.tracked import Tracked
+from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 
 #: The token that ended a request was computed behind its load; what is missing is that a thread says so.
 _LANDED_S = 0.02

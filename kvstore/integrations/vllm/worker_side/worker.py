@@ -20,14 +20,14 @@ from kvstore.client.client import Client
 from kvstore.client.results import Job, LoadResult, MissReason, SaveResult
 from kvstore.config import num_idle_copy_threads
 from kvstore.errors import CopyStuck, JobAbandoned, KVStoreError, LayoutMismatch
-from kvstore.integrations.vllm.interior import TokenRows, axes_inside, order_inside
-from kvstore.integrations.vllm.landing import Landing, Running, count_load, wait_idle
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.options import Options
 from kvstore.integrations.vllm.plan import Door, LoadPlan, PublishPlan, SavePlan, StepPlan, WorkerHello, WorkerReport
-from kvstore.integrations.vllm.publishing import Publishing
 from kvstore.integrations.vllm.space import in_order_of_layers, make_space
 from kvstore.integrations.vllm.stats import Stats
+from kvstore.integrations.vllm.worker_side.interior import TokenRows, axes_inside, order_inside
+from kvstore.integrations.vllm.worker_side.landing import Landing, Running, count_load, wait_idle
+from kvstore.integrations.vllm.worker_side.publishing import Publishing
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.integrations.vllm.handover import Handover
-from kvstore.integrations.vllm.keys import hash_blocks
-from kvstore.integrations.vllm.lookups import Question
+from kvstore.integrations.vllm.scheduler_side.keys import hash_blocks
+from kvstore.integrations.vllm.scheduler_side.lookups import Question
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest
 from kvstore.integrations.vllm.handover import DO_DECODE, DO_PREFILL, TICKET, Desk, Handover
 from kvstore.integrations.vllm.plan import PublishPlan, StepPlan
+from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 from kvstore.integrations.vllm.stats import Stats
-from kvstore.integrations.vllm.tracked import Tracked
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import time
 
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
-from kvstore.integrations.vllm.keys import PromptHashes
 from kvstore.integrations.vllm.link import StoreLink
+from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes
 from kvstore.integrations.vllm.stats import Stats
 
 logger = logging.getLogger(__name__)
