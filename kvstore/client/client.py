@@ -441,7 +441,9 @@ class Client(HandoffVerbs):
         except RuntimeError:  # No thread can be started, as when Python ends.
             self._end_jobs(ended, timeout_s)
         ended.wait(max(0.0, deadline_s - clock.now_s()))
-        self._jobs.await_callbacks(max(0.0, deadline_s - clock.now_s()))
+        for jobs in (self._jobs, self._jobs_of_lost):
+            if jobs is not None:
+                jobs.await_callbacks(max(0.0, deadline_s - clock.now_s()))
         if self._presence is not None:
             self._presence.close()
         if self._stage_link is not None:

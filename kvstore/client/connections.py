@@ -177,7 +177,10 @@ class StoreConnections:
             broken = self._calls
             if broken.closed:
                 left_s = until_s - clock.now_s()
-                self._calls = self.connect(broken, broken.unheard or broken.next_question, left_s)
+                self._calls = renewed = self.connect(broken, broken.unheard or broken.next_question, left_s)
+                if self.has_ended:  # Closed meanwhile: the store may hear of this one behind the goodbye.
+                    renewed.close()
+                    self.check_open()
             return self._calls
         finally:
             self._renewing.end(turn)

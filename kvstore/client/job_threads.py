@@ -59,6 +59,14 @@ class JobThreads:
         self._enter(work)
         self._run(self._copying, partial(self._go_on, work))
 
+    def expect(self, work: Work[Any]) -> None:
+        """Count work that is begun by its caller, until it is started and over, or `forget` is called for it.
+
+        Raises:
+            StoreUnavailable: nothing is taken any more.
+        """
+        self._enter(work)
+
     def settle(self, work: Work[Any]) -> None:
         """Have work come to its end of which nobody knows how far its start came, and which was abandoned.
 
@@ -125,8 +133,11 @@ class JobThreads:
         self._callbacks.close()
 
     def _enter(self, work: Work[Any]) -> None:
-        work.forget = partial(self._leave, work)
+        if work in self._works:
+            return  # It was expected, and is waited for.
+        leave_others, work.forget = work.forget, partial(self._leave, work)
         self._works.add(work)  # Before the look, and without a lock: `shutdown` looks after it has closed.
+        leave_others()  # Those of a store that has ended since they expected it.
         if self._closed:
             self._leave(work)
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")

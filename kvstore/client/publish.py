@@ -192,18 +192,24 @@ class PublishVerbs(StageVerbs):
                 self._wake_store()  # The question after it is made meanwhile.
                 publishing = self._publishing(block_ids, keep_s, named, stage)
                 completing = self._completing(publishing, link)
+                # Before copies are queued, or a client that is closed meanwhile gives their slots back under them.
+                self._jobs.expect(completing)
                 with self._noting_stuck():
                     publishing.begin()
                 return publishing, completing
         except CopyStuck:
+            _forget(completing)
             raise  # Something may still copy to it: the stage stays mapped until this process ends.
         except PoolExhausted:
+            _forget(completing)
             logger.debug("hand-off: the stage is full, the arena is taken")
         except (PeerLost, StoreUnavailable):
             # Its mover died: the arena serves, or says what else is wrong.
+            _forget(completing)
             link.lose(stage)
         except BaseException as error:
             if completing is None or isinstance(error, KVStoreError) or not hasattr(publishing, "guard"):
+                _forget(completing)
                 link.leave(stage)
             else:
                 # An interrupt: perhaps the slots are claimed, and copies queued. The stage is left behind them.
@@ -317,6 +323,12 @@ class PublishVerbs(StageVerbs):
         if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
             return False
         return bool(U64.unpack(self._store.call(Op.HANDOFF_WITHDRAW, ticket.key))[0])
+
+
+def _forget(expected: Work[HandoffTicket] | None) -> None:
+    """Nothing is queued for it, or never ends."""
+    if expected is not None:
+        expected.forget()
 
 
 def _log_failure(job: Job[HandoffTicket]) -> None:

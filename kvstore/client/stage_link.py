@@ -50,8 +50,10 @@ class StageLink:
         peers: tuple[str, ...],
     ) -> None:
         self._ask, self._caches, self._num_bytes, self._peers = ask, caches, num_bytes, peers
-        # The first while the store is asked, up to a minute, the other for a moment.
-        self._attaching, self._lock = threading.Lock(), threading.Lock()
+        # The first while the store is asked, up to a minute, the other for a moment. The first is of a kind that one
+        # thread may take twice: the handler of a signal may publish or fetch under it.
+        self._attaching, self._lock = threading.RLock(), threading.Lock()
+        self._is_attaching = False
         self._stage: AttachedStage | None = None
         self._retry_s = 0.0
         self._closed = False
@@ -109,19 +111,28 @@ class StageLink:
 
     def _attach(self) -> AttachedStage | None:
         with self._attaching:
-            caches = self._caches
-            uuid = stage_uuid(caches.layout)
-            if self._stage is not None or not uuid or self._closed:
-                return self._stage
-            question = {"uuid": uuid, "num_bytes": self._num_bytes, "block_bytes": caches.shape.block_bytes}
-            value = unpack_json(self._ask(Op.HANDOFF_STAGE, pack_json(question), _MAKE_WITHIN_S))
-            stage = AttachedStage(int(value["slab"]), int(value["generation"]), make_stage_copier(caches, value))
-            with self._lock:
-                if not self._closed and self._caches is caches:
-                    self._stage = stage
-                    return stage
-            stage.copier.close()  # Closed meanwhile, or other tensors were registered: the next job attaches it anew.
-            return None
+            if self._is_attaching:
+                return None  # In the handler of a signal, whose thread is at it: hand-offs go through host memory.
+            try:
+                self._is_attaching = True
+                return self._attach_alone()
+            finally:
+                self._is_attaching = False
+
+    def _attach_alone(self) -> AttachedStage | None:
+        caches = self._caches
+        uuid = stage_uuid(caches.layout)
+        if self._stage is not None or not uuid or self._closed:
+            return self._stage
+        question = {"uuid": uuid, "num_bytes": self._num_bytes, "block_bytes": caches.shape.block_bytes}
+        value = unpack_json(self._ask(Op.HANDOFF_STAGE, pack_json(question), _MAKE_WITHIN_S))
+        stage = AttachedStage(int(value["slab"]), int(value["generation"]), make_stage_copier(caches, value))
+        with self._lock:
+            if not self._closed and self._caches is caches:
+                self._stage = stage
+                return stage
+        stage.copier.close()  # Closed meanwhile, or other tensors were registered: the next job attaches it anew.
+        return None
 
     def take(self) -> AttachedStage | None:
         """Keep the stage mapped for a job, until `leave`; None when there is none now."""

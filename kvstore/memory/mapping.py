@@ -16,8 +16,9 @@ class ArenaMapping:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._pinning: ArenaPinning | None = None
-        self._closed = False
-        self._lock = threading.Lock()
+        self._closed = self._is_pinning = False
+        # Of a kind that one thread may take twice: the handler of a signal may close this.
+        self._lock = threading.RLock()
 
     def pinned(self, slot_bytes: int, num_slots: int, device: int) -> ArenaPinning:
         """Return the registrations of the arena; the first call begins to make them, for all devices.
@@ -30,27 +31,31 @@ class ArenaMapping:
 
         with self._lock:
             if self._pinning is None:
-                with kernel_errors("pinning the store's memory"):
-                    host_register.check_same_addresses(device)
-                self._pinning = ArenaPinning(
-                    self.arena.address,
-                    slot_bytes,
-                    num_slots,
-                    functools.partial(host_register.register, device=device),
-                    functools.partial(host_register.unregister, device=device),
-                )
+                try:
+                    self._is_pinning = True
+                    with kernel_errors("pinning the store's memory"):
+                        host_register.check_same_addresses(device)
+                    self._pinning = ArenaPinning(
+                        self.arena.address,
+                        slot_bytes,
+                        num_slots,
+                        functools.partial(host_register.register, device=device),
+                        functools.partial(host_register.unregister, device=device),
+                    )
+                finally:
+                    self._is_pinning = False
             return self._pinning
 
     def close(self, *, copies_are_over: bool) -> bool:
         """Unpin and unmap; may be called again.
 
         Returns:
-            False when it is still mapped, because a GPU may still copy from or to it.
+            False when it is still mapped, because a GPU may still copy from or to it, or this thread pins it now.
         """
         with self._lock:
             if self._closed:
                 return True
-            if self._pinning is not None and not (copies_are_over and self._pinning.close()):
+            if self._is_pinning or (self._pinning is not None and not (copies_are_over and self._pinning.close())):
                 return False
             self._closed = True
             self.arena.close()

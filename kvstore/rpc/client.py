@@ -58,7 +58,7 @@ class ControlClient:
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._backlog: list[Message] = []
         self._request = 0
-        self._timeout_s = 0.0
+        self._timeout_s = -1.0  # Another one than any that is asked for, 0 included: the socket's is not known here.
         self._pid = this_process()
         #: The first question of which the whole answer was not taken; 0 while there is none.
         self.unheard = 0

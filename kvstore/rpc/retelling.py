@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvstore.errors import KVStoreError, StoreUnavailable, TransferError
 from kvstore.rpc.framing import Op
+from kvstore.runtime.latch import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Retelling:
         self._lock = threading.RLock()
         self._untold: deque[tuple[Op, bytes]] = deque()
         self._has_thread = False
-        self._closed = threading.Event()
+        self._closed = Latch()  # No Event: `close` may come in the handler of a signal, within another one.
 
     def __len__(self) -> int:
         """How many messages were not answered yet."""

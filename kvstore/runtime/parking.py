@@ -39,6 +39,8 @@ class Parking:
         #: Of each that was parked, also of those that are gone: (until, number, descriptor).
         self._deadlines: list[tuple[float, int, int]] = []
         self._numbers = itertools.count(1)
+        #: Called at once, by the thread: their descriptors are gone.
+        self._left_behind: list[Callable[[], None]] = []
         self._sleeps_until_s = math.inf
         self._closed = False
 
@@ -62,6 +64,8 @@ class Parking:
         """
         with self._lock:
             epoll = self._epoll if self._epoll is not None else self._start()
+            # What is parked there still had a descriptor that was closed by others, and whose number is this one's now.
+            left_behind = self._take(fd)
             number = next(self._numbers)
             try:
                 epoll.register(fd, select.EPOLLIN)
@@ -76,6 +80,10 @@ class Parking:
                 self._parked[fd] = number, then
                 self._take(fd, number)
                 raise
+            finally:
+                if left_behind is not None:
+                    self._left_behind.append(left_behind)
+                    os.eventfd_write(self._wake_fd, 1)
         return partial(self._leave, fd, number)
 
     def close(self) -> None:
@@ -123,7 +131,8 @@ class Parking:
         while True:
             ready = epoll.poll(wait_s)
             with self._lock:
-                found = [self._take(fd) for fd, _ in ready]
+                found = [*self._left_behind, *(self._take(fd) for fd, _ in ready)]
+                self._left_behind.clear()
                 now_s = clock.now_s()
                 while self._deadlines and self._deadlines[0][0] <= now_s:
                     _, number, fd = heapq.heappop(self._deadlines)
@@ -132,7 +141,7 @@ class Parking:
                 wait_s = min(self._sleeps_until_s - now_s, LONGEST_SLEEP_S) if self._deadlines else -1.0
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-                if self._closed and not self._parked:
+                if self._closed and not self._parked and not any(found):
                     self._epoll = None
                     epoll.close()
                     os.close(self._wake_fd)

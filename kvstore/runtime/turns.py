@@ -64,12 +64,16 @@ class Turns:
         Args:
             turn: to be ended by the caller in any case, also when this is interrupted: then others pass it.
             timeout_s: the longest wait.
-            check: called with the turn that there is; raises when waiting for it is of no use.
+            check: called with the turn that there is; raises when waiting for it is of no use. And with one that this
+                thread waits for already, as in the handler of a signal: it does not come before this wait has ended.
         """
         waiter, until_s = _Waiter(turn), clock.now_s() + timeout_s
         try:
             with self.lock:
+                own = next((each.turn for each in self._waiting if each.turn[0] == turn[0] != 0), None)
                 self._waiting.append(waiter)
+            if own is not None:
+                check(own)
             while True:
                 with self.lock:
                     self._look(waiter)

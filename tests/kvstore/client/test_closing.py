@@ -8,9 +8,11 @@ import gc
 import math
 import os
 import threading
+import time
 
 import pytest
 
+import kvstore.kernels
 from kvstore.client import client as client_module
 from kvstore.client.job_threads import JobThreads
 from kvstore.client.stage_link import AttachedStage, StageLink
@@ -113,6 +115,19 @@ def test_while_the_store_stands_still_and_a_call_has_timed_out(core, worker, clu
         with pytest.raises(TransferTimeout):
             worker.client.lease(cluster.hashes(4), 5.0)
         worker.client.close(0.1)
+    is_given_back()
+
+
+def test_while_the_store_stands_still_for_longer_than_a_call(core, worker, cluster, is_given_back):
+    """The goodbye is said again and again."""
+    with standing_still(core):
+        with pytest.raises(TransferTimeout):
+            worker.client.lease(cluster.hashes(4), 5.0)
+        for known in worker.client._store._open:
+            known.close()
+        worker.client.close(0.1)
+        time.sleep(1.0)  # Its first connection has been given up.
+        assert core.pool.stats().num_pinned == 4
     is_given_back()
 
 
@@ -379,3 +394,109 @@ def test_a_store_that_stands_still_does_not_hold_up_a_result_for_a_new_connectio
         assert worker.load(hashes, range(4), timeout_s=0.1).num_blocks == 0
     assert waits
     assert max(waits) < 1.0
+
+
+@pytest.mark.parametrize("verb", ["pin", "lease", "begin_publish"])
+def test_beside_a_call_that_waits_for_a_new_connection(core, worker, cluster, is_given_back, wait_until, verb):
+    client, ended = worker.client, []
+    args = ([0, 1],) if verb == "begin_publish" else (cluster.hashes(4),)
+
+    def ask():
+        with pytest.raises(StoreUnavailable, match="closed"):
+            getattr(client, verb)(*args)
+        ended.append(1)
+
+    with standing_still(core):
+        with pytest.raises(TransferTimeout):
+            client.stats()
+        client._store._calls.close()
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        wait_until(lambda: client._store._renewing.now is not None)
+        # Another one that is free says the goodbye, before the store comes to the new one.
+        client.close(0.0)
+    asking.join(5)
+    assert ended
+    is_given_back()
+    wait_until(lambda: core._control.handoffs.table.num_slots == 0)
+    assert all(known.closed for known in client._store._open)
+
+
+def test_a_lookup_of_no_time_waits_for_none(cluster):
+    core = cluster.add("a", mover=False, call_timeout_s=5.0)
+    client = cluster.client("a")
+    client.lookup(cluster.hashes(4), timeout_s=0)
+
+    def look():
+        with pytest.raises(TransferTimeout):
+            client.lookup(cluster.hashes(4), timeout_s=0)
+
+    with standing_still(core):
+        in_time(look, 2.0)
+
+
+def test_a_handler_whose_thread_waits_for_its_turn_is_refused(worker, wait_until):
+    """To wait behind its own thread would be for ever, and for all others too."""
+    connection, refused = worker.client._store._calls, []
+    others = [0]
+    assert connection._turns.take(others)
+
+    def handler(now):
+        with pytest.raises(StoreBusy):
+            connection.call(Op.STATS, timeout_s=5.0)
+        with pytest.raises(StoreBusy):
+            connection.send(Op.HANDOFF_SOON)
+        refused.append(1)
+        connection._turns.end(others)
+
+    check = connection._check_turn
+    connection._check_turn = lambda now: check(now) if refused or now[0] else handler(now)
+    in_time(lambda: connection.call(Op.STATS, timeout_s=5.0))
+    assert refused
+
+
+def test_callbacks_of_a_store_that_has_ended_are_waited_for(cluster, core, worker, wait_until):
+    goes_on, ended = threading.Event(), []
+    job = worker.client.save(cluster.hashes(4), range(4))
+    job.result(5)
+    job.add_done_callback(lambda _: (goes_on.wait(5), ended.append(1)))
+    worker.client._lose()
+    threading.Timer(0.2, goes_on.set).start()
+    worker.client.close()
+    assert ended
+
+
+def test_a_handler_that_attaches_within_an_attachment_gets_none(monkeypatch):
+    monkeypatch.setattr("kvstore.client.stage_link.stage_uuid", lambda _: "07")
+    taken = []
+
+    def ask(*_):
+        taken.append(link.take())
+        raise StoreUnavailable("of this test")
+
+    caches = type("Caches", (), {"layout": None, "shape": type("Shape", (), {"block_bytes": 1})})
+    link = StageLink(ask, caches, 1, ())
+
+    def attach():
+        with pytest.raises(StoreUnavailable):
+            link._attach()
+
+    in_time(attach)
+    assert taken == [None]
+
+
+def test_in_a_handler_while_its_thread_pins_the_memory(worker, monkeypatch):
+    class Driver:
+        def check_same_addresses(self, device):
+            worker.client.close(0.1)
+            raise InvalidRequest("of this test")
+
+    monkeypatch.setattr(kvstore.kernels, "host_register", Driver(), raising=False)
+    mapping = worker.client._mapping
+
+    def pin():
+        with pytest.raises(InvalidRequest):
+            mapping.pinned(1, 1, 0)
+
+    in_time(pin)
+    assert mapping.close(copies_are_over=True)

@@ -22,6 +22,7 @@ def see_done(work):
 def kept_work(given):
     """Threads of a client that keep their work for the test."""
     return SimpleNamespace(
+        expect=lambda work: None,
         start=given.append,
         start_asked=lambda work, awaited: given.append(work),
         publish=given.append,

@@ -693,3 +693,38 @@ def test_no_room_in_the_arena_either_is_a_reason(cluster, pair, wait_until):
     assert fetch(target, ticket, range(10)).num_blocks == 10
     source.client.withdraw(filling)
     nothing_held(cluster, wait_until)
+
+
+@pytest.mark.parametrize("verb", ["publish", "begin_publish"])
+def test_slots_of_a_client_that_is_closed_while_it_publishes_stay_until_their_copies_have_ended(
+    cluster, pair, stages, wait_until, verb
+):
+    """Beside the publication, when its copies are queued and their end is not waited for yet."""
+    source, closed = pair[0], threading.Event()
+    pool, go_on = cluster.nodes["a"]._control.handoffs.stages.all()[0].pool, held_packing(source.client)
+    copier = source.client._stage_link._stage.copier
+    begin = copier.begin_into_slots
+
+    def begun(*args):
+        begin(*args)
+        closing = threading.Thread(target=lambda: (source.client.close(0.2), closed.set()))
+        closing.start()
+        assert closed.wait(5)
+
+    copier.begin_into_slots = begun
+    refused = []
+
+    def publish():
+        with pytest.raises(StoreUnavailable):
+            getattr(source.client, verb)(range(10))
+        refused.append(1)
+
+    publishing = threading.Thread(target=publish, daemon=True)
+    publishing.start()
+    assert closed.wait(5)
+    time.sleep(0.2)
+    assert pool.stats().num_free == pool.stats().num_slots - 10, "copies to them are still to run"
+    go_on.set()
+    publishing.join(5)
+    assert refused
+    nothing_held(cluster, wait_until)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -91,3 +92,38 @@ def test_a_thread_that_cannot_be_started_is_tried_with_the_next_message(monkeypa
     told.tell(Op.HANDOFF_ABORT, b"b")
     wait_until(lambda: len(told) == 0)
     assert store.heard == [b"a", b"b", b"a"]
+
+
+def test_it_is_closed_again_in_a_handler_within_its_close():
+    """Before each line that is run for it."""
+    num_within = 0
+
+    def close_within(told, at):
+        def trace(frame, event, arg):
+            nonlocal left
+            left -= event == "line"
+            if left == 0 and event == "line":
+                sys.settrace(None)
+                told.close()
+            return trace
+
+        left = at
+        sys.settrace(trace)
+        try:
+            told.close()
+        finally:
+            sys.settrace(None)
+        return left <= 0
+
+    while True:
+        told, ended = Asked().retelling(), []
+        closing = threading.Thread(
+            target=lambda told=told, ended=ended, at=num_within + 1: ended.append(close_within(told, at)), daemon=True
+        )
+        closing.start()
+        closing.join(5)
+        assert ended, f"it hangs, from line {num_within + 1} on"
+        if not ended[0]:
+            break
+        num_within += 1
+    assert num_within > 1

@@ -241,3 +241,20 @@ def test_the_thread_of_a_client_that_is_collected_ends(pair, wait_until):
     del threads, work
     gc.collect()
     wait_until(lambda: num_waiting() == before - 1)
+
+
+def test_what_is_parked_with_a_descriptor_that_others_closed_goes_on_when_its_number_is_parked_again(parking):
+    here, there = socket.socketpair()
+    other, peer = socket.socketpair()
+    number, called, called_too = here.fileno(), threading.Event(), threading.Event()
+    parking.park(number, far(), called.set)
+    here.close()
+    assert os.dup2(other.fileno(), number) == number
+    parking.park(number, far(), called_too.set)
+    assert called.wait(5)
+    assert not called_too.is_set()
+    peer.send(b"x")
+    assert called_too.wait(5)
+    os.close(number)
+    for end in (there, other, peer):
+        end.close()
