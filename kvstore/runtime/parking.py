@@ -141,11 +141,13 @@ class Parking:
                 wait_s = min(self._sleeps_until_s - now_s, LONGEST_SLEEP_S) if self._deadlines else -1.0
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-                if self._closed and not self._parked and not any(found):
-                    self._epoll = None
-                    epoll.close()
-                    os.close(self._wake_fd)
-                    return
+                if self._closed and not self._parked:
+                    if not any(found):
+                        self._epoll = None
+                        epoll.close()
+                        os.close(self._wake_fd)
+                        return
+                    wait_s = 0.0  # What was found goes on first.
             for then in found:
                 if then is None:
                     continue

@@ -258,3 +258,21 @@ def test_what_is_parked_with_a_descriptor_that_others_closed_goes_on_when_its_nu
     os.close(number)
     for end in (there, other, peer):
         end.close()
+
+
+def test_its_thread_ends_although_something_was_left_behind_when_it_was_closed():
+    before = set(threading.enumerate())
+    parking, gone_on = Parking(), []
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    parking.park(read_fd, clock.now_s() + 60.0, lambda: gone_on.append(1))
+    with parking._lock:  # So that its thread sees both at once.
+        parking._left_behind.append(lambda: gone_on.append(2))
+        parking._take(read_fd)
+        parking.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert gone_on == [2]
+    os.close(read_fd)
+    os.close(write_fd)
