@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import KVStoreError, PeerLost
-from kvstore.remote.messages import PeerLease, pack_peer_lease
+from kvstore.remote.messages import PeerLease
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local, connect_remote
 from kvstore.rpc.framing import HEADER, Op
-from kvstore.rpc.messages import U64
 from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
@@ -217,12 +217,12 @@ def long_chains(target: Target, port: str, until_s: float) -> None:
             chain = Chain(NAMESPACE, NAMESPACE, 0, os.urandom(32) * num_hashes)
             lease = PeerLease(chain=chain, block_bytes=BLOCK_BYTES, slot_format=1, namespace_version=0, ttl_s=1.0)
             with contextlib.suppress(KVStoreError), contextlib.closing(target.peer()) as peer:
-                peer.call(Op.PEER_LEASE, pack_peer_lease(lease), timeout_s=WITHIN_S)
+                peer.call(Op.PEER_LEASE, encode(lease), timeout_s=WITHIN_S)
 
 
 def unread_answers(target: Target, port: str, until_s: float) -> None:
     """A peer that asks and asks, and never reads."""
-    questions = frame(Op.PEER_RELEASE, U64.pack(1)) * 1000
+    questions = frame(Op.PEER_RELEASE, encode(1)) * 1000
     while time.monotonic() < until_s:
         with contextlib.suppress(OSError), target.peer().detach() as sock:
             sock.settimeout(0.5)

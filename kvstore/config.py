@@ -19,7 +19,7 @@ from kvstore.bounds import MIN_BLOCK_BYTES
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 _MAX_COPY_THREADS = 4
 _MAX_INT = 1 << 62

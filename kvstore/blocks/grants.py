@@ -10,8 +10,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-#: Positions of blocks or slots.
-IndexArray = npt.NDArray[np.int32]
+from kvstore.blocks.codec import U32, U64, Epoch, Record
+from kvstore.errors import ProtocolError
 
 
 class PinKind(Enum):
@@ -87,33 +87,36 @@ class PackedInts(Sequence[int]):
         return np.frombuffer(self.packed, "<i4")
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(Record, frozen=True):
     """Pinned blocks: a prefix of what was asked for.
 
     Args:
         lease_id: names the pin to `release`; 0 when nothing was pinned.
-        slots: slot of each pinned block, in chain order.
+        packed_slots: slot of each pinned block, in chain order, as `PackedInts` packs them.
         generations: the life of each slot, little-endian uint32.
         num_refused: readable blocks behind them that the budget of pins had no room for.
         epoch: the life of the pool; leases of another one are void.
     """
 
-    lease_id: int
-    slots: Sequence[int]
+    lease_id: U64 = 0
+    packed_slots: bytes = b""
     generations: bytes = b""
-    num_refused: int = 0
-    epoch: bytes = bytes(8)
+    num_refused: U32 = 0
+    epoch: Epoch = bytes(8)
+
+    @property
+    def slots(self) -> PackedInts:
+        """The slots, one by one."""
+        return _ints(self.packed_slots)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreTicket:
+class StoreTicket(Record, frozen=True, kw_only=True):
     """What `prepare_store` claimed.
 
     Args:
         write_id: names the write to `complete_store` and `abort_store`; 0 when there is nothing to write.
-        indexes: positions in the chain that the caller has to write, ascending.
-        slots: slot of each of them.
+        packed_indexes: positions in the chain that the caller has to write, ascending, as `PackedInts` packs them.
+        packed_slots: slot of each of them.
         num_resident: blocks that were there already, or are just being written by somebody else.
         num_refused: blocks at the end of the chain for which no slot could be had.
         num_awaited: how many of the resident ones are still being written by somebody else, who may yet give
@@ -124,15 +127,40 @@ class StoreTicket:
         epoch: the life of the pool; tickets of another one are void.
     """
 
-    write_id: int
-    indexes: Sequence[int]
-    slots: Sequence[int]
-    num_resident: int
-    num_refused: int
-    num_awaited: int = 0
-    num_clears: int = 0
+    write_id: U64
+    packed_indexes: bytes = b""
+    packed_slots: bytes = b""
+    num_resident: U32 = 0
+    num_refused: U32 = 0
+    num_awaited: U32 = 0
+    num_clears: U64 = 0
     generations: bytes = b""
-    epoch: bytes = bytes(8)
+    epoch: Epoch = bytes(8)
+
+    @property
+    def indexes(self) -> PackedInts:
+        """The positions, one by one.
+
+        Raises:
+            ProtocolError: there are not as many slots.
+        """
+        if len(self.packed_indexes) != len(self.packed_slots):
+            raise ProtocolError(
+                f"wanted as many slots as positions, got {len(self.packed_slots)} bytes of them and "
+                f"{len(self.packed_indexes)}"
+            )
+        return _ints(self.packed_indexes)
+
+    @property
+    def slots(self) -> PackedInts:
+        """The slots, one by one."""
+        return _ints(self.packed_slots)
+
+
+def _ints(packed: bytes) -> PackedInts:
+    if len(packed) % 4:
+        raise ProtocolError(f"wanted whole int32 values, got {len(packed)} bytes")
+    return PackedInts(packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from kvstore.blocks.chain import HASH_BYTES, Chain
-from kvstore.blocks.grants import PinKind
+from kvstore.blocks.codec import decode_count, decode_counts, encode
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part, as_part
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_COPY_THREADS, check_count, check_seconds, check_ttl
@@ -45,14 +45,14 @@ from kvstore.errors import (
 )
 from kvstore.memory.mapping import ArenaMapping
 from kvstore.memory.presence_view import PresenceView, map_clears
-from kvstore.rpc.framing import Op, pack_json, unpack_json
+from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import (
-    U64,
-    U64_F64,
-    pack_lease,
-    pack_lookup_all,
-    pack_pin,
-    unpack_grant,
+    Ask,
+    AskPin,
+    Attach,
+    Renew,
+    decode_found,
+    decode_grant,
 )
 from kvstore.runtime import clock
 
@@ -105,8 +105,8 @@ class Client(HandoffVerbs):
         self._arena = self._store.arena
         self._mapping = ArenaMapping(self._arena)
         try:
-            request = {"namespace": space.digest.hex(), "block_bytes": space.shape.block_bytes}
-            answer = unpack_json(self._store.call(Op.ATTACH, pack_json(request)))
+            request = Attach(space.digest, space.shape.block_bytes)
+            answer = decode_counts(self._store.call(Op.ATTACH, encode(request)))
             self._clears = map_clears(control_path, self.epoch, timeout_s=self._store.call_timeout_s)
         except KVStoreError:
             self._store.close(jobs_are_over=False)
@@ -197,7 +197,7 @@ class Client(HandoffVerbs):
         limit_s = self._store.call_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         self._store.check_open()
         op = Op.LOOKUP_ALL if remote else Op.LOOKUP
-        payload = pack_lookup_all(chain, _REMOTE_SHARE * limit_s) if remote else chain.encode()
+        payload = encode(Ask(chain, _REMOTE_SHARE * limit_s)) if remote else chain.encode()
         until_s = clock.now_s() + limit_s
         connection = self._store.for_lookups.take(limit_s)
         try:
@@ -206,9 +206,9 @@ class Client(HandoffVerbs):
         finally:
             self._store.for_lookups.keep(connection)
         if not remote:
-            return Match(num_local=U64.unpack(answer)[0])
-        nodes = unpack_json(answer)["nodes"]
-        return Match(num_local=int(nodes[0][1]), nodes=tuple((str(node), int(count)) for node, count in nodes[1:]))
+            return Match(num_local=decode_count(answer))
+        (_, num_local), *others = decode_found(answer).nodes
+        return Match(num_local=num_local, nodes=tuple(others))
 
     def map_presence(self) -> None:
         """Map what `is_surely_absent` reads; that says no to everything before. May be called again.
@@ -252,18 +252,19 @@ class Client(HandoffVerbs):
         check_ttl("ttl_s", ttl_s)
         chain = self._chain(hashes)
         asked_s = clock.now_s()
-        question, answer = pack_lease(chain, ttl_s), b""
+        question, answer = encode(Ask(chain, ttl_s)), b""
         try:
             answer = self._store.call(Op.LEASE, question)
-            grant = unpack_grant(answer)
+            grant = decode_grant(answer)
+            slots = grant.slots
             return Lease(
                 grant.lease_id,
-                hashes[: len(grant.slots)],
-                grant.slots,
+                hashes[: len(slots)],
+                slots,
                 asked_s + ttl_s - self.config.lease_margin_s,
                 self.config.lease_margin_s,
-                lambda lease_id: bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(lease_id)))[0]),
-                lambda lease_id, ttl: bool(U64.unpack(self._store.call(Op.RENEW, U64_F64.pack(lease_id, ttl)))[0]),
+                lambda lease_id: bool(decode_count(self._store.call(Op.RELEASE, encode(lease_id)))),
+                lambda lease_id, ttl: bool(decode_count(self._store.call(Op.RENEW, encode(Renew(lease_id, ttl))))),
                 self._slot_view,
                 lambda: not (self._lost or self._store.has_ended),
             )
@@ -291,11 +292,11 @@ class Client(HandoffVerbs):
         """
         if ttl_s is not None and ttl_s != math.inf:
             check_ttl("ttl_s", ttl_s)
-        chain, kind = self._chain(hashes), PinKind.SOFT if soft else PinKind.HARD
-        question, answer = pack_pin(chain, kind, math.inf if ttl_s is None else ttl_s), b""
+        chain = self._chain(hashes)
+        question, answer = encode(AskPin(chain, soft, math.inf if ttl_s is None else ttl_s)), b""
         try:
             answer = self._store.call(Op.PIN, question)
-            grant = unpack_grant(answer)
+            grant = decode_grant(answer)
             return Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused)
         except BaseException:
             self._give_back(answer)
@@ -309,13 +310,13 @@ class Client(HandoffVerbs):
         """
         if not isinstance(pinned, Pinned):
             raise InvalidRequest(f"wanted what pin() returned, got {type(pinned).__name__}")
-        return bool(U64.unpack(self._store.call(Op.RELEASE, U64.pack(pinned.pin_id)))[0])
+        return bool(decode_count(self._store.call(Op.RELEASE, encode(pinned.pin_id))))
 
     def stats(self) -> dict[str, Any]:
         """Return the node store's counts. It asks its mover for some of them, and no other call waits for that."""
         self._store.check_open()
         with self._store.for_lookups.taken() as connection:
-            return unpack_json(connection.call(Op.STATS, timeout_s=self._store.call_timeout_s))
+            return decode_counts(connection.call(Op.STATS, timeout_s=self._store.call_timeout_s))
 
     # Jobs.
 
@@ -600,7 +601,7 @@ class Client(HandoffVerbs):
         """
         if answer:
             with contextlib.suppress(KVStoreError):
-                self._store.call(Op.RELEASE, U64.pack(unpack_grant(answer).lease_id))
+                self._store.call(Op.RELEASE, encode(decode_grant(answer).lease_id))
 
     def _chain(self, hashes: BlockHashes) -> Chain:
         self._store.check_process()

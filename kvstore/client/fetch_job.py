@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from kvstore.blocks.chunking import plan_stage_chunks
+from kvstore.blocks.codec import encode
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.blocks.ticket import HandoffTicket
@@ -29,7 +30,7 @@ from kvstore.errors import (
 )
 from kvstore.rpc.client import Answers, ControlClient
 from kvstore.rpc.framing import Op
-from kvstore.rpc.handoff_messages import END, FetchRequest, pack_fetch
+from kvstore.rpc.handoff_messages import End, FetchRequest
 from kvstore.rpc.messages import STAGE_BIT
 from kvstore.runtime import clock
 
@@ -129,7 +130,7 @@ def ask_fetch(
         generation=stage.generation if stage else 0,
         is_early=ticket.is_early,
     )
-    pieces = connection.call_stream(Op.HANDOFF_FETCH, pack_fetch(request), timeout_s=timeout_s + config.call_timeout_s)
+    pieces = connection.call_stream(Op.HANDOFF_FETCH, encode(request), timeout_s=timeout_s + config.call_timeout_s)
     return Asked(connection, pieces, asked_s)
 
 
@@ -171,13 +172,13 @@ def run_fetch(
             stage_copier = stage.copier if stage else None
             yield from answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier, queued)
         # The claim was made when the question had waited so long in the store, which got it after it was asked here.
-        claimed_s = asked.at_s + float(answer.report.get("waited_s", 0.0))
+        claimed_s = asked.at_s + answer.report.waited_s
         late = clock.now_s() > claimed_s + config.lease_ttl_s - config.lease_margin_s
-        asked.end = END.pack(answer.number, not late and answer.num_ready == ticket.num_blocks)
+        asked.end = encode(End(answer.number, not late and answer.num_ready == ticket.num_blocks))
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.
         with contextlib.suppress(KVStoreError):
-            connection.send(Op.HANDOFF_END, END.pack(answer.number, 0))
+            connection.send(Op.HANDOFF_END, encode(End(answer.number, False)))
         return failed_fetch(pages, ticket, num_skipped, f"not_pinned: {error}")
     except CopyStuck:
         raise  # No result says that blocks are the engine's again.
@@ -192,17 +193,15 @@ def run_fetch(
         return failed_fetch(pages, ticket, num_skipped, f"abandoned: {error}")
     except KVStoreError:
         with contextlib.suppress(KVStoreError):
-            connection.send(Op.HANDOFF_END, END.pack(answer.number, 0))
+            connection.send(Op.HANDOFF_END, encode(End(answer.number, False)))
         raise
     except BaseException:
         connection.close()  # An interrupt: the answer may still hold it.
         raise
-    if late and answer.report.get("num_local"):
+    if late and answer.report.num_local:
         # Copied straight out of the publisher's slots, which may have been reused meanwhile: nothing of it counts.
-        answer.num_ready, answer.report["reason"] = (
-            0,
-            "lease_expired: the copy took longer than the claim on the blocks",
-        )
+        answer.num_ready = 0
+        answer.report.reason = "lease_expired: the copy took longer than the claim on the blocks"
         return _result(answer, pages, ticket, num_skipped)
     return told[0]
 
@@ -213,7 +212,7 @@ def _result(answer: Answer, pages: EnginePages, ticket: HandoffTicket, num_skipp
         num_blocks=usable,
         failed=failures(usable, pages, ticket.num_blocks, answer.reason),
         route="gpu" if answer.number & STAGE_BIT else "host",
-        note=str(answer.report.get("note", "")),
+        note=answer.report.note,
         **answer.counts(),
     )
 

@@ -10,15 +10,14 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.blocks.grants import IndexArray
+from kvstore.blocks.codec import IndexArray, decode_count, decode_indexes, encode
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.save_load import CopyGuard
 from kvstore.client.stage_link import AttachedStage
 from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.errors import CopyStuck, InvalidRequest, KernelError, KVStoreError, StoreUnavailable, TransferTimeout
 from kvstore.rpc.framing import Op
-from kvstore.rpc.handoff_messages import PrepareHandoff, pack_abort_handoff, pack_complete_handoff, pack_prepare_handoff
-from kvstore.rpc.messages import U64, unpack_ints
+from kvstore.rpc.handoff_messages import AbortHandoff, CompleteHandoff, PrepareHandoff
 
 logger = logging.getLogger(__name__)
 
@@ -151,14 +150,14 @@ class Publishing:
 
     def _ask_slots(self, ask: Callable[[Op, bytes], bytes], question: bytes) -> IndexArray:
         try:
-            return unpack_ints(ask(Op.HANDOFF_PREPARE, question))
+            return decode_indexes(ask(Op.HANDOFF_PREPARE, question))
         except TransferTimeout:
             self._void()  # They may be granted all the same, and only this publisher knows that it does not write.
             raise
 
     def _question(self, slab: int, generation: int) -> bytes:
         ticket = self.ticket
-        return pack_prepare_handoff(
+        return encode(
             PrepareHandoff(
                 self._key, self._writer, ticket.namespace, ticket.num_blocks, slab, generation, self._num_clears
             )
@@ -189,8 +188,8 @@ class Publishing:
                     self.guard.check()
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
             self._copier.check_unchanged()
-            payload = pack_complete_handoff(self._key, self._writer, self._ttl_s)
-            kept = U64.unpack(self._keep(Op.HANDOFF_COMPLETE, payload))[0]
+            payload = encode(CompleteHandoff(self._key, self._writer, self._ttl_s))
+            kept = decode_count(self._keep(Op.HANDOFF_COMPLETE, payload))
         except CopyStuck:
             raise
         except BaseException:
@@ -204,7 +203,7 @@ class Publishing:
         if stage.copier.await_begun(self.pages):
             # They were still being computed. A reader that waits for them is woken while they are packed.
             with contextlib.suppress(KVStoreError):
-                self._say(Op.HANDOFF_PACKING, self._key)
+                self._say(Op.HANDOFF_PACKING, encode(self._key))
         stage.copier.finish(self.pages)
 
     def drop(self) -> None:
@@ -223,7 +222,7 @@ class Publishing:
 
     def _void(self) -> None:
         """Tell the store that nothing of this writes any more."""
-        self._surely(Op.HANDOFF_ABORT, pack_abort_handoff(self._key, self._writer))
+        self._surely(Op.HANDOFF_ABORT, encode(AbortHandoff(self._key, self._writer)))
 
 
 class _Ahead:

@@ -8,6 +8,7 @@ import logging
 import math
 from dataclasses import replace
 
+from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.bounds import check_ttl
 from kvstore.client.fetch_job import check_named
@@ -26,7 +27,6 @@ from kvstore.errors import (
     StoreUnavailable,
 )
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import U64
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class PublishVerbs(StageVerbs):
             raise InvalidRequest(f"ticket: wanted a HandoffTicket of Client.publish, got {type(ticket).__name__}")
         if (ticket.node_id, ticket.epoch.hex()) != (self.node_id, self.epoch):
             return False
-        return bool(U64.unpack(self._store.call(Op.HANDOFF_WITHDRAW, ticket.key))[0])
+        return bool(decode_count(self._store.call(Op.HANDOFF_WITHDRAW, encode(ticket.key))))
 
 
 def _forget(expected: Work[HandoffTicket] | None) -> None:

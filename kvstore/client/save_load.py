@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.part import Part
 from kvstore.client.results import BlockFailure, LoadResult, MissReason, SaveResult
 from kvstore.client.work import Awaited, Steps, asking, next_piece
@@ -28,16 +29,15 @@ from kvstore.errors import (
 )
 from kvstore.rpc.client import Answers, ControlClient
 from kvstore.rpc.framing import Op
-from kvstore.rpc.load_report import unpack_report
 from kvstore.rpc.messages import (
     STAGE_BIT,
-    U64,
-    pack_lease,
-    pack_load,
-    pack_prepare,
-    pack_write_end,
-    unpack_progress,
-    unpack_ticket,
+    Ask,
+    AskLoad,
+    LoadReport,
+    Prepare,
+    WriteEnd,
+    decode_progress,
+    decode_ticket,
 )
 from kvstore.runtime import clock
 
@@ -124,26 +124,26 @@ def run_save(
     """
     # Written in an earlier round. What is evicted while others are waited for is written again, and counts once.
     earlier: set[int] = set()
-    request = pack_prepare(chain, part.num_parts, part.index, num_clears)
+    request = encode(Prepare(chain, part.num_parts, part.index, num_clears))
     while True:
         answer = yield from asking(connection, Op.PREPARE_STORE, request, timeout_s=call_timeout_s)
-        ticket = unpack_ticket(answer)
-        num_published, num_blocks = 0, len(chain) - ticket.num_refused
+        ticket = decode_ticket(answer)
+        num_published, indexes, num_blocks = 0, ticket.indexes, len(chain) - ticket.num_refused
         if ticket.num_clears != num_clears:
             logger.info(
                 "a save of %d blocks is dropped: their namespace was cleared since it was asked for", len(chain)
             )
             return SaveResult(num_blocks=0, num_written=0, num_refused=0)
         if ticket.write_id:
-            end = pack_write_end(ticket)
+            end = encode(WriteEnd.of(ticket))
             try:
                 with guard.copying:
                     guard.check()
-                    indexes = np.asarray(ticket.indexes, dtype=np.int64)
-                    copier.into_slots(pages, indexes, np.asarray(ticket.slots, dtype=np.int64))
+                    positions = np.asarray(indexes, dtype=np.int64)
+                    copier.into_slots(pages, positions, np.asarray(ticket.slots, dtype=np.int64))
                     copier.check_unchanged()
                 answer = yield from asking(connection, Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
-                num_published = U64.unpack(answer)[0]
+                num_published = decode_count(answer)
             except (CopyStuck, GeneratorExit):
                 raise  # Its slots may still be written: they stay taken until this process ends.
             except BaseException:
@@ -151,13 +151,13 @@ def run_save(
                 with contextlib.suppress(KVStoreError):
                     yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)
                 raise
-        lost = num_published < len(ticket.indexes)
-        written = ticket.indexes if part.num_parts > 1 else ticket.indexes[:num_published]
+        lost = num_published < len(indexes)
+        written = indexes if part.num_parts > 1 else indexes[:num_published]
         if lost or ticket.num_awaited:
             left_s = max(0.0, deadline_s - clock.now_s())
-            question = pack_lease(chain.head(num_blocks), left_s)
+            question = encode(Ask(chain.head(num_blocks), left_s))
             answer = yield from asking(connection, Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
-            num_stored = U64.unpack(answer)[0]
+            num_stored = decode_count(answer)
             if num_stored < num_blocks and not lost and clock.now_s() < deadline_s:
                 earlier.update(written)
                 # A pause: where too many saves wait, the store answers at once.
@@ -201,7 +201,7 @@ def run_load(
     answer = Answer(reason="store_lost: the node store ended the load early")
     try:
         pieces = connection.call_stream(
-            Op.LOAD, pack_load(chain.tail(first), ttl_s, timeout_s), timeout_s=timeout_s + config.call_timeout_s
+            Op.LOAD, encode(AskLoad(chain.tail(first), ttl_s, timeout_s)), timeout_s=timeout_s + config.call_timeout_s
         )
 
         def queued() -> None:
@@ -213,12 +213,12 @@ def run_load(
 
         yield from answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
         with contextlib.suppress(StoreUnavailable, TransferError):  # The bytes are in place, whatever became of it.
-            connection.send(Op.RELEASE, U64.pack(answer.number))
+            connection.send(Op.RELEASE, encode(answer.number))
     except RegistrationFailed as error:
         # Nothing is wrong with the store, but nothing of it can be copied now.
         answer.fail(f"not_pinned: {error}")
         with contextlib.suppress(KVStoreError):
-            connection.send(Op.RELEASE, U64.pack(answer.number))
+            connection.send(Op.RELEASE, encode(answer.number))
     except CopyStuck:
         raise  # No result says that blocks are the engine's again.
     except StoreDraining as error:
@@ -232,14 +232,14 @@ def run_load(
         answer.fail(f"abandoned: {error}")
     except KVStoreError:
         with contextlib.suppress(KVStoreError):
-            connection.send(Op.RELEASE, U64.pack(answer.number))
+            connection.send(Op.RELEASE, encode(answer.number))
         raise
     except BaseException:
         connection.close()  # An interrupt, or an error of the caller's: the store takes back what it gave over it.
         raise
     if clock.now_s() > valid_until_s:
         # The store may have reused slots while they were copied out: nothing of it counts.
-        answer.num_ready, answer.report["reason"] = 0, "lease_expired"
+        answer.num_ready, answer.report.reason = 0, "lease_expired"
     usable = first + answer.num_ready
     return LoadResult(num_blocks=usable, failed=failures(usable, pages, len(chain), answer.reason), **answer.counts())
 
@@ -256,16 +256,16 @@ class Answer:
         self.number = 0
         #: Blocks that are in place, from the first that was asked for.
         self.num_ready = 0
-        self.report: dict[str, Any] = {"reason": reason}
+        self.report = LoadReport(reason=reason)
 
     @property
     def reason(self) -> str:
         """Why not everything came; empty when it did."""
-        return str(self.report.get("reason") or "")
+        return self.report.reason
 
     def fail(self, reason: str) -> None:
         """Let nothing count of what came."""
-        self.num_ready, self.report = 0, {"reason": reason}
+        self.num_ready, self.report = 0, LoadReport(reason=reason)
 
     def copy_out(
         self,
@@ -296,7 +296,7 @@ class Answer:
         with contextlib.closing(pieces), _Finishing(copier, stage_copier, pages):
             while not pieces.is_finished:
                 _, payload = yield from next_piece(pieces, guard.check)
-                progress = unpack_progress(payload)
+                progress = decode_progress(payload)
                 self.number = progress.lease_id
                 if count := len(progress.slots):
                     chosen = stage_copier if self.number & STAGE_BIT else copier
@@ -309,8 +309,8 @@ class Answer:
                         if chosen is stage_copier:
                             pieces.awake_s = _AWAKE_S
                     self.num_ready = progress.first + count
-                if progress.report:
-                    self.report = unpack_report(progress.report)
+                if progress.report is not None:
+                    self.report = progress.report
             if pages is not None and pages.order is not None:
                 pages.order.end()
             queued()
@@ -319,8 +319,8 @@ class Answer:
 
     def counts(self) -> dict[str, Any]:
         """Return the fields of a result that tell what it cost."""
-        counts = {name: int(self.report.get(name, 0)) for name in _COUNTS}
-        return {**counts, "peers": tuple(self.report.get("peers", ())), "read_s": float(self.report.get("read_s", 0.0))}
+        counts = {name: getattr(self.report, name) for name in _COUNTS}
+        return {**counts, "peers": tuple(self.report.peers), "read_s": self.report.read_s}
 
 
 class _Finishing:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvstore.blocks.codec import encode
 from kvstore.client.results import HandoffRoute
 from kvstore.engine.stage_copier import EngineCaches, StageSide, make_stage_copier, stage_uuid
 from kvstore.errors import ConfigError, CopyStuck, KernelError, KVStoreError, RegistrationFailed
-from kvstore.rpc.framing import Op, pack_json, unpack_json
-from kvstore.rpc.handoff_messages import pack_soon
+from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import AskStage, Soon, WarmUp, decode_lanes, decode_stage
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +74,15 @@ class StageLink:
         rates: dict[str, float] = {}
         why_not = ""
         for node in self._peers:
-            question = {"slab": stage.slab, "generation": stage.generation, "node": node}
+            question = encode(WarmUp(stage.slab, stage.generation, node))
             try:
-                lanes = unpack_json(self._ask(Op.HANDOFF_WARM, pack_json(question), _MAKE_WITHIN_S))["lanes"]
+                lanes = decode_lanes(self._ask(Op.HANDOFF_WARM, question, _MAKE_WITHIN_S))
             except KVStoreError as error:
                 logger.warning("hand-off: the lane from node %s was not warmed up: %s", node, error)
                 continue
-            usable = [float(lane["gb_per_s"]) for lane in lanes if not lane["why_not"]]
+            usable = [lane.gb_per_s for lane in lanes if not lane.why_not]
             rates[node] = max(usable, default=0.0)
-            why_not = why_not or next((str(lane["why_not"]) for lane in lanes if lane["why_not"] and not usable), "")
+            why_not = why_not or next((lane.why_not for lane in lanes if lane.why_not and not usable), "")
         if why_not and not any(rates.values()):
             self.lose(stage, for_good=True)
             return self._host_route(why_not, rates)
@@ -103,7 +104,7 @@ class StageLink:
     def soon(self, node_id: str, slab: int) -> bytes:
         """Return what announces a fetch from a stage of a node into the one there is now; nothing without one."""
         stage = self._stage
-        return pack_soon(node_id, slab, stage.slab, stage.generation) if stage is not None else b""
+        return encode(Soon(node_id, slab, stage.slab, stage.generation)) if stage is not None else b""
 
     def _host_route(self, why_not: str, rates: dict[str, float] | None = None) -> HandoffRoute:
         logger.warning("hand-offs of this client go through host memory: %s", why_not)
@@ -124,9 +125,9 @@ class StageLink:
         uuid = stage_uuid(caches.layout)
         if self._stage is not None or not uuid or self._closed:
             return self._stage
-        question = {"uuid": uuid, "num_bytes": self._num_bytes, "block_bytes": caches.shape.block_bytes}
-        value = unpack_json(self._ask(Op.HANDOFF_STAGE, pack_json(question), _MAKE_WITHIN_S))
-        stage = AttachedStage(int(value["slab"]), int(value["generation"]), make_stage_copier(caches, value))
+        question = encode(AskStage(uuid, self._num_bytes, caches.shape.block_bytes))
+        found = decode_stage(self._ask(Op.HANDOFF_STAGE, question, _MAKE_WITHIN_S))
+        stage = AttachedStage(found.slab, found.generation, make_stage_copier(caches, found))
         with self._lock:
             if not self._closed and self._caches is caches:
                 self._stage = stage

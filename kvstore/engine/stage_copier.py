@@ -27,6 +27,7 @@ from kvstore.kernels.launch import check_window
 from kvstore.kernels.spans import Spans, position_spans
 from kvstore.kernels.streams import own_stream
 from kvstore.kernels.vram import MappedSlab, gpu_uuids
+from kvstore.rpc.handoff_messages import StageFound
 
 #: Packing takes a fraction of a millisecond, less than a pause and the way back into the interpreter.
 _EAGER_S = 2e-3
@@ -90,16 +91,16 @@ class StageCopier:
         KernelError: the stage could not be mapped, or the kernels not be built.
     """
 
-    def __init__(self, engine: EngineCaches, stage: dict[str, Any]) -> None:
+    def __init__(self, engine: EngineCaches, stage: StageFound) -> None:
         self._layout, self._registered = engine.layout, engine.registered
         self._registered.check()  # A stage is attached long after, and once more when its mover died.
         self._plan = engine_plan(engine.caches, engine.layout, engine.shape, engine.sides)
         device = self._plan.device
         assert device.index is not None, "a tensor's device has an index"
         self._device_index = device.index
-        num_slots, slot_bytes = int(stage["num_slots"]), int(stage["slot_bytes"])
+        num_slots, slot_bytes = stage.num_slots, stage.slot_bytes
         with kernel_errors("mapping the stage of a GPU"), torch.cuda.device(device):
-            self._mapped = MappedSlab(device.index, bytes.fromhex(stage["handle"]))
+            self._mapped = MappedSlab(device.index, stage.handle)
             self._slots = _as_tensor(self._mapped.address, num_slots * slot_bytes, device).view(num_slots, slot_bytes)
             self._kernels = GpuCopier(self._plan)
             # One for each direction: what is published does not wait for what is fetched.
@@ -231,7 +232,7 @@ class StageCopier:
         copy(placed, self._slots, stream=stream)
 
 
-def make_stage_copier(engine: EngineCaches, stage: dict[str, Any]) -> StageSide:
+def make_stage_copier(engine: EngineCaches, stage: StageFound) -> StageSide:
     """Return a copier between caches and a stage; see `StageCopier`."""
     return StageCopier(engine, stage)
 

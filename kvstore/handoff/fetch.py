@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.blocks.chunking import plan_chunks, plan_stage_chunks
-from kvstore.blocks.grants import IndexArray
+from kvstore.blocks.codec import IndexArray, encode
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.handoff.lanes import StageLane
 from kvstore.handoff.messages import PeerClaimed
@@ -27,8 +27,7 @@ from kvstore.pool.pool import Pool
 from kvstore.remote.answers import check_slots
 from kvstore.remote.peers import Peer
 from kvstore.rpc.handoff_messages import FetchRequest
-from kvstore.rpc.load_report import LoadReport
-from kvstore.rpc.messages import NOTIFICATION, STAGE_BIT, Progress, pack_progress
+from kvstore.rpc.messages import NOTIFICATION, STAGE_BIT, LoadReport, Progress
 from kvstore.runtime import clock
 
 if TYPE_CHECKING:
@@ -198,7 +197,7 @@ class RemoteFetch:
         self._report.num_lease_calls = self._claim.num_calls
         self._report.note = self._why_host
         slots = self._slots[first : self._num_ready]
-        self._send(pack_progress(Progress(self._number, first, slots, self._report.to_bytes())), True)
+        self._send(encode(Progress(self._number, first, slots, self._report)), True)
 
     @property
     def _number(self) -> int:
@@ -401,7 +400,7 @@ class RemoteFetch:
             if self._num_ready == self._request.num_blocks:
                 self._tell_last("", first)
             else:
-                self._send(pack_progress(Progress(self._number, first, self._slots[first : self._num_ready])), False)
+                self._send(encode(Progress(self._number, first, self._slots[first : self._num_ready])), False)
         if self._lane is not None:
             self._fetcher.server.stay_awake(0.0 if done.last else _AWAKE_S)
         if done.last:

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from kvstore.config import StoreConfig
 from kvstore.handoff.fetch import RemoteFetch, Send
@@ -15,7 +14,7 @@ from kvstore.handoff.stages import Stage, StageBook
 from kvstore.mover.link import MoverLink
 from kvstore.pool.pool import Pool
 from kvstore.remote.peers import PeerBook
-from kvstore.rpc.handoff_messages import FetchRequest
+from kvstore.rpc.handoff_messages import FetchRequest, LaneFound
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime.store_threads import Blocking, StoreThreads
 
@@ -62,14 +61,14 @@ class HandoffFetcher:
         #: Steps for which no thread could be started.
         self._left: deque[Callable[[], object]] = deque()
 
-    def warm_up(self, node_id: str, stage: Stage) -> dict[str, Any]:
+    def warm_up(self, node_id: str, stage: Stage) -> list[LaneFound]:
         """Warm up and measure the lanes from every stage of a node; returns the rate of each, and why not.
 
         Raises:
             KVStoreError: the node cannot be reached.
         """
         lanes = self.lanes.find_all(self.peers.get(node_id), stage, self.config.call_timeout_s)
-        return {"lanes": [{"gb_per_s": lane.gb_per_s, "why_not": lane.why_not} for lane in lanes]}
+        return [LaneFound(lane.gb_per_s, lane.why_not) for lane in lanes]
 
     def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> int:
         """Fetch, on the control thread as far as nobody has to be waited for; the client is answered in any case.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.blocks.codec import encode
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, TransferError, TransferTimeout
 from kvstore.handoff.stages import WARM_BYTES, Stage
@@ -24,7 +25,7 @@ from kvstore.mover.transport import PeerDescription, ReadRequest
 from kvstore.remote.answers import stages_of
 from kvstore.remote.peers import Peer
 from kvstore.rpc.framing import Op
-from kvstore.rpc.handoff_messages import pack_soon
+from kvstore.rpc.handoff_messages import Soon
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class StageLanes:
                     lane = self._measure(name, description, generation, num_warm, stage)
                     self._remember(key, lane)
                     if not lane.why_not:
-                        word = pack_soon(peer.node_id, slab, stage.slab, stage.generation)
+                        word = encode(Soon(peer.node_id, slab, stage.slab, stage.generation))
                         self._mover.wake_by(
                             word, _read_of_nothing(lane.name, lane.description, stage, 1), stage.generation
                         )

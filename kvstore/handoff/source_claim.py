@@ -7,14 +7,17 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from kvstore.blocks.codec import encode
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.errors import KVStoreError, TransferTimeout
-from kvstore.handoff.messages import PeerClaim, PeerClaimed, claimed_of, pack_peer_claim
+from kvstore.handoff.messages import PeerClaim, PeerClaimed, claimed_of
 from kvstore.handoff.records import NOT_READY, NOT_READY_IN_TIME
 from kvstore.remote.peers import Peer
 from kvstore.rpc.client import ControlClient, Question
 from kvstore.rpc.framing import Op
-from kvstore.rpc.handoff_messages import END, FetchRequest, pack_soon
+from kvstore.rpc.handoff_messages import End, FetchRequest, Soon
 from kvstore.runtime import clock
 
 if TYPE_CHECKING:
@@ -102,7 +105,7 @@ class SourceClaim:
     def _wake(self) -> None:
         """Blocks that were waited for are there in a moment: keep the mover awake for them, and its lane."""
         request = self._request
-        word = pack_soon(request.node_id, request.from_slab, request.slab, request.generation)
+        word = encode(Soon(request.node_id, request.from_slab, request.slab, request.generation))
         self._fetcher.mover.expect_read(word)
         if not self._to_host:
             self._fetcher.server.stay_awake(_AWAKE_S)
@@ -134,7 +137,7 @@ class SourceClaim:
         if isinstance(found, PeerClaimed) and found.reason == NOT_READY:
             self._end(question)
             if clock.now_s() > self._deadline_s or not self._is_wanted():
-                self._then(found._replace(reason=NOT_READY_IN_TIME))
+                self._then(msgspec.structs.replace(found, reason=NOT_READY_IN_TIME))
             elif clock.now_s() < self.asked_s + _PAUSE_S:
                 self._again_s = self.asked_s + _PAUSE_S
             else:
@@ -158,7 +161,7 @@ class SourceClaim:
             self._then(error)
 
     def _claim(self, wait_s: float) -> bytes:
-        return pack_peer_claim(
+        return encode(
             PeerClaim(
                 key=self._request.key,
                 namespace=self._request.namespace,
@@ -181,9 +184,9 @@ class SourceClaim:
             if connection is None or connection.closed:
                 connection = self._connection = peers.take_spare(peer)
             if used:
-                connection.send(Op.PEER_CLAIM_END, END.pack(claim_id, used))
+                connection.send(Op.PEER_CLAIM_END, encode(End(claim_id, used)))
             else:
-                connection.call(Op.PEER_CLAIM_END, END.pack(claim_id, used), timeout_s=_TELL_WITHIN_S)
+                connection.call(Op.PEER_CLAIM_END, encode(End(claim_id, used)), timeout_s=_TELL_WITHIN_S)
 
     def leave(self) -> None:
         """Let the connection be others'; at the end."""

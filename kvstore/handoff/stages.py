@@ -6,17 +6,17 @@ back by the same rules as those of the arena.
 
 from __future__ import annotations
 
-import base64
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError, PeerLost
 from kvstore.mover.link import MoverLink
+from kvstore.mover.messages import NewStage, decode_stage_made
 from kvstore.mover.transport import PeerDescription
 from kvstore.pool.pool import Pool
 from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import StageFound
 
 #: Slots behind those of the pool are at least this long in all. Warming a lane up reads into them.
 WARM_BYTES = 8 << 20
@@ -39,7 +39,7 @@ class Stage:
     slab: int
     generation: int
     uuid: str
-    handle: str
+    handle: bytes
     description: PeerDescription
     pool: Pool
 
@@ -53,20 +53,14 @@ class Stage:
         """Slots that hold nobody's blocks."""
         return range(self.num_slots, self.description.num_slots)
 
-    def to_json(self) -> dict[str, Any]:
+    def found(self) -> StageFound:
         """Return what clients and peers are told of it."""
-        return {
-            "slab": self.slab,
-            "generation": self.generation,
-            "uuid": self.uuid,
-            "handle": self.handle,
-            "agent": base64.b64encode(self.description.agent).decode(),
-            "address": self.description.address,
-            "gpu": self.description.gpu,
-            "slot_bytes": self.description.slot_bytes,
-            "num_slots": self.description.num_slots,
-            "num_warm": len(self.warm_slots),
-        }
+        told = self.description
+        return StageFound(
+            slab=self.slab, generation=self.generation, uuid=self.uuid, handle=self.handle, agent=told.agent,
+            address=told.address, gpu=told.gpu, slot_bytes=told.slot_bytes, num_slots=told.num_slots,
+            num_warm=len(self.warm_slots),
+        )  # fmt: skip
 
 
 class StageBook:
@@ -127,21 +121,21 @@ class StageBook:
             num_slots, num_warm = num_bytes // slot_bytes, -(-WARM_BYTES // slot_bytes)
             if num_slots < 2:
                 raise ConfigError(f"wanted room for at least 2 blocks of {slot_bytes} bytes, got {num_bytes} bytes")
-            question = {"uuid": uuid, "slot_bytes": slot_bytes, "num_slots": num_slots + num_warm}
-            value = self._mover.ask(Op.MOVER_STAGE, question, _MAKE_WITHIN_S)
+            question = NewStage(uuid, slot_bytes, num_slots + num_warm)
+            answer = decode_stage_made(self._mover.ask(Op.MOVER_STAGE, question, _MAKE_WITHIN_S))
             if self._mover.own is not own:
                 raise PeerLost("the mover of this node was replaced meanwhile; try again")
             made = Stage(
-                slab=int(value["slab"]),
+                slab=answer.slab,
                 generation=own.generation,
                 uuid=uuid,
-                handle=str(value["handle"]),
+                handle=answer.handle,
                 description=PeerDescription(
-                    agent=base64.b64decode(value["agent"]),
-                    address=int(value["address"]),
+                    agent=answer.agent,
+                    address=answer.address,
                     slot_bytes=slot_bytes,
                     num_slots=num_slots + num_warm,
-                    gpu=int(value["gpu"]),
+                    gpu=answer.gpu,
                 ),
                 pool=Pool(num_slots),
             )

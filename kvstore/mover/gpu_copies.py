@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.blocks.grants import IndexArray
+from kvstore.blocks.codec import IndexArray
 from kvstore.errors import PeerLost, TransferError
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals
 

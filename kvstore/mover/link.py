@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import logging
@@ -10,25 +9,25 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.blocks.codec import Record, decode_bytes, decode_count, decode_counts, encode
 from kvstore.errors import KVStoreError, PeerLost, ProtocolError, TransferTimeout
 from kvstore.mover.messages import (
+    AddPeer,
     MoverDone,
     MoverRead,
+    MoverWake,
     OwnTransport,
-    own_transport,
-    pack_mover_read,
-    pack_mover_wake,
-    unpack_mover_done,
+    Slots,
+    decode_mover_done,
+    decode_mover_ready,
 )
 from kvstore.mover.transport import PeerDescription, ReadRequest
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import Flag, Message, Op, pack_error, pack_json, unpack_error, unpack_json, unpacked
-from kvstore.rpc.messages import U64
+from kvstore.rpc.framing import Flag, Message, Op, pack_error, unpack_error
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class MoverLink:
         self._ready = threading.Event()
         self._stats_ready = threading.Event()
         self._stats: dict[str, int] = {}
-        self._slots: tuple[int, int] | None = None
+        self._slots: Slots | None = None
         self._questions: dict[int, queue.SimpleQueue[tuple[Flag, bytes]]] = {}
 
     @property
@@ -144,14 +143,13 @@ class MoverLink:
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
         """Tell this mover and every later one how the slab is divided."""
         with self._lock:
-            self._slots = (slot_bytes, num_slots)
+            self._slots = Slots(slot_bytes, num_slots)
             if self._connection is not None:
                 self._tell_slots(self._connection)
 
     def _tell_slots(self, connection: Connection) -> None:
         if self._slots is not None:
-            payload = pack_json({"slot_bytes": self._slots[0], "num_slots": self._slots[1]})
-            connection.send(Op.ATTACH, Flag.ONE_WAY, 0, payload)
+            connection.send(Op.ATTACH, Flag.ONE_WAY, 0, encode(self._slots))
 
     def serve(self, connection: Connection, message: Message, notified: Callable[[bytes], None]) -> None:
         """Take one message of the mover, on the control thread.
@@ -171,18 +169,18 @@ class MoverLink:
             # READs have the same ids in each.
             raise ProtocolError(f"{op.name}: wanted a word of this store's present mover, got one of another process")
         elif op is Op.MOVER_DONE:
-            self._done(unpacked(unpack_mover_done, payload))
+            self._done(decode_mover_done(payload))
         elif op is Op.MOVER_TERMINAL:
-            self._ended({unpacked(U64.unpack, payload)[0]})
+            self._ended({decode_count(payload)})
         elif op is Op.MOVER_NOTIFICATIONS:
-            notified(payload)
+            notified(decode_bytes(payload))
         elif op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
             if (question := self._questions.get(message.request)) is not None:
                 question.put((message.flag, payload))
             else:
                 self._ended({message.request})  # Whoever asked has given up meanwhile.
         elif op is Op.MOVER_STATS:
-            self._stats = unpack_json(payload)
+            self._stats = decode_counts(payload)
             self._stats_ready.set()
         else:
             raise ProtocolError(f"{op.name}: no mover says this")
@@ -192,7 +190,8 @@ class MoverLink:
         return connection is self._connection
 
     def _take(self, connection: Connection, payload: bytes) -> None:
-        own = unpacked(lambda data: own_transport(self._generation + 1, data), payload)
+        ready = decode_mover_ready(payload)
+        own = OwnTransport(self._generation + 1, ready.agent, ready.address)
         with self._lock:
             if self._connection is not None:
                 raise ProtocolError("this store has a mover; another comes only after that one is gone")
@@ -259,7 +258,7 @@ class MoverLink:
         gone += kept[: max(0, len(kept) + 1 - _MAX_PEERS)]
         for peer in gone:
             del self._known_peers[peer]
-            connection.send(Op.MOVER_FORGET_PEER, Flag.ONE_WAY, 0, peer.encode())
+            connection.send(Op.MOVER_FORGET_PEER, Flag.ONE_WAY, 0, encode(peer))
 
     def read(
         self,
@@ -293,19 +292,9 @@ class MoverLink:
             else:
                 self._forget_peers(connection, request.peer)
                 self._known_peers[request.peer] = None
-                description = {
-                    "peer": request.peer,
-                    "agent": base64.b64encode(peer.agent).decode(),
-                    "address": peer.address,
-                    "slot_bytes": peer.slot_bytes,
-                    "num_slots": peer.num_slots,
-                    "same_host": peer.same_host,
-                    "gpu": peer.gpu,
-                    "into": peer.into,
-                }
-                connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, pack_json(description))
+                connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, encode(AddPeer(request.peer, peer)))
             read = MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s)
-            if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, pack_mover_read(read)):
+            if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, encode(read)):
                 self._reads.pop(read_id, None)
                 raise PeerLost("this node's mover does not read its socket; it is being replaced")
         finally:
@@ -330,7 +319,7 @@ class MoverLink:
         """Tell the mover how many leases of remote readers are open; it polls only while there are any."""
         connection = self._connection
         if connection is not None:
-            connection.send(Op.MOVER_EXPECT, Flag.ONE_WAY, 0, U64.pack(num_leases))
+            connection.send(Op.MOVER_EXPECT, Flag.ONE_WAY, 0, encode(num_leases))
 
     def expect_read(self, word: bytes) -> None:
         """Have the mover stay awake for a moment, because a READ comes soon that is over in about as long.
@@ -351,17 +340,17 @@ class MoverLink:
         with self._lock:
             connection = self._connection
             if connection is not None and generation in (0, self._generation):
-                connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, pack_mover_wake(word, request))
+                connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, encode(MoverWake(word, request)))
 
     def ask(
         self,
         op: Op,
-        value: dict[str, Any],
+        value: Record,
         timeout_s: float,
         on_terminal: Callable[[], None] = lambda: None,
         generation: int = 0,
-    ) -> dict[str, Any]:
-        """Have the mover do something besides READs, and return its answer.
+    ) -> bytes:
+        """Have the mover do something besides READs, and return its answer, encoded.
 
         Args:
             op: what.
@@ -380,7 +369,7 @@ class MoverLink:
         with self._lock:
             connection = self._of_life(generation)
             self._questions[request] = answer
-        connection.send(op, Flag.REQUEST, request, pack_json(value))
+        connection.send(op, Flag.REQUEST, request, encode(value))
         try:
             flag, payload = answer.get(timeout=timeout_s)
         except queue.Empty:
@@ -394,7 +383,7 @@ class MoverLink:
                 self._ended({request})
         if flag is Flag.ERROR:
             raise unpack_error(payload)
-        return unpack_json(payload)
+        return payload
 
     def stats(self, timeout_s: float) -> dict[str, int]:
         """Return what the engine counted.

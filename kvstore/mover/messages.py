@@ -1,124 +1,92 @@
-"""What a store and its mover say to each other: READs, how they end, and the mover's own transport."""
+"""Messages between a store and its mover: READs, how they end, stages, and the mover's own transport."""
 
 from __future__ import annotations
 
-import base64
-import struct
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
-
-from kvstore.errors import ProtocolError
-from kvstore.mover.transport import ReadRequest
-from kvstore.rpc.framing import unpack_json
-from kvstore.rpc.messages import pack_ints, unpack_ints
-
-_READ = struct.Struct("<QIIIdHH")
-_DONE = struct.Struct("<QIBBdI")
-_WAKE = struct.Struct("<H")
+from kvstore.blocks.codec import U32, U64, IndexArray, Record, decoder
+from kvstore.mover.transport import PeerDescription, ReadRequest
 
 
-class MoverRead(NamedTuple):
-    """One READ asked of the mover, to be done and reported in chunks; `chunk_ends` are their ends, ascending."""
+class Slots(Record, frozen=True):
+    """Tell how the arena is divided."""
 
-    read_id: int
+    slot_bytes: U64
+    num_slots: U64
+
+
+class AddPeer(Record, frozen=True):
+    """Name a peer, and tell how to read its slab."""
+
+    peer: str
+    description: PeerDescription
+
+
+class MoverRead(Record, frozen=True):
+    """Ask for one READ, done and reported in chunks; `chunk_ends` are their ends, ascending."""
+
+    read_id: U64
     request: ReadRequest
-    chunk_ends: npt.NDArray[np.int32]
+    chunk_ends: IndexArray
     timeout_s: float
 
 
-def pack_mover_read(read: MoverRead) -> bytes:
-    """Pack a READ for the mover."""
-    request = read.request
-    peer = request.peer.encode()
-    head = _READ.pack(
-        read.read_id, request.block_bytes, len(request.local_slots), len(read.chunk_ends), read.timeout_s,
-        len(peer), len(request.notification),
-    )  # fmt: skip
-    ints = (request.local_slots, request.remote_slots, read.chunk_ends)
-    return b"".join((head, peer, request.notification, *map(pack_ints, ints)))
+class MoverWake(Record, frozen=True):
+    """Tell the mover which READ to do when it gets `word`."""
+
+    word: bytes
+    request: ReadRequest
 
 
-def unpack_mover_read(payload: bytes) -> MoverRead:
-    """Return what `pack_mover_read` packed.
+class MoverDone(Record, frozen=True):
+    """Report on a READ: its first `num_blocks` blocks are in place.
 
-    Raises:
-        ProtocolError: it is not whole.
-    """
-    read_id, block_bytes, count, num_chunks, timeout_s, peer_len, note_len = _READ.unpack_from(payload)
-    at = _READ.size
-    peer = payload[at : at + peer_len].decode()
-    note = payload[at + peer_len : at + peer_len + note_len]
-    slots = unpack_ints(payload[at + peer_len + note_len :])
-    if len(slots) != 2 * count + num_chunks:
-        raise ProtocolError(f"READ {read_id}: wanted {2 * count + num_chunks} slots and chunk ends, got {len(slots)}")
-    request = ReadRequest(
-        peer=peer,
-        block_bytes=block_bytes,
-        local_slots=slots[:count],
-        remote_slots=slots[count : 2 * count],
-        notification=note,
-    )
-    ends = slots[2 * count : 2 * count + num_chunks]
-    return MoverRead(read_id=read_id, request=request, chunk_ends=ends, timeout_s=timeout_s)
-
-
-def pack_mover_wake(word: bytes, request: ReadRequest) -> bytes:
-    """Tell the mover what to read on a word."""
-    read = MoverRead(read_id=0, request=request, chunk_ends=np.empty(0, np.int32), timeout_s=0.0)
-    return _WAKE.pack(len(word)) + word + pack_mover_read(read)
-
-
-def unpack_mover_wake(payload: bytes) -> tuple[bytes, ReadRequest]:
-    """Return (word, READ) that `pack_mover_wake` packed.
-
-    Raises:
-        ProtocolError: it is not whole.
-    """
-    end = _WAKE.size + _WAKE.unpack_from(payload)[0]
-    return payload[_WAKE.size : end], unpack_mover_read(payload[end:]).request
-
-
-class MoverDone(NamedTuple):
-    """The mover's word on a READ: its first `num_blocks` blocks are in place.
-
-    `last` says that nothing more comes. With an `error`, `terminal` says whether the engine is through
-    with the destination; if not, a MOVER_TERMINAL follows some day.
+    `last` says that nothing more comes. With an `error`, `terminal` says whether NIXL is through with the destination;
+    if not, a MOVER_TERMINAL follows some day.
     """
 
-    read_id: int
-    num_blocks: int
+    read_id: U64
+    num_blocks: U32
     last: bool
     terminal: bool
     seconds: float
-    num_descriptors: int
+    num_descriptors: U32
     error: bytes = b""
 
 
-def pack_mover_done(done: MoverDone) -> bytes:
-    """Pack the mover's word."""
-    head = _DONE.pack(done.read_id, done.num_blocks, done.last, done.terminal, done.seconds, done.num_descriptors)
-    return head + done.error
+class MoverReady(Record, frozen=True):
+    """Announce a mover, with what peers need to read this node's arena through it."""
+
+    agent: bytes
+    address: U64
 
 
-def unpack_mover_done(payload: bytes) -> MoverDone:
-    """Return what `pack_mover_done` packed."""
-    read_id, num_blocks, last, terminal, seconds, descriptors = _DONE.unpack_from(payload)
-    return MoverDone(
-        read_id=read_id,
-        num_blocks=num_blocks,
-        last=bool(last),
-        terminal=bool(terminal),
-        seconds=seconds,
-        num_descriptors=descriptors,
-        error=payload[_DONE.size :],
-    )
+class NewStage(Record, frozen=True):
+    """Ask for a stage on a GPU."""
+
+    uuid: str
+    slot_bytes: U64
+    num_slots: U64
 
 
-@dataclass(frozen=True, slots=True)
-class OwnTransport:
+class StageMade(Record, frozen=True):
+    """Tell how to reach a stage, and the handle by which a worker maps it."""
+
+    slab: U32
+    agent: bytes
+    address: U64
+    gpu: U32
+    handle: bytes
+
+
+class Spill(Record, frozen=True):
+    """Ask for slots of a stage to be copied into slots of the arena."""
+
+    slab: U32
+    slots: IndexArray
+    into: IndexArray
+    block_bytes: U64
+
+
+class OwnTransport(Record, frozen=True):
     """What peers need to read this node's slab through its present mover."""
 
     generation: int
@@ -126,7 +94,12 @@ class OwnTransport:
     address: int
 
 
-def own_transport(generation: int, payload: bytes) -> OwnTransport:
-    """Return what a mover announced, as that of a generation."""
-    value = unpack_json(payload)
-    return OwnTransport(generation, base64.b64decode(value["agent"]), int(value["address"]))
+decode_slots = decoder(Slots)
+decode_add_peer = decoder(AddPeer)
+decode_mover_read = decoder(MoverRead)
+decode_mover_wake = decoder(MoverWake)
+decode_mover_done = decoder(MoverDone)
+decode_mover_ready = decoder(MoverReady)
+decode_new_stage = decoder(NewStage)
+decode_stage_made = decoder(StageMade)
+decode_spill = decoder(Spill)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
+import msgspec
+
 from kvstore.errors import PeerLost, TransferError
 from kvstore.mover.nixl import NixlTransport
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
@@ -182,14 +184,14 @@ class ParallelTransport:
         agents = _agents(peer, description)
         shared = self._is_shared(description)
         if not shared:
-            self._usual.add_peer(peer, replace(description, agent=agents[0]))
+            self._usual.add_peer(peer, msgspec.structs.replace(description, agent=agents[0]))
         elif not self._readers:
             transports = self._make_readers()
             self._readers = [_Reader(transport, f"raykv-read-{i}") for i, transport in enumerate(transports)]
             if self._slots is not None:
                 self.set_slots(*self._slots)
         for i, reader in enumerate(self._readers if shared else ()):
-            reader.transport.add_peer(peer, replace(description, agent=agents[i % len(agents)]))
+            reader.transport.add_peer(peer, msgspec.structs.replace(description, agent=agents[i % len(agents)]))
         self._peers[peer] = shared
 
     def forget_peer(self, peer: str) -> None:
@@ -213,7 +215,9 @@ class ParallelTransport:
         read = self._reads[handle] = _Read(num_parts)
         bounds = [count * i // num_parts for i in range(num_parts + 1)]
         for reader, (a, b) in zip(self._readers, itertools.pairwise(bounds), strict=False):
-            part = request._replace(local_slots=request.local_slots[a:b], remote_slots=request.remote_slots[a:b])
+            part = msgspec.structs.replace(
+                request, local_slots=request.local_slots[a:b], remote_slots=request.remote_slots[a:b]
+            )
             reader.read(part, read)
         return handle
 

@@ -8,7 +8,6 @@ remote lease is open it sleeps in the kernel.
 
 from __future__ import annotations
 
-import base64
 import logging
 import select
 import socket
@@ -16,12 +15,23 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from kvstore.blocks.codec import decode_count, decode_text, encode
 from kvstore.errors import ProtocolError, RegistrationFailed, TransferError, TransferTimeout
-from kvstore.mover.messages import MoverDone, MoverRead, pack_mover_done, unpack_mover_read, unpack_mover_wake
+from kvstore.mover.messages import (
+    MoverDone,
+    MoverRead,
+    MoverReady,
+    decode_add_peer,
+    decode_mover_read,
+    decode_mover_wake,
+    decode_new_stage,
+    decode_slots,
+    decode_spill,
+)
 from kvstore.mover.slabs import Slabs
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
-from kvstore.rpc.framing import RECEIVE_BYTES, Decoder, Flag, Message, Op, encode, pack_error, pack_json, unpack_json
-from kvstore.rpc.messages import NOTIFICATION, U64
+from kvstore.rpc.framing import RECEIVE_BYTES, Decoder, Flag, Message, Op, pack_error, packets_of
+from kvstore.rpc.messages import NOTIFICATION
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +111,7 @@ class Mover:
             ProtocolError: the store said what cannot be, so that the two do not agree on what happens in the arena.
                 The caller ends this process, which ends its READs too.
         """
-        ready = {"agent": base64.b64encode(self._transport.describe()).decode(), "address": address}
-        self._send(Op.MOVER_READY, pack_json(ready))
+        self._send(Op.MOVER_READY, encode(MoverReady(self._transport.describe(), address)))
         try:
             while not self._stopping:
                 self._receive(self._pause_s())
@@ -140,7 +149,7 @@ class Mover:
 
     def _serve(self, message: Message) -> None:
         if message.op is Op.MOVER_READ:
-            read = unpack_mover_read(message.payload)
+            read = decode_mover_read(message.payload)
             # Done twice it would write to slots that are published, or somebody else's by now.
             if read.read_id <= self._last_read_id or read.request.peer not in self._told_of:
                 raise ProtocolError(
@@ -155,17 +164,17 @@ class Mover:
             self._awake_until_s = time.monotonic() + _AWAKE_S
             self._wake(message.payload)
         elif message.op is Op.MOVER_WAKE:
-            word, request = unpack_mover_wake(message.payload)
-            self._waking[word] = _Waking(request)
+            wake = decode_mover_wake(message.payload)
+            self._waking[wake.word] = _Waking(wake.request)
         elif message.op is Op.MOVER_EXPECT:
-            self._num_remote_leases = U64.unpack(message.payload)[0]
+            self._num_remote_leases = decode_count(message.payload)
         elif message.op is Op.ATTACH:
-            value = unpack_json(message.payload)
-            self._transport.set_slots(int(value["slot_bytes"]), int(value["num_slots"]))
+            slots = decode_slots(message.payload)
+            self._transport.set_slots(slots.slot_bytes, slots.num_slots)
         elif message.op is Op.MOVER_ADD_PEER:
             self._add_peer(message)
         elif message.op is Op.MOVER_FORGET_PEER:
-            self._told_of.discard(peer := message.payload.decode())
+            self._told_of.discard(peer := decode_text(message.payload))
             self._to_forget.add(peer)
             self._waking = {word: it for word, it in self._waking.items() if it.request.peer != peer}
         elif message.op is Op.MOVER_STATS:
@@ -175,7 +184,7 @@ class Mover:
                 "num_descriptors": totals.num_descriptors - woken.num_descriptors,
                 "num_bytes": totals.num_bytes - woken.num_bytes,
             }
-            self._send(Op.MOVER_STATS, pack_json(answer), Flag.REPLY, message.request)
+            self._send(Op.MOVER_STATS, encode(answer), Flag.REPLY, message.request)
         elif message.op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
             self._answer_of_slabs(message)
 
@@ -211,29 +220,24 @@ class Mover:
         try:
             if self._slabs is None:
                 raise RegistrationFailed("wanted a mover that can stage blocks on a GPU, got one that cannot")
-            value = unpack_json(message.payload)
-            answer = self._slabs.stage(value) if message.op is Op.MOVER_STAGE else self._slabs.spill(value)
+            if message.op is Op.MOVER_STAGE:
+                answer = encode(self._slabs.stage(decode_new_stage(message.payload)))
+            else:
+                self._slabs.spill(decode_spill(message.payload))
+                answer = b""
         except TransferError as error:
             self._send(message.op, pack_error(error), Flag.ERROR, message.request)
         else:
-            self._send(message.op, pack_json(answer), Flag.REPLY, message.request)
+            self._send(message.op, answer, Flag.REPLY, message.request)
 
     def _add_peer(self, message: Message) -> None:
-        value = unpack_json(message.payload)
-        peer = str(value["peer"])
+        added = decode_add_peer(message.payload)
+        peer = added.peer
         self._told_of.add(peer)
         if peer in self._to_forget:
             self._to_forget.remove(peer)  # It is still there: a READ of it goes on.
             return
-        self._to_add[peer] = PeerDescription(
-            agent=base64.b64decode(value["agent"]),
-            address=int(value["address"]),
-            slot_bytes=int(value["slot_bytes"]),
-            num_slots=int(value["num_slots"]),
-            same_host=bool(value["same_host"]),
-            gpu=int(value.get("gpu", 0)),
-            into=int(value.get("into", 0)),
-        )
+        self._to_add[peer] = added.description
 
     def _advance(self) -> None:
         for peer, jobs in list(self._jobs.items()):
@@ -252,7 +256,7 @@ class Mover:
         if self._num_remote_leases:
             notes = [n for n in self._transport.notifications() if len(n) == NOTIFICATION.size]
             if notes:
-                self._send(Op.MOVER_NOTIFICATIONS, b"".join(notes))
+                self._send(Op.MOVER_NOTIFICATIONS, encode(b"".join(notes)))
 
     def _forget_peers(self) -> None:
         busy = {*self._jobs, *(left.peer for left in self._abandoned.values())}
@@ -348,7 +352,7 @@ class Mover:
             num_descriptors=job.num_descriptors,
             error=error,
         )
-        self._send(Op.MOVER_DONE, pack_mover_done(done))
+        self._send(Op.MOVER_DONE, encode(done))
 
     def _fail(self, job: _Job, error: TransferError) -> None:
         self._jobs[job.read.request.peer].remove(job)
@@ -362,7 +366,7 @@ class Mover:
             left.handles = [handle for handle in left.handles if not self._is_terminal(handle)]
             if not left.handles:
                 del self._abandoned[read_id]
-                self._send(Op.MOVER_TERMINAL, U64.pack(read_id))
+                self._send(Op.MOVER_TERMINAL, encode(read_id))
 
     def _is_terminal(self, handle: int) -> bool:
         """Whether the engine is through with a READ; if so its handle is released."""
@@ -375,5 +379,5 @@ class Mover:
         return True
 
     def _send(self, op: Op, payload: bytes, flag: Flag = Flag.ONE_WAY, request: int = 0) -> None:
-        for packet in encode(Message(op, flag, request, payload)):
+        for packet in packets_of(Message(op, flag, request, payload)):
             self._sock.sendall(packet)

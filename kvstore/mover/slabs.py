@@ -6,13 +6,13 @@ allocated. Workers map it. Each slab has agents of its own, so that nothing of o
 
 from __future__ import annotations
 
-import base64
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvstore.errors import PeerLost, RegistrationFailed
 from kvstore.mover.gpu_copies import Neighbours, StageMemory
+from kvstore.mover.messages import NewStage, Spill, StageMade
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
 
 logger = logging.getLogger(__name__)
@@ -83,40 +83,34 @@ class Slabs:
         self._slot_bytes = slot_bytes
         self._arena.set_slots(slot_bytes, num_slots)
 
-    def stage(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Make a stage for the GPU `uuid` with `num_slots` slots of `slot_bytes`; returns how to reach it.
+    def stage(self, wanted: NewStage) -> StageMade:
+        """Make a stage for a GPU; returns how to reach it.
 
         Raises:
             RegistrationFailed: there is no such GPU, or it has not that much memory; nothing is held.
         """
-        number, slot_bytes, num_slots = len(self._stages) + 1, int(value["slot_bytes"]), int(value["num_slots"])
+        number, slot_bytes, num_slots = len(self._stages) + 1, wanted.slot_bytes, wanted.num_slots
         try:
-            stage = self._make_stage(f"{self._name}-stage{number}", str(value["uuid"]), slot_bytes * num_slots)
+            stage = self._make_stage(f"{self._name}-stage{number}", wanted.uuid, slot_bytes * num_slots)
         except RuntimeError as error:
-            raise RegistrationFailed(f"could not stage {num_slots} blocks on GPU {value['uuid']}: {error}") from error
+            raise RegistrationFailed(f"could not stage {num_slots} blocks on GPU {wanted.uuid}: {error}") from error
         stage.transport.set_slots(slot_bytes, num_slots)
         agent = stage.transport.describe()
         self._agents.add(agent)
         self._stages[number], self._stage_slot_bytes[number] = stage, slot_bytes
         self._neighbours[number] = Neighbours(stage, slot_bytes, num_slots)
-        logger.info("mover: stage %d of %d bytes on GPU %s", number, slot_bytes * num_slots, value["uuid"])
-        return {
-            "slab": number,
-            "agent": base64.b64encode(agent).decode(),
-            "address": stage.address,
-            "gpu": stage.gpu,
-            "handle": stage.handle.hex(),
-        }
+        logger.info("mover: stage %d of %d bytes on GPU %s", number, slot_bytes * num_slots, wanted.uuid)
+        return StageMade(number, agent, stage.address, stage.gpu, stage.handle)
 
-    def spill(self, value: dict[str, Any]) -> dict[str, Any]:
+    def spill(self, wanted: Spill) -> None:
         """Copy slots of a stage into slots of the arena, for readers that cannot reach the stage."""
-        slab, num_bytes = int(value["slab"]), int(value["block_bytes"])
+        slab = wanted.slab
         if slab not in self._stages:
             raise PeerLost(f"wanted a stage of this mover, got slab {slab}")
         slot_bytes = self._stage_slot_bytes[slab]
-        for source, target in zip(value["slots"], value["into"], strict=True):
-            self._stages[slab].copy_out(self._arena_address + target * self._slot_bytes, source * slot_bytes, num_bytes)
-        return {}
+        for source, target in zip(wanted.slots.tolist(), wanted.into.tolist(), strict=True):
+            address = self._arena_address + target * self._slot_bytes
+            self._stages[slab].copy_out(address, source * slot_bytes, wanted.block_bytes)
 
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Make a peer's slab readable; see `Transport`."""

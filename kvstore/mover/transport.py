@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from kvstore.blocks.grants import IndexArray
+from kvstore.blocks.codec import U32, U64, IndexArray, Record
 
 
 class ReadState(Enum):
@@ -23,8 +23,7 @@ class ReadState(Enum):
     """It failed, but a part of it may still write for as long as this process lives. It is never released."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerDescription:
+class PeerDescription(Record, frozen=True, kw_only=True):
     """What a peer publishes so that others can read its slab; travels over the control connection.
 
     Args:
@@ -38,25 +37,29 @@ class PeerDescription:
     """
 
     agent: bytes
-    address: int
-    slot_bytes: int
-    num_slots: int
+    address: U64
+    slot_bytes: U64
+    num_slots: U64
     same_host: bool = False
-    gpu: int = 0
-    into: int = 0
+    gpu: U32 = 0
+    into: U32 = 0
 
 
-class ReadRequest(NamedTuple):
+class ReadRequest(Record, frozen=True):
     """Blocks to read: `remote_slots[i]` of the peer into `local_slots[i]`, each `block_bytes` long.
 
     `notification` reaches the peer after the last byte was read; empty sends none.
     """
 
     peer: str
-    block_bytes: int
+    block_bytes: U32
     local_slots: IndexArray
     remote_slots: IndexArray
     notification: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.local_slots) != len(self.remote_slots):
+            raise ValueError(f"{len(self.local_slots)} slots here, {len(self.remote_slots)} at the peer")
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.blocks.codec import decode_object, encode, encode_object
 from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds, clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import (
@@ -32,12 +33,13 @@ from kvstore.node.pool_verbs import deadline_after
 from kvstore.pool.pool import Pool
 from kvstore.remote.fetch import Load
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import OWNER_KEY_DIGITS, STRANGER_BYTES, Flag, Message, Op, is_secret, pack_json, unpack_json
+from kvstore.rpc.framing import OWNER_KEY_DIGITS, STRANGER_BYTES, Flag, Message, Op, is_secret
 from kvstore.rpc.messages import (
+    Found,
     Progress,
-    pack_progress,
-    unpack_load,
-    unpack_lookup_all,
+    decode_ask,
+    decode_ask_load,
+    decode_attach,
 )
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
@@ -140,18 +142,18 @@ class NodeControl:
                 self._load(connection, message)
                 return None
             case Op.LOOKUP_ALL:
-                chain, wait_s = unpack_lookup_all(payload)
-                check_seconds("wait_s", wait_s)
+                asked = decode_ask(payload)
+                chain, wait_s = asked.chain, check_seconds("wait_s", asked.seconds)
                 num_local, until_s = self._core.lookup(chain), clock.now_s() + wait_s
-                asked = [(connection, op, message.request)]
-                run = partial(answer_all, asked, lambda: {"nodes": self._core.lookup_all(chain, until_s)})
+                question = [(connection, op, message.request)]
+                run = partial(answer_all, question, lambda: Found(self._core.lookup_all(chain, until_s)))
                 is_sure = num_local == len(chain) or self._core.hints.is_alone() or self._core.is_draining
                 if is_sure or not self._core.threads.submit(Blocking.LOOKUP, run):
-                    return pack_json({"nodes": [(self._core.node_id, num_local)]})
+                    return encode(Found([(self._core.node_id, num_local)]))
                 return None
             case Op.ATTACH:
-                value = unpack_json(payload)
-                return pack_json(self._core.attach(bytes.fromhex(value["namespace"]), int(value["block_bytes"])))
+                wanted = decode_attach(payload)
+                return encode(self._core.attach(wanted.namespace, wanted.block_bytes))
             case Op.STATS:
                 self._stats.ask(connection, message)
                 return None
@@ -181,7 +183,7 @@ class NodeControl:
         self.handoffs.notified(payload)
 
     def _hello(self, connection: Connection, message: Message) -> bytes | None:
-        value = unpack_json(message.payload)
+        value = decode_object(message.payload)
         if value.get("protocol") != PROTOCOL_VERSION:
             raise IncompatibleStore(
                 f"this node store speaks protocol {PROTOCOL_VERSION}, got {clip(value.get('protocol'))}; "
@@ -217,7 +219,7 @@ class NodeControl:
         connection.verbs = self._pool.verbs
 
     def _greeting(self, connection: Connection) -> bytes:
-        return pack_json(
+        return encode_object(
             {
                 "protocol": PROTOCOL_VERSION,
                 "epoch": self._core.epoch.hex(),
@@ -229,8 +231,8 @@ class NodeControl:
         )
 
     def _load(self, connection: Connection, message: Message) -> None:
-        chain, ttl_s, timeout_s = unpack_load(message.payload)
-        check_seconds("timeout_s", timeout_s)
+        asked = decode_ask_load(message.payload)
+        chain, ttl_s, timeout_s = asked.chain, asked.ttl_s, check_seconds("timeout_s", asked.timeout_s)
         self._core.check_serving()
         if self._core.fetcher is None or chain.namespace not in self._core.block_bytes:
             raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
@@ -257,10 +259,10 @@ class NodeControl:
         if grant.num_refused:
             load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
         if grant.num_refused or len(grant.slots) == len(chain):
-            load.send(pack_progress(Progress(grant.lease_id, 0, slots, load.report.to_bytes())), True)
+            load.send(encode(Progress(grant.lease_id, 0, slots, load.report)), True)
             return
         if grant.slots:
-            load.send(pack_progress(Progress(grant.lease_id, 0, slots)), False)
+            load.send(encode(Progress(grant.lease_id, 0, slots)), False)
         self._core.fetcher.begin(load)
 
     @staticmethod

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.blocks.codec import encode
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import check_seconds
 from kvstore.errors import (
@@ -20,27 +21,29 @@ from kvstore.errors import (
     TransferTimeout,
 )
 from kvstore.handoff.fetcher import HandoffFetcher
-from kvstore.handoff.messages import PeerClaim, PeerClaimed, pack_peer_claimed, unpack_peer_claim
+from kvstore.handoff.messages import PeerClaim, PeerClaimed, decode_peer_claim
 from kvstore.handoff.records import CLAIM_BIT, NOT_READY, NOT_READY_IN_TIME, Claim, Place
 from kvstore.handoff.stages import StageBook
 from kvstore.handoff.table import HandoffTable
 from kvstore.handoff.waiting import WaitingClaims
+from kvstore.mover.messages import Spill
 from kvstore.node.later import answer_later
 from kvstore.node.peer_service import most_for_peers_s, owner_of
 from kvstore.node.pool_verbs import deadline_after
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import Flag, Message, Op, pack_error, pack_json, unpack_json
+from kvstore.rpc.framing import Flag, Message, Op, pack_error
 from kvstore.rpc.handoff_messages import (
-    END,
     FetchRequest,
-    check_key,
-    unpack_abort_handoff,
-    unpack_complete_handoff,
-    unpack_fetch,
-    unpack_prepare_handoff,
+    decode_abort_handoff,
+    decode_ask_stage,
+    decode_complete_handoff,
+    decode_end,
+    decode_fetch,
+    decode_key,
+    decode_prepare_handoff,
+    decode_warm_up,
 )
-from kvstore.rpc.load_report import LoadReport
-from kvstore.rpc.messages import NOTIFICATION, STAGE_BIT, U64, Progress, pack_ints, pack_progress
+from kvstore.rpc.messages import NOTIFICATION, STAGE_BIT, LoadReport, Progress
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 from kvstore.runtime.store_threads import Blocking
@@ -114,7 +117,7 @@ class HandoffControl:
                         "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
                     )
                 core.check_serving()
-                wanted = unpack_prepare_handoff(payload)
+                wanted = decode_prepare_handoff(payload)
                 self._block_bytes(wanted.namespace)
                 # First the version: a clearing between is seen in the count.
                 place, version = self._place(wanted.slab, wanted.generation), self._version(wanted.namespace)
@@ -128,65 +131,61 @@ class HandoffControl:
                 )
                 if wanted.slab:
                     self._server.stay_awake(_AWAKE_S)
-                if not connection.send(message.op, Flag.REPLY, message.request, pack_ints(slots)):
+                if not connection.send(message.op, Flag.REPLY, message.request, encode(np.asarray(slots, np.int32))):
                     # It gave up waiting. Not all packets of the answer went out, and of a part no slot is taken out:
                     # so nothing writes to these, and the publisher may live for long.
                     self._never_written(wanted.key, wanted.writer)
                 connection.gave = message.request, functools.partial(self._never_written, wanted.key, wanted.writer)
                 return None
             case Op.HANDOFF_PACKING:
-                check_key(payload)
-                self._waiting.are_soon(payload)
+                self._waiting.are_soon(decode_key(payload))
                 self._server.stay_awake(_AWAKE_S)
             case Op.HANDOFF_COMPLETE:
-                key, writer, ttl_s = unpack_complete_handoff(payload)
-                completed = self.table.complete(key, writer, owner, deadline_after(ttl_s))
-                self._waiting.look_again(key)  # First: nobody is in a hurry for this answer.
-                return U64.pack(completed)
+                done = decode_complete_handoff(payload)
+                completed = self.table.complete(done.key, done.writer, owner, deadline_after(done.ttl_s))
+                self._waiting.look_again(done.key)  # First: nobody is in a hurry for this answer.
+                return encode(completed)
             case Op.HANDOFF_ABORT:
-                key, writer = unpack_abort_handoff(payload)
-                aborted = self.table.abort(key, writer)
-                self._waiting.look_again(key)
-                return U64.pack(aborted)
+                failed = decode_abort_handoff(payload)
+                aborted = self.table.abort(failed.key, failed.writer)
+                self._waiting.look_again(failed.key)
+                return encode(aborted)
             case Op.HANDOFF_WITHDRAW:
-                check_key(payload)
-                withdrawn = self.table.withdraw(payload)
-                self._waiting.look_again(payload)
-                return U64.pack(withdrawn)
+                key = decode_key(payload)
+                withdrawn = self.table.withdraw(key)
+                self._waiting.look_again(key)
+                return encode(withdrawn)
             case Op.HANDOFF_FETCH:
-                self._fetch(connection, message, unpack_fetch(payload))
+                self._fetch(connection, message, decode_fetch(payload))
             case Op.HANDOFF_SOON:
                 self._server.stay_awake(_AWAKE_S)
                 if payload:  # Of a fetch: for a publication there is nothing for the mover to do.
                     self._core.mover.expect_read(payload)
             case Op.HANDOFF_STAGE:
-                value = unpack_json(payload)
-                uuid, num_bytes, block_bytes = str(value["uuid"]), int(value["num_bytes"]), int(value["block_bytes"])
-                if not 0 < block_bytes <= num_bytes:
+                asked = decode_ask_stage(payload)
+                if not 0 < asked.block_bytes <= asked.num_bytes:
                     raise InvalidRequest(
-                        f"wanted a stage of at least one block, got {num_bytes} bytes of {block_bytes}"
+                        f"wanted a stage of at least one block, got {asked.num_bytes} bytes of {asked.block_bytes}"
                     )
-                self._answer_later(
-                    connection, message, lambda: self.stages.make(uuid, num_bytes, block_bytes).to_json()
-                )
+                make = functools.partial(self.stages.make, asked.uuid, asked.num_bytes, asked.block_bytes)
+                self._answer_later(connection, message, lambda: make().found())
             case Op.HANDOFF_WARM:
-                value = unpack_json(payload)
-                stage = self.stages.get(int(value["slab"]), int(value["generation"]))
-                node_id = str(value["node"])
-                self._answer_later(connection, message, lambda: self.fetcher.warm_up(node_id, stage))
+                warm = decode_warm_up(payload)
+                stage = self.stages.get(warm.slab, warm.generation)
+                self._answer_later(connection, message, lambda: self.fetcher.warm_up(warm.node_id, stage))
             case _:
-                number, used = END.unpack(payload)
-                if number & CLAIM_BIT:
-                    self.table.end_claim(number & ~STAGE_BIT, owner, used=bool(used))
+                end = decode_end(payload)
+                if end.number & CLAIM_BIT:
+                    self.table.end_claim(end.number & ~STAGE_BIT, owner, used=end.used)
                 else:
-                    self.fetcher.end(number & ~STAGE_BIT, owner)
+                    self.fetcher.end(end.number & ~STAGE_BIT, owner)
         return None
 
     def _never_written(self, key: bytes, writer: int) -> None:
         self.table.abort(key, writer)
         self._waiting.look_again(key)
 
-    def _answer_later(self, connection: Connection, message: Message, work: Callable[[], dict[str, Any]]) -> None:
+    def _answer_later(self, connection: Connection, message: Message, work: Callable[[], object]) -> None:
         answer_later(self._core.threads, Blocking.STAGE, connection, message, work)
 
     def _block_bytes(self, namespace: bytes) -> int:
@@ -242,7 +241,7 @@ class HandoffControl:
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
                 undo = functools.partial(self.table.end_claim, claim.claim_id, connection.owner, used=False)
                 connection.gave = question, undo
-        send(pack_progress(Progress(number, 0, slots, report.to_bytes())), True)
+        send(encode(Progress(number, 0, slots, report)), True)
         return True
 
     def serve_peer(self, connection: Connection, message: Message) -> bytes | None:
@@ -252,12 +251,12 @@ class HandoffControl:
             KVStoreError: refused; nothing changed.
         """
         if message.op is Op.PEER_CLAIM_END:
-            claim_id, used = END.unpack(message.payload)
-            self._end_remote(claim_id, connection.owner, used=bool(used))
+            end = decode_end(message.payload)
+            self._end_remote(end.number, connection.owner, used=end.used)
             return b""
         if message.op is Op.PEER_STAGES:
-            return pack_json({"stages": [stage.to_json() for stage in self.stages.all()]})
-        wanted = unpack_peer_claim(message.payload)
+            return encode([stage.found() for stage in self.stages.all()])
+        wanted = decode_peer_claim(message.payload)
         check_seconds("wait_s", wanted.wait_s)
         serve = functools.partial(self._claim_there, connection, message, wanted)
         soon = functools.partial(connection.send, message.op, Flag.PROGRESS, message.request, b"")
@@ -310,13 +309,13 @@ class HandoffControl:
 
     def _claimed(self, wanted: PeerClaim, reason: str, claim: Claim | None) -> bytes:
         own = self._core.mover.own
-        return pack_peer_claimed(
+        return encode(
             PeerClaimed(
                 claim_id=claim.claim_id if claim else 0,
                 epoch=self._core.epoch,
                 namespace_version=self._version(wanted.namespace),
                 mover_generation=own.generation if own is not None else 0,
-                slots=claim.slots if claim else (),
+                slots=np.asarray(claim.slots if claim else (), np.int32),
                 slab=claim.slab if claim else 0,
                 reason=reason,
             )
@@ -327,10 +326,8 @@ class HandoffControl:
         core, answer = self._core, b""
         try:
             slots = self.table.move(claim.claim_id, self._place(0, 0))
-            question = {
-                "slab": claim.slab, "slots": list(claim.slots), "into": list(slots),
-                "block_bytes": wanted.block_bytes,
-            }  # fmt: skip
+            source, target = np.asarray(claim.slots, np.int32), np.asarray(slots, np.int32)
+            question = Spill(claim.slab, source, target, wanted.block_bytes)
 
             def moved() -> None:
                 self.table.moved(claim.claim_id)

@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
+from kvstore.blocks.codec import encode
 from kvstore.errors import KVStoreError, StoreBusy
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import Flag, Message, Op, pack_error, pack_json
+from kvstore.rpc.framing import Flag, Message, Op, pack_error
 from kvstore.runtime.store_threads import Blocking, StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -21,10 +21,10 @@ Asked = tuple[Connection, Op, int]
 _MAX_SHARED = 1024
 
 
-def answer_all(asked: Sequence[Asked], work: Callable[[], dict[str, Any]]) -> None:
+def answer_all(asked: Sequence[Asked], work: Callable[[], object]) -> None:
     """Answer each question with what `work` returns, or raises; an error that nobody expected is logged, too."""
     try:
-        flag, answer = Flag.REPLY, pack_json(work())
+        flag, answer = Flag.REPLY, encode(work())
     except KVStoreError as error:
         flag, answer = Flag.ERROR, pack_error(error)
     except Exception as error:
@@ -35,7 +35,7 @@ def answer_all(asked: Sequence[Asked], work: Callable[[], dict[str, Any]]) -> No
 
 
 def answer_later(
-    threads: StoreThreads, kind: Blocking, connection: Connection, message: Message, work: Callable[[], dict[str, Any]]
+    threads: StoreThreads, kind: Blocking, connection: Connection, message: Message, work: Callable[[], object]
 ) -> None:
     """Answer with what `work` returns, or raises, on a thread.
 
@@ -56,7 +56,7 @@ class SharedAnswer:
         work: makes the answer, on a thread.
     """
 
-    def __init__(self, threads: StoreThreads, kind: Blocking, work: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, threads: StoreThreads, kind: Blocking, work: Callable[[], object]) -> None:
         self._threads, self._kind, self._work = threads, kind, work
         self._lock = threading.Lock()
         self._asked: list[Asked] = []

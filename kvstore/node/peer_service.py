@@ -6,22 +6,22 @@ connection says nothing of the peer's mover, which may be reading.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.grants import Grant
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import clip
 from kvstore.config import StoreConfig
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
 from kvstore.node.pool_verbs import deadline_after
-from kvstore.remote.messages import PeerGrant, pack_peer_grant, unpack_peer_lease
+from kvstore.remote.messages import PeerGrant, PeerTransport, decode_peer_lease
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import Message, Op, pack_json
-from kvstore.rpc.messages import NOTIFICATION, OWNER_KEY_BYTES, U64
+from kvstore.rpc.framing import Message, Op
+from kvstore.rpc.messages import NOTIFICATION, OWNER_KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstore.node.core import NodeCore
@@ -72,7 +72,7 @@ class PeerControl:
             case Op.PEER_LEASE:
                 return self._lease(connection.owner, message.payload)
             case Op.PEER_RELEASE:
-                self._release(U64.unpack(message.payload)[0], connection.owner)
+                self._release(decode_count(message.payload), connection.owner)
                 return b""
             case Op.PEER_TRANSPORT:
                 return self._transport()
@@ -97,7 +97,7 @@ class PeerControl:
             self.ended(lease_id)
 
     def _lease(self, owner: str, payload: bytes) -> bytes:
-        core, wanted = self._core, unpack_peer_lease(payload)
+        core, wanted = self._core, decode_peer_lease(payload)
         if core.closed_to_peers:
             core.check_serving()
         if wanted.slot_format != BLOCK_ORDER_VERSION:
@@ -109,7 +109,7 @@ class PeerControl:
         if wanted.namespace_version > core.versions.get(namespace):
             core.hear_clearing(namespace, wanted.namespace_version)
         version, own = core.versions.get(namespace), core.mover.own
-        grant = Grant(0, ())
+        grant = Grant()
         if core.attached_pool is not None and own is not None and version == wanted.namespace_version:
             known = core.block_bytes.get(namespace, wanted.block_bytes)
             if wanted.block_bytes != known:
@@ -119,13 +119,13 @@ class PeerControl:
                 )
             deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(core.config))
             grant = core.attached_pool.pin_prefix(wanted.chain, owner, deadline_s)
-            if grant.slots:
+            if grant.packed_slots:
                 self.began(grant.lease_id, deadline_s)
             else:
                 core.attached_pool.release(grant.lease_id, owner)
-        return pack_peer_grant(
+        return encode(
             PeerGrant(
-                lease_id=grant.lease_id if grant.slots else 0,
+                lease_id=grant.lease_id if grant.packed_slots else 0,
                 epoch=core.epoch,
                 namespace_version=version,
                 mover_generation=own.generation if own is not None else 0,
@@ -137,15 +137,8 @@ class PeerControl:
         core, own = self._core, self._core.mover.own
         if own is None:
             raise PeerLost(f"the mover of node {core.node_id} is being replaced; try again")
-        return pack_json(
-            {
-                "generation": own.generation,
-                "agent": base64.b64encode(own.agent).decode(),
-                "address": own.address,
-                "slot_bytes": core.slot_bytes,
-                "num_slots": core.pool.stats().num_slots,
-            }
-        )
+        num_slots = core.pool.stats().num_slots
+        return encode(PeerTransport(own.generation, own.agent, own.address, core.slot_bytes, num_slots))
 
     def _release(self, lease_id: int, owner: str) -> None:
         # Of a lease that somebody else holds nothing ends, also not the polling for its notification.

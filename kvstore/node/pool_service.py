@@ -5,21 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore.blocks.chain import decode_hashes, namespace_in
-from kvstore.blocks.grants import Grant
+from kvstore.blocks.chain import decode_chain
+from kvstore.blocks.codec import decode_count, encode
+from kvstore.blocks.grants import Grant, PinKind
 from kvstore.bounds import check_seconds
 from kvstore.errors import ConfigError
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op
 from kvstore.rpc.messages import (
-    U64,
-    U64_F64,
-    pack_grant,
-    pack_ticket,
-    unpack_lease,
-    unpack_pin,
-    unpack_prepare,
-    unpack_write_end,
+    decode_ask,
+    decode_ask_pin,
+    decode_prepare,
+    decode_renew,
+    decode_write_end,
 )
 from kvstore.runtime import clock
 
@@ -54,65 +52,68 @@ class PoolControl:
         self._waiting: dict[int, tuple[float, Connection]] = {}
 
     def _lookup(self, connection: Connection, message: Message) -> bytes:
-        pool, hashes = self._core.attached_pool, decode_hashes(message.payload)
-        if pool is None or self._core.is_draining:
-            return U64.pack(0)
-        return U64.pack(pool.num_ready(namespace_in(message.payload), hashes))
+        return encode(self._core.lookup(decode_chain(message.payload)))
 
     def _lease(self, connection: Connection, message: Message) -> bytes:
-        chain, ttl_s = unpack_lease(message.payload)
-        return self._granted(connection, message, self._core.lease(chain, connection.owner, ttl_s))
+        asked = decode_ask(message.payload)
+        return self._granted(connection, message, self._core.lease(asked.chain, connection.owner, asked.seconds))
 
     def _pin(self, connection: Connection, message: Message) -> bytes:
-        chain, kind, ttl_s = unpack_pin(message.payload)
-        return self._granted(connection, message, self._core.pin(chain, connection.owner, kind, ttl_s))
+        asked = decode_ask_pin(message.payload)
+        grant = self._core.pin(
+            asked.chain, connection.owner, PinKind.SOFT if asked.is_soft else PinKind.HARD, asked.ttl_s
+        )
+        return self._granted(connection, message, grant)
 
     def _granted(self, connection: Connection, message: Message, grant: Grant) -> bytes:
         connection.gave = message.request, partial(self._core.release, grant.lease_id, connection.owner)
-        return pack_grant(grant)
+        return encode(grant)
 
     def _unpin_all(self, connection: Connection, message: Message) -> None:
         if (pool := self._core.attached_pool) is not None:
             pool.release_pins(connection.owner)
 
     def _release(self, connection: Connection, message: Message) -> bytes:
-        return U64.pack(self._core.release(U64.unpack(message.payload)[0], connection.owner))
+        return encode(self._core.release(decode_count(message.payload), connection.owner))
 
     def _renew(self, connection: Connection, message: Message) -> bytes:
-        lease_id, ttl_s = U64_F64.unpack(message.payload)
-        return U64.pack(self._core.renew(lease_id, connection.owner, ttl_s))
+        asked = decode_renew(message.payload)
+        return encode(self._core.renew(asked.lease_id, connection.owner, asked.ttl_s))
 
     def _prepare_store(self, connection: Connection, message: Message) -> bytes:
-        chain, num_parts, part, num_clears = unpack_prepare(message.payload)
+        asked = decode_prepare(message.payload)
         if connection.pidfd < 0:
             raise ConfigError(
                 "this kernel does not tell the store when this process ends, so it may read but not write; "
                 "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
             )
-        ticket = self._core.prepare_store(chain, connection.owner, num_parts, part, num_clears=num_clears)
+        ticket = self._core.prepare_store(
+            asked.chain, connection.owner, asked.num_parts, asked.part, num_clears=asked.num_clears
+        )
         connection.gave = message.request, partial(self._core.abort_store, ticket.write_id, connection.owner)
-        return pack_ticket(ticket)
+        return encode(ticket)
 
     def _complete_store(self, connection: Connection, message: Message) -> None:
-        write_id, epoch, generations = unpack_write_end(message.payload)
-        pool = self._core.pool
-        num_published = pool.complete_store(write_id, connection.owner, generations=generations, epoch=epoch)
+        end, pool = decode_write_end(message.payload), self._core.pool
+        num_published = pool.complete_store(
+            end.write_id, connection.owner, generations=end.generations, epoch=end.epoch
+        )
         self._reply_when_known(connection, message, num_published)
 
     def _abort_store(self, connection: Connection, message: Message) -> bytes:
-        write_id, epoch, generations = unpack_write_end(message.payload)
-        return U64.pack(self._core.abort_store(write_id, connection.owner, generations, epoch))
+        end = decode_write_end(message.payload)
+        return encode(self._core.abort_store(end.write_id, connection.owner, end.generations, end.epoch))
 
     def _await_store(self, connection: Connection, message: Message) -> None:
-        chain, timeout_s = unpack_lease(message.payload)
-        check_seconds("timeout_s", timeout_s)
-        watch_id = self._core.pool.watch(chain, lambda count: self._reply_when_known(connection, message, count))
+        asked = decode_ask(message.payload)
+        timeout_s = check_seconds("timeout_s", asked.seconds)
+        watch_id = self._core.pool.watch(asked.chain, lambda count: self._reply_when_known(connection, message, count))
         if self._core.pool.is_watching(watch_id):  # One that is told between is forgotten by the next tick.
             self._waiting[watch_id] = clock.now_s() + timeout_s, connection
 
     def _reply_when_known(self, connection: Connection, message: Message, value: int) -> None:
         def reply() -> None:
-            connection.send(message.op, Flag.REPLY, message.request, U64.pack(value))
+            connection.send(message.op, Flag.REPLY, message.request, encode(value))
 
         # Answered after the directory has heard, so that who waits for a save can find it from any node.
         self._core.hints.publish_soon(reply)

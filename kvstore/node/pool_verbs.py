@@ -89,11 +89,11 @@ class PoolVerbs:
         self.check_serving()
         deadline_s = deadline_after(ttl_s)
         if self.attached_pool is None:
-            return Grant(0, ())
+            return Grant()
         grant = self.attached_pool.pin_prefix(chain, owner, deadline_s)
-        if not grant.slots:
+        if not grant.packed_slots:
             self.attached_pool.release(grant.lease_id, owner)
-            return Grant(0, (), num_refused=grant.num_refused, epoch=grant.epoch)
+            return Grant(num_refused=grant.num_refused, epoch=grant.epoch)
         self._wake()
         return grant
 

@@ -71,7 +71,7 @@ class LeaseTable:
         lease_id = self._new_id()
         self._leases[lease_id] = _Lease(owner, deadline_s, kind, slots, generations, stamp)
         self.num_soft_pins += kind is PinKind.SOFT
-        return Grant(lease_id, slots.packed, generations, num_refused, self._epoch)
+        return Grant(lease_id, slots.packed.packed, generations, num_refused, self._epoch)
 
     def grow(self, lease_id: int, chain: Chain, owner: str, deadline_s: float) -> Grant:
         """Pin the readable prefix of a chain under a lease that is held, and renew it.
@@ -88,7 +88,7 @@ class LeaseTable:
         lease.slots = join([lease.slots, slots])
         lease.generations += generations
         lease.deadline_s = max(lease.deadline_s, deadline_s)
-        return Grant(lease_id, slots.packed, generations, num_refused, self._epoch)
+        return Grant(lease_id, slots.packed.packed, generations, num_refused, self._epoch)
 
     def find(self, lease_id: int, owner: str) -> _Lease | None:
         """Return a lease if `owner` holds it."""

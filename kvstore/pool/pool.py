@@ -128,7 +128,7 @@ class Pool:
         self._yield("pin")
         with self._lock:
             grant = self._leases.pin(chain, owner, deadline_s, kind)
-            if grant.slots:
+            if grant.packed_slots:
                 return grant
             self._leases.release(grant.lease_id, owner)
         if grant.num_refused:
@@ -136,7 +136,7 @@ class Pool:
                 f"wanted to pin {grant.num_refused} blocks ({kind.name.lower()}), but the budget of pins is used up; "
                 "release leases or pins, or raise max_pinned_fraction or max_hard_pinned_fraction"
             )
-        return Grant(0, (), epoch=self.epoch)
+        return Grant(epoch=self.epoch)
 
     def renew(self, lease_id: int, owner: str, deadline_s: float, *, epoch: bytes | None = None) -> bool:
         """Move a lease's deadline later, never earlier; False when it is not held by `owner` in this epoch."""

@@ -23,8 +23,8 @@ from kvstore.pool.spaces import NOTHING, Space
 
 
 @functools.lru_cache(maxsize=64)
-def _positions(count: int) -> PackedInts:
-    return PackedInts.of(range(count))
+def _positions(count: int) -> bytes:
+    return PackedInts.of(range(count)).packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +148,8 @@ class WriteTable:
             table.unpin_all(kept, stamp)
         return StoreTicket(
             write_id=write_id,
-            indexes=PackedInts.of(indexes),
-            slots=listed.packed,
+            packed_indexes=PackedInts.of(indexes).packed,
+            packed_slots=listed.packed.packed,
             num_resident=end - len(indexes),
             num_refused=len(hashes) - end,
             num_awaited=sum(own in writing for own in hashes[:end]) - len(indexes) if len(indexes) < end else 0,
@@ -160,15 +160,7 @@ class WriteTable:
 
     def refuse(self, namespace: bytes) -> StoreTicket:
         """Return a ticket for nothing, to who has only blocks from before the last clearing."""
-        return StoreTicket(
-            write_id=0,
-            indexes=(),
-            slots=(),
-            num_resident=0,
-            num_refused=0,
-            num_clears=self._clears.get(namespace),
-            epoch=self._epoch,
-        )
+        return StoreTicket(write_id=0, num_clears=self._clears.get(namespace), epoch=self._epoch)
 
     def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
@@ -185,10 +177,8 @@ class WriteTable:
         self._writes[write_id] = _Write(terms, [], slots, generations, NO_SLOTS, 0, [], NOTHING, unnamed=True)
         return StoreTicket(
             write_id=write_id,
-            indexes=_positions(num_blocks),
-            slots=listed.packed,
-            num_resident=0,
-            num_refused=0,
+            packed_indexes=_positions(num_blocks),
+            packed_slots=listed.packed.packed,
             generations=generations,
             epoch=self._epoch,
         )

@@ -2,73 +2,40 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import islice
 
 from kvstore.blocks.chain import HASH_BYTES
-from kvstore.errors import ProtocolError
+from kvstore.blocks.codec import U64, Digest, Record, decoder
 from kvstore.pool.pool import Pool
-from kvstore.remote.versions import pack_versions, unpack_versions
 
-_PUBLISH = struct.Struct("<BQII")
-_BEGINS, _ENDS = 1, 2
 #: Of one message: 512 KiB of hashes, which the directory takes in within some milliseconds.
 PIECE_BLOCKS = 1 << 14
 #: Where more has changed than so many messages hold, a full announcement says it.
 _MAX_PIECES_OF_CHANGES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Record, frozen=True, kw_only=True):
     """A part of what a store announces.
 
     With one that `begins` a full announcement begins, beside the one before; with one that `ends` it is whole and
-    takes that one's place. One batch may do both. What changes meanwhile travels in the same batches.
+    takes that one's place. One batch may do both. What changes meanwhile travels in the same batches. Its `versions`
+    are those of cleared namespaces that the node has heard of since its last batch. Hashes stand back to back.
     """
 
-    sequence: int
+    sequence: U64
     begins: bool
     ends: bool
-    added: Sequence[bytes]
-    removed: Sequence[bytes]
-    versions: Mapping[bytes, int]
+    added: bytes
+    removed: bytes
+    versions: dict[Digest, U64]
+
+    def __post_init__(self) -> None:
+        if len(self.added) % HASH_BYTES or len(self.removed) % HASH_BYTES:
+            raise ValueError(f"wanted whole hashes, got {len(self.added)} and {len(self.removed)} bytes")
 
 
-def pack_batch(batch: Batch) -> bytes:
-    """Pack a batch.
-
-    Its `versions` are those of cleared namespaces that the node has heard of since its last batch.
-    """
-    cleared = pack_versions(batch.versions)
-    flags = _BEGINS * batch.begins | _ENDS * batch.ends
-    head = _PUBLISH.pack(flags, batch.sequence, len(cleared), len(batch.added))
-    return b"".join((head, cleared, *batch.added, *batch.removed))
-
-
-def unpack_batch(payload: bytes) -> Batch:
-    """Return what `pack_batch` packed.
-
-    Raises:
-        ProtocolError: it is no batch.
-    """
-    if len(payload) < _PUBLISH.size:
-        raise ProtocolError(f"wanted a batch of at least {_PUBLISH.size} bytes, got {len(payload)}")
-    flags, sequence, cleared_len, num_added = _PUBLISH.unpack_from(payload)
-    at = _PUBLISH.size + cleared_len
-    num_hashes, rest = divmod(len(payload) - at, HASH_BYTES)
-    if flags & ~(_BEGINS | _ENDS) or rest or num_hashes < num_added:
-        raise ProtocolError(
-            f"wanted a batch of whole hashes, {num_added} added ones first, got {len(payload)} bytes of which "
-            f"{cleared_len} are versions, with flags {flags:#x}"
-        )
-    versions = unpack_versions(payload[_PUBLISH.size : at])
-    hashes = [payload[i : i + HASH_BYTES] for i in range(at, len(payload), HASH_BYTES)]
-    return Batch(
-        sequence=sequence, begins=bool(flags & _BEGINS), ends=bool(flags & _ENDS), added=hashes[:num_added],
-        removed=hashes[num_added:], versions=versions,
-    )  # fmt: skip
+decode_batch = decoder(Batch)
 
 
 class Announcements:
@@ -126,7 +93,8 @@ class Announcements:
                 self._rest = None
         self._sequence += 1
         return Batch(
-            sequence=self._sequence, begins=begins, ends=ends, added=added, removed=removed, versions=versions
+            sequence=self._sequence, begins=begins, ends=ends, added=b"".join(added), removed=b"".join(removed),
+            versions=dict(versions),
         )  # fmt: skip
 
     def _look(self) -> bool:

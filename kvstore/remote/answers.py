@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore.blocks.grants import IndexArray
+from kvstore.blocks.codec import IndexArray
 from kvstore.bounds import MAX_SLOTS, clip
 from kvstore.errors import PeerLost, ProtocolError
 from kvstore.mover.transport import PeerDescription
-from kvstore.remote.messages import PeerGrant, unpack_peer_grant
-from kvstore.rpc.framing import unpack_json, unpacked
+from kvstore.remote.messages import PeerGrant, PeerTransport, decode_peer_grant, decode_peer_transport
+from kvstore.rpc.handoff_messages import StageFound, decode_stages
 
 _T = TypeVar("_T")
 
 _EPOCH_BYTES = 8
-_MAX_AGENT_BYTES, _MAX_GPUS = 1 << 20, 1 << 10
+_MAX_AGENT_BYTES, _MAX_GPUS = 3 << 18, 1 << 10
 #: Addresses of a process lie below.
 _ADDRESS_END = 1 << 57
 
@@ -31,7 +30,7 @@ def grant_of(payload: bytes, num_wanted: int) -> PeerGrant:
     """
 
     def grant(data: bytes) -> PeerGrant:
-        found = unpack_peer_grant(data)
+        found = decode_peer_grant(data)
         if len(found.slots) > num_wanted:
             raise ProtocolError(f"wanted at most {num_wanted} slots, got {len(found.slots)}")
         return found
@@ -45,14 +44,13 @@ def epoch_of(hello: dict[str, Any]) -> bytes:
     Raises:
         PeerLost: it names none.
     """
-
-    def epoch(_: bytes) -> bytes:
+    try:
         found = bytes.fromhex(hello["epoch"])
-        if len(found) != _EPOCH_BYTES:
-            raise ProtocolError(f"epoch: wanted {_EPOCH_BYTES} bytes, got {len(found)}")
-        return found
-
-    return sensible(epoch, b"")
+    except (LookupError, TypeError, ValueError):
+        found = b""
+    if len(found) != _EPOCH_BYTES:
+        raise PeerLost(f"a peer named no epoch of {_EPOCH_BYTES} bytes: {clip(hello.get('epoch'))}")
+    return found
 
 
 def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]:
@@ -63,8 +61,8 @@ def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]
     """
 
     def transport(data: bytes) -> tuple[int, PeerDescription]:
-        value = unpack_json(data)
-        return int(value["generation"]), _described(value, same_host=same_host)
+        value = decode_peer_transport(data)
+        return value.generation, _described(value, same_host=same_host)
 
     return sensible(transport, payload)
 
@@ -82,12 +80,11 @@ def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescri
 
     def stages(data: bytes) -> list[tuple[int, int, int, PeerDescription]]:
         found = []
-        for value in unpack_json(data)["stages"]:
-            description = _described(value, gpu=int(value["gpu"]), into=into)
-            num_warm = int(value["num_warm"])
-            if not 0 < num_warm <= description.num_slots:
-                raise ProtocolError(f"wanted 1 to {description.num_slots} slots for warming up, got {num_warm}")
-            found.append((int(value["slab"]), int(value["generation"]), num_warm, description))
+        for value in decode_stages(data):
+            description = _described(value, gpu=value.gpu, into=into)
+            if not 0 < value.num_warm <= value.num_slots:
+                raise ProtocolError(f"wanted 1 to {value.num_slots} slots for warming up, got {value.num_warm}")
+            found.append((value.slab, value.generation, value.num_warm, description))
         return found
 
     return sensible(stages, payload)
@@ -107,20 +104,20 @@ def check_slots(slots: IndexArray | Sequence[int], description: PeerDescription,
         raise PeerLost(f"wanted slots of a peer of at least {block_bytes} bytes, got {description.slot_bytes}")
 
 
-def _described(value: dict[str, Any], *, same_host: bool = False, gpu: int = 0, into: int = 0) -> PeerDescription:
-    agent, address = str(value["agent"]), int(value["address"])
-    slot_bytes, num_slots = int(value["slot_bytes"]), int(value["num_slots"])
+def _described(
+    value: PeerTransport | StageFound, *, same_host: bool = False, gpu: int = 0, into: int = 0
+) -> PeerDescription:
+    address, slot_bytes, num_slots = value.address, value.slot_bytes, value.num_slots
     # A stage has a few more slots than its pool, for warming up.
     sizes_fit = slot_bytes > 0 and 0 < num_slots <= 2 * MAX_SLOTS and slot_bytes * num_slots < _ADDRESS_END
-    if not sizes_fit or not 0 <= address <= _ADDRESS_END - slot_bytes * num_slots or not 0 <= gpu < _MAX_GPUS:
+    if not sizes_fit or address > _ADDRESS_END - slot_bytes * num_slots or gpu >= _MAX_GPUS:
         raise ProtocolError(
-            f"wanted a slab that can be, got {clip(num_slots)} slots of {clip(slot_bytes)} bytes at {clip(address)} "
-            f"on GPU {clip(gpu)}"
+            f"wanted a slab that can be, got {num_slots} slots of {slot_bytes} bytes at {address} on GPU {gpu}"
         )
-    if len(agent) > _MAX_AGENT_BYTES:
-        raise ProtocolError(f"agent: wanted at most {_MAX_AGENT_BYTES} characters, got {len(agent)}")
+    if len(value.agent) > _MAX_AGENT_BYTES:
+        raise ProtocolError(f"agent: wanted at most {_MAX_AGENT_BYTES} bytes, got {len(value.agent)}")
     return PeerDescription(
-        agent=base64.b64decode(agent, validate=True),
+        agent=value.agent,
         address=address,
         slot_bytes=slot_bytes,
         num_slots=num_slots,
@@ -130,13 +127,13 @@ def _described(value: dict[str, Any], *, same_host: bool = False, gpu: int = 0, 
     )
 
 
-def sensible(unpack: Callable[[bytes], _T], payload: bytes) -> _T:
+def sensible(decode: Callable[[bytes], _T], payload: bytes) -> _T:
     """Take what a peer answered apart.
 
     Raises:
         PeerLost: that is nonsense.
     """
     try:
-        return unpacked(unpack, payload)
+        return decode(payload)
     except ProtocolError as error:
         raise PeerLost(f"a peer answered what no store of this version does: {error}") from error

@@ -11,17 +11,18 @@ import itertools
 import secrets
 from dataclasses import dataclass
 
-from kvstore.blocks.chain import decode_chain
+from kvstore.blocks.chain import decode_chain, hashes_in
+from kvstore.blocks.codec import decode_object, encode, encode_object
 from kvstore.bounds import clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import IncompatibleStore, ProtocolError
-from kvstore.remote.announcements import Batch, unpack_batch
+from kvstore.remote.announcements import Batch, decode_batch
 from kvstore.remote.directory_index import DirectoryIndex
 from kvstore.remote.peers import PeerAddress
-from kvstore.remote.versions import NamespaceVersions, pack_versions
+from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import Message, Op, is_secret, pack_json, unpack_json
-from kvstore.rpc.messages import OWNER_KEY_BYTES
+from kvstore.rpc.framing import Message, Op, is_secret
+from kvstore.rpc.messages import OWNER_KEY_BYTES, Found
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 
@@ -118,13 +119,13 @@ class DirectoryServer:
             only = self._only_node()
             if only:
                 self._lonely[connection.owner] = connection
-            return pack_json({"nodes": self.index.locate(chain.hashes()), "only": only})
+            return encode(Found(self.index.locate(chain.hashes()), only))
         if message.op is Op.PUBLISH:
-            return self._publish(link, unpack_batch(message.payload))
+            return self._publish(link, decode_batch(message.payload))
         raise ProtocolError(f"a directory does not serve {message.op.name}")
 
     def _hello(self, connection: Connection, message: Message) -> bytes:
-        value = unpack_json(message.payload)
+        value = decode_object(message.payload)
         if value.get("protocol") != PROTOCOL_VERSION:
             raise IncompatibleStore(
                 f"wanted protocol {PROTOCOL_VERSION}, got {clip(value.get('protocol'))}; run one version everywhere"
@@ -140,7 +141,7 @@ class DirectoryServer:
             )
         connection.role = "store"
         self._links[connection.owner] = _Link(str(node_id), epoch, owner, connection)
-        return pack_json({"protocol": PROTOCOL_VERSION})
+        return encode_object({"protocol": PROTOCOL_VERSION})
 
     def _only_node(self) -> str:
         """Return the only node that has a store, as far as can be known; nothing if there may be others."""
@@ -158,10 +159,11 @@ class DirectoryServer:
         self._versions.hear_all(batch.versions)
         if batch.begins:
             self._begin(link)
+        removed = hashes_in(batch.removed)
         for life in (link.life, link.coming):
             if life:
-                self.index.remove(link.node_id, batch.removed, life)
-        self.index.add(link.node_id, batch.added, link.coming or link.life)
+                self.index.remove(link.node_id, removed, life)
+        self.index.add(link.node_id, hashes_in(batch.added), link.coming or link.life)
         if batch.ends and link.coming:
             self._forget(link, link.life)
             link.life, link.coming = link.coming, 0
@@ -170,7 +172,7 @@ class DirectoryServer:
                 lonely.shut_down()  # Before the new node hears that it is known here.
             self._lonely.clear()
         link.told, news = self._versions.since(link.told)
-        return pack_versions({n: version for n, version in news.items() if batch.versions.get(n) != version})
+        return encode({n: version for n, version in news.items() if batch.versions.get(n) != version})
 
     def _begin(self, link: _Link) -> None:
         """Begin a full announcement; the one before it counts until this one is whole."""

@@ -14,17 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.pool.pool import Pool
-from kvstore.remote.announcements import Announcements, pack_batch
+from kvstore.remote.announcements import Announcements
 from kvstore.remote.peers import PeerAddress
 from kvstore.remote.sole_node import Solitude
-from kvstore.remote.versions import NamespaceVersions, unpack_versions
+from kvstore.remote.versions import NamespaceVersions, decode_versions
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_remote
-from kvstore.rpc.framing import Op, unpack_json, unpacked
-from kvstore.rpc.messages import OWNER_KEY_BYTES
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import OWNER_KEY_BYTES, decode_found
 from kvstore.runtime import clock
 from kvstore.runtime.guard import Guard
 
@@ -175,7 +176,7 @@ class Hints:
         self._is_only = False
         self._solitude.end()
         try:
-            nodes, only = unpacked(lambda answer: _located(answer, len(chain)), self._ask(chain.encode()))
+            nodes, only = _located(self._ask(chain.encode()), len(chain))
         except KVStoreError as error:
             hung = isinstance(error, TransferTimeout) or clock.now_s() - started_s > _RETRY_S
             self._ask_after_s = clock.now_s() + (_RETRY_HUNG_S if hung else _RETRY_S)
@@ -283,8 +284,8 @@ class Hints:
                 self._announcements.begin_connection()
             told, versions = self._versions.since(self._told)
             # Sent even when empty: that is how a directory that was restarted is noticed.
-            batch = pack_batch(self._announcements.next(versions))
-            news = unpack_versions(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
+            batch = encode(self._announcements.next(versions))
+            news = decode_versions(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
         except Exception as error:
             # What this batch told may be lost with the connection: the next one begins with a full announcement.
             if self._publisher is not None:
@@ -300,6 +301,6 @@ class Hints:
 
 def _located(payload: bytes, num_blocks: int) -> tuple[list[tuple[str, int]], str]:
     """Return (nodes that may have the begin of a run, and how much of it; the only node that has anything)."""
-    value = unpack_json(payload)
-    found = [(str(node), min(int(count), num_blocks)) for node, count in value["nodes"][:_MAX_NODES]]
-    return [(node, count) for node, count in found if count > 0], str(value.get("only"))
+    found = decode_found(payload)
+    nodes = [(node, min(count, num_blocks)) for node, count in found.nodes[:_MAX_NODES] if count > 0]
+    return nodes, found.only

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import encode
 from kvstore.config import StoreConfig
 from kvstore.errors import (
     InvalidRequest,
@@ -33,8 +34,7 @@ from kvstore.remote.messages import PeerLease
 from kvstore.remote.peer_read import PeerRead
 from kvstore.remote.peers import Peer, PeerBook
 from kvstore.remote.single_flight import Flights
-from kvstore.rpc.load_report import LoadReport
-from kvstore.rpc.messages import Progress, pack_progress
+from kvstore.rpc.messages import LoadReport, Progress
 from kvstore.runtime import clock
 from kvstore.runtime.store_threads import Blocking, StoreThreads
 from kvstore.runtime.thread_pool import ThreadPool
@@ -159,8 +159,8 @@ class Fetcher:
             with self._counting:
                 self._num_loads, self._num_bytes = self._num_loads - 1, self._num_bytes - len(load.chain.data)
         load.report.num_peer = load.num_ready - load.report.num_local
-        report = load.report.to_bytes() if is_last else b""
-        load.send(pack_progress(Progress(load.lease_id, first, np.asarray(slots, dtype=np.int32), report)), is_last)
+        report = load.report if is_last else None
+        load.send(encode(Progress(load.lease_id, first, np.asarray(slots, dtype=np.int32), report)), is_last)
 
     def _fill(self, load: Load) -> str | None:
         """Fetch until everything is pinned; returns why it ended early, "" at the end, None when parked."""
@@ -288,7 +288,7 @@ class Fetcher:
         # Asked after the pin: a clearing is noted before new blocks can be stored. What it pinned goes with the lease.
         if self.namespace_version(load.chain.namespace) != load.version:
             return 0
-        if grant.slots:
+        if grant.packed_slots:
             first = load.num_ready
             load.num_ready += len(grant.slots)
             self._tell(load, first, grant.slots, is_last=load.num_ready == len(load.chain))

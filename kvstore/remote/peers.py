@@ -12,15 +12,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable, TransferError
 from kvstore.mover.transport import PeerDescription
 from kvstore.remote.answers import epoch_of, grant_of, transport_of
-from kvstore.remote.messages import PeerGrant, PeerLease, pack_peer_lease
+from kvstore.remote.messages import PeerGrant, PeerLease
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_remote
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import OWNER_KEY_BYTES, U64
+from kvstore.rpc.messages import OWNER_KEY_BYTES
 from kvstore.runtime import clock
 
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
@@ -57,7 +58,7 @@ class Peer:
 
     def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
         """Ask for a lease: one blocking call; `meanwhile` is called, and must not raise, before it is waited for."""
-        answer = self._ask(Op.PEER_LEASE, pack_peer_lease(lease), timeout_s, meanwhile)
+        answer = self._ask(Op.PEER_LEASE, encode(lease), timeout_s, meanwhile)
         return grant_of(answer, len(lease.chain))
 
     def _ask(self, op: Op, payload: bytes, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> bytes:
@@ -71,7 +72,7 @@ class Peer:
 
     def release(self, lease_id: int) -> None:
         """Give a lease back without waiting."""
-        self.client.send(Op.PEER_RELEASE, U64.pack(lease_id))
+        self.client.send(Op.PEER_RELEASE, encode(lease_id))
 
     def close(self) -> None:
         """Close all connections that nobody uses now, and the common one."""

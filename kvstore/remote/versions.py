@@ -7,19 +7,18 @@ away, or is new, hears of a clearing before it keeps blocks that the next peer w
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 from collections.abc import Callable, Mapping
 
+from kvstore.blocks.codec import U64, Digest, decoder
 from kvstore.bounds import clip
-from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
+from kvstore.errors import InvalidRequest, StaleVersion
 from kvstore.memory.clears import group_of
 from kvstore.runtime.guard import LogLimit
 
 logger = logging.getLogger(__name__)
 
 _NAMESPACE_BYTES = 32
-_ENTRY = struct.Struct("<32sQ")
 #: Versions are counts, so none is far ahead of another: what names one that is must not use up all that follow.
 _MAX_AHEAD = 1 << 32
 
@@ -97,17 +96,5 @@ class NamespaceVersions:
             return self._serial, {space: version for version, at, space in self._known.values() if at > serial}
 
 
-def pack_versions(versions: Mapping[bytes, int]) -> bytes:
-    """Pack versions by namespace: 40 bytes each."""
-    return b"".join(_ENTRY.pack(namespace, version) for namespace, version in versions.items())
-
-
-def unpack_versions(payload: bytes) -> dict[bytes, int]:
-    """Return what `pack_versions` packed.
-
-    Raises:
-        ProtocolError: these are no versions.
-    """
-    if len(payload) % _ENTRY.size:
-        raise ProtocolError(f"wanted versions of {_ENTRY.size} bytes each, got {len(payload)} bytes")
-    return dict(_ENTRY.iter_unpack(payload))
+#: Decodes the versions of namespaces that are news.
+decode_versions: Callable[[bytes], dict[bytes, int]] = decoder(dict[Digest, U64])

@@ -23,8 +23,8 @@ from kvstore.rpc.framing import (
     Flag,
     Message,
     Op,
-    encode,
     encode_short,
+    packets_of,
     short_reply,
     unpack_error,
 )
@@ -360,7 +360,7 @@ class ControlClient:
             if len(payload) <= FRAGMENT_BYTES:
                 self._sock.sendall(encode_short(op, flag, self._request, payload))
             else:
-                for packet in encode(Message(op, flag, self._request, payload)):
+                for packet in packets_of(Message(op, flag, self._request, payload)):
                     self._sock.sendall(packet)
         except OSError as error:
             self.close()

@@ -7,6 +7,7 @@ import socket
 import struct
 from typing import Any
 
+from kvstore.blocks.codec import decode_object, encode_object
 from kvstore.errors import ConfigError, KVStoreError, PeerLost, StoreNotRunning, StoreUnavailable
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.framing import (
@@ -16,10 +17,8 @@ from kvstore.rpc.framing import (
     Flag,
     Message,
     Op,
-    encode,
-    pack_json,
+    packets_of,
     unpack_error,
-    unpack_json,
 )
 from kvstore.rpc.remote_socket import prepare_remote
 
@@ -64,7 +63,7 @@ def connect_local(
     client = ControlClient(sock, f"node store at {path}")
     fds: list[int] = []
     try:
-        for packet in encode(Message(Op.HELLO, Flag.REQUEST, 0, pack_json(hello))):
+        for packet in packets_of(Message(Op.HELLO, Flag.REQUEST, 0, encode_object(hello))):
             sock.sendall(packet)
         data, fds, _, _ = socket.recv_fds(sock, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
@@ -78,7 +77,7 @@ def connect_local(
         if message is not None and message.flag is Flag.ERROR:
             raise unpack_error(message.payload)
         raise StoreNotRunning(f"the node store at {path} closed the connection")
-    client.hello = unpack_json(message.payload)
+    client.hello = decode_object(message.payload)
     if call_timeout_s is not None:
         _prepare(sock, call_timeout_s)
     return client, fds[0]
@@ -100,7 +99,7 @@ def connect_remote(host: str, port: int, hello: dict[str, Any], *, timeout_s: fl
     prepare_remote(sock)
     client = ControlClient(sock, f"peer at {host}:{port}")
     try:
-        client.hello = unpack_json(client.call(Op.HELLO, pack_json(hello), timeout_s=timeout_s))
+        client.hello = decode_object(client.call(Op.HELLO, encode_object(hello), timeout_s=timeout_s))
     except KVStoreError:
         client.close()
         raise

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.rpc.framing import FRAGMENT_BYTES, STRANGER_BYTES, Decoder, Flag, Message, Op, encode, encode_short
+from kvstore.rpc.framing import FRAGMENT_BYTES, STRANGER_BYTES, Decoder, Flag, Message, Op, encode_short, packets_of
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Connection:
                     if sent != len(packet):
                         self._keep([packet], sent)
                 return True
-            packets = encode(Message(op, flag, request, payload))
+            packets = packets_of(Message(op, flag, request, payload))
             with self.lock:
                 if self.closed:
                     return False

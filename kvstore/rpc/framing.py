@@ -1,20 +1,18 @@
 """Control messages: small, binary, the same over a Unix SEQPACKET socket (own node) and TCP (peers).
 
-A message is a header and a payload. Hot payloads are packed structs and hashes back to back; rare ones
-are JSON. A message longer than one packet travels in fragments, each with its own header and MORE set
-on all but the last. Errors travel as the name of a class of kvstore.errors and a text, never as pickles.
+A message is a header and a payload (kvstore.blocks.codec). A message longer than one packet travels in fragments, each
+with its own header and MORE set on all but the last. Errors travel as the name of a class of kvstore.errors and a text,
+never as pickles.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import struct
-from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from kvstore.bounds import clip
+from kvstore.blocks.codec import decode_object, encode_object
 from kvstore.errors import KVStoreError, ProtocolError, all_error_types
 
 HEADER = struct.Struct("<4sHBBIQ")
@@ -32,13 +30,7 @@ OWNER_KEY_DIGITS = 32
 
 #: Before its HELLO was accepted a connection may send no more than this, and so much waits for no more of it.
 STRANGER_BYTES = 4 << 10
-#: What a payload that is none of ours makes the code that takes it apart raise.
-MALFORMED = (
-    struct.error, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, AttributeError,
-)  # fmt: skip
 _MAX_ERROR_CHARS = 2000
-
-_T = TypeVar("_T")
 
 
 class Op(IntEnum):
@@ -117,7 +109,7 @@ class Message(NamedTuple):
     payload: bytes
 
 
-def encode(message: Message, fragment_bytes: int = FRAGMENT_BYTES) -> list[bytes]:
+def packets_of(message: Message, fragment_bytes: int = FRAGMENT_BYTES) -> list[bytes]:
     """Return the packets of a message, in order."""
     payload = message.payload
     if len(payload) <= fragment_bytes:
@@ -236,38 +228,6 @@ class Decoder:
         return messages
 
 
-def pack_json(value: dict[str, Any]) -> bytes:
-    """Return a rare payload as compact JSON."""
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def unpack_json(payload: bytes) -> dict[str, Any]:
-    """Return what `pack_json` packed.
-
-    Raises:
-        ProtocolError: it is not a JSON object.
-    """
-    try:
-        value = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"wanted JSON, got {clip(payload)}") from error
-    if not isinstance(value, dict):
-        raise ProtocolError(f"wanted a JSON object, got {type(value).__name__}")
-    return value
-
-
-def unpacked(unpack: Callable[[bytes], _T], payload: bytes) -> _T:
-    """Take a payload apart.
-
-    Raises:
-        ProtocolError: it is not what `unpack` takes.
-    """
-    try:
-        return unpack(payload)
-    except MALFORMED as error:
-        raise ProtocolError(f"{len(payload)} bytes are no message of this version: {clip(error)}") from error
-
-
 def is_secret(value: object, secret: str) -> bool:
     """Whether what came is a secret; takes as long whatever part of it is right."""
     return isinstance(value, str) and secrets.compare_digest(value.encode("utf-8", "replace"), secret.encode())
@@ -275,13 +235,15 @@ def is_secret(value: object, secret: str) -> bool:
 
 def pack_error(error: BaseException) -> bytes:
     """Return an error as a payload; classes outside our tree become KVStoreError."""
-    if isinstance(error, KVStoreError) and type(error).__name__ in all_error_types():
-        return pack_json({"error": type(error).__name__, "text": str(error)[:_MAX_ERROR_CHARS]})
-    return pack_json({"error": "KVStoreError", "text": f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]})
+    name, text = type(error).__name__, str(error)
+    if not isinstance(error, KVStoreError) or name not in all_error_types():
+        name, text = "KVStoreError", f"{name}: {text}"
+    # Paths of the system may hold what is no Unicode.
+    return encode_object({"error": name, "text": text[:_MAX_ERROR_CHARS].encode("utf-8", "replace").decode()})
 
 
 def unpack_error(payload: bytes) -> KVStoreError:
     """Return the error that `pack_error` packed."""
-    value = unpack_json(payload)
+    value = decode_object(payload)
     cls = all_error_types().get(str(value.get("error")), KVStoreError)
     return cls(str(value.get("text"))[:_MAX_ERROR_CHARS])

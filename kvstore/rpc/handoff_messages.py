@@ -1,85 +1,45 @@
-"""Payloads of the messages that a hand-off needs between a client and its store.
-
-Tuples, because to make one takes a fraction of what a frozen dataclass does, and every hand-off waits for it.
-"""
+"""Messages that a hand-off needs between a client and its store, and of stages between stores."""
 
 from __future__ import annotations
 
-import struct
-from typing import NamedTuple
+from collections.abc import Callable
 
-from kvstore.errors import ProtocolError
-
-_PREPARE = struct.Struct("<32sQ32sIIQQ")
-_COMPLETE = struct.Struct("<32sQd")
-_ABORT = struct.Struct("<32sQ")
-_FETCH = struct.Struct("<32s32s8sIddIIQB")
-_SOON = struct.Struct("<IIQ")
-#: The id of a fetch or a claim, and whether the blocks arrived.
-END = struct.Struct("<QB")
-_KEY_BYTES = 32
+from kvstore.blocks.codec import U32, U64, Digest, Epoch, Record, decoder
 
 
-def check_key(key: bytes) -> None:
-    """Make sure that bytes can be the key of a ticket.
+class PrepareHandoff(Record, frozen=True):
+    """Ask for slots of the arena (slab 0), or of a stage of one life of the mover, to publish blocks in.
 
-    Raises:
-        ProtocolError: they are not.
-    """
-    if len(key) != _KEY_BYTES:
-        raise ProtocolError(f"wanted a key of {_KEY_BYTES} bytes, got {len(key)} bytes")
-
-
-class PrepareHandoff(NamedTuple):
-    """What a publisher asks for: slots of the arena (slab 0), or of a stage of one life of the mover.
-
-    `writer` is a number of its own that it tells nobody but its store: with it, it says that its copies have ended.
+    `writer` is a number of its own that a publisher tells only its store: with it, it says that its copies have ended.
     `num_clears` is that of the namespace from when it was asked to publish.
     """
 
-    key: bytes
-    writer: int
-    namespace: bytes
-    num_blocks: int
-    slab: int = 0
-    generation: int = 0
-    num_clears: int = 0
+    key: Digest
+    writer: U64
+    namespace: Digest
+    num_blocks: U32
+    slab: U32 = 0
+    generation: U64 = 0
+    num_clears: U64 = 0
 
 
-def pack_prepare_handoff(wanted: PrepareHandoff) -> bytes:
-    """Pack a question for slots."""
-    return _PREPARE.pack(*wanted)
-
-
-def unpack_prepare_handoff(payload: bytes) -> PrepareHandoff:
-    """Return what `pack_prepare_handoff` packed."""
-    return PrepareHandoff(*_PREPARE.unpack(payload))
-
-
-def pack_complete_handoff(key: bytes, writer: int, ttl_s: float) -> bytes:
+class CompleteHandoff(Record, frozen=True):
     """Say that the bytes are in place, and how long they are to be kept."""
-    return _COMPLETE.pack(key, writer, ttl_s)
+
+    key: Digest
+    writer: U64
+    ttl_s: float
 
 
-def unpack_complete_handoff(payload: bytes) -> tuple[bytes, int, float]:
-    """Return (key, writer, seconds) that `pack_complete_handoff` packed."""
-    key, writer, ttl_s = _COMPLETE.unpack(payload)
-    return key, writer, ttl_s
-
-
-def pack_abort_handoff(key: bytes, writer: int) -> bytes:
+class AbortHandoff(Record, frozen=True):
     """Say that the blocks will not come, and that nothing of their publisher writes to their slots any more."""
-    return _ABORT.pack(key, writer)
+
+    key: Digest
+    writer: U64
 
 
-def unpack_abort_handoff(payload: bytes) -> tuple[bytes, int]:
-    """Return (key, writer) that `pack_abort_handoff` packed."""
-    key, writer = _ABORT.unpack(payload)
-    return key, writer
-
-
-class FetchRequest(NamedTuple):
-    """What a client asks of its own store: the blocks of a ticket, wherever they are.
+class FetchRequest(Record, frozen=True):
+    """Ask the own store for the blocks of a ticket, on any node.
 
     Args:
         key: of the ticket.
@@ -95,51 +55,97 @@ class FetchRequest(NamedTuple):
         is_early: of the ticket.
     """
 
-    key: bytes
-    namespace: bytes
-    epoch: bytes
+    key: Digest
+    namespace: Digest
+    epoch: Epoch
     node_id: str
-    num_blocks: int
+    num_blocks: U32
     ttl_s: float
     timeout_s: float
-    from_slab: int = 0
-    slab: int = 0
-    generation: int = 0
+    from_slab: U32 = 0
+    slab: U32 = 0
+    generation: U64 = 0
     is_early: bool = False
 
 
-def pack_fetch(fetch: FetchRequest) -> bytes:
-    """Pack a fetch."""
-    head = _FETCH.pack(
-        fetch.key, fetch.namespace, fetch.epoch, fetch.num_blocks, fetch.ttl_s, fetch.timeout_s, fetch.from_slab,
-        fetch.slab, fetch.generation, fetch.is_early,
-    )  # fmt: skip
-    return head + fetch.node_id.encode()
-
-
-def unpack_fetch(payload: bytes) -> FetchRequest:
-    """Return what `pack_fetch` packed."""
-    key, namespace, epoch, num_blocks, ttl_s, timeout_s, from_slab, slab, generation, is_early = _FETCH.unpack_from(
-        payload
-    )
-    return FetchRequest(
-        key=key,
-        namespace=namespace,
-        epoch=epoch,
-        node_id=payload[_FETCH.size :].decode(),
-        num_blocks=num_blocks,
-        ttl_s=ttl_s,
-        timeout_s=timeout_s,
-        from_slab=from_slab,
-        slab=slab,
-        generation=generation,
-        is_early=bool(is_early),
-    )
-
-
-def pack_soon(node_id: str, from_slab: int, slab: int, generation: int) -> bytes:
+class Soon(Record, frozen=True):
     """Say that a fetch comes: from a node's stage into one of this node, of one life of its mover.
 
-    Nobody takes it apart: the store passes it on to its mover, which was told before what to do on just this word.
+    A store passes the bytes on to its mover, which was told before what to do when it gets just these.
     """
-    return _SOON.pack(from_slab, slab, generation) + node_id.encode()
+
+    node_id: str
+    from_slab: int
+    slab: int
+    generation: int
+
+
+class End(Record, frozen=True):
+    """End a fetch or a claim by its id; `used` says whether the blocks arrived."""
+
+    number: U64
+    used: bool
+
+
+class AskStage(Record, frozen=True):
+    """Ask for the stage of a GPU."""
+
+    uuid: str
+    num_bytes: U64
+    block_bytes: U64
+
+
+class StageFound(Record, frozen=True):
+    """Describe one stage of a node, for one life of its mover.
+
+    Args:
+        slab: its number in that mover.
+        generation: which life.
+        uuid: of the GPU.
+        handle: a worker maps it by this.
+        agent: of NIXL, for those that read it.
+        address: its first byte in the mover.
+        gpu: ordinal there.
+        slot_bytes: distance between its slots.
+        num_slots: with those that hold nothing.
+        num_warm: slots at the end that hold nothing: warming a lane up reads them.
+    """
+
+    slab: U32
+    generation: U64
+    uuid: str
+    handle: bytes
+    agent: bytes
+    address: U64
+    gpu: U32
+    slot_bytes: U64
+    num_slots: U64
+    num_warm: U64
+
+
+class WarmUp(Record, frozen=True):
+    """Ask for the lanes from a node into the own stage to be warmed up and measured."""
+
+    slab: U32
+    generation: U64
+    node_id: str
+
+
+class LaneFound(Record, frozen=True):
+    """Say how fast a lane is, or why it is not used."""
+
+    gb_per_s: float
+    why_not: str
+
+
+decode_prepare_handoff = decoder(PrepareHandoff)
+decode_complete_handoff = decoder(CompleteHandoff)
+decode_abort_handoff = decoder(AbortHandoff)
+decode_fetch = decoder(FetchRequest)
+decode_end = decoder(End)
+decode_key: Callable[[bytes], bytes] = decoder(Digest)
+decode_ask_stage = decoder(AskStage)
+decode_stage = decoder(StageFound)
+decode_stages = decoder(list[StageFound])
+decode_warm_up = decoder(WarmUp)
+decode_lanes = decoder(list[LaneFound])

@@ -22,7 +22,6 @@ from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
 from kvstore.rpc.acceptor import Acceptor, peer_pidfd
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import (
-    MALFORMED,
     MAX_MESSAGE_BYTES,
     RECEIVE_BYTES,
     REPLY,
@@ -262,9 +261,6 @@ class ControlServer:
             malformed, answer, flag = error, pack_error(error), Flag.ERROR
         except KVStoreError as error:
             answer, flag = pack_error(error), Flag.ERROR
-        except MALFORMED as error:
-            text = f"{op.name}: {len(message.payload)} bytes are not a request of this version: {clip(error)}"
-            malformed, answer, flag = error, pack_error(ProtocolError(text)), Flag.ERROR
         except Exception as error:
             logger.exception("control: %s failed", op.name)
             answer, flag = pack_error(error), Flag.ERROR
@@ -287,11 +283,10 @@ class ControlServer:
             answer = self._handler(connection, message)
             if not connection.role:
                 raise ProtocolError("wanted a HELLO that names a role")
-        except (KVStoreError, *MALFORMED) as error:
-            refused = error if isinstance(error, KVStoreError) else ProtocolError(f"HELLO: {clip(error)}")
+        except KVStoreError as error:
             if message.flag is REQUEST:
-                connection.send(message.op, Flag.ERROR, message.request, pack_error(refused))
-            self._turn_away(connection, refused)
+                connection.send(message.op, Flag.ERROR, message.request, pack_error(error))
+            self._turn_away(connection, error)
             return
         self._strangers.left(connection)
         connection.decoder.max_bytes = self._max_bytes.get(connection.role, MAX_MESSAGE_BYTES)

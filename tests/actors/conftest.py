@@ -106,12 +106,13 @@ class Engine:
 
     def hold(self, leased: Any, written: Any) -> tuple[int, int]:
         """Take a lease and half of a write, and keep both; returns how many blocks each has."""
+        from kvstore.blocks.codec import encode
         from kvstore.rpc.framing import Op
-        from kvstore.rpc.messages import pack_prepare, unpack_ticket
+        from kvstore.rpc.messages import Prepare, decode_ticket
 
         self.held = self.client.lease(leased, ttl_s=600)
-        request = pack_prepare(self.client._chain(written), 1)
-        ticket = unpack_ticket(self.client._store._calls.call(Op.PREPARE_STORE, request, timeout_s=5))
+        request = encode(Prepare(self.client._chain(written), 1))
+        ticket = decode_ticket(self.client._store._calls.call(Op.PREPARE_STORE, request, timeout_s=5))
         return len(self.held), len(ticket.slots)
 
     def num_calls(self) -> int:

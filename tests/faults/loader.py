@@ -15,17 +15,18 @@ import sys
 import threading
 
 from kvstore.blocks.chain import decode_chain
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.memory.arena import attach_arena
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import U64, pack_load, unpack_progress
+from kvstore.rpc.messages import AskLoad, decode_progress
 
 
 def load(client, arena, chain, block_bytes, timeout_s, hold):
     slots, lease_id = [], 0
-    for _, payload in client.call_stream(Op.LOAD, pack_load(chain, 30.0, timeout_s), timeout_s=timeout_s + 5):
-        progress = unpack_progress(payload)
+    for _, payload in client.call_stream(Op.LOAD, encode(AskLoad(chain, 30.0, timeout_s)), timeout_s=timeout_s + 5):
+        progress = decode_progress(payload)
         lease_id = progress.lease_id
         slots += progress.slots.tolist()
     if hold:
@@ -34,7 +35,7 @@ def load(client, arena, chain, block_bytes, timeout_s, hold):
     digest = hashlib.sha256()
     for slot in slots:
         digest.update(arena.memory[slot * block_bytes : (slot + 1) * block_bytes])
-    client.send(Op.RELEASE, U64.pack(lease_id))
+    client.send(Op.RELEASE, encode(lease_id))
     return [len(slots), digest.hexdigest()]
 
 

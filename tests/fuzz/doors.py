@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import random
@@ -11,10 +10,14 @@ import socket
 import struct
 import threading
 
+import msgspec
+
+from kvstore.blocks.codec import encode, encode_object
 from kvstore.config import PROTOCOL_VERSION
+from kvstore.remote.messages import decode_peer_transport
 from kvstore.remote.peers import PeerAddress
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import Flag, Message, Op, encode_short, pack_json
+from kvstore.rpc.framing import Flag, Message, Op, encode_short
 from kvstore.rpc.server import ControlServer
 from tests.fuzz.mutate import answered, mutated
 
@@ -77,7 +80,7 @@ class Door:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._sock = sock
         if self._hello is not None:
-            sock.sendall(encode_short(Op.HELLO, Flag.REQUEST, 0, pack_json(self._hello)))
+            sock.sendall(encode_short(Op.HELLO, Flag.REQUEST, 0, encode_object(self._hello)))
             if not self._drain():
                 raise ConnectionResetError("refused")
         sock.setblocking(False)
@@ -138,7 +141,7 @@ class Liar:
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
         connection.role = "store"
         if message.op is Op.HELLO and self._rng.random() < 0.9:
-            return pack_json(self._hello)
+            return encode_object(self._hello)
         with self._lock:
             self.num_answers += 1
             data = answered(self._rng, self._frames, message)
@@ -151,9 +154,10 @@ class Liar:
 
 def without_agents(frames: list[Message]) -> list[Message]:
     """Return answers in which no engine is named that could be read from."""
-    nobody, changed = base64.b64encode(b"nobody"), []
+    changed = []
     for frame in frames:
-        before, name, after = frame.payload.partition(b'"agent":"')
-        payload = before + name + nobody + after[after.index(b'"') :] if name else frame.payload
+        payload = frame.payload
+        if frame.op is Op.PEER_TRANSPORT and frame.flag is Flag.REPLY:
+            payload = encode(msgspec.structs.replace(decode_peer_transport(payload), agent=b"nobody"))
         changed.append(frame._replace(payload=payload))
     return changed

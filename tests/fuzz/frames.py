@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from unittest import mock
 
 from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import encode
+from kvstore.mover.messages import StageMade
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import Flag, Message, Op, pack_json
-from kvstore.rpc.handoff_messages import END, pack_soon
-from kvstore.rpc.messages import NOTIFICATION, U64
+from kvstore.rpc.framing import Flag, Message, Op
+from kvstore.rpc.handoff_messages import AskStage, End, Soon, StageFound, WarmUp
+from kvstore.rpc.messages import NOTIFICATION, Ask
 from kvstore.rpc.server import ControlServer
 from tests.kvstore.conftest import Cluster
 
@@ -81,30 +82,25 @@ def _add_what_needs_gpus(recorder: Recorder, cluster: Cluster) -> None:
     """Frames of hand-offs between GPUs, and others that a healthy cluster says seldom."""
     key, run = bytes(range(32)), recorder.said["client"][0].payload
     epoch, hashes = cluster.nodes["a"].epoch, cluster.hashes(3)
-    chain = Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data).encode()
-    stage = {"slab": 1, "generation": 1, "uuid": "u", "num_bytes": 4096, "block_bytes": 512, "node": "b"}
-    description = {"agent": "YQ==", "address": 4096, "gpu": 0, "slot_bytes": 512, "num_slots": 80, "num_warm": 4}
+    chain = Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+    stage = StageFound(1, 1, "u", b"handle", b"nobody", 4096, 0, 512, 80, 4)
+    made = StageMade(1, b"nobody", 4096, 0, b"handle")
+    end = encode(End(1 << 63 | 5, True))
     extra = {
         "client": [
-            (Op.LOOKUP_ALL, chain), (Op.AWAIT_STORE, pack_lease_of(chain)), (Op.HANDOFF_STAGE, pack_json(stage)),
-            (Op.HANDOFF_WARM, pack_json(stage)), (Op.HANDOFF_SOON, pack_soon("b", 1, 1, 1)), (Op.HANDOFF_PACKING, key),
-            (Op.HANDOFF_END, END.pack(1 << 63 | 5, True)), (Op.LOOKUP, run),
+            (Op.LOOKUP_ALL, encode(Ask(chain, 0.5))), (Op.AWAIT_STORE, encode(Ask(chain, 0.5))),
+            (Op.HANDOFF_STAGE, encode(AskStage("u", 4096, 512))), (Op.HANDOFF_WARM, encode(WarmUp(1, 1, "b"))),
+            (Op.HANDOFF_SOON, encode(Soon("b", 1, 1, 1))), (Op.HANDOFF_PACKING, encode(key)), (Op.HANDOFF_END, end),
+            (Op.LOOKUP, run),
         ],
-        "peer": [
-            (Op.PEER_STAGES, b""), (Op.PEER_CLAIM_END, END.pack(1 << 63 | 5, True)), (Op.PEER_RELEASE, U64.pack(1)),
-        ],
+        "peer": [(Op.PEER_STAGES, b""), (Op.PEER_CLAIM_END, end), (Op.PEER_RELEASE, encode(1))],
         "mover": [
-            (Op.MOVER_NOTIFICATIONS, NOTIFICATION.pack(1, epoch, b"reader78")), (Op.MOVER_STAGE, pack_json(stage)),
-            (Op.MOVER_SPILL, b"{}"), (Op.MOVER_TERMINAL, U64.pack(3)), (Op.MOVER_STATS, pack_json({"num_reads": 1})),
+            (Op.MOVER_NOTIFICATIONS, encode(NOTIFICATION.pack(1, epoch, b"reader78"))), (Op.MOVER_STAGE, encode(made)),
+            (Op.MOVER_SPILL, b""), (Op.MOVER_TERMINAL, encode(3)), (Op.MOVER_STATS, encode({"num_reads": 1})),
         ],
-        "to peer": [(Op.PEER_STAGES, pack_json({"stages": [stage | description]}))],
+        "to peer": [(Op.PEER_STAGES, encode([stage]))],
     }  # fmt: skip
     for sender, frames in extra.items():
         flag = Flag.REPLY if sender.startswith("to ") else Flag.REQUEST
         for op, payload in frames:
             recorder.note(sender, Message(op, flag, 1, payload))
-
-
-def pack_lease_of(chain: bytes) -> bytes:
-    """Return a question that waits for half a second at most."""
-    return struct.pack("<d", 0.5) + chain

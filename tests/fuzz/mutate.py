@@ -1,4 +1,4 @@
-"""Frames made wrong: bits, numbers, lengths, JSON fields, headers, and pieces of other frames."""
+"""Frames made wrong: bits, numbers, lengths, fields, headers, and pieces of other frames."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kvstore.rpc.framing import HEADER, Flag, Message, Op
 
 _NUMBERS = [
@@ -16,7 +18,11 @@ _NUMBERS = [
     *(struct.pack("<d", value) for value in (math.nan, math.inf, -math.inf, -1.0, 1e300)),
     *(struct.pack("<q", value) for value in (1, -1, 2**31, 2**62, -(2**63))),
 ]  # fmt: skip
-_VALUES = (None, True, -1, 0, 2**70, 1e300, math.nan, math.inf, [], {}, "", "\ud800", "x" * 3000, [[[]]], "zz" * 8)
+_VALUES = (
+    None, True, -1, 0, 2**31, 2**32, 2**63, 2**64 - 1, 2**70, 1e300, math.nan, math.inf, [], {}, "",
+    "\ud800", "x" * 3000, [[[]]], "zz" * 8,
+    b"", b"123", bytes(8), bytes(31), bytes(32), bytes(3000),
+)  # fmt: skip
 
 
 def mutated(rng: random.Random, frames: Sequence[Message]) -> bytes:
@@ -87,9 +93,11 @@ def _splice(rng: random.Random, payload: bytearray, frames: Sequence[Message]) -
     return payload[:at] + other[there:]
 
 
-def _json(rng: random.Random, payload: bytearray, frames: Sequence[Message]) -> bytearray:
+def _field(rng: random.Random, payload: bytearray, frames: Sequence[Message]) -> bytearray:
+    """Change, drop or add one field of a message: of an array of MessagePack, or of a JSON object."""
+    codec = msgspec.json if payload.startswith(b"{") else msgspec.msgpack
     try:
-        value = json.loads(payload)
+        value = codec.decode(payload)
         if not isinstance(value, dict | list) or not value:
             return _random(rng, payload, frames)
         at = value
@@ -98,15 +106,20 @@ def _json(rng: random.Random, payload: bytearray, frames: Sequence[Message]) -> 
             if not isinstance(at[key], dict | list) or not at[key] or rng.random() < 0.3:
                 break
             at = at[key]
-        if isinstance(at, dict) and rng.random() < 0.2:
+        if rng.random() < 0.2:
             del at[key]
+        elif isinstance(at, list) and rng.random() < 0.1:
+            at.insert(key, copy.deepcopy(rng.choice(_VALUES)))
+        elif isinstance(at[key], bytes | str) and rng.random() < 0.5:
+            end = rng.randrange(len(at[key]) + 1)
+            at[key] = at[key][:end] if rng.random() < 0.5 else at[key] + at[key][:end]
         else:
             at[key] = copy.deepcopy(rng.choice(_VALUES))
-        return bytearray(json.dumps(value).encode())
-    except (ValueError, TypeError):
+        return bytearray(json.dumps(value).encode() if codec is msgspec.json else codec.encode(value))
+    except (ValueError, TypeError, OverflowError):
         return _number(rng, payload, frames)
 
 
 _WAYS: list[Callable[[random.Random, bytearray, Sequence[Message]], bytearray]] = [
-    _flip, _number, _number, _cut, _grow, _random, _splice, _json, _json,
+    _flip, _number, _number, _cut, _grow, _random, _splice, _field, _field, _field,
 ]  # fmt: skip

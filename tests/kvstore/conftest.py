@@ -25,7 +25,7 @@ from kvstore.remote.directory import DirectoryServer
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.connect import connect_local
-from kvstore.rpc.framing import Flag, Message, Op, encode
+from kvstore.rpc.framing import Flag, Message, Op, packets_of
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
 HOST = "127.0.0.1"
@@ -79,7 +79,7 @@ class InProcessMover:
     @staticmethod
     def say_goodbye(sock):
         with contextlib.suppress(OSError):
-            for packet in encode(Message(Op.GOODBYE, Flag.ONE_WAY, 0, b"")):
+            for packet in packets_of(Message(Op.GOODBYE, Flag.ONE_WAY, 0, b"")):
                 sock.sendall(packet)
 
     def join(self):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.remote.announcements import Batch, pack_batch
+from kvstore.remote.announcements import Batch
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.peers import PeerAddress
 from kvstore.rpc.connect import connect_remote
@@ -20,10 +21,10 @@ def connect(address: PeerAddress, **changes):
 
 def batch(sequence, added=(), removed=(), *, whole=False, begins=False, ends=False, versions=None) -> bytes:
     made = Batch(
-        sequence=sequence, begins=begins or whole, ends=ends or whole, added=[*added], removed=[*removed],
+        sequence=sequence, begins=begins or whole, ends=ends or whole, added=b"".join(added), removed=b"".join(removed),
         versions=versions or {},
     )  # fmt: skip
-    return pack_batch(made)
+    return encode(made)
 
 
 def tell(client, *args, **options) -> bytes:

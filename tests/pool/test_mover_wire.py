@@ -8,14 +8,14 @@ import time
 
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import KVStoreError
-from kvstore.mover.messages import MoverDone, pack_mover_done
+from kvstore.mover.messages import MoverDone
 from kvstore.mover.transport import ReadState
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import U64
 from poolcheck.wire_faults import Spoil, WireFaults
 
 NUM_BLOCKS, NUM_SLOTS = 6, 16
@@ -122,11 +122,17 @@ def test_a_spoilt_message_at_every_step_leaves_nothing(nodes, faults, wait_until
 # What only one process may say, and what none can.
 
 
-def done(read_id, num_blocks, *, last=True, terminal=True):
+def done(read_id, num_blocks, *, last=True, terminal=True, error=b""):
     word = MoverDone(
-        read_id=read_id, num_blocks=num_blocks, last=last, terminal=terminal, seconds=0.0, num_descriptors=1
+        read_id=read_id,
+        num_blocks=num_blocks,
+        last=last,
+        terminal=terminal,
+        seconds=0.0,
+        num_descriptors=1,
+        error=error,
     )
-    return pack_mover_done(word)
+    return encode(word)
 
 
 class Held:
@@ -179,7 +185,7 @@ def test_a_report_on_a_read_of_the_mover_before_counts_for_nothing(held, wait_un
     for old in (held.read_id - 1, 0, 2**63):
         mover._send(Op.MOVER_DONE, done(old, 1))
         mover._send(Op.MOVER_DONE, done(old, 1, terminal=False))
-        mover._send(Op.MOVER_TERMINAL, U64.pack(old))
+        mover._send(Op.MOVER_TERMINAL, encode(old))
     held.go_on()
     assert held.end() == NUM_BLOCKS
     assert held.core.mover.num_abandoned == 0
@@ -191,10 +197,10 @@ def test_a_report_on_a_read_of_the_mover_before_counts_for_nothing(held, wait_un
         (Op.MOVER_DONE, lambda read_id: done(read_id, NUM_BLOCKS + 1)),
         (Op.MOVER_DONE, lambda read_id: done(read_id, 0, last=False)),
         (Op.MOVER_DONE, lambda read_id: done(read_id, 1)[:-1]),
-        (Op.MOVER_DONE, lambda read_id: done(read_id, 1) + b"no error in JSON"),
+        (Op.MOVER_DONE, lambda read_id: done(read_id, 1, error=b"no error in JSON")),
         (Op.MOVER_TERMINAL, lambda read_id: b""),
-        (Op.MOVER_NOTIFICATIONS, lambda read_id: b"half of one"),
-        (Op.MOVER_STATS, lambda read_id: b"no JSON"),
+        (Op.MOVER_NOTIFICATIONS, lambda read_id: encode(b"half of one")),
+        (Op.MOVER_STATS, lambda read_id: encode([1])),
         (Op.MOVER_READ, lambda read_id: b""),
     ],
     ids=["too many", "none", "cut", "error", "terminal", "notification", "stats", "question"],

@@ -1,7 +1,8 @@
 import pytest
 
 from kvstore.blocks.chain import HASH_BYTES, Chain, decode_chain
-from kvstore.errors import ChainBroken
+from kvstore.blocks.codec import encode
+from kvstore.errors import ChainBroken, ProtocolError
 
 NAMESPACE = b"n" * 32
 HASHES = [bytes([i]) * 32 for i in range(1, 6)]
@@ -38,8 +39,23 @@ def test_round_trip(chain):
 
 @pytest.mark.parametrize("cut", [1, HASH_BYTES - 1, 5 * HASH_BYTES + 1, len(CHAIN.encode())])
 def test_cut_bytes_are_refused(cut):
-    with pytest.raises(ChainBroken, match="whole hashes"):
+    with pytest.raises(ProtocolError, match="no Chain"):
         decode_chain(CHAIN.encode()[:-cut])
+
+
+@pytest.mark.parametrize("num_bytes", [1, HASH_BYTES - 1, 5 * HASH_BYTES + 1])
+def test_parts_of_a_hash_are_refused(num_bytes):
+    with pytest.raises(ChainBroken, match="whole hashes"):
+        decode_chain(encode([NAMESPACE, NAMESPACE, 0, bytes(num_bytes)]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [[bytes(31), bytes(32), 0], [bytes(32), bytes(33), 0], [bytes(32)] * 2 + [-1], [bytes(32)] * 2 + [1 << 32]],
+)
+def test_what_is_no_chain_is_refused(fields):
+    with pytest.raises(ProtocolError, match="no Chain"):
+        decode_chain(encode([*fields, b""]))
 
 
 def test_a_block_named_twice_is_refused():

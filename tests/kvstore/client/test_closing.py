@@ -13,6 +13,7 @@ import time
 import pytest
 
 import kvstore.kernels
+from kvstore.blocks.codec import encode
 from kvstore.client import client as client_module
 from kvstore.client.job_threads import JobThreads
 from kvstore.client.stage_link import AttachedStage, StageLink
@@ -22,6 +23,7 @@ from kvstore.errors import InvalidRequest, JobAbandoned, KVStoreError, StoreBusy
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Ask
 
 
 @contextlib.contextmanager
@@ -216,7 +218,7 @@ def test_any_call_names_a_connection_that_broke(core, worker, cluster, monkeypat
 
     monkeypatch.setattr(store, "_connect", refuse)
     with store.for_jobs.taken() as broken:
-        broken.call(Op.LEASE, client_module.pack_lease(worker.client._chain(cluster.hashes(4)), 30.0), timeout_s=5.0)
+        broken.call(Op.LEASE, encode(Ask(worker.client._chain(cluster.hashes(4)), 30.0)), timeout_s=5.0)
         broken.unheard = 1
         broken.close()
     assert store._broken.untold

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from kvstore.blocks.chain import Chain
-from kvstore.blocks.grants import StoreTicket
+from kvstore.blocks.codec import encode
+from kvstore.blocks.grants import PackedInts, StoreTicket
 from kvstore.blocks.part import as_part
 from kvstore.client.save_load import CopyGuard, run_save
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import U64, pack_ticket
 from kvstore.runtime import clock
 
 CHAIN = Chain(b"n" * 32, b"n" * 32, 0, b"".join(bytes([i]) * 32 for i in range(1, 4)))
@@ -18,19 +18,19 @@ CHAIN = Chain(b"n" * 32, b"n" * 32, 0, b"".join(bytes([i]) * 32 for i in range(1
 def ticket(*indexes, num_refused=0, num_awaited=0):
     made = StoreTicket(
         write_id=1,
-        indexes=indexes,
-        slots=indexes,
+        packed_indexes=PackedInts.of(indexes).packed,
+        packed_slots=PackedInts.of(indexes).packed,
         num_resident=3 - len(indexes) - num_refused,
         num_refused=num_refused,
         num_awaited=num_awaited,
         generations=bytes(4 * len(indexes)),
         epoch=bytes(8),
     )
-    return Op.PREPARE_STORE, pack_ticket(made)
+    return Op.PREPARE_STORE, encode(made)
 
 
 def number(op, value):
-    return op, U64.pack(value)
+    return op, encode(value)
 
 
 def save(*answers, part=None):

@@ -142,11 +142,14 @@ def test_another_object_for_the_same_memory_is_the_same_tensor(cluster, pair):
 
 
 def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_registered_anew(cluster, pair):
+    from kvstore.blocks.codec import encode
     from kvstore.client.stage_link import StageLink
+    from kvstore.rpc.handoff_messages import StageFound
 
     _, other = pair
     made = []
-    link = StageLink(lambda *_: b'{"slab": 3, "generation": 1}', other.client._caches, 1 << 20, ())
+    found = encode(StageFound(3, 1, "01", b"", b"", 0, 0, 512, 8, 1))
+    link = StageLink(lambda *_: found, other.client._caches, 1 << 20, ())
 
     def make(caches: EngineCaches, _):
         caches.registered.check()

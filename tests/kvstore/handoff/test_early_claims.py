@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
 from kvstore.config import StoreConfig
 from kvstore.errors import PeerLost, TransferTimeout
-from kvstore.handoff.messages import PeerClaimed, pack_peer_claimed
+from kvstore.handoff.messages import PeerClaimed
 from kvstore.handoff.records import NOT_READY
 from kvstore.handoff.source_claim import SourceClaim
 from kvstore.rpc.handoff_messages import FetchRequest
@@ -259,7 +260,7 @@ def asked():
     config = StoreConfig(capacity_bytes=1 << 20, call_timeout_s=2.0)
     fetcher = SimpleNamespace(server=server, config=config, mover=SimpleNamespace(expect_read=lambda word: None))
     request = FetchRequest(
-        key=bytes(16), namespace=bytes(32), epoch=bytes(8), node_id="a", num_blocks=3, ttl_s=30.0, timeout_s=5.0,
+        key=bytes(32), namespace=bytes(32), epoch=bytes(8), node_id="a", num_blocks=3, ttl_s=30.0, timeout_s=5.0,
         from_slab=0, slab=0, generation=0, is_early=True,
     )  # fmt: skip
     wanted = [True]
@@ -269,8 +270,8 @@ def asked():
 
 
 def answer(reason=""):
-    slots = () if reason else np.arange(3, dtype=np.int32)
-    return pack_peer_claimed(
+    slots = np.arange(0 if reason else 3, dtype=np.int32)
+    return encode(
         PeerClaimed(claim_id=5, epoch=bytes(8), namespace_version=0, mover_generation=1, slots=slots, reason=reason)
     )
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvstore.blocks.codec import decode_count, encode
 from kvstore.client.results import MissReason
 from kvstore.engine.cuda_order import CudaOrder
 from kvstore.engine.stage_copier import StageCopier
@@ -18,8 +19,7 @@ from kvstore.handoff.table import HandoffTable
 from kvstore.pool.pool import Pool
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import FRAGMENT_BYTES, Decoder, Flag, Op
-from kvstore.rpc.handoff_messages import pack_abort_handoff, pack_complete_handoff
-from kvstore.rpc.messages import U64
+from kvstore.rpc.handoff_messages import AbortHandoff, CompleteHandoff
 from tests.kvstore.handoff.test_handoff import fetch, is_empty, reason, same
 
 
@@ -93,8 +93,8 @@ def test_who_knows_the_ticket_cannot_say_that_its_publisher_has_ended(cluster, t
     publication = publisher.client.begin_publish(range(8))
     assert copies.begun.wait(5)
     key = publication.ticket.key
-    payload = pack_abort_handoff(key, 1) if op is Op.HANDOFF_ABORT else pack_complete_handoff(key, 1, 5.0)
-    assert U64.unpack(other.client._store.call(op, payload)) == (0,)
+    payload = encode(AbortHandoff(key, 1)) if op is Op.HANDOFF_ABORT else encode(CompleteHandoff(key, 1, 5.0))
+    assert decode_count(other.client._store.call(op, payload)) == 0
     assert core.pool.stats().num_writing == 8
     copies.go.set()
     publication.job.result(10)

@@ -38,7 +38,7 @@ class HostStage:
         if uuid == "00":
             raise RuntimeError("this process sees no such GPU")
         self.gpu, self.handle = int(uuid, 16), secrets.token_bytes(16)
-        self.memory = self.memories[self.handle.hex()] = np.zeros(num_bytes, np.uint8)
+        self.memory = self.memories[self.handle] = np.zeros(num_bytes, np.uint8)
         self.address = self.memory.ctypes.data
         self.transport = LoopbackTransport(name, self.memory, network)
         self.num_copied, self.may_copy = 0, threading.Event()
@@ -144,9 +144,9 @@ def stages(cluster, monkeypatch):
         return made[-1]
 
     def copier(engine, stage):
-        memory = StageArena(HostStage.memories[stage["handle"]])
+        memory = StageArena(HostStage.memories[stage.handle])
         caches, layout, shape = engine.caches, engine.layout, engine.shape
-        return HostSide(caches, layout, shape, memory, int(stage["slot_bytes"]), int(stage["num_slots"]))
+        return HostSide(caches, layout, shape, memory, stage.slot_bytes, stage.num_slots)
 
     cluster.make_stage = make
     uuids = itertools.count(1)

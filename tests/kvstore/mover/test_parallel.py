@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -135,7 +135,7 @@ def test_metadata_of_something_else_is_a_lost_peer(nodes):
     good = source.description(same_host=True)
     for blob in (b"", b"abc", good.agent[:-1], good.agent + b"x", NixlTransport.__name__.encode(), bytes(4)):
         with pytest.raises(PeerLost, match="metadata of p"):
-            reader.transport.add_peer("p", dataclasses.replace(good, agent=blob))
+            reader.transport.add_peer("p", msgspec.structs.replace(good, agent=blob))
         with pytest.raises(PeerLost, match="'p'"):
             reader.transport.post(request([0], [0], "p"))
 
@@ -301,7 +301,7 @@ def test_readers_are_made_for_the_first_peer_that_needs_them():
     transport.add_peer("p", away)
     run(transport, request([0], [0], "p"))
     assert made == []
-    transport.add_peer("p", dataclasses.replace(away, same_host=True))
+    transport.add_peer("p", msgspec.structs.replace(away, same_host=True))
     run(transport, request([1], [1], "p"))
     assert [reader.totals.num_reads for reader in made] == [1, 0]
     assert transport.totals.num_reads == 2

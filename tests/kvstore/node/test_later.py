@@ -6,10 +6,11 @@ import threading
 
 import pytest
 
+from kvstore.blocks.codec import decode_counts
 from kvstore.errors import PoolExhausted, StoreBusy
 from kvstore.node import later
 from kvstore.node.later import SharedAnswer, answer_later
-from kvstore.rpc.framing import Flag, Message, Op, unpack_error, unpack_json
+from kvstore.rpc.framing import Flag, Message, Op, unpack_error
 from kvstore.runtime.store_threads import Blocking, StoreThreads
 
 WITHIN_S = 10.0
@@ -75,11 +76,11 @@ def test_those_that_asked_before_it_was_begun_share_an_answer(threads):
     may_end.set()
     answers = [each.wait() for each in heard]
     assert [request for _, _, request, _ in answers] == list(range(5))
-    numbers = [unpack_json(payload)["number"] for _, _, _, payload in answers]
+    numbers = [decode_counts(payload)["number"] for _, _, _, payload in answers]
     assert sorted(numbers[:2]) == [1, 2]
     assert numbers[2:] == [3, 3, 3], "what was asked later is answered by a later look"
     shared.ask(heard[0], question(9))
-    assert unpack_json(heard[0].wait()[3])["number"] == 4
+    assert decode_counts(heard[0].wait()[3])["number"] == 4
 
 
 def test_too_many_questions_are_refused_and_the_others_are_answered(threads, monkeypatch):

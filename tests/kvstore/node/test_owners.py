@@ -11,27 +11,29 @@ import time
 
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ConfigError
 from kvstore.rpc import acceptor
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import pack_lease, pack_prepare, unpack_grant
+from kvstore.rpc.messages import Ask, Prepare, decode_grant
 
 #: A worker that leases one chain and begins to write another, after what its last argument says.
 WORKER = """
 import mmap, os, sys, time
 from kvstore.blocks.chain import decode_chain
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.rpc.connect import connect_local
-from kvstore.rpc.messages import pack_lease, pack_prepare, unpack_grant, unpack_ticket
+from kvstore.rpc.messages import Ask, Prepare, decode_grant, decode_ticket
 from kvstore.rpc.framing import Op
 
 how = sys.argv[4]
 client, fd = connect_local(sys.argv[1], {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
 stored, other = (decode_chain(bytes.fromhex(text)) for text in sys.argv[2:4])
-grant = unpack_grant(client.call(Op.LEASE, pack_lease(stored, 600.0), timeout_s=5.0))
-ticket = unpack_ticket(client.call(Op.PREPARE_STORE, pack_prepare(other, 1), timeout_s=5.0))
+grant = decode_grant(client.call(Op.LEASE, encode(Ask(stored, 600.0)), timeout_s=5.0))
+ticket = decode_ticket(client.call(Op.PREPARE_STORE, encode(Prepare(other, 1)), timeout_s=5.0))
 child = 0
 if how == "big":
     memory = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -159,11 +161,11 @@ def test_a_worker_that_cannot_be_watched_may_read_but_not_write(old_kernel, clus
 
     chain = decode_chain(bytes.fromhex(encoded(hashes)))
     granted_s = time.monotonic()
-    grant = unpack_grant(client.call(Op.LEASE, pack_lease(chain, 0.6), timeout_s=2.0))
+    grant = decode_grant(client.call(Op.LEASE, encode(Ask(chain, 0.6)), timeout_s=2.0))
     assert len(grant.slots) == 3
     other = decode_chain(bytes.fromhex(encoded(cluster.hashes(2, seed=1))))
     with pytest.raises(ConfigError, match="may read but not write"):
-        client.call(Op.PREPARE_STORE, pack_prepare(other, 1), timeout_s=2.0)
+        client.call(Op.PREPARE_STORE, encode(Prepare(other, 1)), timeout_s=2.0)
     # It may have gone on reading after its connection closed: its pins end with their time, not before.
     client.close()
     wait_until(lambda: not any(c.role == "client" and c.pidfd < 0 for c in core._control._server._connections))

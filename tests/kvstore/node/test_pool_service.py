@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import os
-import struct
 import threading
 
 import numpy as np
 import pytest
 
 from kvstore.blocks.chain import Chain
-from kvstore.blocks.grants import PinKind
+from kvstore.blocks.codec import decode_count, encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ChainBroken, ConfigError, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
-from kvstore.rpc.handoff_messages import FetchRequest, pack_fetch
-from kvstore.rpc.messages import (
-    U64,
-    U64_F64,
-    pack_lease,
-    pack_load,
-    pack_pin,
-    pack_prepare,
-    pack_write_end,
-    unpack_grant,
-    unpack_ticket,
-)
+from kvstore.rpc.handoff_messages import FetchRequest
+from kvstore.rpc.messages import Ask, AskLoad, AskPin, Prepare, Renew, WriteEnd, decode_grant, decode_ticket
 
 
 def run_of(hashes) -> Chain:
@@ -53,11 +42,11 @@ def ask(core, worker):
 
 
 def prepare(ask, hashes, num_parts=1, part=0):
-    return unpack_ticket(ask(Op.PREPARE_STORE, pack_prepare(run_of(hashes), num_parts, part)))
+    return decode_ticket(ask(Op.PREPARE_STORE, encode(Prepare(run_of(hashes), num_parts, part))))
 
 
 def complete(ask, ticket) -> int:
-    return U64.unpack(ask(Op.COMPLETE_STORE, pack_write_end(ticket)))[0]
+    return decode_count(ask(Op.COMPLETE_STORE, encode(WriteEnd.of(ticket))))
 
 
 def test_eight_clients_save_one_chain_at_once(cluster, core):
@@ -83,7 +72,7 @@ def test_a_save_takes_over_what_another_writer_gives_up(core, worker, cluster, a
     job = worker.client.save(hashes, list(range(6)))
     wait_until(lambda: core.pool.stats().num_published == 2)
     assert not job.done()
-    assert U64.unpack(ask(Op.ABORT_STORE, pack_write_end(first)))[0] == 4
+    assert decode_count(ask(Op.ABORT_STORE, encode(WriteEnd.of(first)))) == 4
     result = job.result(10)
     assert (result.num_blocks, result.num_written) == (6, 6)
     assert worker.client.lookup(hashes, remote=False).num_local == 6
@@ -151,11 +140,11 @@ def test_stale_tickets_are_refused_over_the_socket(core, worker, cluster, ask):
     ticket = prepare(ask, cluster.hashes(2))
     assert ticket.epoch == core.epoch
     before = core.pool.stats()
-    head = struct.pack("<Q", ticket.write_id)
-    for bad in (head + bytes(8) + ticket.generations, head + ticket.epoch + bytes(8), head + ticket.epoch):
+    for epoch, lives in ((bytes(8), ticket.generations), (ticket.epoch, bytes(8)), (ticket.epoch, b"")):
+        bad = encode(WriteEnd(ticket.write_id, epoch, lives))
         with pytest.raises(StaleTicket):
             ask(Op.COMPLETE_STORE, bad)
-        assert U64.unpack(ask(Op.ABORT_STORE, bad))[0] == 0
+        assert decode_count(ask(Op.ABORT_STORE, bad)) == 0
         assert core.pool.stats() == before
     assert complete(ask, ticket) == 2
 
@@ -168,13 +157,13 @@ def test_ids_of_others_and_ids_that_are_over_change_nothing_over_the_socket(core
 
     def ends(ask_it):
         answers = [
-            ask_it(Op.RELEASE, U64.pack(lease.lease_id)), ask_it(Op.RENEW, U64_F64.pack(lease.lease_id, 5.0)),
-            ask_it(Op.COMPLETE_STORE, pack_write_end(ticket)), ask_it(Op.ABORT_STORE, pack_write_end(ticket)),
+            ask_it(Op.RELEASE, encode(lease.lease_id)), ask_it(Op.RENEW, encode(Renew(lease.lease_id, 5.0))),
+            ask_it(Op.COMPLETE_STORE, encode(WriteEnd.of(ticket))), ask_it(Op.ABORT_STORE, encode(WriteEnd.of(ticket))),
             # A ticket is no lease, and a lease no ticket.
-            ask_it(Op.RELEASE, U64.pack(ticket.write_id)),
-            ask_it(Op.ABORT_STORE, U64.pack(lease.lease_id) + core.epoch),
+            ask_it(Op.RELEASE, encode(ticket.write_id)),
+            ask_it(Op.ABORT_STORE, encode(WriteEnd(lease.lease_id, core.epoch))),
         ]  # fmt: skip
-        return [U64.unpack(answer)[0] for answer in answers]
+        return [decode_count(answer) for answer in answers]
 
     before = core.pool.stats()
     assert ends(ask) == [0] * 6
@@ -214,17 +203,17 @@ def test_a_save_into_a_fully_pinned_pool_is_refused_and_succeeds_after_one_relea
 @pytest.mark.parametrize("op", [Op.RELEASE, Op.RENEW, Op.COMPLETE_STORE, Op.ABORT_STORE])
 def test_unknown_ids_over_the_socket_are_answered_with_nothing(core, ask, op):
     for number in (0, 1, 2**64 - 1):
-        payload = U64_F64.pack(number, 5.0) if op is Op.RENEW else U64.pack(number)
+        payload = encode(Renew(number, 5.0)) if op is Op.RENEW else encode(number)
         if op in (Op.COMPLETE_STORE, Op.ABORT_STORE):
-            payload += core.epoch
-        assert U64.unpack(ask(op, payload))[0] == 0
+            payload = encode(WriteEnd(number, core.epoch))
+        assert decode_count(ask(op, payload)) == 0
 
 
 @pytest.mark.parametrize(
     "op",
     [Op.LOOKUP, Op.LEASE, Op.PIN, Op.RELEASE, Op.RENEW, Op.PREPARE_STORE, Op.COMPLETE_STORE, Op.ABORT_STORE, Op.LOAD],
 )
-@pytest.mark.parametrize("payload", [b"", b"\1", b"\1" * 7])
+@pytest.mark.parametrize("payload", [b"", b"\x91", b"\xc1", b"\1" * 7])
 def test_bytes_that_are_no_request_are_refused_with_a_type(cluster, core, worker, ask, op, payload):
     """Malformed ids, times and chains: a typed refusal, no count changed, and no other connection is touched."""
     before = core.pool.stats()
@@ -241,10 +230,10 @@ def test_times_that_are_none_are_refused(core, worker, cluster, ask, ttl_s):
     lease = worker.client.lease(hashes)
     if ttl_s != 0.0:
         with pytest.raises(InvalidRequest, match="timeout_s"):
-            ask(Op.AWAIT_STORE, pack_lease(run_of(hashes), ttl_s))
-    questions = [(Op.LEASE, pack_lease(run_of(hashes), ttl_s)), (Op.RENEW, U64_F64.pack(lease.lease_id, ttl_s))]
+            ask(Op.AWAIT_STORE, encode(Ask(run_of(hashes), ttl_s)))
+    questions = [(Op.LEASE, encode(Ask(run_of(hashes), ttl_s))), (Op.RENEW, encode(Renew(lease.lease_id, ttl_s)))]
     if ttl_s != float("inf"):
-        questions.append((Op.PIN, pack_pin(run_of(hashes), PinKind.HARD, ttl_s)))
+        questions.append((Op.PIN, encode(AskPin(run_of(hashes), False, ttl_s))))
     for op, payload in questions:
         with pytest.raises(InvalidRequest, match="ttl_s"):
             ask(op, payload)
@@ -300,7 +289,7 @@ def test_a_grant_over_the_socket_names_lives(core, worker, cluster, ask):
     """Rule 5: slots come with their generation and the store's epoch."""
     hashes = cluster.hashes(3)
     worker.save(hashes, range(3))
-    grant = unpack_grant(ask(Op.LEASE, pack_lease(run_of(hashes), 5.0)))
+    grant = decode_grant(ask(Op.LEASE, encode(Ask(run_of(hashes), 5.0))))
     assert grant.epoch == core.epoch
     assert tuple(np.frombuffer(grant.generations, "<u4")) == core.pool.generations(grant.slots)
 
@@ -314,7 +303,7 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
     os.close(fd)
 
     def wait():
-        told.append(U64.unpack(client.call(Op.AWAIT_STORE, pack_lease(run_of(hashes), 5.0), timeout_s=9.0))[0])
+        told.append(decode_count(client.call(Op.AWAIT_STORE, encode(Ask(run_of(hashes), 5.0)), timeout_s=9.0)))
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -331,10 +320,10 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
 def test_loads_and_fetches_of_no_time_are_refused(cluster, core, worker, ask, timeout_s):
     run, owner = run_of(cluster.hashes(2)), os.urandom(32)
     with pytest.raises(InvalidRequest, match="timeout_s"):
-        ask(Op.LOAD, pack_load(run, 5.0, timeout_s))
+        ask(Op.LOAD, encode(AskLoad(run, 5.0, timeout_s)))
     request = FetchRequest(owner, run.namespace, core.epoch, "a", 1, 5.0, timeout_s, is_early=True)
     with pytest.raises(InvalidRequest, match="timeout_s"):
-        ask(Op.HANDOFF_FETCH, pack_fetch(request))
+        ask(Op.HANDOFF_FETCH, encode(request))
     assert core.pool.num_leases() == 0
 
 
@@ -372,12 +361,12 @@ def test_who_waited_for_a_save_is_forgotten_when_it_is_told_or_gone(core, worker
     """Until its time was over it would be kept, a day at most, and the control thread would tick for it."""
     waiting, hashes = core._control._pool._waiting, cluster.hashes(4)
     worker.save(hashes[:2], range(2))
-    assert U64.unpack(ask(Op.AWAIT_STORE, pack_lease(run_of(hashes[:2]), 86400.0)))[0] == 2
+    assert decode_count(ask(Op.AWAIT_STORE, encode(Ask(run_of(hashes[:2]), 86400.0)))) == 2
     assert len(waiting) == 0
     ticket = prepare(ask, hashes[2:])
     other, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
     os.close(fd)
-    other.send(Op.AWAIT_STORE, pack_lease(run_of(hashes), 86400.0))
+    other.send(Op.AWAIT_STORE, encode(Ask(run_of(hashes), 86400.0)))
     wait_until(lambda: len(waiting) == 1)
     other.close()
     wait_until(lambda: not waiting and not len(core.pool._watches))
@@ -418,14 +407,14 @@ def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monk
     monkeypatch.setattr("kvstore.pool.leases.MAX_LEASES", 3)
     hashes = cluster.hashes(2)
     worker.save(hashes, range(2))
-    wanted = pack_pin(run_of(hashes), PinKind.SOFT, 3600.0)
-    ids = [unpack_grant(ask(Op.PIN, wanted)).lease_id for _ in range(3)]
+    wanted = encode(AskPin(run_of(hashes), True, 3600.0))
+    ids = [decode_grant(ask(Op.PIN, wanted)).lease_id for _ in range(3)]
     with pytest.raises(PoolExhausted, match="at most 3 leases"):
         ask(Op.PIN, wanted)
     with pytest.raises(PoolExhausted, match="at most 3 leases"):
         core.lease(run_of(hashes), "ray:x", 30.0)
     core.pool.check_integrity()
     assert worker.client.lookup(hashes).num_local == 2
-    assert U64.unpack(ask(Op.RELEASE, U64.pack(ids[0])))[0] == 1
+    assert decode_count(ask(Op.RELEASE, encode(ids[0]))) == 1
     with worker.client.lease(hashes, ttl_s=30) as lease:
         assert len(lease.slots) == 2

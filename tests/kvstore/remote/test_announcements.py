@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.blocks.chain import hashes_in
+from kvstore.blocks.codec import encode
 from kvstore.pool.pool import Pool
-from kvstore.remote.announcements import PIECE_BLOCKS, Announcements, Batch, pack_batch, unpack_batch
+from kvstore.remote.announcements import PIECE_BLOCKS, Announcements, Batch, decode_batch
 from poolcheck.chains import NAMESPACES, chain_of, store
 
 TOKENS = string.ascii_letters
@@ -23,13 +25,14 @@ class Reader:
         self.known, self.coming, self.sizes = set(), None, []
 
     def take(self, batch):
-        self.sizes.append(len(batch.added) + len(batch.removed))
+        added, removed = hashes_in(batch.added), hashes_in(batch.removed)
+        self.sizes.append(len(added) + len(removed))
         if batch.begins:
             self.coming = set()
         for found in (self.known, self.coming):
             if found is not None:
-                found.difference_update(batch.removed)
-        (self.known if self.coming is None else self.coming).update(batch.added)
+                found.difference_update(removed)
+        (self.known if self.coming is None else self.coming).update(added)
         if batch.ends:
             self.known, self.coming = self.coming, None
 
@@ -51,22 +54,20 @@ def test_a_batch_survives_the_wire(num_versions):
     hashes = [os.urandom(32) for _ in range(5)]
     versions = {os.urandom(32): i for i in range(num_versions)}
     for begins, ends in ((False, False), (True, False), (False, True), (True, True)):
-        made = Batch(
-            sequence=2**40, begins=begins, ends=ends, added=hashes[:2], removed=hashes[2:], versions=versions
-        )  # fmt: skip
-        assert unpack_batch(pack_batch(made)) == made
+        added, removed = b"".join(hashes[:2]), b"".join(hashes[2:])
+        made = Batch(sequence=2**40, begins=begins, ends=ends, added=added, removed=removed, versions=versions)
+        assert decode_batch(encode(made)) == made
 
 
 def test_the_largest_batch_is_well_below_any_limit():
-    hashes = [bytes(32)] * PIECE_BLOCKS
-    made = Batch(sequence=1, begins=True, ends=False, added=hashes, removed=[], versions={})
-    assert len(pack_batch(made)) < 2 << 20
+    made = Batch(sequence=1, begins=True, ends=False, added=bytes(32 * PIECE_BLOCKS), removed=b"", versions={})
+    assert len(encode(made)) < 2 << 20
 
 
 def test_the_first_batch_of_a_store_without_a_pool_is_a_full_announcement_of_nothing():
     announcements = Announcements()
     first, second = announcements.next({}), announcements.next({})
-    assert (first.sequence, first.begins, first.ends, list(first.added)) == (1, True, True, [])
+    assert (first.sequence, first.begins, first.ends, first.added) == (1, True, True, b"")
     assert (second.sequence, second.begins, second.ends) == (2, False, False)
     announcements.begin_connection()
     assert announcements.next({}) == first
@@ -89,7 +90,7 @@ def test_changes_come_before_the_rest_of_a_full_announcement():
     reader.take(announcements.next({}))
     store(pool, "XYZ")
     batch = announcements.next({})
-    assert set(chain_of("XYZ").hashes()) <= set(batch.added)
+    assert set(chain_of("XYZ").hashes()) <= set(hashes_in(batch.added))
     assert announcements.are_changes_told
     assert not announcements.is_all_told
     reader.take(batch)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from directory_client import batch, connect, publish, tell
 
+from kvstore.blocks.codec import encode
 from kvstore.errors import PeerLost, ProtocolError
 from kvstore.pool.pool import Pool
 from kvstore.remote.directory import SETTLE_S, DirectoryServer
-from kvstore.rpc.framing import Op, unpack_json
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Found, decode_found
 from kvstore.runtime import clock
 from poolcheck.chains import chain_of, store
 
@@ -21,8 +23,8 @@ def test_a_store_whose_connection_closes_is_forgotten_unless_it_has_a_newer_one(
     with pytest.raises(PeerLost):
         tell(old, 2)
     old.close()
-    answer = unpack_json(new.call(Op.LOCATE, chain_of("uv").encode(), timeout_s=2.0))
-    assert answer == {"nodes": [["a", 2]], "only": "a"}
+    answer = decode_found(new.call(Op.LOCATE, chain_of("uv").encode(), timeout_s=2.0))
+    assert answer == Found([("a", 2)], "a")
     new.close()
     wait_until(lambda: len(directory.index) == 0)
     assert directory.index.nodes() == []
@@ -93,6 +95,8 @@ def test_a_connection_begins_with_a_full_announcement(directory):
         b"\0" * 16,
         batch(1, whole=True)[:-1],
         batch(1, [b"h" * 32])[:-1],
+        encode([1, True, True, b"h" * 31, b"", {}]),
+        encode([1, True, True, b"", b"h" * 33, {}]),
         batch(1, whole=True, versions={b"n" * 32: 1})[:-1],
         b"\xff" + batch(1)[1:],
         b"\1" + b"\xff" * 16,
@@ -164,7 +168,7 @@ def test_a_store_says_which_node_and_life_it_is(directory, changes):
 
 
 def asked_for_only(client) -> str:
-    return unpack_json(client.call(Op.LOCATE, chain_of("u").encode(), timeout_s=2.0))["only"]
+    return decode_found(client.call(Op.LOCATE, chain_of("u").encode(), timeout_s=2.0)).only
 
 
 def test_a_new_directory_says_of_no_node_that_it_is_the_only_one_until_others_had_time(monkeypatch):

@@ -1,6 +1,7 @@
 import numpy as np
 
 from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import encode
 from kvstore.remote import messages
 
 CHAIN = Chain(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
@@ -9,14 +10,14 @@ SLOTS = np.array([5, 0, 2**31 - 1], dtype=np.int32)
 
 def test_peer_lease():
     lease = messages.PeerLease(chain=CHAIN, block_bytes=2**32 - 1, slot_format=1, namespace_version=2**63, ttl_s=0.5)
-    assert messages.unpack_peer_lease(messages.pack_peer_lease(lease)) == lease
+    assert messages.decode_peer_lease(encode(lease)) == lease
 
 
 def test_peer_grant():
     grant = messages.PeerGrant(
         lease_id=2**64 - 1, epoch=b"12345678", namespace_version=3, mover_generation=4, slots=SLOTS
     )
-    back = messages.unpack_peer_grant(messages.pack_peer_grant(grant))
+    back = messages.decode_peer_grant(encode(grant))
     assert back.slots.tolist() == SLOTS.tolist()
     for name in ("lease_id", "epoch", "namespace_version", "mover_generation"):
         assert getattr(back, name) == getattr(grant, name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from kvstore.client.results import MissReason
@@ -51,7 +50,9 @@ def test_a_peers_mover_that_was_replaced_after_the_lease_makes_a_miss(cluster, m
 def test_a_grant_of_another_life_of_the_peer_makes_a_miss(cluster, monkeypatch):
     _, two, hashes = nodes(cluster)
     lease = Peer.lease
-    monkeypatch.setattr(Peer, "lease", lambda peer, *args: dataclasses.replace(lease(peer, *args), epoch=b"anewlife"))
+    monkeypatch.setattr(
+        Peer, "lease", lambda peer, *args: msgspec.structs.replace(lease(peer, *args), epoch=b"anewlife")
+    )
     before = two.bytes()
     result = two.load(hashes, range(4))
     assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.PEER_LOST)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.errors import InvalidRequest, ProtocolError, StaleVersion
-from kvstore.remote.versions import NamespaceVersions, pack_versions, unpack_versions
+from kvstore.remote.versions import NamespaceVersions, decode_versions
 
 ONE, TWO = b"1" * 32, b"2" * 32
 
@@ -50,10 +51,18 @@ def test_what_was_heard_since():
 
 def test_versions_on_the_wire():
     found = {ONE: 2**64 - 1, TWO: 1}
-    assert unpack_versions(pack_versions(found)) == found
-    assert unpack_versions(b"") == {}
-    with pytest.raises(ProtocolError, match="40 bytes each, got 79"):
-        unpack_versions(pack_versions(found)[:-1])
+    assert decode_versions(encode(found)) == found
+    assert decode_versions(encode({})) == {}
+    for wrong in (
+        b"",
+        encode(found)[:-1],
+        encode({ONE[:-1]: 1}),
+        encode({ONE: -1}),
+        encode({ONE: None}),
+        encode([ONE]),
+    ):
+        with pytest.raises(ProtocolError, match="of this version"):
+            decode_versions(wrong)
 
 
 @pytest.mark.parametrize("namespace", [b"", b"n" * 31, b"n" * 33, "n" * 32, None], ids=repr)

@@ -16,6 +16,7 @@ import time
 import pytest
 
 from kvstore.blocks.chain import decode_chain
+from kvstore.blocks.codec import encode, encode_object
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import (
     ChainBroken,
@@ -29,8 +30,8 @@ from kvstore.errors import (
 )
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local, connect_remote
-from kvstore.rpc.framing import Flag, Message, Op, encode, pack_json
-from kvstore.rpc.messages import pack_lease, pack_prepare
+from kvstore.rpc.framing import Flag, Message, Op, packets_of
+from kvstore.rpc.messages import Ask, Prepare
 from kvstore.rpc.server import ControlServer
 
 
@@ -48,12 +49,12 @@ class Echo:
             connection.role = "client"
             if connection.local:
                 read_fd, write_fd = os.pipe()
-                hello = pack_json({"owner": connection.owner, "pid": connection.pid})
+                hello = encode_object({"owner": connection.owner, "pid": connection.pid})
                 connection.send(Op.HELLO, Flag.REPLY, message.request, hello, (read_fd,))
                 os.close(read_fd)
                 os.close(write_fd)
                 return None
-            return pack_json({"owner": connection.owner})
+            return encode_object({"owner": connection.owner})
         if message.op is Op.LEASE:
             raise PoolExhausted("wanted 3 slots, got 1; release leases")
         if message.op is Op.RENEW:
@@ -306,7 +307,7 @@ def test_one_way_messages_have_no_answer(client):
 GARBAGE = {
     "text": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
     "zeros": bytes(64),
-    "unknown op": encode(Message(Op.LOOKUP, Flag.REQUEST, 1, b""))[0].replace(b"RKV1\x04\x00", b"RKV1\xff\xff"),
+    "unknown op": packets_of(Message(Op.LOOKUP, Flag.REQUEST, 1, b""))[0].replace(b"RKV1\x04\x00", b"RKV1\xff\xff"),
     "huge": b"RKV1" + b"\x04\0\0\0" + b"\xff\xff\xff\xff" + bytes(8),
 }
 
@@ -490,15 +491,16 @@ def test_each_connection_is_an_owner_of_its_own_named_by_the_kernel(echo):
 CHILD = """
 import os, sys
 from kvstore.blocks.chain import decode_chain
+from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.rpc.connect import connect_local
-from kvstore.rpc.messages import pack_lease, pack_prepare, unpack_grant, unpack_ticket
+from kvstore.rpc.messages import Ask, Prepare, decode_grant, decode_ticket
 from kvstore.rpc.framing import Op
 
 client, fd = connect_local(sys.argv[1], {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
 stored, other = (decode_chain(bytes.fromhex(text)) for text in sys.argv[2:4])
-grant = unpack_grant(client.call(Op.LEASE, pack_lease(stored, 600.0), timeout_s=5.0))
-ticket = unpack_ticket(client.call(Op.PREPARE_STORE, pack_prepare(other, 1), timeout_s=5.0))
+grant = decode_grant(client.call(Op.LEASE, encode(Ask(stored, 600.0)), timeout_s=5.0))
+ticket = decode_ticket(client.call(Op.PREPARE_STORE, encode(Prepare(other, 1)), timeout_s=5.0))
 if sys.argv[4] == "close":
     client.close()
 print(len(grant.slots), len(ticket.slots), flush=True)
@@ -599,8 +601,8 @@ def test_connections_that_a_live_process_closed_are_forgotten_once_they_hold_not
     known = num_pidfds()
     hello = {"role": "client", "protocol": PROTOCOL_VERSION}
     idle, leasing, writing = (connect_local(core.control_path, hello, timeout_s=5.0) for _ in range(3))
-    leasing[0].call(Op.LEASE, pack_lease(worker.client._chain(stored), 1.0), timeout_s=5.0)
-    writing[0].call(Op.PREPARE_STORE, pack_prepare(worker.client._chain(other), 1), timeout_s=5.0)
+    leasing[0].call(Op.LEASE, encode(Ask(worker.client._chain(stored), 1.0)), timeout_s=5.0)
+    writing[0].call(Op.PREPARE_STORE, encode(Prepare(worker.client._chain(other), 1)), timeout_s=5.0)
     assert num_pidfds() == known + 3 > before
     for connection, fd in (idle, leasing, writing):
         os.close(fd)
@@ -619,7 +621,7 @@ def test_chain_errors_cross_the_socket(cluster):
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
     os.close(fd)
     with pytest.raises(ChainBroken):
-        client.call(Op.LOOKUP, b"short", timeout_s=2.0)
+        client.call(Op.LOOKUP, encode([bytes(32), bytes(32), 0, b"short"]), timeout_s=2.0)
     client.close()
 
 

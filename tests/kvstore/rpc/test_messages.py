@@ -1,84 +1,166 @@
+import math
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.blocks.chain import Chain
-from kvstore.blocks.grants import Grant, PinKind, StoreTicket
-from kvstore.errors import ProtocolError
-from kvstore.rpc import messages
+from kvstore.blocks.codec import encode
+from kvstore.blocks.grants import Grant, PackedInts, StoreTicket
+from kvstore.errors import ChainBroken, ProtocolError
+from kvstore.rpc import handoff_messages, messages
 
 CHAIN = Chain(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
 SLOTS = np.array([5, 0, 2**31 - 1], dtype=np.int32)
+KEY, EPOCH = b"k" * 32, b"epoch678"
 ids = st.integers(0, 2**64 - 1)
 ints = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
 
-@given(ints)
-def test_ints(values):
-    back = messages.unpack_ints(messages.pack_ints(values))
-    assert back.dtype == np.int32
-    assert back.tolist() == values
-    assert back.flags.writeable
-
-
-def test_part_of_an_int_is_refused():
-    with pytest.raises(ProtocolError, match="whole int32"):
-        messages.unpack_ints(b"12345")
-
-
 @pytest.mark.parametrize("ttl_s", [0.1, 30.0, 1e9])
 def test_lease(ttl_s):
-    assert messages.unpack_lease(messages.pack_lease(CHAIN, ttl_s)) == (CHAIN, ttl_s)
+    asked = messages.Ask(CHAIN, ttl_s)
+    assert messages.decode_ask(encode(asked)) == asked
 
 
 def test_load():
-    assert messages.unpack_load(messages.pack_load(CHAIN, 1.5, 2.5)) == (CHAIN, 1.5, 2.5)
+    asked = messages.AskLoad(CHAIN, 1.5, 2.5)
+    assert messages.decode_ask_load(encode(asked)) == asked
 
 
 @given(ids, ints)
 def test_grant(lease_id, slots):
-    grant = Grant(lease_id, tuple(slots), bytes(4 * len(slots)), 7, b"epoch678")
-    assert messages.unpack_grant(messages.pack_grant(grant)) == grant
+    grant = Grant(lease_id, PackedInts.of(slots).packed, bytes(4 * len(slots)), 7, EPOCH)
+    back = messages.decode_grant(encode(grant))
+    assert back == grant
+    assert back.slots == tuple(slots)
 
 
-@pytest.mark.parametrize("kind", [PinKind.HARD, PinKind.SOFT])
-@pytest.mark.parametrize("ttl_s", [0.5, float("inf")])
-def test_pin(kind, ttl_s):
-    assert messages.unpack_pin(messages.pack_pin(CHAIN, kind, ttl_s)) == (CHAIN, kind, ttl_s)
+@pytest.mark.parametrize("is_soft", [False, True])
+@pytest.mark.parametrize("ttl_s", [0.5, math.inf])
+def test_pin(is_soft, ttl_s):
+    asked = messages.AskPin(CHAIN, is_soft, ttl_s)
+    assert messages.decode_ask_pin(encode(asked)) == asked
 
 
-@pytest.mark.parametrize("kind", [0, 3, 255])
+@pytest.mark.parametrize("kind", [0, 3, 255, None])
 def test_another_kind_of_pin_is_refused(kind):
-    with pytest.raises(ProtocolError, match="hard or soft"):
-        messages.unpack_pin(bytes([kind]) + messages.pack_pin(CHAIN, PinKind.HARD, 1.0)[1:])
+    with pytest.raises(ProtocolError, match="Expected `bool`"):
+        messages.decode_ask_pin(encode([CHAIN, kind, 1.0]))
 
 
 @pytest.mark.parametrize(("num_parts", "part"), [(1, 0), (2, 1), (65535, 65534)])
-def test_prepare(num_parts, part):
-    assert messages.unpack_prepare(messages.pack_prepare(CHAIN, num_parts, part)) == (CHAIN, num_parts, part, None)
-    assert messages.unpack_prepare(messages.pack_prepare(CHAIN, num_parts, part, 7)) == (CHAIN, num_parts, part, 7)
+@pytest.mark.parametrize("num_clears", [None, 7, 2**64 - 1])
+def test_prepare(num_parts, part, num_clears):
+    asked = messages.Prepare(CHAIN, num_parts, part, num_clears)
+    assert messages.decode_prepare(encode(asked)) == asked
 
 
 @given(ids, st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 9999)), max_size=9))
 def test_ticket(write_id, pairs):
+    indexes, slots = [a for a, _ in pairs], [b for _, b in pairs]
     ticket = StoreTicket(
         write_id=write_id,
-        indexes=tuple(a for a, _ in pairs),
-        slots=tuple(b for _, b in pairs),
+        packed_indexes=PackedInts.of(indexes).packed,
+        packed_slots=PackedInts.of(slots).packed,
         num_resident=3,
         num_refused=4,
         num_awaited=2,
         num_clears=2**40,
         generations=b"life" * len(pairs),
-        epoch=b"epoch678",
+        epoch=EPOCH,
     )
-    assert messages.unpack_ticket(messages.pack_ticket(ticket)) == ticket
-    assert messages.unpack_write_end(messages.pack_write_end(ticket)) == (write_id, b"epoch678", ticket.generations)
+    back = messages.decode_ticket(encode(ticket))
+    assert back == ticket
+    assert (back.indexes, back.slots) == (tuple(indexes), tuple(slots))
+    end = messages.decode_write_end(encode(messages.WriteEnd.of(ticket)))
+    assert (end.write_id, end.epoch, end.generations) == (write_id, EPOCH, ticket.generations)
+
+
+def test_arrays_of_another_length_are_refused_where_they_are_used():
+    assert messages.decode_grant(encode(Grant(1, b"12345"))).packed_slots == b"12345"
+    with pytest.raises(ProtocolError, match="whole int32"):
+        _ = Grant(1, b"12345").slots
+    with pytest.raises(ProtocolError, match="as many slots as positions"):
+        _ = StoreTicket(write_id=1, packed_indexes=bytes(8), packed_slots=bytes(4)).indexes
 
 
 @pytest.mark.parametrize("slots", [SLOTS, SLOTS[:0]])
-@pytest.mark.parametrize("report", [b"", b'{"reason":""}'])
+@pytest.mark.parametrize("report", [None, messages.LoadReport(reason="x")])
 def test_progress(slots, report):
-    back = messages.unpack_progress(messages.pack_progress(messages.Progress(9, 4, slots, report)))
+    back = messages.decode_progress(encode(messages.Progress(9, 4, slots, report)))
     assert (back.lease_id, back.first, back.slots.tolist(), back.report) == (9, 4, slots.tolist(), report)
+
+
+def test_a_report_comes_back_as_it_was_told():
+    report = messages.LoadReport(
+        num_local=1, num_peer=2, reason="timeout: für 3 s\0x", peers=["a", "b"], num_bytes=1 << 40, num_descriptors=5,
+        read_s=0.25, num_locate_calls=6, num_lease_calls=7, note="no stage", waited_s=0.5,
+    )  # fmt: skip
+    assert messages.decode_progress(encode(messages.Progress(1, 0, SLOTS, report))).report == report
+    assert messages.LoadReport().peers == []
+
+
+FETCH = handoff_messages.FetchRequest(
+    key=KEY, namespace=KEY, epoch=EPOCH, node_id="nöde", num_blocks=3, ttl_s=1.0, timeout_s=2.0
+)
+MESSAGES = [
+    (FETCH, handoff_messages.decode_fetch),
+    (handoff_messages.PrepareHandoff(KEY, 2**64 - 1, KEY, 3, 1, 2, 3), handoff_messages.decode_prepare_handoff),
+    (handoff_messages.CompleteHandoff(KEY, 7, 1.5), handoff_messages.decode_complete_handoff),
+    (handoff_messages.AbortHandoff(KEY, 7), handoff_messages.decode_abort_handoff),
+    (handoff_messages.End(1 << 63, True), handoff_messages.decode_end),
+    (messages.Attach(KEY, 512), messages.decode_attach),
+    (messages.Found([("a", 1), ("b", 2**64 - 1)], "a"), messages.decode_found),
+    (messages.Renew(1, 1.0), messages.decode_renew),
+]
+
+
+@pytest.mark.parametrize(("message", "decode"), MESSAGES, ids=lambda value: type(value).__name__)
+def test_a_message_comes_back_and_what_is_none_is_refused(message, decode):
+    payload = encode(message)
+    assert decode(payload) == message
+    others = [b"", payload[:-1], payload + b"\x00", b"\xff" * 8, b"\x91" * 5000, encode({}), encode(None)]
+    fields = msgspec.msgpack.decode(payload)
+    others += [
+        encode([*fields, 0]),
+        encode(fields[:1] if len(fields) > 2 else []),
+        encode([object.__name__, *fields[1:]]),
+    ]
+    for other in others:
+        with pytest.raises(ProtocolError, match=f"no {type(message).__name__} of this version"):
+            decode(other)
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (0, b"k" * 31),
+        (1, b"k" * 33),
+        (2, b"7 bytes"),
+        (3, b"bytes"),
+        (4, -1),
+        (4, 1 << 32),
+        (5, "1.0"),
+        (7, -1),
+        (10, 1),
+    ],
+)
+def test_a_field_beyond_its_limits_is_refused(index, value):
+    fields = msgspec.msgpack.decode(encode(FETCH))
+    fields[index] = value
+    with pytest.raises(ProtocolError):
+        handoff_messages.decode_fetch(encode(fields))
+
+
+def test_text_that_is_no_unicode_is_refused():
+    with pytest.raises(ProtocolError, match="utf-8"):
+        handoff_messages.decode_fetch(encode(FETCH).replace("nöde".encode(), b"n\xff\xffde"))
+
+
+def test_a_run_of_half_hashes_breaks_its_chain_in_every_message():
+    wrong = [CHAIN.namespace, CHAIN.parent, 0, b"half"]
+    with pytest.raises(ChainBroken):
+        messages.decode_ask(encode([wrong, 1.0]))

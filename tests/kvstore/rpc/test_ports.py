@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import resource
 import socket
@@ -13,18 +14,20 @@ import subprocess
 import sys
 import tempfile
 
+import msgspec
 import pytest
 
+from kvstore.blocks.codec import encode
 from kvstore.bounds import clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ConfigError, IncompatibleStore, InvalidRequest, KVStoreError, PeerLost, ProtocolError
 from kvstore.memory.arena import attach_arena
-from kvstore.remote.announcements import Batch, pack_batch
-from kvstore.remote.messages import PeerLease, pack_peer_lease
+from kvstore.remote.announcements import Batch
+from kvstore.remote.messages import PeerLease
 from kvstore.rpc import strangers, unread
 from kvstore.rpc.connect import connect_local, connect_remote
 from kvstore.rpc.framing import HEADER, STRANGER_BYTES, Decoder, Op, pack_error, unpack_error
-from kvstore.rpc.messages import U64, pack_lease
+from kvstore.rpc.messages import Ask, Found
 
 HELLO = {
     "role": "peer",
@@ -185,7 +188,7 @@ def test_local_strangers_are_cut_too(store, monkeypatch):
 @pytest.mark.parametrize("role", ["client", "presence", "mover"])
 def test_a_second_hello_cuts_the_connection_and_leaves_nothing(cluster, store, wait_until, role):
     client = local(store)
-    client.call(Op.LEASE, pack_lease(chain_of(store), 60.0), timeout_s=5.0)
+    client.call(Op.LEASE, encode(Ask(chain_of(store), 60.0)), timeout_s=5.0)
     assert store.pool.num_leases() == 1
     with pytest.raises(ProtocolError, match="one HELLO"):
         client.call(Op.HELLO, json.dumps({"role": role, "protocol": PROTOCOL_VERSION}).encode(), timeout_s=5.0)
@@ -236,7 +239,7 @@ def test_answers_that_are_not_read_wait_and_the_others_do_not(store, monkeypatch
     greedy = local(store)
     sock, num_asked = greedy.detach(), 0
     sock.setblocking(False)
-    question = frame(Op.RELEASE, U64.pack(1))
+    question = frame(Op.RELEASE, encode(1))
     with contextlib.suppress(OSError):  # The store cuts it.
         while num_asked < 500_000:  # No socket holds as many.
             try:
@@ -317,8 +320,8 @@ def test_a_store_that_names_another_ones_epoch_takes_nothing_of_it_back(cluster,
     address = directory.address()
     same = {"role": "store", "node": "a", "epoch": store.epoch.hex(), "token": address.token}
     with contextlib.closing(connect_remote(address.host, address.port, HELLO | same, timeout_s=5.0)) as impostor:
-        empty = Batch(sequence=1, begins=True, ends=True, added=[], removed=run, versions={})
-        impostor.call(Op.PUBLISH, pack_batch(empty), timeout_s=5.0)
+        empty = Batch(sequence=1, begins=True, ends=True, added=b"", removed=run[0], versions={})
+        impostor.call(Op.PUBLISH, encode(empty), timeout_s=5.0)
         assert directory.index.locate(run) == [("a", 1)]
     assert directory.is_serving(5.0)
     assert directory.index.locate(run) == [("a", 1)]
@@ -327,8 +330,9 @@ def test_a_store_that_names_another_ones_epoch_takes_nothing_of_it_back(cluster,
 @pytest.mark.parametrize(
     "answer",
     [
-        b"\xff", b"{}", b'{"nodes":7}', b'{"nodes":{"a":1}}', b'{"nodes":[["b"]]}', b'{"nodes":[["b",null]]}',
-        b'{"nodes":[["b",1e999]]}', b'{"nodes":[["b",-5],["c",0]]}', b"[" * 5000,
+        b"\xff", encode([]), encode([7]), encode([{"a": 1}]), encode([[["b"]]]), encode([[["b", None]]]), encode({}),
+        encode([[["b", math.inf]]]), encode([[["b", -5], ["c", 0]]]), encode([[["b", 0]]]), b"\x91" * 5000, b"{}",
+        encode([[["b", 1]], 7]), encode([[[b"b", 1]]]),
     ],
 )  # fmt: skip
 def test_answers_of_a_directory_that_are_none_are_misses(cluster, store, monkeypatch, answer):
@@ -339,8 +343,8 @@ def test_answers_of_a_directory_that_are_none_are_misses(cluster, store, monkeyp
 
 
 def test_what_a_directory_says_is_cut_to_what_was_asked(store, monkeypatch):
-    nodes = [[f"n{i}", 2**40] for i in range(100_000)]
-    monkeypatch.setattr(store.hints, "_ask", lambda chain: json.dumps({"nodes": nodes}).encode())
+    nodes = [(f"n{i}", 2**40) for i in range(100_000)]
+    monkeypatch.setattr(store.hints, "_ask", lambda chain: encode(Found(nodes)))
     monkeypatch.setattr(store.hints, "is_alone", lambda: False)
     found = store.hints.locate(chain_of(store))
     assert len(found) == 256
@@ -349,8 +353,7 @@ def test_what_a_directory_says_is_cut_to_what_was_asked(store, monkeypatch):
 
 @pytest.mark.parametrize("num_hashes", [1 << 18, 2_000_000])
 def test_a_run_that_is_too_long_costs_its_peer_the_connection(store, num_hashes):
-    address, chain = store.peer_address(), chain_of(store)
-    chain.data = bytes(32) * num_hashes
+    address, chain = store.peer_address(), msgspec.structs.replace(chain_of(store), data=bytes(32) * num_hashes)
     lease = PeerLease(chain=chain, block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=1.0)
     with (
         contextlib.closing(
@@ -358,7 +361,7 @@ def test_a_run_that_is_too_long_costs_its_peer_the_connection(store, num_hashes)
         ) as peer,
         pytest.raises(PeerLost),
     ):
-        peer.call(Op.PEER_LEASE, pack_peer_lease(lease), timeout_s=10.0)
+        peer.call(Op.PEER_LEASE, encode(lease), timeout_s=10.0)
     assert store.worker.client.lookup(store.hashes).num_local == 3
 
 

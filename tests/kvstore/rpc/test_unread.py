@@ -10,12 +10,12 @@ import weakref
 
 import pytest
 
+from kvstore.blocks.codec import decode_count, encode
 from kvstore.rpc import connection as control_connection
 from kvstore.rpc import unread
 from kvstore.rpc.connect import connect_local, connect_remote
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import HEADER, SOCKET_BUFFER_BYTES, Decoder, Flag, Op
-from kvstore.rpc.messages import U64
 from kvstore.rpc.server import ControlServer
 from kvstore.rpc.unread import Unread
 
@@ -49,7 +49,7 @@ class Streamer:
         if message.op is Op.RENEW:
             connection.reads_on = True
             return b""
-        return bytes(U64.unpack(message.payload)[0])
+        return bytes(decode_count(message.payload))
 
     def dial(self, kind="remote"):
         if kind == "remote":
@@ -71,7 +71,7 @@ def streamer(tmp_path):
 
 
 def ask(sock, num_bytes, request=1):
-    sock.sendall(frame(Op.LOOKUP, U64.pack(num_bytes), request=request))
+    sock.sendall(frame(Op.LOOKUP, encode(num_bytes), request=request))
 
 
 def answers_of(sock, count, *, local):
@@ -90,8 +90,8 @@ def answers_of(sock, count, *, local):
 def test_a_long_answer_goes_out_as_it_is_read(streamer):
     for kind in ("remote", "local"):
         with contextlib.closing(streamer.dial(kind)) as client:
-            assert client.call(Op.LOOKUP, U64.pack(LONG), timeout_s=10.0) == bytes(LONG)
-            assert client.call(Op.LOOKUP, U64.pack(5), timeout_s=10.0) == bytes(5)
+            assert client.call(Op.LOOKUP, encode(LONG), timeout_s=10.0) == bytes(LONG)
+            assert client.call(Op.LOOKUP, encode(5), timeout_s=10.0) == bytes(5)
     assert streamer.server.is_serving(5.0)
     assert len(streamer.server._unread) == 0
 
@@ -106,7 +106,7 @@ def test_a_client_that_does_not_read_is_served_no_further_and_loses_nothing(stre
         more = range(100, 140)
         for request in more:
             ask(sock, request, request)
-        assert other.call(Op.LOOKUP, U64.pack(9), timeout_s=5.0) == bytes(9)
+        assert other.call(Op.LOOKUP, encode(9), timeout_s=5.0) == bytes(9)
         assert set(more).isdisjoint(streamer.seen), "no answer is made that nobody takes"
         found = answers_of(sock, 1 + len(more), local=kind == "local")
         assert found == [(1, LONG), *((request, request) for request in more)]
@@ -123,7 +123,7 @@ def test_a_client_that_does_not_read_is_cut_and_counted(streamer, monkeypatch, w
         ask(sock, LONG)
         wait_until(lambda: streamer.server.num_unread_cut == 1, 10.0)
         wait_until(lambda: streamer.num_connections == 1 + (kind == "local"))  # Of a process that lives.
-        assert other.call(Op.LOOKUP, U64.pack(9), timeout_s=5.0) == bytes(9)
+        assert other.call(Op.LOOKUP, encode(9), timeout_s=5.0) == bytes(9)
     finally:
         sock.close()
         other.close()
@@ -226,7 +226,7 @@ def test_one_connection_full_of_questions_leaves_others_their_turn(streamer, mon
     with contextlib.closing(streamer.dial()) as client:
         sock = client.detach()
         sock.settimeout(5.0)
-        sock.sendall(b"".join(frame(Op.LOOKUP, U64.pack(i), request=i) for i in range(100)))
+        sock.sendall(b"".join(frame(Op.LOOKUP, encode(i), request=i) for i in range(100)))
         assert answers_of(sock, 100, local=False) == [(i, i) for i in range(100)]
         sock.close()
 
@@ -237,6 +237,6 @@ def test_a_long_question_takes_others_no_more_than_a_moment(streamer, monkeypatc
     with contextlib.closing(streamer.dial()) as client:
         sock = client.detach()
         sock.settimeout(5.0)
-        sock.sendall(b"".join(frame(Op.LOOKUP, U64.pack(i), request=i) for i in range(100)))
+        sock.sendall(b"".join(frame(Op.LOOKUP, encode(i), request=i) for i in range(100)))
         assert answers_of(sock, 100, local=False) == [(i, i) for i in range(100)]
         sock.close()

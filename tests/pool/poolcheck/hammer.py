@@ -123,7 +123,7 @@ def onboarder(h: Hammered, rng: random.Random, me: str) -> None:
             h.leave(ticket.slots[count - 1 : count], me)
             h.pool.complete_store(ticket.write_id, me, count=count)
         more = h.pool.pin_prefix(chain_of(tokens, start=start), me, LATER_S, lease.lease_id)
-        lease = Grant(lease.lease_id, lease.slots + more.slots)
+        lease = Grant(lease.lease_id, lease.packed_slots + more.packed_slots)
     h.verify(tokens, lease)
     assert h.pool.release(lease.lease_id, me), "a lease was gone before its time"
 

@@ -16,14 +16,14 @@ from collections import Counter
 import numpy as np
 
 from kvstore.blocks.chain import Chain
-from kvstore.blocks.grants import StoreTicket
+from kvstore.blocks.codec import decode_count, encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ChainBroken
 from kvstore.memory.arena import attach_arena
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
-from kvstore.rpc.messages import U64, U64_F64, pack_lease, pack_prepare, pack_write_end, unpack_grant, unpack_ticket
+from kvstore.rpc.messages import Ask, Prepare, Renew, WriteEnd, decode_grant, decode_ticket
 from poolcheck.chains import chain_of
 
 _CALL_S = 20.0
@@ -69,21 +69,21 @@ class Worker:
     def read(self) -> None:
         """Pin, compare several times, release, and once too often."""
         tokens = self.tokens()
-        grant = unpack_grant(self.call(Op.LEASE, pack_lease(self.chain(tokens), 30.0)))
+        grant = decode_grant(self.call(Op.LEASE, encode(Ask(self.chain(tokens), 30.0))))
         if not grant.lease_id:
             return
         for _ in range(3):
             self.verify(tokens, grant.slots)
-        assert U64.unpack(self.call(Op.RENEW, U64_F64.pack(grant.lease_id, 0.001)))[0], "a lease was gone"
+        assert decode_count(self.call(Op.RENEW, encode(Renew(grant.lease_id, 0.001)))), "a lease was gone"
         self.verify(tokens, grant.slots)
-        assert U64.unpack(self.call(Op.RELEASE, U64.pack(grant.lease_id)))[0], "a lease was gone"
-        assert not U64.unpack(self.call(Op.RELEASE, U64.pack(grant.lease_id)))[0], "a lease was released twice"
+        assert decode_count(self.call(Op.RELEASE, encode(grant.lease_id))), "a lease was gone"
+        assert not decode_count(self.call(Op.RELEASE, encode(grant.lease_id))), "a lease was released twice"
         self.stale.append(grant.lease_id)
 
     def write(self, tokens: str, *, publish: bool) -> None:
         """Claim, write in two halves, publish or give up."""
         chain = self.chain(tokens)
-        ticket = unpack_ticket(self.call(Op.PREPARE_STORE, pack_prepare(chain)))
+        ticket = decode_ticket(self.call(Op.PREPARE_STORE, encode(Prepare(chain))))
         if not ticket.write_id:
             return
         half = self.slots.shape[1] // 2
@@ -91,9 +91,9 @@ class Worker:
             for index, slot in zip(ticket.indexes, ticket.slots, strict=True):
                 self.slots[slot][part] = self.stamp(chain.hash_at(index))[part]
         if publish:
-            self.call(Op.COMPLETE_STORE, pack_write_end(ticket))
+            self.call(Op.COMPLETE_STORE, encode(WriteEnd.of(ticket)))
         else:
-            self.call(Op.ABORT_STORE, pack_write_end(ticket))
+            self.call(Op.ABORT_STORE, encode(WriteEnd.of(ticket)))
         self.counts["blocks written"] += len(ticket.slots)
 
     def lie(self) -> None:
@@ -101,13 +101,13 @@ class Worker:
         # Ids are handed out in order, so those around our own latest one are other processes'.
         latest = self.stale[-1]
         for lease_id in (self.rng.choice(self.stale), latest + 1, latest + 2, self.rng.getrandbits(60)):
-            assert not U64.unpack(self.call(Op.RELEASE, U64.pack(lease_id)))[0]
-            assert not U64.unpack(self.call(Op.RENEW, U64_F64.pack(lease_id, 1.0)))[0]
-            end = pack_write_end(StoreTicket(write_id=lease_id, epoch=self.epoch, **_NOTHING))
+            assert not decode_count(self.call(Op.RELEASE, encode(lease_id)))
+            assert not decode_count(self.call(Op.RENEW, encode(Renew(lease_id, 1.0))))
+            end = encode(WriteEnd(lease_id, self.epoch))
             for op in (Op.COMPLETE_STORE, Op.ABORT_STORE):
-                assert U64.unpack(self.call(op, end))[0] == 0
+                assert decode_count(self.call(op, end)) == 0
         try:
-            self.call(Op.PREPARE_STORE, pack_prepare(self.chain("zzz" + self.tokens(), 3)))
+            self.call(Op.PREPARE_STORE, encode(Prepare(self.chain("zzz" + self.tokens(), 3))))
         except ChainBroken:
             self.counts["lies refused"] += 1
 
@@ -127,8 +127,8 @@ def main() -> None:
     worker = Worker(path, bytes.fromhex(namespace), int(block_bytes), int(seed))
     worker.run(int(num_rounds))
     if "die" in sys.argv[6:]:
-        worker.call(Op.LEASE, pack_lease(worker.chain("a"), 600.0))
-        worker.call(Op.PREPARE_STORE, pack_prepare(worker.chain("half written")))
+        worker.call(Op.LEASE, encode(Ask(worker.chain("a"), 600.0)))
+        worker.call(Op.PREPARE_STORE, encode(Prepare(worker.chain("half written"))))
     sys.stdout.write(json.dumps(worker.counts))
     sys.stdout.flush()
     if "die" in sys.argv[6:]:

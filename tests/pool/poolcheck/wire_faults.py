@@ -6,13 +6,13 @@ bugs and for memory gone bad on either side.
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.mover.process import Mover
@@ -22,7 +22,7 @@ from kvstore.rpc.framing import Flag, Op
 NEVER = -1
 #: Later than all that waits for it has given up.
 LATE_S = 0.6
-_UNKNOWN_ID = struct.pack("<Q", 2**62)
+_UNKNOWN_ID = 2**62
 
 
 class Spoil(Enum):
@@ -110,4 +110,13 @@ class WireFaults:
             case Spoil.TRUNCATED:
                 return send(payload[: len(payload) // 2])
             case _:
-                return send(_UNKNOWN_ID + payload[8:] if op in _WITH_ID else payload)
+                return send(_with_unknown_id(payload) if op in _WITH_ID else payload)
+
+
+def _with_unknown_id(payload: bytes) -> bytes:
+    value = msgspec.msgpack.decode(payload)
+    if isinstance(value, bytes):  # Notifications, of which each begins with the id.
+        value = _UNKNOWN_ID.to_bytes(8, "little") + value[8:]
+    else:
+        value = [_UNKNOWN_ID, *value[1:]] if isinstance(value, list) else _UNKNOWN_ID
+    return msgspec.msgpack.encode(value)

@@ -1,0 +1,81 @@
+"""The one codec of messages: each is a struct, sent as an array of MessagePack, its arrays of integers as bytes.
+
+Two messages are JSON objects, because versions that do not understand each other have to read them: the greeting of a
+connection, and an error. docs/adr/0026-one-codec.md says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.bounds import DIGEST_BYTES, clip
+from kvstore.errors import ProtocolError
+
+_T = TypeVar("_T")
+
+#: Positions of blocks or slots. A field of this type travels as little-endian int32, back to back.
+IndexArray = npt.NDArray[np.int32]
+U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+#: MessagePack has no longer integers.
+U64 = Annotated[int, msgspec.Meta(ge=0)]
+#: The hash of a block, the digest of a namespace, or the key of a ticket.
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+#: The life of a store.
+Epoch = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Base of all messages, and of what they hold. The limits of a field hold for what is decoded."""
+
+
+def _to_wire(value: object) -> bytes:
+    if isinstance(value, np.ndarray):
+        return np.asarray(value, "<i4").tobytes()
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _from_wire(_: type, value: object) -> IndexArray:
+    if not isinstance(value, bytes) or len(value) % 4:
+        raise ValueError(f"wanted whole int32 values, got {clip(value)}")
+    return np.frombuffer(value, "<i4").astype(np.int32)
+
+
+#: Returns a message as bytes.
+encode: Callable[[object], bytes] = msgspec.msgpack.Encoder(enc_hook=_to_wire).encode
+
+
+def decoder(kind: type[_T]) -> Callable[[bytes | memoryview], _T]:
+    """Return a function that decodes messages of one type, and raises ProtocolError for all other bytes.
+
+    Made once for each type, where the type is: to make one takes much longer than to decode a message.
+    """
+    return _strict(msgspec.msgpack.Decoder(kind, dec_hook=_from_wire).decode, getattr(kind, "__name__", str(kind)))
+
+
+def _strict(decode: Callable[[Any], _T], name: str) -> Callable[[bytes | memoryview], _T]:
+    def decoded(payload: bytes | memoryview) -> _T:
+        try:
+            return decode(payload)
+        except (ValueError, RecursionError) as error:  # Those of msgspec and of Unicode are ValueErrors.
+            raise ProtocolError(f"{len(payload)} bytes are no {name} of this version: {clip(error, 200)}") from error
+
+    return decoded
+
+
+decode_bytes = decoder(bytes)
+decode_text = decoder(str)
+#: A count, or whether something was so.
+decode_count: Callable[[bytes], int] = decoder(U64 | bool)  # type: ignore[arg-type]
+decode_indexes: Callable[[bytes], IndexArray] = decoder(IndexArray)
+#: Counts by their names, for people.
+decode_counts = decoder(dict[str, Any])
+
+#: For a greeting and an error alone.
+encode_object: Callable[[dict[str, Any]], bytes] = msgspec.json.encode
+decode_object = _strict(msgspec.json.Decoder(dict[str, Any]).decode, "JSON object")
