@@ -46,6 +46,17 @@ def _from_wire(_: type, value: object) -> IndexArray:
     return np.frombuffer(value, "<i4").astype(np.int32)
 
 
+def ints_in(packed: bytes) -> IndexArray:
+    """Return the integers in a field of bytes, which messages of small calls have in place of an array.
+
+    Raises:
+        ProtocolError: these are no whole integers.
+    """
+    if len(packed) % 4:
+        raise ProtocolError(f"wanted whole int32 values, got {len(packed)} bytes")
+    return np.frombuffer(packed, "<i4")
+
+
 #: Returns a message as bytes.
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder(enc_hook=_to_wire).encode
 

@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.blocks.codec import U32, U64, Epoch, Record
+from kvstore.blocks.codec import U32, U64, Epoch, IndexArray, Record, ints_in
 from kvstore.errors import ProtocolError
 
 
@@ -106,8 +106,13 @@ class Grant(Record, frozen=True):
 
     @property
     def slots(self) -> PackedInts:
-        """The slots, one by one."""
-        return _ints(self.packed_slots)
+        """The slots, one by one.
+
+        Raises:
+            ProtocolError: these are no whole integers.
+        """
+        ints_in(self.packed_slots)
+        return PackedInts(self.packed_slots)
 
 
 class StoreTicket(Record, frozen=True, kw_only=True):
@@ -139,28 +144,26 @@ class StoreTicket(Record, frozen=True, kw_only=True):
 
     @property
     def indexes(self) -> PackedInts:
-        """The positions, one by one.
+        """The positions, one by one."""
+        return PackedInts(self.packed_indexes)
+
+    @property
+    def slots(self) -> PackedInts:
+        """The slots, one by one."""
+        return PackedInts(self.packed_slots)
+
+    def arrays(self) -> tuple[IndexArray, IndexArray]:
+        """Return (positions, slots) of a ticket that another process made.
 
         Raises:
-            ProtocolError: there are not as many slots.
+            ProtocolError: these are not as many.
         """
         if len(self.packed_indexes) != len(self.packed_slots):
             raise ProtocolError(
                 f"wanted as many slots as positions, got {len(self.packed_slots)} bytes of them and "
                 f"{len(self.packed_indexes)}"
             )
-        return _ints(self.packed_indexes)
-
-    @property
-    def slots(self) -> PackedInts:
-        """The slots, one by one."""
-        return _ints(self.packed_slots)
-
-
-def _ints(packed: bytes) -> PackedInts:
-    if len(packed) % 4:
-        raise ProtocolError(f"wanted whole int32 values, got {len(packed)} bytes")
-    return PackedInts(packed)
+        return ints_in(self.packed_indexes), ints_in(self.packed_slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,7 +128,8 @@ def run_save(
     while True:
         answer = yield from asking(connection, Op.PREPARE_STORE, request, timeout_s=call_timeout_s)
         ticket = decode_ticket(answer)
-        num_published, indexes, num_blocks = 0, ticket.indexes, len(chain) - ticket.num_refused
+        indexes, slots = ticket.arrays()
+        num_published, num_blocks = 0, len(chain) - ticket.num_refused
         if ticket.num_clears != num_clears:
             logger.info(
                 "a save of %d blocks is dropped: their namespace was cleared since it was asked for", len(chain)
@@ -139,8 +140,7 @@ def run_save(
             try:
                 with guard.copying:
                     guard.check()
-                    positions = np.asarray(indexes, dtype=np.int64)
-                    copier.into_slots(pages, positions, np.asarray(ticket.slots, dtype=np.int64))
+                    copier.into_slots(pages, indexes.astype(np.int64), slots.astype(np.int64))
                     copier.check_unchanged()
                 answer = yield from asking(connection, Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
                 num_published = decode_count(answer)
@@ -152,7 +152,7 @@ def run_save(
                     yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)
                 raise
         lost = num_published < len(indexes)
-        written = indexes if part.num_parts > 1 else indexes[:num_published]
+        written = (indexes if part.num_parts > 1 else indexes[:num_published]).tolist()
         if lost or ticket.num_awaited:
             left_s = max(0.0, deadline_s - clock.now_s())
             question = encode(Ask(chain.head(num_blocks), left_s))
@@ -298,14 +298,15 @@ class Answer:
                 _, payload = yield from next_piece(pieces, guard.check)
                 progress = decode_progress(payload)
                 self.number = progress.lease_id
-                if count := len(progress.slots):
+                slots = progress.slots
+                if count := len(slots):
                     chosen = stage_copier if self.number & STAGE_BIT else copier
                     if chosen is not None and pages is not None:
                         at = first + progress.first
                         indexes = np.arange(at, at + count, dtype=np.int64)
                         with guard.copying:
                             guard.check()
-                            chosen.out_of_slots(pages, indexes, progress.slots.astype(np.int64), skip_tokens)
+                            chosen.out_of_slots(pages, indexes, slots.astype(np.int64), skip_tokens)
                         if chosen is stage_copier:
                             pieces.awake_s = _AWAKE_S
                     self.num_ready = progress.first + count

@@ -196,7 +196,7 @@ class RemoteFetch:
         self._report.reason, self._report.num_peer = reason, self._num_ready
         self._report.num_lease_calls = self._claim.num_calls
         self._report.note = self._why_host
-        slots = self._slots[first : self._num_ready]
+        slots = self._slots[first : self._num_ready].tobytes()
         self._send(encode(Progress(self._number, first, slots, self._report)), True)
 
     @property
@@ -400,7 +400,8 @@ class RemoteFetch:
             if self._num_ready == self._request.num_blocks:
                 self._tell_last("", first)
             else:
-                self._send(encode(Progress(self._number, first, self._slots[first : self._num_ready])), False)
+                slots = self._slots[first : self._num_ready].tobytes()
+                self._send(encode(Progress(self._number, first, slots)), False)
         if self._lane is not None:
             self._fetcher.server.stay_awake(0.0 if done.last else _AWAKE_S)
         if done.last:

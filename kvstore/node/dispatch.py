@@ -13,8 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvstore.blocks.codec import decode_object, encode, encode_object
 from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds, clip
 from kvstore.config import PROTOCOL_VERSION
@@ -254,15 +252,14 @@ class NodeControl:
             send=lambda payload, last: self._answer_load(connection, request, payload, last),
             is_open=lambda: not connection.closed,
         )
-        load.num_ready = load.report.num_local = len(grant.slots)
-        slots = np.asarray(grant.slots, dtype=np.int32)
+        load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
         if grant.num_refused:
             load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
-        if grant.num_refused or len(grant.slots) == len(chain):
-            load.send(encode(Progress(grant.lease_id, 0, slots, load.report)), True)
+        if grant.num_refused or num_here == len(chain):
+            load.send(encode(Progress(grant.lease_id, 0, grant.packed_slots, load.report)), True)
             return
-        if grant.slots:
-            load.send(encode(Progress(grant.lease_id, 0, slots)), False)
+        if grant.packed_slots:
+            load.send(encode(Progress(grant.lease_id, 0, grant.packed_slots)), False)
         self._core.fetcher.begin(load)
 
     @staticmethod

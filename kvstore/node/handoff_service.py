@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.blocks.codec import encode
+from kvstore.blocks.grants import PackedInts
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import check_seconds
 from kvstore.errors import (
@@ -223,7 +224,7 @@ class HandoffControl:
         is_last: bool,
     ) -> bool:
         """Answer with the slots of a ticket of this node, or why not; False when they are still being written."""
-        core, report, slots, number = self._core, LoadReport(), np.empty(0, np.int32), 0
+        core, report, slots, number = self._core, LoadReport(), b"", 0
         if request.epoch != core.epoch:
             report.reason = "stale: the store that had the blocks was restarted, and they are gone"
         else:
@@ -237,7 +238,7 @@ class HandoffControl:
             if isinstance(claim, str):
                 report.reason = NOT_READY_IN_TIME if claim == NOT_READY else claim
             else:
-                report.num_local, slots = len(claim.slots), np.asarray(claim.slots, dtype=np.int32)
+                report.num_local, slots = len(claim.slots), PackedInts.of(claim.slots).packed
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
                 undo = functools.partial(self.table.end_claim, claim.claim_id, connection.owner, used=False)
                 connection.gave = question, undo

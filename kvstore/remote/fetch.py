@@ -10,11 +10,9 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-
-import numpy as np
 
 from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import encode
@@ -151,16 +149,16 @@ class Fetcher:
         with load.lock:
             # Whoever pinned the last block has said the last word already.
             if not load.is_ended:
-                self._tell(load, load.num_ready, (), is_last=True)
+                self._tell(load, load.num_ready, b"", is_last=True)
 
-    def _tell(self, load: Load, first: int, slots: Sequence[int], *, is_last: bool) -> None:
+    def _tell(self, load: Load, first: int, packed_slots: bytes, *, is_last: bool) -> None:
         load.is_ended = is_last
         if is_last:
             with self._counting:
                 self._num_loads, self._num_bytes = self._num_loads - 1, self._num_bytes - len(load.chain.data)
         load.report.num_peer = load.num_ready - load.report.num_local
         report = load.report if is_last else None
-        load.send(encode(Progress(load.lease_id, first, np.asarray(slots, dtype=np.int32), report)), is_last)
+        load.send(encode(Progress(load.lease_id, first, packed_slots, report)), is_last)
 
     def _fill(self, load: Load) -> str | None:
         """Fetch until everything is pinned; returns why it ended early, "" at the end, None when parked."""
@@ -291,5 +289,5 @@ class Fetcher:
         if grant.packed_slots:
             first = load.num_ready
             load.num_ready += len(grant.slots)
-            self._tell(load, first, grant.slots, is_last=load.num_ready == len(load.chain))
+            self._tell(load, first, grant.packed_slots, is_last=load.num_ready == len(load.chain))
         return len(grant.slots)

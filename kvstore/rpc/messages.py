@@ -7,7 +7,7 @@ import struct
 import msgspec
 
 from kvstore.blocks.chain import Chain
-from kvstore.blocks.codec import U16, U32, U64, Epoch, IndexArray, Record, decoder
+from kvstore.blocks.codec import U16, U32, U64, Epoch, IndexArray, Record, decoder, ints_in
 from kvstore.blocks.grants import Grant, StoreTicket
 
 #: By which a store knows the owner of the leases of another.
@@ -121,15 +121,24 @@ class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_field
 
 
 class Progress(Record, frozen=True):
-    """One piece of the answer to a load: `slots` of the blocks that became readable from `first` on.
+    """One piece of the answer to a load: the slots of the blocks that became readable from `first` on.
 
-    The last piece carries the report.
+    They are packed as `PackedInts` packs them. The last piece carries the report.
     """
 
     lease_id: U64
     first: U32
-    slots: IndexArray
+    packed_slots: bytes = b""
     report: LoadReport | None = None
+
+    @property
+    def slots(self) -> IndexArray:
+        """The slots.
+
+        Raises:
+            ProtocolError: these are no whole integers.
+        """
+        return ints_in(self.packed_slots)
 
 
 decode_attach = decoder(Attach)

@@ -84,13 +84,17 @@ def test_arrays_of_another_length_are_refused_where_they_are_used():
     with pytest.raises(ProtocolError, match="whole int32"):
         _ = Grant(1, b"12345").slots
     with pytest.raises(ProtocolError, match="as many slots as positions"):
-        _ = StoreTicket(write_id=1, packed_indexes=bytes(8), packed_slots=bytes(4)).indexes
+        StoreTicket(write_id=1, packed_indexes=bytes(8), packed_slots=bytes(4)).arrays()
+    with pytest.raises(ProtocolError, match="whole int32"):
+        StoreTicket(write_id=1, packed_indexes=bytes(5), packed_slots=bytes(5)).arrays()
+    with pytest.raises(ProtocolError, match="whole int32"):
+        _ = messages.Progress(1, 0, b"123").slots
 
 
 @pytest.mark.parametrize("slots", [SLOTS, SLOTS[:0]])
 @pytest.mark.parametrize("report", [None, messages.LoadReport(reason="x")])
 def test_progress(slots, report):
-    back = messages.decode_progress(encode(messages.Progress(9, 4, slots, report)))
+    back = messages.decode_progress(encode(messages.Progress(9, 4, slots.tobytes(), report)))
     assert (back.lease_id, back.first, back.slots.tolist(), back.report) == (9, 4, slots.tolist(), report)
 
 
@@ -99,7 +103,7 @@ def test_a_report_comes_back_as_it_was_told():
         num_local=1, num_peer=2, reason="timeout: für 3 s\0x", peers=["a", "b"], num_bytes=1 << 40, num_descriptors=5,
         read_s=0.25, num_locate_calls=6, num_lease_calls=7, note="no stage", waited_s=0.5,
     )  # fmt: skip
-    assert messages.decode_progress(encode(messages.Progress(1, 0, SLOTS, report))).report == report
+    assert messages.decode_progress(encode(messages.Progress(1, 0, SLOTS.tobytes(), report))).report == report
     assert messages.LoadReport().peers == []
 
 

@@ -1,0 +1,194 @@
+"""What a message costs: it is made, encoded and decoded, in this version and in another one, in turns.
+
+Each figure is the median over the turns of a process of each version; `read_us` has the arrays of the message read
+through numpy as well, as its receiver does. FOLDER is a checkout of the other version; one from before
+kvstore/blocks/codec.py is measured through the functions that it had.
+
+Run: `python benchmarks/codec.py [FOLDER] [--turns N] [--json]`. Rows are {message, version, us, read_us}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent.parent
+NUM_CALLS, NUM_REPEATS = 5000, 7
+KEY, EPOCH = bytes(range(32)), b"epoch678"
+
+#: Message -> (makes, encodes and decodes it; reads its arrays).
+Calls = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
+
+
+def nothing(message: Any) -> None:
+    """Read no arrays: there are none."""
+
+
+def fetch_fields() -> dict[str, Any]:
+    return {
+        "key": KEY, "namespace": KEY, "epoch": EPOCH, "node_id": "b" * 56, "num_blocks": 128, "ttl_s": 30.0,
+        "timeout_s": 60.0, "from_slab": 1, "slab": 2, "generation": 3, "is_early": True,
+    }  # fmt: skip
+
+
+def calls_of_this() -> Calls:
+    import numpy as np
+
+    from kvstore.blocks.codec import encode
+    from kvstore.blocks.grants import Grant, PackedInts, StoreTicket
+    from kvstore.rpc.handoff_messages import FetchRequest, decode_fetch
+    from kvstore.rpc.messages import Progress, decode_grant, decode_progress, decode_ticket
+
+    def ticket(count: int) -> Callable[[], Any]:
+        packed, lives = PackedInts.of(range(count)), bytes(4 * count)
+        return lambda: decode_ticket(
+            encode(
+                StoreTicket(
+                    write_id=7, packed_indexes=packed.packed, packed_slots=packed.packed, num_resident=0,
+                    num_refused=0, num_clears=1, generations=lives, epoch=EPOCH,
+                )
+            )
+        )  # fmt: skip
+
+    def read(made: StoreTicket) -> None:
+        for array in made.arrays():
+            array.astype(np.int64)
+
+    fields, packed, slots = fetch_fields(), PackedInts.of(range(128)), np.arange(128, dtype=np.int32)
+    return {
+        "fetch": (lambda: decode_fetch(encode(FetchRequest(**fields))), nothing),
+        "ticket, 128 blocks": (ticket(128), read),
+        "ticket, 2048 blocks": (
+            ticket(2048),
+            lambda t: (np.asarray(t.indexes, np.int64), np.asarray(t.slots, np.int64)),
+        ),
+        "grant, 128 blocks": (
+            lambda: decode_grant(encode(Grant(7, packed.packed, bytes(512), 0, EPOCH))),
+            lambda grant: np.asarray(grant.slots, np.int64),
+        ),
+        "progress, 128 blocks": (
+            lambda: decode_progress(encode(Progress(7, 0, slots.tobytes()))),
+            lambda progress: progress.slots.astype(np.int64),
+        ),
+    }
+
+
+def calls_of_before() -> Calls:
+    import numpy as np
+
+    from kvstore.blocks.grants import Grant, PackedInts, StoreTicket
+    from kvstore.rpc.handoff_messages import FetchRequest, pack_fetch, unpack_fetch
+    from kvstore.rpc.messages import (
+        Progress,
+        pack_grant,
+        pack_progress,
+        pack_ticket,
+        unpack_grant,
+        unpack_progress,
+        unpack_ticket,
+    )
+
+    def ticket(count: int) -> Callable[[], Any]:
+        packed, lives = PackedInts.of(range(count)), bytes(4 * count)
+        return lambda: unpack_ticket(
+            pack_ticket(
+                StoreTicket(
+                    write_id=7, indexes=packed, slots=packed, num_resident=0, num_refused=0, num_clears=1,
+                    generations=lives, epoch=EPOCH,
+                )
+            )
+        )  # fmt: skip
+
+    def read(made: StoreTicket) -> None:
+        for array in (made.indexes, made.slots):
+            np.asarray(array, np.int64)
+
+    fields, packed, slots = fetch_fields(), PackedInts.of(range(128)), np.arange(128, dtype=np.int32)
+    return {
+        "fetch": (lambda: unpack_fetch(pack_fetch(FetchRequest(**fields))), nothing),
+        "ticket, 128 blocks": (ticket(128), read),
+        "ticket, 2048 blocks": (
+            ticket(2048),
+            lambda t: (np.asarray(t.indexes, np.int64), np.asarray(t.slots, np.int64)),
+        ),
+        "grant, 128 blocks": (
+            lambda: unpack_grant(pack_grant(Grant(7, packed, bytes(512), 0, EPOCH))),
+            lambda grant: np.asarray(grant.slots, np.int64),
+        ),
+        "progress, 128 blocks": (
+            lambda: unpack_progress(pack_progress(Progress(7, 0, slots))),
+            lambda progress: progress.slots.astype(np.int64),
+        ),
+    }
+
+
+def measure() -> dict[str, list[float]]:
+    import kvstore
+
+    has_codec = (Path(kvstore.__file__).parent / "blocks" / "codec.py").exists()
+    found = {}
+    for name, (call, read) in (calls_of_this() if has_codec else calls_of_before()).items():
+
+        def call_and_read(call: Callable[[], Any] = call, read: Callable[[Any], Any] = read) -> None:
+            read(call())
+
+        times = [min(timeit.repeat(each, number=NUM_CALLS, repeat=NUM_REPEATS)) for each in (call, call_and_read)]
+        found[name] = [1e6 * seconds / NUM_CALLS for seconds in times]
+    return found
+
+
+def measured_in(folder: Path) -> dict[str, list[float]]:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, __file__, "--measure"]
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True, timeout=300)
+    return json.loads(done.stdout)
+
+
+def commit_of(folder: Path) -> str:
+    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=10.0)
+    return told.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help="a checkout of the other version")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure()))
+        return
+    folders = {"this": HERE} | ({"other": arguments.folder.resolve()} if arguments.folder else {})
+    turns = [{name: measured_in(folder) for name, folder in folders.items()} for _ in range(arguments.turns)]
+    rows = []
+    for message in turns[0]["this"]:
+        for name in folders:
+            us, read_us = (statistics.median(turn[name][message][i] for turn in turns) for i in range(2))
+            rows.append({"message": message, "version": name, "us": round(us, 2), "read_us": round(read_us, 2)})
+    if arguments.json:
+        sys.path.insert(0, str(HERE))
+        from kvstore.tools.provenance import provenance
+
+        about = {"benchmark": "codec", **provenance(), "num_turns": arguments.turns}
+        if arguments.folder:
+            about["other_commit"] = commit_of(arguments.folder)
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        print(f'{json.dumps(about)[:-1]}, "rows": [\n{lines}\n]}}')
+        return
+    print(f"{'message':<22} {'version':<8} {'us':>7} {'and read':>9}")
+    for row in rows:
+        print(f"{row['message']:<22} {row['version']:<8} {row['us']:>7.2f} {row['read_us']:>9.2f}")
+
+
+if __name__ == "__main__":
+    main()
