@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-import struct
 import time
 from dataclasses import dataclass, field
 
+from kvstore.blocks.codec import decoder, encode
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import DIGEST_BYTES, check_count, clip
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, ProtocolError
 
-TICKET_VERSION = 2
+TICKET_VERSION = 3
 NONCE_BYTES = 16
 _EPOCH_BYTES = 8
 
 _MAGIC = b"RKVH"
-_HEAD = struct.Struct(f"<4sHH{_EPOCH_BYTES}s{NONCE_BYTES}s{DIGEST_BYTES}sIIH4HdIB")
-#: What every version begins with.
-_KIND = struct.Struct("<4sH")
+_HEAD = _MAGIC + TICKET_VERSION.to_bytes(2, "little")
+#: What follows it: the fields by name, in this order.
+_FIELDS = (
+    "epoch", "nonce", "namespace", "num_blocks", "block_bytes", "block_order", "part", "expires_s", "slab", "is_early",
+    "node_id",
+)  # fmt: skip
+_decode = decoder(tuple[bytes, bytes, bytes, int, int, int, tuple[int, int, int, int], float, int, bool, str])
 _MOST_U16, _MOST_U32 = (1 << 16) - 1, (1 << 32) - 1
 _WHOLE = (0, 1, 0, 1)
 
@@ -91,19 +95,18 @@ class HandoffTicket:
     @property
     def key(self) -> bytes:
         """32 bytes by which the store that has the blocks knows them."""
-        return hashlib.sha256(b"raykv/handoff/2" + self._packed(0.0)).digest()
+        return hashlib.sha256(b"raykv/handoff/3" + self._packed(0.0)).digest()
 
     def to_bytes(self) -> bytes:
         """Return the ticket as bytes, for channels that carry nothing else."""
         return self._packed(self.expires_s)
 
     def _packed(self, expires_s: float) -> bytes:
-        node = self.node_id.encode()
-        head = _HEAD.pack(
-            _MAGIC, TICKET_VERSION, len(node), self.epoch, self.nonce, self.namespace, self.num_blocks,
-            self.block_bytes, self.block_order, *self.part, expires_s, self.slab, self.is_early,
+        fields = (
+            self.epoch, self.nonce, self.namespace, self.num_blocks, self.block_bytes, self.block_order, self.part,
+            expires_s, self.slab, self.is_early, self.node_id,
         )  # fmt: skip
-        return head + node
+        return _HEAD + encode(fields)
 
     @staticmethod
     def from_bytes(data: bytes) -> HandoffTicket:
@@ -115,39 +118,21 @@ class HandoffTicket:
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {type(data).__name__}")
         data = bytes(data)
-        if len(data) < _KIND.size or not data.startswith(_MAGIC):
+        if len(data) < len(_HEAD) or not data.startswith(_MAGIC):
             raise InvalidRequest(f"ticket: wanted the bytes of a ticket, got {len(data)} others: {clip(data)}")
-        _, version = _KIND.unpack_from(data)
+        version = int.from_bytes(data[len(_MAGIC) : len(_HEAD)], "little")
         if version != TICKET_VERSION:
             raise InvalidRequest(
                 f"ticket: wanted a ticket of version {TICKET_VERSION}, got version {version}; "
                 "run one version of raykv everywhere"
             )
-        num_bytes = _HEAD.size + (_HEAD.unpack_from(data)[2] if len(data) >= _HEAD.size else 0)
-        if len(data) != num_bytes:
-            raise InvalidRequest(
-                f"ticket: wanted all bytes of a ticket, at least {num_bytes}, got {len(data)}; they were cut or joined "
-                "on their way"
-            )
-        _, _, _, epoch, nonce, namespace, num_blocks, block_bytes, order, *rest = _HEAD.unpack_from(data)
-        *part, expires_s, slab, is_early = rest
         try:
-            node = data[_HEAD.size :].decode()
-        except UnicodeDecodeError as error:
-            raise InvalidRequest(f"ticket: wanted the id of a node, got other bytes ({error})") from error
-        return HandoffTicket(
-            node_id=node,
-            epoch=epoch,
-            nonce=nonce,
-            namespace=namespace,
-            num_blocks=num_blocks,
-            block_bytes=block_bytes,
-            block_order=order,
-            part=(part[0], part[1], part[2], part[3]),
-            expires_s=expires_s,
-            slab=slab,
-            is_early=bool(is_early),
-        )
+            fields = _decode(data[len(_HEAD) :])
+        except ProtocolError as error:
+            raise InvalidRequest(
+                f"ticket: wanted all bytes of a ticket, got {len(data)}; they were cut or joined on their way ({error})"
+            ) from error
+        return HandoffTicket(**dict(zip(_FIELDS, fields, strict=True)))  # type: ignore[arg-type]
 
 
 def _check_bytes(name: str, value: object, num_bytes: int) -> None:

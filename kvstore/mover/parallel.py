@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,8 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from kvstore.errors import PeerLost, TransferError
+from kvstore.blocks.codec import decoder, encode
+from kvstore.errors import PeerLost, ProtocolError, TransferError
 from kvstore.mover.nixl import NixlTransport
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
 
@@ -23,7 +23,7 @@ _LOOK_S = 2e-4
 #: A reader to which nothing came for this long asks less often: its peer may have stopped.
 _STALLED_AFTER_S, _STALLED_PAUSE_S = 0.1, 0.001
 _STOP_TIMEOUT_S = 5.0
-_COUNT = struct.Struct("<I")
+_decode_agents = decoder(list[bytes])
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +170,7 @@ class ParallelTransport:
     def describe(self) -> bytes:
         """Return the metadata of all that peers read from."""
         agents = [server.describe() for server in (self._usual, *self._servers)]
-        return b"".join((_COUNT.pack(len(agents)), *(_COUNT.pack(len(agent)) for agent in agents), *agents))
+        return encode(agents)
 
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
         """Say how the slab is divided."""
@@ -300,13 +300,10 @@ def _agents(peer: str, description: PeerDescription) -> list[bytes]:
     Raises:
         PeerLost: it is something else.
     """
-    blob = description.agent
     try:
-        (count,) = _COUNT.unpack_from(blob)
-        sizes = [_COUNT.unpack_from(blob, _COUNT.size * (i + 1))[0] for i in range(count)]
-    except struct.error:
-        count, sizes = 0, []
-    ends = list(itertools.accumulate(sizes, initial=_COUNT.size * (count + 1)))
-    if not count or ends[-1] != len(blob):
-        raise PeerLost(f"metadata of {peer}: wanted that of one or more agents, got {len(blob)} other bytes")
-    return [blob[a:b] for a, b in itertools.pairwise(ends)]
+        agents = _decode_agents(description.agent)
+    except ProtocolError as error:
+        raise PeerLost(f"metadata of {peer}: {error}") from error
+    if not agents:
+        raise PeerLost(f"metadata of {peer}: wanted that of one or more agents, got none")
+    return agents
