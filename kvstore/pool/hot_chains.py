@@ -10,7 +10,7 @@ def hot_chains(table: SlotTable, max_blocks: int) -> list[Chain]:
     """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
     ready = [slot for space in table.spaces.values() for slot in space.ready.values()]
     leaves = [slot for slot in ready if not table.num_children[slot]]
-    leaves.sort(key=table.order.stamp.__getitem__, reverse=True)
+    leaves.sort(key=table.eviction.last_touch, reverse=True)
     chains: list[Chain] = []
     seen: set[int] = set()
     for leaf in leaves:

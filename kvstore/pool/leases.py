@@ -145,18 +145,18 @@ class LeaseTable:
 
     def _hold(self, slots: SlotList, kind: PinKind) -> int:
         if kind is PinKind.SOFT:
-            self._table.prefer(slots.tolist())
+            self._table.eviction.soft_pinned(slots)
         else:
             self._table.pin_all(slots)
         if kind is PinKind.HARD:
             self._hard.update(slots.tolist())
-        return self._table.order.touch(slots)
+        return self._table.eviction.touched(slots)
 
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
         if lease.kind is PinKind.SOFT:
             self.num_soft_pins -= 1
-            self._table.end_preference(lease.slots.tolist(), lease.generations)
+            self._table.soft_unpin(lease.slots, lease.generations)
             return
         if lease.kind is PinKind.HARD:
             self._hard -= Counter(lease.slots.tolist())
@@ -188,4 +188,5 @@ class LeaseTable:
         num_soft_pins = sum(lease.kind is PinKind.SOFT for lease in self._leases.values())
         assert num_soft_pins == self.num_soft_pins, "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
-        assert all(soft[slot] >= count for slot, count in self._table.soft.items()), "soft pins without a holder"
+        counted = self._table.eviction.soft_pins.items()
+        assert all(soft[slot] >= count for slot, count in counted), "soft pins without a holder"

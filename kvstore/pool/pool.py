@@ -470,7 +470,7 @@ class Pool:
                 num_evicted=table.num_evicted,
                 num_published=table.num_published,
                 num_hard_pinned=self._leases.num_hard_pinned,
-                num_soft_pinned=len(table.soft),
+                num_soft_pinned=len(table.eviction.soft_pins),
                 num_soft_pins=self._leases.num_soft_pins,
             )
 

@@ -33,7 +33,7 @@ def check_slots(table: SlotTable, aside: set[int]) -> None:
     assert pinned <= set(states["ready"]), "pinned but not ready"
     assert table.unfindable <= pinned, "ready, idle and not findable"
     assert {slot: own for slot, own in enumerate(table.block_hash) if own} == ready | writing, "index names another"
-    assert set(table.soft) <= set(ready), "soft pin of a block that is not there"
+    assert set(table.eviction.soft_pins) <= set(ready), "soft pin of a block that is not there"
     namespaces = {s: space.namespace for s in ready if (space := table.space[s]) is not None}
     table.presence.check(own for slot, own in ready.items() if table.parent[slot] == namespaces[slot])
     for namespace, space in table.spaces.items():
@@ -46,8 +46,7 @@ def check_slots(table: SlotTable, aside: set[int]) -> None:
     findable = {own: slot for space in table.spaces.values() for own, slot in space.ready.items()}
     written = [slot for space in table.spaces.values() for slot in space.writing.values()]
     _check_runs(table, findable, written)
-    waiting = {slot for slot, stamp in table._spared.items() if stamp == table.order.stamp[slot]}
-    table.order.check({slot for slot in findable.values() if table._is_evictable(slot)} - waiting)
+    table.eviction.check({s for s in findable.values() if not table.ref_count[s] and not table.num_children[s]})
 
 
 def _check_children(table: SlotTable, slots: dict[bytes, int], orphans: Counter[bytes], namespace: bytes) -> None:

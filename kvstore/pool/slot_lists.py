@@ -7,7 +7,7 @@ that they are ready; what it does not know is looked up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,25 +37,20 @@ class SlotList:
     is_distinct: bool
 
     @classmethod
-    def of(cls, slots: list[int]) -> SlotList:
-        """Return any slots in this form."""
+    def of(cls, slots: list[int], *, ascending: bool = False) -> SlotList:
+        """Return slots in this form; with `ascending` each is known to be greater than the one before."""
         count = len(slots)
         if slots and slots[-1] - slots[0] == count - 1:
             neighbours = range(slots[0], slots[0] + count)
-            if slots == list(neighbours):  # To pack a range takes a fraction of what a list does.
+            if ascending or slots == list(neighbours):  # To pack a range takes a fraction of what a list does.
                 return cls(slice(neighbours.start, neighbours.stop), PackedInts.of(neighbours), True)
-        return cls(np.array(slots, np.intp), PackedInts.of(slots), len(set(slots)) == count)
-
-    @classmethod
-    def of_ascending(cls, slots: list[int]) -> SlotList:
-        """Return slots of which each is greater than the one before."""
-        if slots and slots[-1] - slots[0] == len(slots) - 1:
-            neighbours = range(slots[0], slots[-1] + 1)
-            return cls(slice(neighbours.start, neighbours.stop), PackedInts.of(neighbours), True)
-        return cls(np.array(slots, np.intp), PackedInts.of(slots), True)
+        return cls(np.array(slots, np.intp), PackedInts.of(slots), ascending or len(set(slots)) == count)
 
     def __len__(self) -> int:
         return len(self.packed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.packed)
 
     def tolist(self) -> list[int]:
         """Return them one by one."""

@@ -8,7 +8,7 @@ proves that each is in exactly one of them. Ready slots with a reader are called
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import islice
 
@@ -17,7 +17,8 @@ import numpy as np
 from kvstore.blocks.chain import HASH_BYTES
 from kvstore.memory.clears import group_of
 from kvstore.memory.presence import PresenceCounts
-from kvstore.pool.eviction import EvictionOrder
+from kvstore.pool.eviction import EvictionPolicy
+from kvstore.pool.lru import LeastRecentlyUsed
 from kvstore.pool.slot_lists import Run, Segment, SlotList, join
 from kvstore.pool.spaces import NOTHING, Space
 
@@ -37,7 +38,7 @@ class SlotTable:
     `ref_count` counts readers. `generation` counts lives: it grows each time a slot is claimed. `parent` is the
     hash of the block before this one in its chain, the namespace's digest at a root. `num_children` counts the
     blocks, ready or being written, that hang on a block: it is not evicted before them. For a parent that is not
-    here its space counts them, until it comes. `soft` counts the soft pins of a slot.
+    here its space counts them, until it comes.
     `space` is the index of the block's namespace, in which it is; those of `cleared` are swept some at a time.
     `run` says with which others a slot was claimed, `place` where it stands among them.
     `doomed` slots are being written and will never be published; `unfindable` ones were cleared while pinned.
@@ -67,16 +68,13 @@ class SlotTable:
         self._generations = np.frombuffer(self.generation, np.uint32)
         self._ref_counts = np.frombuffer(self.ref_count, np.int32)
         self.num_children = [0] * num_slots
-        self.soft: dict[int, int] = {}
         self.doomed: set[int] = set()
         self.unfindable: set[int] = set()
-        self.order = EvictionOrder(num_slots)
+        self.eviction: EvictionPolicy = LeastRecentlyUsed(num_slots)
         #: What became findable (True) or stopped being so, in order; kept with the change that it tells of. Of more
         #: hashes than `_max_events` that nobody has come for none is kept: then only a snapshot says it.
         self.events: list[tuple[bool, Collection[bytes]]] = []
         self._num_events, self._max_events = 0, max(num_slots, _FEWEST_EVENTS)
-        # Soft-pinned slots whose turn came, with their stamp; they go when nothing else is left.
-        self._spared: OrderedDict[int, int] = OrderedDict()
         # Highest index first, so that taking from the end hands out the lowest; sorted again when needed.
         self._free = list(range(num_slots - 1, -1, -1))
         self._free_is_sorted = True
@@ -187,9 +185,9 @@ class SlotTable:
             self._free_is_sorted = True
         claimed = free[: -wanted - 1 : -1]
         del free[len(free) - len(claimed) :]
-        if len(claimed) < wanted:
-            claimed += self._evict(wanted - len(claimed))
-            claimed.sort()
+        if len(claimed) < wanted and (evicted := self._evict(wanted - len(claimed))):
+            claimed = sorted(claimed + evicted)
+            self.eviction.freed(SlotList.of(claimed, ascending=True))
         return claimed
 
     def claim_unnamed(self, wanted: int) -> tuple[list[int], SlotList]:
@@ -201,7 +199,7 @@ class SlotTable:
         """
         num_free = len(self._free)
         taken = self._take(wanted)
-        listed = SlotList.of_ascending(taken)
+        listed = SlotList.of(taken, ascending=True)
         self.num_writing += len(taken)
         self.doomed.update(taken)
         self._generations[listed.index] += 1
@@ -225,8 +223,8 @@ class SlotTable:
         above = space.ready.get(parent)
         if above is not None:
             self.num_children[above] -= 1
-            if not self.num_children[above] and not self.ref_count[above]:
-                self.order.offer(above)
+            if not self.num_children[above]:
+                self.eviction.released((above,), 0)
         elif parent in space.writing:
             self.num_children[space.writing[parent]] -= 1
         elif space.orphans[parent] > 1:
@@ -236,28 +234,19 @@ class SlotTable:
 
     def _evict(self, wanted: int) -> list[int]:
         spaces, ref_count, block_hash, num_children = self.space, self.ref_count, self.block_hash, self.num_children
-        stamp, soft = self.order.stamp, self.soft
         evicted: list[int] = []
         hashes: list[bytes] = []
-        while len(evicted) < wanted:
-            for slot in self.order.oldest():
-                own, space = block_hash[slot], spaces[slot]
-                if ref_count[slot] or num_children[slot] or space is None or own not in space.ready:
-                    continue
-                if slot in soft:
-                    self._spared[slot] = stamp[slot]
-                    self._spared.move_to_end(slot)
-                    continue
-                # At once: the order may name this slot twice, and nobody must get it twice.
-                del space.ready[own]
-                stamp[slot] = 0
-                self._not_ready(slot, space)
-                self._leave_parent(slot, space)
-                hashes.append(own)
-                evicted.append(slot)
-                if len(evicted) == wanted:
-                    break
-            if len(evicted) < wanted and not self._give_up_soft_pin():
+        for slot in self.eviction.victims():
+            own, space = block_hash[slot], spaces[slot]
+            if ref_count[slot] or num_children[slot] or space is None or own not in space.ready:
+                continue
+            # At once: a slot may come up twice, and nobody must get it twice.
+            del space.ready[own]
+            self._not_ready(slot, space)
+            self._leave_parent(slot, space)
+            hashes.append(own)
+            evicted.append(slot)
+            if len(evicted) == wanted:
                 break
         if hashes:
             self._tell(False, hashes)
@@ -284,21 +273,6 @@ class SlotTable:
         if run is not None:
             run.lost(self.place[slot])
 
-    def _give_up_soft_pin(self) -> bool:
-        """Take the preference from the soft-pinned slot that has waited longest and could go now."""
-        while self._spared:
-            slot, stamp = self._spared.popitem(last=False)
-            if self.order.stamp[slot] == stamp and self._is_evictable(slot):
-                self.soft.pop(slot, None)
-                self.order.offer(slot)
-                return True
-        return False
-
-    def _is_evictable(self, slot: int) -> bool:
-        own, space = self.block_hash[slot], self.space[slot]
-        is_ready = space is not None and not space.is_cleared and space.ready.get(own) == slot
-        return is_ready and not self.ref_count[slot] and not self.num_children[slot]
-
     def publish(self, space: Space, hashes: list[bytes], slots: list[int], stamp: int) -> None:
         """Make fully written blocks readable.
 
@@ -320,9 +294,7 @@ class SlotTable:
         self._tell(True, hashes)
         self.num_writing -= len(slots)
         self.num_published += len(slots)
-        if stamp <= self.order.passed:
-            for slot in slots:
-                self.order.offer(slot)
+        self.eviction.stored(slots, stamp)
 
     def doom(self, slot: int) -> None:
         """Make sure that a block which is being written is never published; its writers go on holding the slot."""
@@ -333,6 +305,7 @@ class SlotTable:
                 self._leave_parent(slot, space)
             self._forget(slot, space)
             self.doomed.add(slot)
+            self.eviction.freed(SlotList.of([slot]))
 
     def end_unnamed(self, slots: list[int], *, aside: bool = False) -> None:
         """Take slots of `claim_unnamed` from their writer: all that `end_writing` does for each."""
@@ -364,7 +337,6 @@ class SlotTable:
             self.num_children[slot] = 0
         self.block_hash[slot] = self.parent[slot] = b""
         self.space[slot] = None
-        self.order.stamp[slot] = 0
 
     def _free_up(self, slot: int) -> None:
         self._free.append(slot)
@@ -415,14 +387,12 @@ class SlotTable:
         """
         self._add_readers(slots, -_ONE)
         self.num_pinned -= self._num_idle(slots)
-        if stamp <= self.order.passed or self.unfindable:
-            for slot in slots.tolist():
+        self.eviction.released(slots, stamp)
+        if self.unfindable:
+            for slot in self.unfindable.intersection(slots):
                 if not self.ref_count[slot]:
-                    if slot in self.unfindable:
-                        self.unfindable.remove(slot)
-                        self._free_up(slot)
-                    else:
-                        self.order.offer(slot)
+                    self.unfindable.remove(slot)
+                    self._free_up(slot)
 
     def _add_readers(self, slots: SlotList, number: np.int32) -> None:
         if isinstance(slots.index, slice):
@@ -437,21 +407,10 @@ class SlotTable:
             return len(refs) - int(np.count_nonzero(refs))
         return len(np.unique(np.array(slots.packed)[refs == 0]))
 
-    def prefer(self, slots: list[int]) -> None:
-        """Add a soft pin to each slot; who does so also touches them."""
-        for slot in slots:
-            self.soft[slot] = self.soft.get(slot, 0) + 1
-
-    def end_preference(self, slots: list[int], generations: bytes) -> None:
+    def soft_unpin(self, slots: SlotList, generations: bytes) -> None:
         """Remove a soft pin from each slot that is still in the life in which it got it."""
-        for slot, generation in zip(slots, array("I", generations), strict=True):
-            if self.generation[slot] != generation or slot not in self.soft:
-                continue
-            self.soft[slot] -= 1
-            if not self.soft[slot]:
-                del self.soft[slot]
-                if self._spared.pop(slot, None) is not None:
-                    self.order.offer(slot)
+        given = zip(slots, array("I", generations), strict=True)
+        self.eviction.soft_unpinned(slot for slot, generation in given if self.generation[slot] == generation)
 
     # Clearing.
 
@@ -492,13 +451,11 @@ class SlotTable:
             block_hash[slot] = parent[slot] = b""
             spaces[slot] = None
             num_children[slot] = 0
-        index = np.array(slots, np.intp)
-        self.order.forget(index)
-        if self.soft:
-            for slot in slots:
-                self.soft.pop(slot, None)
-        is_read = self._ref_counts[index] > 0
+        listed = SlotList.of(slots)
+        self.eviction.freed(listed)
+        is_read = self._ref_counts[listed.index] > 0
         if is_read.any():
+            index = np.array(slots, np.intp)
             self.unfindable.update(index[is_read].tolist())
             slots = index[~is_read].tolist()
         self._free += slots

@@ -131,9 +131,9 @@ class WriteTable:
         ready, writing = space.ready, space.writing
         listed = table.listed(slots)
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
-            stamp = table.order.touch(table.listed([above, *run]))
+            stamp = table.eviction.touched(table.listed([above, *run]))
         else:
-            stamp = table.order.touch(listed if slots is run else table.listed(run))
+            stamp = table.eviction.touched(listed if slots is run else table.listed(run))
         if end < len(hashes):
             # Kept blocks behind a refused one are not touched, and making room may have passed their place.
             stamp = 0

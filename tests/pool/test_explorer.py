@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.pool import pool, slots
+from kvstore.pool import lru, pool, slots
 from poolcheck.chains import NAMESPACES
 from poolcheck.explore import explore, replay
 from poolcheck.handoff_scenarios import HANDOFFS
@@ -12,7 +12,7 @@ from poolcheck.run import Run, ScheduleFailed
 from poolcheck.scenarios import SCENARIOS
 from poolcheck.world import World
 
-_FILES = frozenset({pool.__file__, slots.__file__})
+_FILES = frozenset({pool.__file__, slots.__file__, lru.__file__})
 
 
 @pytest.mark.parametrize("name", [*SCENARIOS, *HANDOFFS])
@@ -106,7 +106,7 @@ def test_a_schedule_that_does_not_fit_is_refused():
 
 def what_is_left(world):
     table = world.pool._table
-    slots = zip(table.block_hash, table.generation, table.ref_count, table.order.stamp, strict=True)
+    slots = zip(table.block_hash, table.generation, table.ref_count, table.eviction.stamp, strict=True)
     return bytes(world.memory), tuple(slots), tuple(table.space_of(NAMESPACES[0]).ready.items()), world.pool.stats()
 
 

@@ -493,4 +493,4 @@ def test_many_touches_keep_the_order_of_eviction_small():
         grant = pool.pin_prefix(chain_of("ab"), "r", LATER_S)
         pool.release(grant.lease_id, "r")
     pool.check_integrity()
-    assert pool._table.order._num_logged <= 2 * 4 + 64 + 2
+    assert pool._table.eviction._num_logged <= 2 * 4 + 64 + 2

@@ -17,7 +17,7 @@ def claim(table: SlotTable, count: int, seed: int = 0) -> tuple[list[bytes], lis
     """Claim a chain of slots and touch it."""
     hashes = names(count, seed)
     slots = table.claim(hashes, [SPACE, *hashes[:-1]], SPACE)
-    return hashes[: len(slots)], slots, table.order.touch(SlotList.of(slots))
+    return hashes[: len(slots)], slots, table.eviction.touched(SlotList.of(slots))
 
 
 def ready(table: SlotTable, count: int, seed: int = 0) -> list[int]:
@@ -60,7 +60,7 @@ def test_claim_gives_what_there_is():
     table = SlotTable(2)
     chain = SlotList.of(ready(table, 2))
     table.pin_all(chain)
-    stamp = table.order.touch(chain)
+    stamp = table.eviction.touched(chain)
     assert claim(table, 3, seed=1)[1] == []
     table.unpin_all(chain.part(1, 2), stamp)
     assert claim(table, 3, seed=2)[1] == [1]
@@ -83,7 +83,7 @@ def test_a_slot_that_cannot_be_found_is_freed_by_its_last_reader():
     chain = SlotList.of(ready(table, 1))
     table.pin_all(chain)
     table.pin_all(chain)
-    stamp = table.order.touch(chain)
+    stamp = table.eviction.touched(chain)
     assert len(table.detach(SPACE)) == 1
     assert (table.sweep(4), table.sweep(4)) == (1, 0)
     table.unpin_all(chain, stamp)
@@ -113,13 +113,13 @@ def test_generations_grow_with_every_claim_and_only_then():
         lambda t: t.num_children.__setitem__(0, 0),
         lambda t: t.parent.__setitem__(1, SPACE),
         lambda t: t.spaces[SPACE].ready.popitem(),
-        lambda t: t.order.stamp.__setitem__(1, 0),
-        lambda t: t.order._log.clear(),
+        lambda t: t.eviction.stamp.__setitem__(1, 0),
+        lambda t: t.eviction._log.clear(),
         lambda t: t._free.append(0),
         lambda t: t._free.pop(),
         lambda t: t.unfindable.add(0),
         lambda t: t.doomed.add(3),
-        lambda t: t.soft.__setitem__(3, 1),
+        lambda t: t.eviction.soft_pinned([3]),
         lambda t: t.spaces[SPACE].writing.update({names(2)[0]: 0}),
         lambda t: t.block_hash.__setitem__(0, b"x" * 32),
         lambda t: setattr(t, "num_writing", 1),
@@ -143,7 +143,7 @@ def test_links_are_counted_by_hash_so_that_a_parent_may_come_and_go():
     check_slots(table, set())
     assert (table.space_of(SPACE).orphans, table.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
     again = table.claim(hashes[:1], [SPACE], SPACE)
-    table.publish(table.spaces[SPACE], hashes[:1], again, table.order.touch(SlotList.of(again)))
+    table.publish(table.spaces[SPACE], hashes[:1], again, table.eviction.touched(SlotList.of(again)))
     check_slots(table, set())
     assert (table.space_of(SPACE).orphans, table.num_children) == (Counter(), [1, 1, 0, 0])
     claim(table, 2, seed=1)

@@ -6,6 +6,7 @@ from poolcheck.mutant import (
     EXPLORER,
     GAP,
     LINES,
+    LRU,
     MODEL,
     PART_RUNS,
     POOL,
@@ -49,8 +50,8 @@ BLOCKS = (
             GAP,
             Patch(
                 SLOTS,
-                "                # At once: the order may name this slot twice, and nobody must get it twice.\n",
-                "                self.gap()\n",
+                "            # At once: a slot may come up twice, and nobody must get it twice.\n",
+                "            self.gap()\n",
             ),
         ),
         tests=(f"{EXPLORER}[claim_pin_evict]",),
@@ -174,7 +175,7 @@ BLOCKS = (
         source="SGLang, LightLLM: prefixes with holes",
         patches=(
             Patch(SLOTS, "if ref_count[slot] or num_children[slot] or space", "if ref_count[slot] or space"),
-            Patch("kvstore.pool.eviction", "slot = current.pop()", "slot = current.pop(0)"),
+            Patch(LRU, "slot, touched = current.pop(), passed", "slot, touched = current.pop(0), passed"),
         ),
         tests=(MODEL,),
     ),

@@ -1,0 +1,155 @@
+"""Evicts the least recently touched blocks first. No locking here: the pool holds its lock.
+
+Touching is what every lease does, so it costs one stamp per slot and one entry per chain: a log of touched
+chains, in which a slot counts only where its stamp is still that of the entry. Eviction reads the log from its
+old end, each chain leaf first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from kvstore.pool.slot_lists import SlotList
+
+
+class LeastRecentlyUsed:
+    """The slots of a pool by their last touch; see `EvictionPolicy`.
+
+    Args:
+        num_slots: slots are numbered from 0.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        #: When each slot was touched last; 0 takes it out of the order.
+        self.stamp = array("q", bytes(8 * num_slots))
+        # The same memory, for all slots of a chain at once.
+        self._stamps = np.frombuffer(self.stamp, np.int64)
+        self.soft_pins: dict[int, int] = {}
+        # Soft-pinned slots that came up, with their stamp; they go when nothing else is left.
+        self._held_back: OrderedDict[int, int] = OrderedDict()
+        #: Entries of the log up to this stamp were read.
+        self.passed = 0
+        self._now = 0
+        self._log: deque[tuple[int, SlotList]] = deque()
+        # What a sweep has been through, older than all of `_log`; see `_sweep`.
+        self._swept: deque[tuple[int, SlotList]] = deque()
+        self._num_logged = 0
+        self._current: list[int] = []
+        self._late: list[tuple[int, int]] = []
+
+    def touched(self, slots: SlotList) -> int:
+        """Make the slots of a chain the most recent, its root the last of them to go."""
+        self._now = now = self._now + 1
+        self._stamps[slots.index] = now
+        self._log.append((now, slots))
+        self._num_logged += len(slots)
+        if self._num_logged > 2 * len(self.stamp) + 64:
+            self._sweep(2 * len(slots) + 64)
+        return now
+
+    def stored(self, slots: Sequence[int], touch: int) -> None:
+        """Let slots come up again of which the place was passed while they were written."""
+        self.released(slots, touch)
+
+    def released(self, slots: Iterable[int], touch: int) -> None:
+        """Let slots come up again of which the place was passed; after a later touch they have another."""
+        passed = self.passed
+        if touch > passed:
+            return
+        stamp, current = self.stamp, self._current
+        for slot in slots:
+            # The last of `_current` comes up next by itself: so it is while a chain goes from leaf to root.
+            if 0 < stamp[slot] <= passed and not (current and current[-1] == slot):
+                heapq.heappush(self._late, (stamp[slot], slot))
+
+    def soft_pinned(self, slots: Iterable[int]) -> None:
+        """Add a soft pin to each slot."""
+        for slot in slots:
+            self.soft_pins[slot] = self.soft_pins.get(slot, 0) + 1
+
+    def soft_unpinned(self, slots: Iterable[int]) -> None:
+        """Remove a soft pin from each slot that has one; with the last one it goes in its turn again."""
+        soft_pins = self.soft_pins
+        for slot in slots:
+            if soft_pins.get(slot, 0) > 1:
+                soft_pins[slot] -= 1
+            elif soft_pins.pop(slot, 0) and self._held_back.pop(slot, 0):
+                self.released((slot,), 0)
+
+    def freed(self, slots: SlotList) -> None:
+        """Take slots out of the order."""
+        self._stamps[slots.index] = 0
+        if self.soft_pins:
+            for slot in slots:
+                self.soft_pins.pop(slot, 0)
+                self._held_back.pop(slot, 0)
+
+    def victims(self) -> Iterator[int]:
+        """Take slots out of the order, oldest touch first; what is not asked for stays in it."""
+        stamp, late, soft_pins, held_back = self.stamp, self._late, self.soft_pins, self._held_back
+        current, passed = self._current, self.passed
+        while True:
+            if late:
+                touched, slot = heapq.heappop(late)
+            elif current:
+                slot, touched = current.pop(), passed
+            elif self._swept or self._log:
+                self.passed, slots = (self._swept or self._log).popleft()
+                self._num_logged -= len(slots)
+                self._current = slots.tolist()
+                current, passed = self._current, self.passed
+                continue
+            elif held_back:
+                slot, touched = held_back.popitem(last=False)
+                if stamp[slot] == touched:
+                    yield slot
+                continue
+            else:
+                return
+            if stamp[slot] != touched:
+                continue
+            if slot in soft_pins:
+                held_back[slot] = touched
+                held_back.move_to_end(slot)
+            else:
+                yield slot
+
+    def last_touch(self, slot: int) -> int:
+        """Return the stamp of a slot."""
+        return self.stamp[slot]
+
+    def _sweep(self, num_entries: int) -> None:
+        # A little at each touch, so that no caller pays for all: twice as much is looked at as came in.
+        while num_entries > 0 and self._log:
+            touched, slots = self._log.popleft()
+            num_entries -= len(slots)
+            is_live = self._stamps[slots.index] == touched
+            num_live = int(np.count_nonzero(is_live))
+            self._num_logged -= len(slots) - num_live
+            if num_live < len(slots):
+                slots = SlotList.of(np.array(slots.packed)[is_live].tolist()) if num_live else slots
+            if num_live:
+                self._swept.append((touched, slots))
+        if not self._log:
+            self._log, self._swept = self._swept, self._log
+
+    def check(self, evictable: set[int]) -> None:
+        """Assert that every slot that could be evicted has a place, and that the log is bounded."""
+        placed = {slot for touched, slot in self._late if self.stamp[slot] == touched}
+        placed |= {slot for slot in self._current if self.stamp[slot] == self.passed}
+        placed |= {slot for slot, touched in self._held_back.items() if self.stamp[slot] == touched}
+        batches = [*self._swept, *self._log]
+        for touched, slots in batches:
+            placed |= {slot for slot in slots if self.stamp[slot] == touched}
+        assert evictable <= placed, f"slots {sorted(evictable - placed)} could be evicted but never come up"
+        assert self._held_back.keys() <= self.soft_pins.keys(), "held back without a soft pin"
+        assert min(self.soft_pins.values(), default=1) > 0, "soft pins of none"
+        stamps = [touched for touched, _ in batches]
+        assert stamps == sorted(stamps), "the log is out of order"
+        assert all(touched > self.passed for touched in stamps), "the log goes back"
+        assert self._num_logged == sum(len(slots) for _, slots in batches), "entries of the log"
