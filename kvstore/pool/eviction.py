@@ -23,18 +23,18 @@ class EvictionPolicy(Protocol):
         """Note that a chain was claimed, read or pinned; its slots come in chain order.
 
         Returns:
-            The time of this touch, above 0. The pool gives it back with `stored` and `released`.
+            The stamp of this touch, above 0. The pool gives it back with `stored` and `released`.
         """
 
-    def stored(self, slots: Sequence[int], touch: int) -> None:
+    def stored(self, slots: Sequence[int], stamp: int) -> None:
         """Note that blocks were written and can go from now on.
 
         Args:
             slots: of the blocks.
-            touch: the earliest since when they could not go; 0 when that is not known.
+            stamp: of the touch that came with their claim or pin, the earliest of several; 0 when not known.
         """
 
-    def released(self, slots: Iterable[int], touch: int) -> None:
+    def released(self, slots: Iterable[int], stamp: int) -> None:
         """Note that blocks lost a reader or their last child; arguments as for `stored`."""
 
     def soft_pinned(self, slots: Iterable[int]) -> None:

@@ -65,8 +65,8 @@ class LeaseTable:
                 f"wanted at most {MAX_LEASES} leases and pins of a store at once, got one more; release those that are "
                 "not needed, and pin the blocks of a prompt once"
             )
-        slots, num_refused = self._affordable(self._table.find_prefix(chain.namespace, chain.data), kind)
-        generations = self._table.lives(slots)
+        slots, num_refused = self._affordable(self._table.index.find_prefix(chain.namespace, chain.data), kind)
+        generations = self._table.columns.lives(slots)
         stamp = self._hold(slots, kind)
         lease_id = self._new_id()
         self._leases[lease_id] = _Lease(owner, deadline_s, kind, slots, generations, stamp)
@@ -82,8 +82,8 @@ class LeaseTable:
         lease = self.find(lease_id, owner)
         if lease is None:
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
-        slots, num_refused = self._affordable(self._table.find_prefix(chain.namespace, chain.data), lease.kind)
-        generations = self._table.lives(slots)
+        slots, num_refused = self._affordable(self._table.index.find_prefix(chain.namespace, chain.data), lease.kind)
+        generations = self._table.columns.lives(slots)
         self._hold(slots, lease.kind)
         lease.slots = join([lease.slots, slots])
         lease.generations += generations
@@ -133,7 +133,7 @@ class LeaseTable:
     def _affordable(self, slots: SlotList, kind: PinKind) -> tuple[SlotList, int]:
         if kind is PinKind.SOFT:
             return slots, 0
-        count = self._table.num_pinnable(slots, self._max_pinned)
+        count = self._table.columns.num_pinnable(slots, self._max_pinned)
         if kind is PinKind.HARD:
             room = self._max_hard_pinned - len(self._hard)
             for index, slot in enumerate(slots.part(0, count).tolist()):
@@ -147,7 +147,7 @@ class LeaseTable:
         if kind is PinKind.SOFT:
             self._table.eviction.soft_pinned(slots)
         else:
-            self._table.pin_all(slots)
+            self._table.columns.pin(slots)
         if kind is PinKind.HARD:
             self._hard.update(slots.tolist())
         return self._table.eviction.touched(slots)
@@ -160,7 +160,7 @@ class LeaseTable:
             return
         if lease.kind is PinKind.HARD:
             self._hard -= Counter(lease.slots.tolist())
-        self._table.unpin_all(lease.slots, lease.stamp)
+        self._table.unpin(lease.slots, lease.stamp)
 
     def _drop_all(self, lease_ids: list[int]) -> int:
         for lease_id in lease_ids:
@@ -173,14 +173,14 @@ class LeaseTable:
         soft: Counter[int] = Counter()
         for lease in self._leases.values():
             if lease.kind is PinKind.SOFT:
-                living = self._table.lives(lease.slots)
+                living = self._table.columns.lives(lease.slots)
                 soft.update(
                     slot
                     for i, slot in enumerate(lease.slots.tolist())
                     if living[4 * i : 4 * i + 4] == lease.generations[4 * i : 4 * i + 4]
                 )
                 continue
-            assert self._table.lives(lease.slots) == lease.generations, "a pinned slot began a new life"
+            assert self._table.columns.lives(lease.slots) == lease.generations, "a pinned slot began a new life"
             refs.update(lease.slots.tolist())
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots.tolist())

@@ -52,20 +52,20 @@ class LeastRecentlyUsed:
             self._sweep(2 * len(slots) + 64)
         return now
 
-    def stored(self, slots: Sequence[int], touch: int) -> None:
+    def stored(self, slots: Sequence[int], stamp: int) -> None:
         """Let slots come up again of which the place was passed while they were written."""
-        self.released(slots, touch)
+        self.released(slots, stamp)
 
-    def released(self, slots: Iterable[int], touch: int) -> None:
+    def released(self, slots: Iterable[int], stamp: int) -> None:
         """Let slots come up again of which the place was passed; after a later touch they have another."""
         passed = self.passed
-        if touch > passed:
+        if stamp > passed:
             return
-        stamp, current = self.stamp, self._current
+        stamps, current = self.stamp, self._current
         for slot in slots:
             # The last of `_current` comes up next by itself: so it is while a chain goes from leaf to root.
-            if 0 < stamp[slot] <= passed and not (current and current[-1] == slot):
-                heapq.heappush(self._late, (stamp[slot], slot))
+            if 0 < stamps[slot] <= passed and not (current and current[-1] == slot):
+                heapq.heappush(self._late, (stamps[slot], slot))
 
     def soft_pinned(self, slots: Iterable[int]) -> None:
         """Add a soft pin to each slot."""

@@ -9,19 +9,19 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.pool.slot_columns import SlotColumns
 from kvstore.pool.slot_lists import Parts, Run, Segment
-from kvstore.pool.slots import SlotTable
 
 
 class PartRuns:
     """The claims of one pool that are being written in parts.
 
     Args:
-        table: the pool's slots.
+        columns: of the pool's slots.
     """
 
-    def __init__(self, table: SlotTable) -> None:
-        self._table = table
+    def __init__(self, columns: SlotColumns) -> None:
+        self._columns = columns
         # In order, for runs that repeat.
         self._runs: dict[Run, None] = {}
 
@@ -56,19 +56,19 @@ class PartRuns:
             parts.num_writers[place : place + count] += 1
 
     def end(self, segments: list[Segment], slots: list[int], *, done: bool) -> list[int]:
-        """Take a rank's part of blocks as `done`, or as given up; doomed slots come back with their last writer.
+        """Take a rank's part of blocks as `done`, or as given up; aborted slots come back with their last writer.
 
         Returns:
             Which blocks of its write are whole now, to be published; none unless done.
         """
-        doomed, whole = self._table.doomed, list[int]()
+        aborted, whole = self._columns.aborted, list[int]()
         for run, place, at, count in segments:
             parts, stretch = _parts_of(run), slice(place, place + count)
             parts.num_writers[stretch] -= 1
             parts.num_done[stretch] += int(done)
             is_whole = (parts.num_done[stretch] == parts.num_parts) & done
-            if doomed:
-                for offset in [i for i, slot in enumerate(slots[at : at + count]) if slot in doomed]:
+            if aborted:
+                for offset in [i for i, slot in enumerate(slots[at : at + count]) if slot in aborted]:
                     is_whole[offset] = False
                     self.leave(run, place + offset)
             if is_whole.any():
@@ -78,10 +78,10 @@ class PartRuns:
         return whole
 
     def leave(self, run: Run, place: int) -> None:
-        """Give a doomed slot back if no rank writes to it any more."""
+        """Give an aborted slot back if no rank writes to it any more."""
         parts = run.parts
         if parts is not None and parts.is_open[place] and not parts.num_writers[place]:
-            self._table.end_writing(run.slots[place])
+            self._columns.end_aborted((run.slots[place],))
             self._close(run, np.array([place]))
 
     def overdue(self, now_s: float) -> list[tuple[Run, int]]:
@@ -117,7 +117,7 @@ class PartRuns:
                 slot, count = run.slots[place], int(parts.num_writers[place])
                 assert num_writers.get(slot, 0) == count, f"slot {slot}: {parts}"
                 assert count + parts.num_done[place] <= came[place] <= parts.num_parts, f"slot {slot}: {parts}"
-                assert slot not in self._table.doomed or count, f"slot {slot}: doomed and nobody writes it"
+                assert slot not in self._columns.aborted or count, f"slot {slot}: aborted and nobody writes it"
                 known.add(slot)
         return known
 

@@ -90,7 +90,7 @@ class Pool:
         """Return how many leading blocks are readable here, given only their hashes, back to back. Changes nothing."""
         self._yield("lookup")
         with self._lock:
-            return self._table.num_ready(namespace, data)
+            return self._table.index.num_ready(namespace, data)
 
     def pin_prefix(self, chain: Chain, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
@@ -154,7 +154,7 @@ class Pool:
     def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the life number of each slot."""
         with self._lock:
-            return tuple(self._table.generation[slot] for slot in slots)
+            return tuple(self._table.columns.generation[slot] for slot in slots)
 
     # Writing.
 
@@ -302,7 +302,7 @@ class Pool:
         hashes = chain.hashes()
         self._yield("watch")
         with self._lock:
-            space, watch_id = self._table.space_of(chain.namespace), self._new_id()
+            space, watch_id = self._table.index.space_of(chain.namespace), self._new_id()
             pending = set(filter(space.writing.__contains__, hashes))
             lost = {own for own in hashes if own not in pending and own not in space.ready}
             self._watches.add(watch_id, hashes, pending, lost, then)
@@ -325,7 +325,7 @@ class Pool:
         """Free the slots set aside under `name`; only when nothing can write to them any more."""
         self._yield("end_quarantine")
         with self._lock:
-            return self._writes.end_quarantine(name)
+            return self._table.columns.end_quarantine(name)
 
     # Owners, namespaces, time.
 
@@ -384,7 +384,7 @@ class Pool:
             if not is_news():
                 return None
             self._clears.add(namespace)
-            num_cleared = sum(map(self._writes.clear, self._table.cleared_with(namespace)))
+            num_cleared = sum(map(self._writes.clear, self._table.index.cleared_with(namespace)))
             calls = self._watches.take_calls()
         return _after(calls, num_cleared)
 
@@ -419,19 +419,19 @@ class Pool:
         `resident_hashes` says how things stand.
         """
         with self._lock:
-            events = self._table.take_events()
+            events = self._table.index.events.take()
         return None if events is None else [(present, own) for present, hashes in events for own in hashes]
 
     def resident_hashes(self) -> list[bytes]:
         """Return all findable hashes and forget pending events: a consistent snapshot."""
         with self._lock:
-            self._table.take_events()
-            return [own for space in self._table.spaces.values() for own in space.ready]
+            self._table.index.events.take()
+            return [own for space in self._table.index.spaces.values() for own in space.ready]
 
     def hot_chains(self, max_blocks: int) -> list[Chain]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
-            return hot_chains(self._table, max_blocks)
+            return hot_chains(self._table.index, self._table.eviction, max_blocks)
 
     def num_leases(self) -> int:
         """Return how many leases are held."""
@@ -451,20 +451,20 @@ class Pool:
     @property
     def num_quarantined(self) -> int:
         """Slots that are set aside while a transfer may write to them."""
-        return self._table.num_quarantined
+        return self._table.columns.num_quarantined
 
     def stats(self) -> PoolStats:
         """Return counts that belong together."""
-        table = self._table
+        table, columns = self._table, self._table.columns
         with self._lock:
-            num_ready = table.num_slots - table.num_free - table.num_writing - table.num_quarantined
+            num_ready = table.num_slots - columns.num_free - columns.num_writing - columns.num_quarantined
             return PoolStats(
                 num_slots=table.num_slots,
-                num_free=table.num_free,
-                num_writing=table.num_writing,
-                num_idle=num_ready - table.num_pinned,
-                num_pinned=table.num_pinned,
-                num_quarantined=table.num_quarantined,
+                num_free=columns.num_free,
+                num_writing=columns.num_writing,
+                num_idle=num_ready - columns.num_pinned,
+                num_pinned=columns.num_pinned,
+                num_quarantined=columns.num_quarantined,
                 num_leases=len(self._leases),
                 num_writes=len(self._writes),
                 num_evicted=table.num_evicted,
@@ -479,8 +479,9 @@ class Pool:
         with self._lock:
             refs: Counter[int] = Counter()
             self._leases.check(refs)
-            check_slots(self._table, self._writes.check(refs))
-            held = {slot: count for slot, count in enumerate(self._table.ref_count) if count}
+            self._writes.check(refs)
+            check_slots(self._table)
+            held = {slot: count for slot, count in enumerate(self._table.columns.ref_count) if count}
             assert refs == held, f"held {refs}, counted {held}"
 
 

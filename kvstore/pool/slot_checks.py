@@ -5,63 +5,74 @@ from __future__ import annotations
 from collections import Counter
 
 from kvstore.blocks.chain import HASH_BYTES
+from kvstore.pool.block_index import BlockIndex, Space
 from kvstore.pool.slots import SlotTable
 
 
-def check_slots(table: SlotTable, aside: set[int]) -> None:
-    """Assert that each slot is in exactly one state and that counts, links and order agree with that.
-
-    Args:
-        table: all slots.
-        aside: those that are quarantined.
-    """
-    spaces = [*table.spaces.values(), *table.cleared]
+def check_slots(table: SlotTable) -> None:
+    """Assert that each slot is in exactly one state and that index, columns and eviction agree with that."""
+    index, columns = table.index, table.columns
     #: Of what was cleared and not swept yet, too.
-    ready = {s: own for space in spaces for own, s in space.ready.items() if table.space[s] is space}
+    spaces = [*index.spaces.values(), *index.cleared]
+    ready = {s: own for space in spaces for own, s in space.ready.items() if index.space[s] is space}
     writing = {s: own for space in spaces for own, s in space.writing.items()}
     states = {
-        "free": table._free, "writing": [*writing, *table.doomed], "quarantined": list(aside),
-        "ready": [*ready, *table.unfindable],
+        "free": columns._free, "writing": [*writing, *columns.aborted], "ready": [*ready, *columns.cleared],
+        "quarantined": [slot for slots in columns.quarantined.values() for slot in slots],
     }  # fmt: skip
     listed = Counter(slot for slots in states.values() for slot in slots)
     assert listed == Counter(range(table.num_slots)), f"not in exactly one state: {states}"
-    assert len(states["writing"]) == table.num_writing, "writing count"
-    assert len(aside) == table.num_quarantined, "quarantine count"
-    assert sum(refs > 0 for refs in table.ref_count) == table.num_pinned, "pinned count"
-    assert min(table.ref_count) >= 0, "ref count below 0"
-    pinned = {slot for slot, refs in enumerate(table.ref_count) if refs}
+    assert len(states["writing"]) == columns.num_writing, "writing count"
+    assert len(states["quarantined"]) == columns.num_quarantined, "quarantine count"
+    pinned = {slot for slot, refs in enumerate(columns.ref_count) if refs}
+    assert len(pinned) == columns.num_pinned, "pinned count"
+    assert min(columns.ref_count) >= 0, "ref count below 0"
     assert pinned <= set(states["ready"]), "pinned but not ready"
-    assert table.unfindable <= pinned, "ready, idle and not findable"
-    assert {slot: own for slot, own in enumerate(table.block_hash) if own} == ready | writing, "index names another"
+    assert columns.cleared <= pinned, "cleared, idle and not free"
     assert set(table.eviction.soft_pins) <= set(ready), "soft pin of a block that is not there"
-    namespaces = {s: space.namespace for s in ready if (space := table.space[s]) is not None}
-    table.presence.check(own for slot, own in ready.items() if table.parent[slot] == namespaces[slot])
-    for namespace, space in table.spaces.items():
+    check_index(index, ready, writing)
+    findable = {slot for space in index.spaces.values() for slot in space.ready.values()}
+    table.eviction.check({slot for slot in findable - pinned if not index.num_children[slot]})
+
+
+def check_index(index: BlockIndex, ready: dict[int, bytes], writing: dict[int, bytes]) -> None:
+    """Assert that what is known of a slot is what is known of its block.
+
+    Args:
+        index: all blocks.
+        ready: by slot, those that can be found and those that were cleared and not swept.
+        writing: by slot, those that are being written.
+    """
+    assert {slot: own for slot, own in enumerate(index.block_hash) if own} == ready | writing, "index names another"
+    namespaces = {s: space.namespace for s in ready if (space := index.space[s]) is not None}
+    index.presence.check(own for slot, own in ready.items() if index.parent[slot] == namespaces[slot])
+    for namespace, space in index.spaces.items():
         assert (space.namespace, space.is_cleared, space.unswept) == (namespace, False, None), "cleared and findable"
         assert len(space.ready.keys() | space.writing.keys()) == len(space), "ready and being written"
-        assert all(table.space[slot] is space for slot in [*space.ready.values(), *space.writing.values()]), "space"
-        _check_children(table, space.ready | space.writing, space.orphans, namespace)
-    assert all(space.is_cleared for space in table.cleared), "swept and findable"
-    assert not any(table.num_children[slot] for slot in {*range(table.num_slots)} - {*ready, *writing}), "children"
-    findable = {own: slot for space in table.spaces.values() for own, slot in space.ready.items()}
-    written = [slot for space in table.spaces.values() for slot in space.writing.values()]
-    _check_runs(table, findable, written)
-    table.eviction.check({s for s in findable.values() if not table.ref_count[s] and not table.num_children[s]})
+        assert all(index.space[slot] is space for slot in [*space.ready.values(), *space.writing.values()]), "space"
+        _check_children(index, space)
+    assert all(space.is_cleared for space in index.cleared), "swept and findable"
+    has_block = ready.keys() | writing.keys()
+    assert not any(number for slot, number in enumerate(index.num_children) if slot not in has_block), "children"
+    findable = {own: slot for space in index.spaces.values() for own, slot in space.ready.items()}
+    written = [slot for space in index.spaces.values() for slot in space.writing.values()]
+    _check_runs(index, findable, written)
 
 
-def _check_children(table: SlotTable, slots: dict[bytes, int], orphans: Counter[bytes], namespace: bytes) -> None:
-    children = Counter(table.parent[slot] for slot in slots.values() if table.parent[slot] != namespace)
-    counted = {own: table.num_children[slot] for own, slot in slots.items() if table.num_children[slot]}
-    assert not counted.keys() & orphans.keys(), "children counted twice"
-    assert children == counted | orphans, f"children: {children}, counted {counted}, {orphans}"
+def _check_children(index: BlockIndex, space: Space) -> None:
+    slots = space.ready | space.writing
+    children = Counter(index.parent[slot] for slot in slots.values() if index.parent[slot] != space.namespace)
+    counted = {own: index.num_children[slot] for own, slot in slots.items() if index.num_children[slot]}
+    assert not counted.keys() & space.orphans.keys(), "children counted twice"
+    assert children == counted | space.orphans, f"children: {children}, counted {counted}, {space.orphans}"
 
 
-def _check_runs(table: SlotTable, findable: dict[bytes, int], written: list[int]) -> None:
-    for run in {run for slot in [*findable.values(), *written] if (run := table.run[slot]) is not None}:
+def _check_runs(index: BlockIndex, findable: dict[bytes, int], written: list[int]) -> None:
+    for run in {run for slot in [*findable.values(), *written] if (run := index.run[slot]) is not None}:
         known = [run.data[at : at + HASH_BYTES] for at in range(0, run.num_ready * HASH_BYTES, HASH_BYTES)]
         assert [findable.get(own) for own in known] == run.slots[: run.num_ready], "a run knows too much"
     for own, slot in findable.items():
-        run = table.run[slot]
+        run = index.run[slot]
         assert run is not None, "ready, and never claimed"
-        assert run.slots[table.place[slot]] == slot, "a slot is not where its run has it"
-        assert run.data[table.place[slot] * HASH_BYTES :][:HASH_BYTES] == own, "a run has another hash"
+        assert run.slots[index.place[slot]] == slot, "a slot is not where its run has it"
+        assert run.data[index.place[slot] * HASH_BYTES :][:HASH_BYTES] == own, "a run has another hash"

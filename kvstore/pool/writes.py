@@ -1,7 +1,7 @@
 """What is being written to a pool, by whom, in how many parts. No locking here: the pool holds its lock.
 
 A block of several parts is written by as many ranks: the first that comes claims its slot, the others join it
-by hash. It is published with its last part. A rank that gives up, dies or does not come in time dooms the
+by hash. It is published with its last part. A rank that gives up, dies or does not come in time aborts the
 block for all; the slot comes back when the last rank that may still write to it has said that it does not.
 """
 
@@ -11,15 +11,16 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvstore.blocks.chain import Chain
 from kvstore.blocks.grants import PackedInts, StoreTicket
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
+from kvstore.pool.block_index import NO_SLOTS, NOTHING, Space
 from kvstore.pool.part_runs import PartRuns
 from kvstore.pool.slot_lists import Segment, SlotList
-from kvstore.pool.slots import NO_SLOTS, SlotTable
-from kvstore.pool.spaces import NOTHING, Space
+from kvstore.pool.slots import SlotTable
 
 
 @functools.lru_cache(maxsize=64)
@@ -49,18 +50,17 @@ class WriteTerms:
 @dataclass(slots=True)
 class _Write:
     terms: WriteTerms
+    #: None for blocks that will never be published.
     hashes: list[bytes]
     slots: list[int]
     generations: bytes
     #: Blocks of the chain that were here: pinned, so that making room cannot evict them.
-    kept: SlotList
+    pinned: SlotList
     stamp: int
     #: In which claims the slots are, where their blocks are written in parts.
     segments: list[Segment]
     space: Space
     num_done: int = 0
-    #: Of blocks that will never be published: `hashes` is empty.
-    unnamed: bool = False
 
 
 class WriteTable:
@@ -84,8 +84,7 @@ class WriteTable:
     ) -> None:
         self._table, self._epoch, self._new_id, self._on_settled = table, epoch, new_id, on_settled
         self._writes: dict[int, _Write] = {}
-        self._parts = PartRuns(table)
-        self._aside: dict[str, list[int]] = {}
+        self._parts = PartRuns(table.columns)
         self._clears = clears
 
     def __len__(self) -> int:
@@ -98,8 +97,8 @@ class WriteTable:
 
     def prepare(self, chain: Chain, hashes: list[bytes], terms: WriteTerms, *, needs_parent: bool) -> StoreTicket:
         """Claim a slot for each block that is not here, or join those who write it; see `Pool.prepare_store`."""
-        table = self._table
-        space = table.space_of(chain.namespace)
+        table, index = self._table, self._table.index
+        space = index.space_of(chain.namespace)
         ready, writing = space.ready, space.writing
         if chain.start and needs_parent and chain.parent not in ready and chain.parent not in writing:
             raise ChainBroken(
@@ -111,13 +110,13 @@ class WriteTable:
         here = [slot for slot in found if slot is not None] if found.count(None) < len(found) else []
         if chain.start and chain.parent in ready:
             here.append(ready[chain.parent])
-        kept = table.listed(here)
+        pinned = index.listed(here)
         if here:
-            table.pin_all(kept)
+            table.columns.pin(pinned)
         joined: list[int] = []
         if writing and not writing.keys().isdisjoint(hashes):
             under_way = list(map(writing.get, hashes))
-            for segment in table.segments(under_way):
+            for segment in index.segments(under_way):
                 joined += self._parts.joinable(segment, terms.part, terms.num_parts)
                 begin, end = segment.at, segment.at + segment.length
                 found[begin:end] = under_way[begin:end]
@@ -127,25 +126,25 @@ class WriteTable:
         run: list[int] = found[:end]  # type: ignore[assignment]  # Up to there no slot is missing.
         slots = run if len(indexes) == end else [run[i] for i in indexes]
         # After a claim the namespace may have another index than before it had any.
-        space = table.space_of(chain.namespace)
+        space = index.space_of(chain.namespace)
         ready, writing = space.ready, space.writing
-        listed = table.listed(slots)
+        listed = index.listed(slots)
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
-            stamp = table.eviction.touched(table.listed([above, *run]))
+            stamp = table.eviction.touched(index.listed([above, *run]))
         else:
-            stamp = table.eviction.touched(listed if slots is run else table.listed(run))
+            stamp = table.eviction.touched(listed if slots is run else index.listed(run))
         if end < len(hashes):
-            # Kept blocks behind a refused one are not touched, and making room may have passed their place.
+            # Pinned blocks behind a refused one are not touched, and making room may have passed their place.
             stamp = 0
         write_id, generations = 0, b""
         if indexes:
-            write_id, generations = self._new_id(), table.lives(listed)
+            write_id, generations = self._new_id(), table.columns.lives(listed)
             own = hashes if len(indexes) == len(hashes) else [hashes[i] for i in indexes]
-            segments = table.segments(slots) if terms.num_parts > 1 else []
+            segments = index.segments(slots) if terms.num_parts > 1 else []
             self._parts.come(segments, terms.part)
-            self._writes[write_id] = _Write(terms, own, slots, generations, kept, stamp, segments, space)
+            self._writes[write_id] = _Write(terms, own, slots, generations, pinned, stamp, segments, space)
         elif here:
-            table.unpin_all(kept, stamp)
+            table.unpin(pinned, stamp)
         return StoreTicket(
             write_id=write_id,
             packed_indexes=PackedInts.of(indexes).packed,
@@ -165,16 +164,16 @@ class WriteTable:
     def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
         table = self._table
-        self._sweep_writing(num_blocks - table.num_free)
-        slots, listed = table.claim_unnamed(num_blocks)
+        self._sweep_writing(num_blocks - table.columns.num_free)
+        slots, listed = table.claim_anonymous(num_blocks)
         if len(slots) < num_blocks:
-            table.end_unnamed(slots)
+            table.columns.end_aborted(slots)
             raise PoolExhausted(
                 f"wanted {num_blocks} slots, got {len(slots)}: the others are pinned or being written; release leases "
                 "or add capacity"
             )
-        write_id, generations = self._new_id(), table.lives(listed)
-        self._writes[write_id] = _Write(terms, [], slots, generations, NO_SLOTS, 0, [], NOTHING, unnamed=True)
+        write_id, generations = self._new_id(), table.columns.lives(listed)
+        self._writes[write_id] = _Write(terms, [], slots, generations, NO_SLOTS, 0, [], NOTHING)
         return StoreTicket(
             write_id=write_id,
             packed_indexes=_positions(num_blocks),
@@ -205,9 +204,9 @@ class WriteTable:
         return missing[: len(claimed)], end
 
     def _claim_slots(self, hashes: list[bytes], parents: list[bytes], namespace: bytes, terms: WriteTerms) -> list[int]:
-        self._sweep_writing(len(hashes) - self._table.num_free)
+        self._sweep_writing(len(hashes) - self._table.columns.num_free)
         claimed = self._table.claim(hashes, parents, namespace)
-        if claimed and terms.num_parts > 1 and (run := self._table.run[claimed[0]]) is not None:
+        if claimed and terms.num_parts > 1 and (run := self._table.index.run[claimed[0]]) is not None:
             self._parts.begin(run, terms.num_parts, terms.parts_deadline_s)
         return claimed
 
@@ -229,12 +228,12 @@ class WriteTable:
     def complete(self, write_id: int, write: _Write, count: int | None) -> int:
         """Publish the leading `count` blocks of a write, or take its part as done; returns how many became readable."""
         if write.space.is_cleared:
-            self.doom(write.slots[write.num_done :])
+            self._abort_blocks(write.slots[write.num_done :])
         if write.terms.num_parts > 1:
             if count is not None:
                 raise InvalidRequest(f"count: wanted None for a write of {write.terms.num_parts} parts, got {count}")
             return self._complete_part(write_id, write)
-        table, begin = self._table, write.num_done
+        columns, begin = self._table.columns, write.num_done
         end = len(write.slots) if count is None else min(count, len(write.slots))
         if end <= begin:
             return 0
@@ -242,14 +241,11 @@ class WriteTable:
         if begin or end < len(slots):
             hashes, slots = hashes[begin:end], slots[begin:end]
         write.num_done = end
-        if table.doomed and not table.doomed.isdisjoint(slots):
-            alive = [i for i, slot in enumerate(slots) if slot not in table.doomed]
-            for slot in table.doomed.intersection(slots):
-                table.end_writing(slot)
+        if columns.aborted and not columns.aborted.isdisjoint(slots):
+            alive = [i for i, slot in enumerate(slots) if slot not in columns.aborted]
+            columns.end_aborted(columns.aborted.intersection(slots))
             hashes, slots = [hashes[i] for i in alive], [slots[i] for i in alive]
-        if slots:
-            table.publish(write.space, hashes, slots, write.stamp)
-            self._on_settled(hashes, True)
+        self._publish(write, hashes, slots)
         if end == len(write.slots):
             self._end(write_id)
         return len(slots)
@@ -259,55 +255,32 @@ class WriteTable:
         hashes, slots = write.hashes, write.slots
         if len(whole) < len(slots):
             hashes, slots = [hashes[i] for i in whole], [slots[i] for i in whole]
+        self._publish(write, hashes, slots)
+        self._end(write_id)
+        return len(slots)
+
+    def _publish(self, write: _Write, hashes: list[bytes], slots: list[int]) -> None:
         if slots:
             self._table.publish(write.space, hashes, slots, write.stamp)
             self._on_settled(hashes, True)
-        self._end(write_id)
-        return len(slots)
 
     def abort(self, write_id: int, write: _Write, quarantine: str = "") -> int:
         """Give up what a write has not published; see `Pool.abort_store`."""
         if quarantine and write.terms.num_parts > 1:
             raise InvalidRequest("quarantine: wanted a write of whole blocks, got one of several parts")
-        table = self._table
         pending = write.slots[write.num_done :]
-        if write.unnamed:
-            table.end_unnamed(pending, aside=quarantine != "")
+        self._abort_blocks(pending)
+        if write.segments:
+            self._parts.end(write.segments, write.slots, done=False)
         else:
-            self._abort_named(write, pending, quarantine)
-        if quarantine and pending:
-            self._aside.setdefault(quarantine, []).extend(pending)
+            self._table.columns.end_aborted(pending, quarantine)
         self._end(write_id)
         return len(pending)
 
-    def _abort_named(self, write: _Write, pending: list[int], quarantine: str) -> None:
-        table = self._table
-        self.doom(pending)
-        if write.segments:
-            self._parts.end(write.segments, write.slots, done=False)
-            return
-        for slot in pending:
-            table.end_writing(slot, aside=bool(quarantine))
-
-    def doom(self, slots: list[int]) -> None:
-        """Make sure that blocks which are being written are never published; those that are doomed stay so."""
-        table, lost = self._table, []
-        for slot in slots:
-            space = table.space[slot]
-            if space is None or slot in table.doomed:
-                continue
-            if not space.is_cleared:  # Of a clearing who waits has heard, and may wait for the same blocks again.
-                lost.append(table.block_hash[slot])
-            table.doom(slot)
-        if lost:
+    def _abort_blocks(self, slots: list[int]) -> None:
+        # Callers that wait for cleared blocks have heard of the clearing, and may wait for the same blocks again.
+        if lost := self._table.abort(slots):
             self._on_settled(lost, False)
-
-    def end_quarantine(self, name: str) -> int:
-        """Free the slots set aside under `name`; returns how many."""
-        slots = self._aside.pop(name, [])
-        for slot in slots:
-            self._table.end_quarantine(slot)
-        return len(slots)
 
     def release_owner(self, owner: str) -> int:
         """Abort all writes of an owner that is gone; returns how many."""
@@ -320,38 +293,38 @@ class WriteTable:
     def expire(self, now_s: float) -> int:
         """Give up blocks whose parts did not all come, and writes past their own deadline; returns how many writes."""
         for run, place in self._parts.overdue(now_s):
-            self.doom([run.slots[place]])
+            self._abort_blocks([run.slots[place]])
             self._parts.leave(run, place)
         return self._abort_all([i for i, write in self._writes.items() if write.terms.deadline_s < now_s])
 
     def clear(self, namespace: bytes) -> int:
         """Make a namespace a miss; returns how many blocks that concerned. Their slots come back with `sweep`."""
-        space = self._table.detach(namespace)
+        space = self._table.index.detach(namespace)
         if space.writing:
             self._on_settled(space.writing, False)
         return len(space)
 
     def has_cleared(self) -> bool:
         """Whether slots of what was cleared have not come back yet."""
-        return bool(self._table.cleared)
+        return bool(self._table.index.cleared)
 
     def sweep(self, num_slots: int) -> None:
         """Give so many slots of what was cleared back, or as soon as their last writer or reader ends."""
-        table = self._table
-        self._sweep_writing(num_slots - table.sweep(num_slots))
-        while table.cleared and table.cleared[0].unswept is None and not table.cleared[0].writing:
-            table.cleared.popleft()
+        cleared = self._table.index.cleared
+        self._sweep_writing(num_slots - self._table.sweep(num_slots))
+        while cleared and cleared[0].unswept is None and not cleared[0].writing:
+            cleared.popleft()
 
     def _sweep_writing(self, num_slots: int) -> None:
-        table = self._table
-        for space in table.cleared:
-            while space.writing and num_slots > 0:
-                slot = space.writing[next(reversed(space.writing))]
-                run, place = table.run[slot], table.place[slot]
-                table.doom(slot)
-                if run is not None:
-                    self._parts.leave(run, place)
-                num_slots -= 1
+        index = self._table.index
+        for space in index.cleared:
+            # From the end: there it has no gaps that earlier steps left.
+            slots = list(islice(reversed(space.writing.values()), max(num_slots, 0)))
+            self._table.abort(slots)
+            for slot in slots:
+                if (run := index.run[slot]) is not None:
+                    self._parts.leave(run, index.place[slot])
+            num_slots -= len(slots)
 
     def _abort_all(self, write_ids: list[int]) -> int:
         for write_id in write_ids:
@@ -360,22 +333,20 @@ class WriteTable:
 
     def _end(self, write_id: int) -> None:
         write = self._writes.pop(write_id)
-        if len(write.kept):
-            self._table.unpin_all(write.kept, write.stamp)
+        if len(write.pinned):
+            self._table.unpin(write.pinned, write.stamp)
 
-    def check(self, refs: Counter[int]) -> set[int]:
-        """Add what writes pin to `refs`, assert that every slot being written has a writer; returns those set aside."""
-        table = self._table
+    def check(self, refs: Counter[int]) -> None:
+        """Add what writes pin to `refs`, and assert that every slot being written has a writer."""
+        index, columns = self._table.index, self._table.columns
         writers: Counter[int] = Counter()
         for write in self._writes.values():
-            refs.update(write.kept.tolist())
+            refs.update(write.pinned)
             writers.update(write.slots[write.num_done :])
-            assert table.lives(table.listed(write.slots)) == write.generations or write.num_done, (
-                "a claimed slot began a new life"
-            )
+            lives = columns.lives(index.listed(write.slots))
+            assert lives == write.generations or write.num_done, "a claimed slot began a new life"
         in_parts = self._parts.check(writers)
         assert all(n == 1 for slot, n in writers.items() if slot not in in_parts), "a slot is written by two"
-        spaces = [*table.spaces.values(), *table.cleared]
-        being_written = {slot for space in spaces for slot in space.writing.values()} | table.doomed
+        spaces = [*index.spaces.values(), *index.cleared]
+        being_written = {slot for space in spaces for slot in space.writing.values()} | columns.aborted
         assert being_written == {*writers, *in_parts}, "writers of unknown slots, or none"
-        return {slot for slots in self._aside.values() for slot in slots}

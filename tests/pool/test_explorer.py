@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.pool import lru, pool, slots
+from kvstore.pool import block_index, lru, pool, slot_columns, slots
 from poolcheck.chains import NAMESPACES
 from poolcheck.explore import explore, replay
 from poolcheck.handoff_scenarios import HANDOFFS
@@ -12,7 +12,7 @@ from poolcheck.run import Run, ScheduleFailed
 from poolcheck.scenarios import SCENARIOS
 from poolcheck.world import World
 
-_FILES = frozenset({pool.__file__, slots.__file__, lru.__file__})
+_FILES = frozenset(module.__file__ for module in (pool, slots, block_index, slot_columns, lru))
 
 
 @pytest.mark.parametrize("name", [*SCENARIOS, *HANDOFFS])
@@ -106,8 +106,9 @@ def test_a_schedule_that_does_not_fit_is_refused():
 
 def what_is_left(world):
     table = world.pool._table
-    slots = zip(table.block_hash, table.generation, table.ref_count, table.eviction.stamp, strict=True)
-    return bytes(world.memory), tuple(slots), tuple(table.space_of(NAMESPACES[0]).ready.items()), world.pool.stats()
+    index, columns = table.index, table.columns
+    slots = zip(index.block_hash, columns.generation, columns.ref_count, table.eviction.stamp, strict=True)
+    return bytes(world.memory), tuple(slots), tuple(index.space_of(NAMESPACES[0]).ready.items()), world.pool.stats()
 
 
 @pytest.mark.parametrize("name", ["claim_pin_evict", "clear_under_reader", "write_clear_read", "two_writers"])

@@ -23,14 +23,14 @@ def claim(table: SlotTable, count: int, seed: int = 0) -> tuple[list[bytes], lis
 def ready(table: SlotTable, count: int, seed: int = 0) -> list[int]:
     """Claim and publish a chain of slots."""
     hashes, slots, stamp = claim(table, count, seed)
-    table.publish(table.spaces[SPACE], hashes, slots, stamp)
-    check_slots(table, set())
+    table.publish(table.index.spaces[SPACE], hashes, slots, stamp)
+    check_slots(table)
     return slots
 
 
 def give_back(table: SlotTable, slot: int) -> None:
-    table.doom(slot)
-    table.end_writing(slot)
+    table.abort([slot])
+    table.columns.end_aborted([slot])
 
 
 def test_claims_are_lowest_first_and_sorted():
@@ -39,10 +39,10 @@ def test_claims_are_lowest_first_and_sorted():
     assert (hashes, slots) == (names(4), [0, 1, 2, 3])
     for slot in (2, 0, 3):
         give_back(table, slot)
-    check_slots(table, set())
+    check_slots(table)
     assert claim(table, 2, seed=1)[1] == [0, 2]
-    assert table.num_writing == 3
-    check_slots(table, set())
+    assert table.columns.num_writing == 3
+    check_slots(table)
 
 
 def test_claim_takes_free_slots_before_it_evicts():
@@ -51,80 +51,83 @@ def test_claim_takes_free_slots_before_it_evicts():
     ready(table, 2)
     assert claim(table, 2, seed=1)[1] == [1, 2]
     assert table.num_evicted == 1
-    assert table.space_of(SPACE).ready == {hashes[0]: 0}
-    assert table.events == [(True, hashes), (False, hashes[1:])]
-    check_slots(table, set())
+    assert table.index.space_of(SPACE).ready == {hashes[0]: 0}
+    assert table.index.events.events == [(True, hashes), (False, hashes[1:])]
+    check_slots(table)
 
 
 def test_claim_gives_what_there_is():
     table = SlotTable(2)
     chain = SlotList.of(ready(table, 2))
-    table.pin_all(chain)
+    table.columns.pin(chain)
     stamp = table.eviction.touched(chain)
     assert claim(table, 3, seed=1)[1] == []
-    table.unpin_all(chain.part(1, 2), stamp)
+    table.unpin(chain.part(1, 2), stamp)
     assert claim(table, 3, seed=2)[1] == [1]
-    check_slots(table, set())
+    check_slots(table)
 
 
 def test_room_for_pins_counts_only_new_ones():
     table = SlotTable(4)
     chain = SlotList.of(ready(table, 4))
-    assert table.num_pinnable(chain, 2) == 2
-    table.pin_all(chain.part(1, 3))
-    assert table.num_pinnable(chain, 2) == 0
-    assert table.num_pinnable(chain.part(1, 3), 2) == 2
-    assert table.num_pinnable(chain, 3) == 3
-    assert table.num_pinnable(chain, 4) == 4
+    assert table.columns.num_pinnable(chain, 2) == 2
+    table.columns.pin(chain.part(1, 3))
+    assert table.columns.num_pinnable(chain, 2) == 0
+    assert table.columns.num_pinnable(chain.part(1, 3), 2) == 2
+    assert table.columns.num_pinnable(chain, 3) == 3
+    assert table.columns.num_pinnable(chain, 4) == 4
 
 
 def test_a_slot_that_cannot_be_found_is_freed_by_its_last_reader():
     table = SlotTable(1)
     chain = SlotList.of(ready(table, 1))
-    table.pin_all(chain)
-    table.pin_all(chain)
+    table.columns.pin(chain)
+    table.columns.pin(chain)
     stamp = table.eviction.touched(chain)
-    assert len(table.detach(SPACE)) == 1
+    assert len(table.index.detach(SPACE)) == 1
     assert (table.sweep(4), table.sweep(4)) == (1, 0)
-    table.unpin_all(chain, stamp)
-    assert table.num_free == 0
-    table.unpin_all(chain, stamp)
-    assert table.num_free == 1
-    check_slots(table, set())
+    table.unpin(chain, stamp)
+    assert table.columns.num_free == 0
+    table.unpin(chain, stamp)
+    assert table.columns.num_free == 1
+    check_slots(table)
 
 
 def test_generations_grow_with_every_claim_and_only_then():
     """Rule 5, I9."""
     table = SlotTable(2)
     both = SlotList.of([0, 1])
-    assert table.lives(both) == bytes(8)
+    assert table.columns.lives(both) == bytes(8)
     ready(table, 2)
-    assert table.lives(both) == b"\1\0\0\0\1\0\0\0"
+    assert table.columns.lives(both) == b"\1\0\0\0\1\0\0\0"
     claim(table, 1, seed=1)
     give_back(table, 1)
-    assert table.generation.tolist() == [1, 2]
+    assert table.columns.generation.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda t: t.ref_count.__setitem__(0, -1),
-        lambda t: t.ref_count.__setitem__(3, 1),
-        lambda t: t.num_children.__setitem__(0, 0),
-        lambda t: t.parent.__setitem__(1, SPACE),
-        lambda t: t.spaces[SPACE].ready.popitem(),
+        lambda t: t.columns.ref_count.__setitem__(0, -1),
+        lambda t: t.columns.ref_count.__setitem__(3, 1),
+        lambda t: t.index.num_children.__setitem__(0, 0),
+        lambda t: t.index.parent.__setitem__(1, SPACE),
+        lambda t: t.index.spaces[SPACE].ready.popitem(),
         lambda t: t.eviction.stamp.__setitem__(1, 0),
         lambda t: t.eviction._log.clear(),
-        lambda t: t._free.append(0),
-        lambda t: t._free.pop(),
-        lambda t: t.unfindable.add(0),
-        lambda t: t.doomed.add(3),
+        lambda t: t.columns._free.append(0),
+        lambda t: t.columns._free.pop(),
+        lambda t: t.columns.cleared.add(0),
+        lambda t: t.columns.aborted.add(3),
         lambda t: t.eviction.soft_pinned([3]),
-        lambda t: t.spaces[SPACE].writing.update({names(2)[0]: 0}),
-        lambda t: t.block_hash.__setitem__(0, b"x" * 32),
-        lambda t: setattr(t, "num_writing", 1),
-        lambda t: setattr(t, "num_quarantined", 1),
-        lambda t: setattr(t, "num_pinned", 1),
+        lambda t: t.columns.quarantined.update(x=[0]),
+        lambda t: t.index.place.__setitem__(1, 0),
+        lambda t: t.index.presence.drop(names(1)[0]),
+        lambda t: t.index.spaces[SPACE].writing.update({names(2)[0]: 0}),
+        lambda t: t.index.block_hash.__setitem__(0, b"x" * 32),
+        lambda t: setattr(t.columns, "num_writing", 1),
+        lambda t: setattr(t.columns, "num_quarantined", 1),
+        lambda t: setattr(t.columns, "num_pinned", 1),
     ],
 )
 def test_check_sees_damage(damage):
@@ -132,19 +135,19 @@ def test_check_sees_damage(damage):
     ready(table, 2)
     damage(table)
     with pytest.raises(AssertionError):
-        check_slots(table, set())
+        check_slots(table)
 
 
 def test_links_are_counted_by_hash_so_that_a_parent_may_come_and_go():
     table = SlotTable(4)
     hashes, slots, stamp = claim(table, 3)
     give_back(table, slots[0])
-    table.publish(table.spaces[SPACE], hashes[1:], slots[1:], stamp)
-    check_slots(table, set())
-    assert (table.space_of(SPACE).orphans, table.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
+    table.publish(table.index.spaces[SPACE], hashes[1:], slots[1:], stamp)
+    check_slots(table)
+    assert (table.index.space_of(SPACE).orphans, table.index.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
     again = table.claim(hashes[:1], [SPACE], SPACE)
-    table.publish(table.spaces[SPACE], hashes[:1], again, table.eviction.touched(SlotList.of(again)))
-    check_slots(table, set())
-    assert (table.space_of(SPACE).orphans, table.num_children) == (Counter(), [1, 1, 0, 0])
+    table.publish(table.index.spaces[SPACE], hashes[:1], again, table.eviction.touched(SlotList.of(again)))
+    check_slots(table)
+    assert (table.index.space_of(SPACE).orphans, table.index.num_children) == (Counter(), [1, 1, 0, 0])
     claim(table, 2, seed=1)
-    assert table.events[-1] == (False, hashes[2:]), "the leaf, although its root was touched last"
+    assert table.index.events.events[-1] == (False, hashes[2:]), "the leaf, although its root was touched last"

@@ -166,7 +166,7 @@ def test_namespaces_that_have_nothing_here_are_forgotten():
         ticket = pool.prepare_store(chain_of("ab", namespace=namespace), "w")
         pool.complete_store(ticket.write_id, "w")
     pool.check_integrity()
-    assert len(pool._table.spaces) < 200
+    assert len(pool._table.index.spaces) < 200
     assert len(pool.resident_hashes()) == 4
 
 

@@ -198,7 +198,7 @@ def test_while_the_directory_is_away_only_so_much_is_kept_for_it(cluster, wait_u
     for _ in range(3 * 17):
         chain = Chain(bytes(32), bytes(32), 0, os.urandom(32 * num_blocks))
         pool.complete_store(pool.prepare_store(chain, "w").write_id, "w")
-        num_kept.append(sum(len(hashes) for _, hashes in pool._table.events))
+        num_kept.append(sum(len(hashes) for _, hashes in pool._table.index.events.events))
     assert max(num_kept) <= 1 << 14
     assert min(num_kept[-10:]) == 0, "all of it was dropped"
     cluster.directory = DirectoryServer("127.0.0.1", settle_s=0.0)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from poolcheck.patch import Patch
 
 POOL, SLOTS, LEASES, WRITES = "kvstore.pool.pool", "kvstore.pool.slots", "kvstore.pool.leases", "kvstore.pool.writes"
-LRU, PART_RUNS = "kvstore.pool.lru", "kvstore.pool.part_runs"
+INDEX, COLUMNS, LRU = "kvstore.pool.block_index", "kvstore.pool.slot_columns", "kvstore.pool.lru"
+PART_RUNS = "kvstore.pool.part_runs"
 RUNS, PRESENCE, VERSIONS = "kvstore.pool.slot_lists", "kvstore.memory.presence", "kvstore.remote.versions"
 EXPLORER = "tests/pool/test_explorer.py::test_every_schedule_up_to_three_preemptions"
 LINES = "tests/pool/test_explorer.py::test_a_preemption_at_every_line_of_the_pool"
@@ -26,7 +27,7 @@ GAP = Patch(
     POOL,
     "        self._table = SlotTable(num_slots, presence)\n",
     "        self._table = SlotTable(num_slots, presence)\n"
-    "        self._table.gap = lambda: (self._lock.release(), self._lock.acquire())\n",
+    "        self._table.gap = self._table.columns.gap = lambda: (self._lock.release(), self._lock.acquire())\n",
 )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from poolcheck.mutant import (
+    COLUMNS,
     EXPLORER,
     GAP,
+    INDEX,
     LINES,
     LRU,
     MODEL,
@@ -36,7 +38,7 @@ BLOCKS = (
         patches=(
             GAP,
             Patch(
-                SLOTS,
+                COLUMNS,
                 "        self.num_pinned -= self._num_idle(slots)\n",
                 ("        self.num_pinned -= self._num_idle(slots)\n        self.gap()\n"),
             ),
@@ -50,8 +52,8 @@ BLOCKS = (
             GAP,
             Patch(
                 SLOTS,
-                "            # At once: a slot may come up twice, and nobody must get it twice.\n",
-                "            self.gap()\n",
+                "            if not ref_count[slot] and (own := evict(slot)):\n",
+                "            if not ref_count[slot] and (self.gap(), own := evict(slot))[1]:\n",
             ),
         ),
         tests=(f"{EXPLORER}[claim_pin_evict]",),
@@ -62,9 +64,9 @@ BLOCKS = (
         patches=(
             GAP,
             Patch(
-                SLOTS,
-                "        claimed = free[: -wanted - 1 : -1]\n",
-                ("        claimed = free[: -wanted - 1 : -1]\n        self.gap()\n"),
+                COLUMNS,
+                "        taken = free[: -wanted - 1 : -1]\n",
+                ("        taken = free[: -wanted - 1 : -1]\n        self.gap()\n"),
             ),
         ),
         tests=(f"{EXPLORER}[two_writers]",),
@@ -73,11 +75,16 @@ BLOCKS = (
         name="no re-check after the copy",
         source="TensorRT-LLM: onboard swaps what was pinned meanwhile",
         patches=(
-            Patch(WRITES, "if table.doomed and not table.doomed.isdisjoint(slots):", "if False:"),
+            Patch(WRITES, "if columns.aborted and not columns.aborted.isdisjoint(slots):", "if False:"),
+            Patch(
+                INDEX,
+                "            del writing[own]\n",
+                "            writing.pop(own, None)\n",
+            ),
             Patch(
                 SLOTS,
-                ("        for own in hashes:\n            del writing[own]\n"),
-                ("        self.doomed -= set(slots)\n        for own in hashes:\n            writing.pop(own, None)\n"),
+                "        self.columns.num_writing -= len(slots)\n",
+                "        self.columns.num_writing -= len(slots)\n        self.columns.aborted -= set(slots)\n",
             ),
         ),
         tests=(f"{EXPLORER}[write_clear_read]",),
@@ -100,24 +107,21 @@ BLOCKS = (
     Mutant(
         name="free on cancel",
         source="NIXL: a released handle still writes",
-        patches=(
-            Patch(WRITES, "aside=bool(quarantine)", "aside=False"),
-            Patch(WRITES, "        if quarantine and pending:\n", "        if False:\n"),
-        ),
+        patches=(Patch(COLUMNS, "        if quarantine and slots:\n", "        if False:\n"),),
         tests=(f"{EXPLORER}[cancelled_transfer]",),
     ),
     bug(
         "no generation",
         "Dynamo, NIXL: old descriptors read new blocks",
-        SLOTS,
-        "        self._generations[run.whole.index] += 1\n",
+        COLUMNS,
+        "        self._generations[slots.index] += 1\n",
         "",
         f"{STALE}::test_every_life_of_a_slot_has_a_number",
     ),
     bug(
         "double release frees a neighbour",
         "TensorRT-LLM: two trackers of one pin",
-        SLOTS,
+        COLUMNS,
         "refs += number\n",
         "refs += number if number > 0 else -refs\n",
         f"{EXPLORER}[two_readers_and_eviction]",
@@ -125,7 +129,7 @@ BLOCKS = (
     bug(
         "a run that outlives its blocks",
         "ours: what a claim remembers of its blocks is not what the index has",
-        SLOTS,
+        INDEX,
         "            run.lost(self.place[slot])\n",
         "            pass\n",
         MODEL,
@@ -141,7 +145,7 @@ BLOCKS = (
     bug(
         "published and said to be absent",
         "ours: what says at once that a chain is not here does not count what is",
-        SLOTS,
+        INDEX,
         "            self.presence.add(hashes[0])\n",
         "            pass\n",
         f"{EXPLORER}[write_clear_read]",
@@ -149,8 +153,8 @@ BLOCKS = (
     bug(
         "evicted and counted on",
         "ours: what says at once that a chain is not here goes on to count what is not",
-        SLOTS,
-        "            self.presence.drop(self.block_hash[slot])\n",
+        INDEX,
+        "            self.presence.drop(own)\n",
         "            pass\n",
         f"{EXPLORER}[claim_pin_evict]",
     ),
@@ -174,7 +178,7 @@ BLOCKS = (
         name="evict the root first",
         source="SGLang, LightLLM: prefixes with holes",
         patches=(
-            Patch(SLOTS, "if ref_count[slot] or num_children[slot] or space", "if ref_count[slot] or space"),
+            Patch(INDEX, "if self.num_children[slot] or space is None", "if space is None"),
             Patch(LRU, "slot, touched = current.pop(), passed", "slot, touched = current.pop(0), passed"),
         ),
         tests=(MODEL,),
@@ -190,7 +194,7 @@ BLOCKS = (
     bug(
         "clear frees what is read",
         "LMCache: memory freed under a transfer",
-        SLOTS,
+        COLUMNS,
         "        if is_read.any():\n",
         "        if False:\n",
         f"{EXPLORER}[clear_under_reader]",
@@ -208,7 +212,7 @@ BLOCKS = (
         source="LightLLM: ready before every rank has copied",
         patches=(
             Patch(PART_RUNS, "parts.num_done[stretch] += int(done)", "parts.num_done[stretch] += 1"),
-            Patch(WRITES, "        self.doom(pending)\n        if write.segments:\n", "        if write.segments:\n"),
+            Patch(WRITES, "        self._abort_blocks(pending)\n", ""),
         ),
         tests=(f"{EXPLORER}[a_rank_dies]",),
     ),
@@ -224,7 +228,7 @@ BLOCKS = (
         "eviction without an event",
         "LMCache, Dynamo: routers send to blocks that are gone",
         SLOTS,
-        "            self._tell(False, hashes)\n",
+        "            self.index.events.add(False, hashes)\n",
         "",
         f"{EXPLORER}[two_writers_one_victim]",
     ),
@@ -264,8 +268,8 @@ BLOCKS = (
         "those who wait do not hear of a write that is lost",
         "ours",
         WRITES,
-        "        if lost:\n            self._on_settled(lost, False)\n",
-        "",
+        "            self._on_settled(lost, False)\n",
+        "            pass\n",
         f"{POOL_WRITES}::test_a_watch_tells_when_a_writer_gives_up_and_the_next_takes_over",
     ),
     bug(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from poolcheck.mutant import CLEARING, EXPLORER, POOL, SLOTS, SWEEPING, VERSIONS, WRITES, Mutant, bug
+from poolcheck.mutant import CLEARING, COLUMNS, EXPLORER, INDEX, POOL, SLOTS, SWEEPING, VERSIONS, Mutant, bug
 
 CLEARINGS: tuple[Mutant, ...] = (
     bug(
@@ -40,33 +40,33 @@ CLEARINGS: tuple[Mutant, ...] = (
     bug(
         "who waits for new blocks hears of the old ones' end",
         "ours",
-        WRITES,
-        "            if not space.is_cleared:  # Of a clearing",
-        "            if True:  # Of a clearing",
+        INDEX,
+        "            if not space.is_cleared:\n                lost.append(own)\n",
+        "            lost.append(own)\n            if not space.is_cleared:\n",
         f"{SWEEPING}::test_a_write_that_a_clearing_met_publishes_nothing_before_and_after_it_is_swept",
     ),
     bug(
         "blocks are evicted while cleared ones take room",
         "ours",
         SLOTS,
-        "        while len(free) < wanted and self.sweep(wanted - len(free)):\n",
+        "        while columns.num_free < wanted and self.sweep(wanted - columns.num_free):\n",
         "        while False:\n",
         f"{SWEEPING}::test_a_claim_that_is_short_of_slots_takes_what_was_cleared_and_evicts_nothing",
     ),
     bug(
         "what is swept and read is freed",
         "LMCache: memory freed under a transfer",
-        SLOTS,
-        "            slots = index[~is_read].tolist()\n",
-        "",
+        COLUMNS,
+        "_free_up(index[~is_read].tolist())",
+        "_free_up(slots)",
         f"{EXPLORER}[clear_in_pieces]",
     ),
     bug(
         "what was cleared is counted on",
         "ours: what says at once that a chain is not here goes on to count what is not",
-        SLOTS,
-        "            self.presence.drop(block_hash[slot])\n",
-        "            pass\n",
+        INDEX,
+        "                    self.presence.drop(self.block_hash[slot])\n",
+        "                    pass\n",
         f"{EXPLORER}[clear_in_pieces]",
     ),
     bug(

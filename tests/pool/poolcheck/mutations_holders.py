@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from poolcheck.mutant import (
+    COLUMNS,
     EXPLORER,
     FAULTS,
     GAP,
@@ -32,9 +33,9 @@ HOLDERS = (
             GAP,
             Patch(
                 LEASES,
-                "self._affordable(self._table.find_prefix(chain.namespace, chain.data), kind)\n",
+                "self._affordable(self._table.index.find_prefix(chain.namespace, chain.data), kind)\n",
                 (
-                    "self._affordable(self._table.find_prefix(chain.namespace, chain.data), kind)\n"
+                    "self._affordable(self._table.index.find_prefix(chain.namespace, chain.data), kind)\n"
                     "        self._table.gap()\n"
                 ),
             ),
@@ -102,7 +103,7 @@ HOLDERS = (
         "lookup that pins",
         "LMCache, Mooncake: what is looked up stays pinned",
         POOL,
-        "            return self._table.num_ready(namespace, data)\n",
+        "            return self._table.index.num_ready(namespace, data)\n",
         "            asked = Chain(namespace, namespace, 0, data)\n"
         '            return len(self._leases.pin(asked, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
         MODEL,
@@ -154,7 +155,7 @@ HOLDERS = (
     bug(
         "pin budget not enforced",
         "ours",
-        SLOTS,
+        COLUMNS,
         "        if room >= len(slots):\n",
         "        if True:\n",
         f"{POOL_RULES}::test_pins_have_a_budget",
@@ -195,7 +196,7 @@ HOLDERS = (
         "soft pin kept for the next block in the slot",
         "ours",
         SLOTS,
-        " for slot, generation in given if self.generation[slot] == generation)",
+        " for slot, generation in given if living[slot] == generation)",
         " for slot, _ in given)",
         f"{POOL_PINS}::test_a_soft_pin_that_ended_protects_no_more_and_not_the_next_block_in_the_slot",
     ),

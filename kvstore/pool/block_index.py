@@ -1,0 +1,324 @@
+"""Which block is in which slot, and which hangs on which. No locking here: the pool holds its lock."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvstore.blocks.chain import HASH_BYTES
+from kvstore.memory.clears import group_of
+from kvstore.memory.presence import PresenceCounts
+from kvstore.pool.eviction import EvictionPolicy
+from kvstore.pool.slot_lists import Run, Segment, SlotList, join
+
+NO_SLOTS = SlotList.of([])
+#: So many hashes of events are kept at least; in larger pools as many as there are slots.
+_FEWEST_EVENTS = 1 << 14
+#: So many that are empty may be kept, and as many again as were not when it was looked last.
+_FEW_SPACES = 64
+
+
+@dataclass(slots=True, eq=False)
+class Space:
+    """The index of one namespace from one clearing to the next.
+
+    A clearing takes it out of the index, so that nothing of it is found from then on, and `ready` changes no more.
+    Its slots still name it until they are swept, some at a time.
+
+    Args:
+        namespace: digest.
+        ready: slot of each block that can be found.
+        writing: slot of each block that is being written.
+        orphans: how many blocks hang on one that is not here.
+        unswept: the rest of `ready`, once it was cleared; None when there is no more.
+    """
+
+    namespace: bytes
+    ready: dict[bytes, int] = field(default_factory=dict)
+    writing: dict[bytes, int] = field(default_factory=dict)
+    orphans: Counter[bytes] = field(default_factory=Counter)
+    is_cleared: bool = False
+    unswept: Iterator[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ready) + len(self.writing)
+
+
+#: Of a namespace that is not here; nothing is ever put into it.
+NOTHING = Space(b"")
+
+
+@dataclass(slots=True)
+class EventLog:
+    """What became findable (True) or stopped being so, in order; added with the change that it tells of.
+
+    Of more hashes than `max_hashes` that were not taken none is kept: then only a snapshot says it.
+    """
+
+    max_hashes: int
+    events: list[tuple[bool, Collection[bytes]]] = field(default_factory=list)
+    _num_hashes: int = 0
+
+    def add(self, present: bool, hashes: Collection[bytes]) -> None:
+        """Note a change of some blocks."""
+        self._num_hashes += len(hashes)
+        if self._num_hashes <= self.max_hashes:
+            self.events.append((present, hashes))
+        else:
+            self.events.clear()
+
+    def take(self) -> list[tuple[bool, Collection[bytes]]] | None:
+        """Return and forget all events; None when it was too much to be kept."""
+        events, was_too_much = self.events, self._num_hashes > self.max_hashes
+        self.events, self._num_hashes = [], 0
+        return None if was_too_much else events
+
+
+class BlockIndex:
+    """The blocks of a pool by namespace and hash, and one column per attribute for what is in a slot.
+
+    A block that can be found is in `ready` of its space, one that is being written in `writing`; any other slot has no
+    block. `parent` is the hash of the block before this one in its chain, the namespace's digest at a root.
+    `num_children` counts the blocks, ready or being written, that hang on a block: it is not evicted before them. For a
+    parent that is not here its space counts them, until it comes. `run` says with which others a slot was claimed,
+    `place` where it stands among them.
+
+    Args:
+        num_slots: slots are numbered from 0.
+        presence: counts the first blocks of chains that are ready.
+        eviction: hears of blocks that lost their last child.
+    """
+
+    def __init__(self, num_slots: int, presence: PresenceCounts, eviction: EvictionPolicy) -> None:
+        self.presence, self._eviction = presence, eviction
+        self.block_hash, self.parent = [b""] * num_slots, [b""] * num_slots
+        #: In which index the block of a slot is, one of those in `cleared` too.
+        self.space: list[Space | None] = [None] * num_slots
+        self.num_children = [0] * num_slots
+        self.run: list[Run | None] = [None] * num_slots
+        self.place = [0] * num_slots
+        self.spaces: dict[bytes, Space] = {}
+        #: What was cleared and is not swept yet.
+        self.cleared: deque[Space] = deque()
+        self.events = EventLog(max(num_slots, _FEWEST_EVENTS))
+        self._num_spaces_kept = 0
+
+    # Finding.
+
+    def space_of(self, namespace: bytes) -> Space:
+        """Return the index of a namespace, to read it."""
+        return self.spaces.get(namespace, NOTHING)
+
+    def cleared_with(self, namespace: bytes) -> list[bytes]:
+        """Return the namespaces that have an index here and are cleared when this one is, itself among them."""
+        group = group_of(namespace)
+        return [each for each in self.spaces if group_of(each) == group]
+
+    def num_ready(self, namespace: bytes, data: bytes) -> int:
+        """Return how many leading blocks are ready, up to the first that is not; `data` has their hashes."""
+        count, at, ready = len(data) // HASH_BYTES, 0, self.space_of(namespace).ready
+        while at < count and (slot := ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
+            run = self.run[slot]
+            assert run is not None, "ready, and never claimed"
+            at += run.num_shared(self.place[slot], data, at)
+        return at
+
+    def find_prefix(self, namespace: bytes, data: bytes) -> SlotList:
+        """Return the slots of the leading blocks that are ready; a block that is named twice is there twice."""
+        count, at, pieces, ready = len(data) // HASH_BYTES, 0, [], self.space_of(namespace).ready
+        while at < count and (slot := ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
+            run, place = self.run[slot], self.place[slot]
+            assert run is not None, "ready, and never claimed"
+            length = run.num_shared(place, data, at)
+            pieces.append(run.whole.part(place, place + length))
+            at += length
+        return join(pieces) if pieces else NO_SLOTS
+
+    def listed(self, slots: list[int]) -> SlotList:
+        """Return slots as a list of them all, that of their claim if they are one."""
+        if slots and (run := self.run[slots[0]]) is not None and run.slots == slots:
+            return run.whole
+        return SlotList.of(slots)
+
+    def segments(self, slots: Sequence[int | None]) -> list[Segment]:
+        """Return the stretches of slots that are neighbours in one claim, in order; where there is none, none."""
+        found: list[Segment] = []
+        at = 0
+        while at < len(slots):
+            slot = slots[at]
+            if slot is None:
+                at += 1
+                continue
+            run, place = self.run[slot], self.place[slot]
+            assert run is not None, "a slot that was never claimed"
+            count = run.num_same(place, slots, at)
+            found.append(Segment(run, place, at, count))
+            at += count
+        return found
+
+    # Writing.
+
+    def claim(self, run: Run, hashes: list[bytes], parents: list[bytes], namespace: bytes) -> None:
+        """Put the blocks of a new claim into its slots; they are being written.
+
+        Args:
+            run: of the claim; its slots ascend.
+            hashes: of its blocks.
+            parents: hash of the block before each.
+            namespace: of all of them.
+        """
+        space, claimed, num_children = self._open(namespace), run.slots, self.num_children
+        space.writing.update(zip(hashes, claimed, strict=True))
+        count, first = len(claimed), claimed[0]
+        if isinstance(run.whole.index, slice) and parents[1:] == hashes[:-1]:
+            # Neighbours, each hanging on the one before: column by column.
+            end = first + count
+            self.block_hash[first:end], self.parent[first:end] = hashes, parents
+            self.space[first:end], self.run[first:end] = [space] * count, [run] * count
+            self.place[first:end], num_children[first : end - 1] = range(count), [1] * (count - 1)
+            if parents[0] != namespace:
+                self._hang_on(parents[0], space)
+        else:
+            last, last_slot = b"", -1
+            for place, (slot, own, parent) in enumerate(zip(claimed, hashes, parents, strict=True)):
+                self.block_hash[slot], self.parent[slot], self.space[slot] = own, parent, space
+                self.run[slot], self.place[slot] = run, place
+                if parent is last:
+                    num_children[last_slot] += 1
+                elif parent != namespace:
+                    self._hang_on(parent, space)
+                last, last_slot = own, slot
+        if space.orphans and not space.orphans.keys().isdisjoint(hashes):
+            for slot in claimed:
+                num_children[slot] += space.orphans.pop(self.block_hash[slot], 0)
+
+    def _open(self, namespace: bytes) -> Space:
+        space = self.spaces.get(namespace)
+        if space is None:
+            if len(self.spaces) > 2 * self._num_spaces_kept + _FEW_SPACES:
+                self.spaces = {name: space for name, space in self.spaces.items() if len(space)}
+                self._num_spaces_kept = len(self.spaces)
+            space = self.spaces[namespace] = Space(namespace)
+        return space
+
+    def _hang_on(self, parent: bytes, space: Space) -> None:
+        above = space.ready.get(parent, space.writing.get(parent))
+        if above is None:
+            space.orphans[parent] += 1
+        else:
+            self.num_children[above] += 1
+
+    def publish(self, space: Space, hashes: list[bytes], slots: list[int]) -> None:
+        """Let blocks be found that are being written; arguments as for `SlotTable.publish`."""
+        writing = space.writing
+        for own in hashes:
+            del writing[own]
+        if self.parent[slots[0]] == space.namespace:  # Only what a write begins with can be a chain's first.
+            self.presence.add(hashes[0])
+        space.ready.update(zip(hashes, slots, strict=True))
+        run = self.run[slots[0]]
+        if run is not None:
+            run.published(slots)
+        self.events.add(True, hashes)
+
+    # Taking out.
+
+    def evict(self, slot: int) -> bytes:
+        """Take a ready block out that has no children.
+
+        Returns:
+            Its hash, for an event; nothing, with nothing changed, when there is no such block in the slot.
+        """
+        own, space = self.block_hash[slot], self.space[slot]
+        if self.num_children[slot] or space is None or space.ready.pop(own, None) is None:
+            return b""
+        run = self.run[slot]
+        if run is not None:
+            run.lost(self.place[slot])
+        if self.parent[slot] == space.namespace:
+            self.presence.drop(own)
+        else:
+            self._leave_parent(slot, space)
+        return own
+
+    def abort(self, slots: Sequence[int]) -> tuple[SlotList, list[bytes]]:
+        """Take blocks out that are being written; slots that have no block are passed over.
+
+        Returns:
+            (the others, the hashes of those that were not cleared).
+        """
+        aborted, lost = list[int](), list[bytes]()
+        for slot in slots:
+            own, space = self.block_hash[slot], self.space[slot]
+            if space is None:
+                continue
+            aborted.append(slot)
+            del space.writing[own]
+            if not space.is_cleared:
+                lost.append(own)
+                if self.parent[slot] != space.namespace:
+                    self._leave_parent(slot, space)
+            if self.num_children[slot]:
+                space.orphans[own] = self.num_children[slot]
+        listed = SlotList.of(aborted)
+        self.forget(listed)
+        return listed, lost
+
+    def _leave_parent(self, slot: int, space: Space) -> None:
+        parent, num_children = self.parent[slot], self.num_children
+        above = space.ready.get(parent)
+        if above is not None:
+            num_children[above] -= 1
+            if not num_children[above]:
+                self._eviction.released((above,), 0)
+        elif parent in space.writing:
+            num_children[space.writing[parent]] -= 1
+        elif space.orphans[parent] > 1:
+            space.orphans[parent] -= 1
+        else:
+            del space.orphans[parent]
+
+    def forget(self, slots: SlotList) -> None:
+        """Let slots have no block."""
+        block_hash, parent, spaces, num_children = self.block_hash, self.parent, self.space, self.num_children
+        index, count = slots.index, len(slots)
+        if isinstance(index, slice):
+            block_hash[index] = parent[index] = [b""] * count
+            spaces[index], num_children[index] = [None] * count, [0] * count
+        else:
+            for slot in slots:
+                block_hash[slot] = parent[slot] = b""
+                spaces[slot], num_children[slot] = None, 0
+
+    def detach(self, namespace: bytes) -> Space:
+        """Let nothing of a namespace be found any more, in one step; its slots come back with `sweep`.
+
+        Returns:
+            What there was of it. What of that was being written stays so until its writers say so.
+        """
+        space = self.spaces.pop(namespace, None)
+        if space is None:
+            return NOTHING
+        space.is_cleared, space.unswept = True, iter(space.ready.values())
+        if space.ready:
+            self.events.add(False, space.ready)
+        self.cleared.append(space)
+        return space
+
+    def sweep(self, num_slots: int) -> SlotList:
+        """Take up to so many blocks out that were ready when they were cleared; returns their slots."""
+        swept, parent = list[int](), self.parent
+        for space in self.cleared:
+            if space.unswept is not None:
+                slots = list(islice(space.unswept, num_slots - len(swept)))
+                swept += slots
+                for slot in [slot for slot in slots if parent[slot] == space.namespace]:
+                    self.presence.drop(self.block_hash[slot])
+                if len(swept) == num_slots:
+                    break
+                space.unswept = None
+        listed = SlotList.of(swept) if swept else NO_SLOTS
+        self.forget(listed)
+        return listed

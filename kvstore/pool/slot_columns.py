@@ -1,0 +1,141 @@
+"""Who holds each slot of a pool, whatever is in it. No locking here: the pool holds its lock."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from kvstore.pool.slot_lists import SlotList
+
+_ONE = np.int32(1)
+
+
+class SlotColumns:
+    """The slots of a pool: one column per attribute, so that a chain is handled in a few passes.
+
+    Each slot is free, being written, ready or quarantined. Ready slots with a reader are called pinned, those without
+    idle; only ready ones have readers. Free slots are handed out lowest index first, so that the blocks of one request
+    become neighbours and merge into few transfer descriptors.
+
+    `generation` counts lives: it grows each time a slot is claimed. `ref_count` counts readers. `aborted` slots are
+    being written and will never be published; `cleared` ones were cleared while pinned, and are free with their last
+    reader. Those of `quarantined`, by name, a transfer may still write.
+
+    Args:
+        num_slots: how many there are.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.generation = array("I", bytes(4 * num_slots))
+        self.ref_count = array("i", bytes(4 * num_slots))
+        # The same memory, for all slots of a chain at once.
+        self._generations = np.frombuffer(self.generation, np.uint32)
+        self._ref_counts = np.frombuffer(self.ref_count, np.int32)
+        self.aborted: set[int] = set()
+        self.cleared: set[int] = set()
+        self.quarantined: dict[str, list[int]] = {}
+        self.num_pinned = self.num_writing = self.num_quarantined = 0
+        # Highest index first, so that taking from the end hands out the lowest; sorted again when needed.
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._free_is_sorted = True
+
+    @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
+    def lives(self, slots: SlotList) -> bytes:
+        """Return the generation of each slot as little-endian uint32."""
+        return self._generations[slots.index].tobytes()
+
+    # Writing.
+
+    def take_free(self, wanted: int) -> list[int]:
+        """Take up to so many free slots, the lowest, in ascending order."""
+        free = self._free
+        if not self._free_is_sorted:
+            free.sort(reverse=True)
+            self._free_is_sorted = True
+        taken = free[: -wanted - 1 : -1]
+        del free[len(free) - len(taken) :]
+        return taken
+
+    def begin_writing(self, slots: SlotList) -> None:
+        """Begin a new life of slots that nobody holds; they are being written."""
+        self._generations[slots.index] += 1
+        self.num_writing += len(slots)
+
+    def end_aborted(self, slots: Collection[int], quarantine: str = "") -> None:
+        """Take aborted slots from their last writer: they are free, or quarantined under a name if it is given."""
+        self.aborted.difference_update(slots)
+        self.num_writing -= len(slots)
+        if quarantine and slots:
+            self.num_quarantined += len(slots)
+            self.quarantined.setdefault(quarantine, []).extend(slots)
+        else:
+            self._free_up(slots)
+
+    def end_quarantine(self, name: str) -> int:
+        """Free the slots that are quarantined under `name`; returns how many."""
+        slots = self.quarantined.pop(name, [])
+        self.num_quarantined -= len(slots)
+        self._free_up(slots)
+        return len(slots)
+
+    def _free_up(self, slots: Iterable[int]) -> None:
+        self._free += slots
+        self._free_is_sorted = False
+
+    # Reading.
+
+    def num_pinnable(self, slots: SlotList, max_pinned: int) -> int:
+        """Return how many leading slots may be pinned before more than `max_pinned` are."""
+        room = max_pinned - self.num_pinned
+        if room >= len(slots):
+            return len(slots)
+        for count, slot in enumerate(slots):
+            if self.ref_count[slot] == 0:
+                room -= 1
+                if room < 0:
+                    return count
+        return len(slots)
+
+    def pin(self, slots: SlotList) -> None:
+        """Add a reader to each ready slot, two if it is named twice; whoever pins slots also touches them."""
+        num_new = self._num_idle(slots)
+        self._add_readers(slots, _ONE)
+        self.num_pinned += num_new
+
+    def unpin(self, slots: SlotList) -> None:
+        """Remove a reader from each slot, as given to `pin`; the last one frees a slot that was cleared meanwhile."""
+        self._add_readers(slots, -_ONE)
+        self.num_pinned -= self._num_idle(slots)
+        if self.cleared:
+            unread = [slot for slot in self.cleared.intersection(slots) if not self.ref_count[slot]]
+            self.cleared.difference_update(unread)
+            self._free_up(unread)
+
+    def _add_readers(self, slots: SlotList, number: np.int32) -> None:
+        if isinstance(slots.index, slice):
+            refs = self._ref_counts[slots.index]
+            refs += number
+        else:
+            np.add.at(self._ref_counts, slots.index, number)
+
+    def _num_idle(self, slots: SlotList) -> int:
+        refs = self._ref_counts[slots.index]
+        if slots.is_distinct:
+            return len(refs) - int(np.count_nonzero(refs))
+        return len(np.unique(np.array(slots.packed)[refs == 0]))
+
+    def clear(self, slots: SlotList) -> None:
+        """Free ready slots that were cleared, each with its last reader."""
+        is_read = self._ref_counts[slots.index] > 0
+        if is_read.any():
+            index = np.array(slots.packed, np.intp)
+            self.cleared.update(index[is_read].tolist())
+            self._free_up(index[~is_read].tolist())
+        else:
+            self._free_up(slots)
