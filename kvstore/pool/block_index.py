@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvstore.blocks.chain import HASH_BYTES
+from kvstore.blocks.chain import HASH_BYTES, Chain
 from kvstore.memory.clears import group_of
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.eviction import EvictionPolicy
@@ -111,11 +111,6 @@ class BlockIndex:
         """Return the index of a namespace, to read it."""
         return self.spaces.get(namespace, NOTHING)
 
-    def cleared_with(self, namespace: bytes) -> list[bytes]:
-        """Return the namespaces that have an index here and are cleared when this one is, itself among them."""
-        group = group_of(namespace)
-        return [each for each in self.spaces if group_of(each) == group]
-
     def num_ready(self, namespace: bytes, data: bytes) -> int:
         """Return how many leading blocks are ready, up to the first that is not; `data` has their hashes."""
         count, at, ready = len(data) // HASH_BYTES, 0, self.space_of(namespace).ready
@@ -158,17 +153,29 @@ class BlockIndex:
             at += count
         return found
 
+    def hot_chains(self, max_blocks: int) -> list[Chain]:
+        """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
+        ready = [slot for space in self.spaces.values() for slot in space.ready.values()]
+        leaves = [slot for slot in ready if not self.num_children[slot]]
+        leaves.sort(key=self._eviction.last_touch, reverse=True)
+        chains, seen = list[Chain](), set[int]()
+        for leaf in leaves:
+            space, path = self.space[leaf], list[int]()
+            at: int | None = leaf
+            assert space is not None, "ready, and of no namespace"
+            while at is not None:
+                path.append(at)
+                at = space.ready.get(self.parent[at])
+            if self.parent[path[-1]] == space.namespace and len(seen.union(path)) <= max_blocks:
+                seen.update(path)
+                data = b"".join(self.block_hash[at] for at in reversed(path))
+                chains.append(Chain(space.namespace, space.namespace, 0, data))
+        return chains
+
     # Writing.
 
     def claim(self, run: Run, hashes: list[bytes], parents: list[bytes], namespace: bytes) -> None:
-        """Put the blocks of a new claim into its slots; they are being written.
-
-        Args:
-            run: of the claim; its slots ascend.
-            hashes: of its blocks.
-            parents: hash of the block before each.
-            namespace: of all of them.
-        """
+        """Put the blocks of a new claim, given with the hash before each, into its slots; they are being written."""
         space, claimed, num_children = self._open(namespace), run.slots, self.num_children
         space.writing.update(zip(hashes, claimed, strict=True))
         count, first = len(claimed), claimed[0]
@@ -292,20 +299,20 @@ class BlockIndex:
                 block_hash[slot] = parent[slot] = b""
                 spaces[slot], num_children[slot] = None, 0
 
-    def detach(self, namespace: bytes) -> Space:
-        """Let nothing of a namespace be found any more, in one step; its slots come back with `sweep`.
+    def detach(self, namespace: bytes) -> list[Space]:
+        """Let nothing of a namespace's group be found any more, in one step; the slots come back with `sweep`.
 
         Returns:
-            What there was of it. What of that was being written stays so until its writers say so.
+            What there was. Blocks of it that are being written stay so until their writers end.
         """
-        space = self.spaces.pop(namespace, None)
-        if space is None:
-            return NOTHING
-        space.is_cleared, space.unswept = True, iter(space.ready.values())
-        if space.ready:
-            self.events.add(False, space.ready)
-        self.cleared.append(space)
-        return space
+        group = group_of(namespace)
+        spaces = [self.spaces.pop(each) for each in list(self.spaces) if group_of(each) == group]
+        for space in spaces:
+            space.is_cleared, space.unswept = True, iter(space.ready.values())
+            if space.ready:
+                self.events.add(False, space.ready)
+        self.cleared += spaces
+        return spaces
 
     def sweep(self, num_slots: int) -> SlotList:
         """Take up to so many blocks out that were ready when they were cleared; returns their slots."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from kvstore.pool.slot_lists import SlotList
@@ -26,7 +26,7 @@ class EvictionPolicy(Protocol):
             The stamp of this touch, above 0. The pool gives it back with `stored` and `released`.
         """
 
-    def stored(self, slots: Sequence[int], stamp: int) -> None:
+    def stored(self, slots: Iterable[int], stamp: int) -> None:
         """Note that blocks were written and can go from now on.
 
         Args:

@@ -65,13 +65,11 @@ class LeaseTable:
                 f"wanted at most {MAX_LEASES} leases and pins of a store at once, got one more; release those that are "
                 "not needed, and pin the blocks of a prompt once"
             )
-        slots, num_refused = self._affordable(self._table.index.find_prefix(chain.namespace, chain.data), kind)
-        generations = self._table.columns.lives(slots)
-        stamp = self._hold(slots, kind)
         lease_id = self._new_id()
-        self._leases[lease_id] = _Lease(owner, deadline_s, kind, slots, generations, stamp)
+        lease, num_refused = self._take(chain, owner, deadline_s, kind)
+        self._leases[lease_id] = lease
         self.num_soft_pins += kind is PinKind.SOFT
-        return Grant(lease_id, slots.packed.packed, generations, num_refused, self._epoch)
+        return Grant(lease_id, lease.slots.packed.packed, lease.generations, num_refused, self._epoch)
 
     def grow(self, lease_id: int, chain: Chain, owner: str, deadline_s: float) -> Grant:
         """Pin the readable prefix of a chain under a lease that is held, and renew it.
@@ -82,13 +80,11 @@ class LeaseTable:
         lease = self.find(lease_id, owner)
         if lease is None:
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
-        slots, num_refused = self._affordable(self._table.index.find_prefix(chain.namespace, chain.data), lease.kind)
-        generations = self._table.columns.lives(slots)
-        self._hold(slots, lease.kind)
-        lease.slots = join([lease.slots, slots])
-        lease.generations += generations
+        more, num_refused = self._take(chain, owner, deadline_s, lease.kind)
+        lease.slots = join([lease.slots, more.slots])
+        lease.generations += more.generations
         lease.deadline_s = max(lease.deadline_s, deadline_s)
-        return Grant(lease_id, slots.packed.packed, generations, num_refused, self._epoch)
+        return Grant(lease_id, more.slots.packed.packed, more.generations, num_refused, self._epoch)
 
     def find(self, lease_id: int, owner: str) -> _Lease | None:
         """Return a lease if `owner` holds it."""
@@ -130,27 +126,27 @@ class LeaseTable:
         """
         return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])
 
-    def _affordable(self, slots: SlotList, kind: PinKind) -> tuple[SlotList, int]:
+    def _take(self, chain: Chain, owner: str, deadline_s: float, kind: PinKind) -> tuple[_Lease, int]:
+        table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
+        slots = found.part(0, self._num_affordable(found, kind))
         if kind is PinKind.SOFT:
-            return slots, 0
-        count = self._table.columns.num_pinnable(slots, self._max_pinned)
-        if kind is PinKind.HARD:
-            room = self._max_hard_pinned - len(self._hard)
-            for index, slot in enumerate(slots.part(0, count).tolist()):
-                room -= slot not in self._hard
-                if room < 0:
-                    count = index
-                    break
-        return slots.part(0, count), len(slots) - count
-
-    def _hold(self, slots: SlotList, kind: PinKind) -> int:
-        if kind is PinKind.SOFT:
-            self._table.eviction.soft_pinned(slots)
+            table.eviction.soft_pinned(slots)
         else:
-            self._table.columns.pin(slots)
+            table.columns.pin(slots)
         if kind is PinKind.HARD:
-            self._hard.update(slots.tolist())
-        return self._table.eviction.touched(slots)
+            self._hard.update(slots)
+        stamp = table.eviction.touched(slots)
+        lease = _Lease(owner, deadline_s, kind, slots, table.columns.lives(slots), stamp)
+        return lease, len(found) - len(slots)
+
+    def _num_affordable(self, slots: SlotList, kind: PinKind) -> int:
+        if kind is PinKind.SOFT:
+            return len(slots)
+        columns = self._table.columns
+        count = _num_within(self._max_pinned - columns.num_pinned, slots, columns.ref_count.__getitem__)
+        if kind is PinKind.HARD:
+            count = _num_within(self._max_hard_pinned - len(self._hard), slots.part(0, count), self._hard.get)
+        return count
 
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
@@ -159,7 +155,7 @@ class LeaseTable:
             self._table.soft_unpin(lease.slots, lease.generations)
             return
         if lease.kind is PinKind.HARD:
-            self._hard -= Counter(lease.slots.tolist())
+            self._hard -= Counter(lease.slots)
         self._table.unpin(lease.slots, lease.stamp)
 
     def _drop_all(self, lease_ids: list[int]) -> int:
@@ -176,17 +172,28 @@ class LeaseTable:
                 living = self._table.columns.lives(lease.slots)
                 soft.update(
                     slot
-                    for i, slot in enumerate(lease.slots.tolist())
+                    for i, slot in enumerate(lease.slots)
                     if living[4 * i : 4 * i + 4] == lease.generations[4 * i : 4 * i + 4]
                 )
                 continue
             assert self._table.columns.lives(lease.slots) == lease.generations, "a pinned slot began a new life"
-            refs.update(lease.slots.tolist())
+            refs.update(lease.slots)
             if lease.kind is PinKind.HARD:
-                hard.update(lease.slots.tolist())
+                hard.update(lease.slots)
         assert hard == self._hard, "hard pins"
         num_soft_pins = sum(lease.kind is PinKind.SOFT for lease in self._leases.values())
         assert num_soft_pins == self.num_soft_pins, "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
         counted = self._table.eviction.soft_pins.items()
         assert all(soft[slot] >= count for slot, count in counted), "soft pins without a holder"
+
+
+def _num_within(room: int, slots: SlotList, num_held: Callable[[int], int | None]) -> int:
+    """Return how many leading slots may be held, of which at most `room` are not held yet."""
+    if room >= len(slots):
+        return len(slots)
+    for index, slot in enumerate(slots):
+        room -= not num_held(slot)
+        if room < 0:
+            return index
+    return len(slots)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -52,10 +52,6 @@ class LeastRecentlyUsed:
             self._sweep(2 * len(slots) + 64)
         return now
 
-    def stored(self, slots: Sequence[int], stamp: int) -> None:
-        """Let slots come up again of which the place was passed while they were written."""
-        self.released(slots, stamp)
-
     def released(self, slots: Iterable[int], stamp: int) -> None:
         """Let slots come up again of which the place was passed; after a later touch they have another."""
         passed = self.passed
@@ -66,6 +62,9 @@ class LeastRecentlyUsed:
             # The last of `_current` comes up next by itself: so it is while a chain goes from leaf to root.
             if 0 < stamps[slot] <= passed and not (current and current[-1] == slot):
                 heapq.heappush(self._late, (stamps[slot], slot))
+
+    #: What was written comes up as what was read does.
+    stored = released
 
     def soft_pinned(self, slots: Iterable[int]) -> None:
         """Add a soft pin to each slot."""
@@ -101,7 +100,7 @@ class LeastRecentlyUsed:
             elif self._swept or self._log:
                 self.passed, slots = (self._swept or self._log).popleft()
                 self._num_logged -= len(slots)
-                self._current = slots.tolist()
+                self._current = list(slots)
                 current, passed = self._current, self.passed
                 continue
             elif held_back:

@@ -6,11 +6,36 @@ changes a stretch of them at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.pool.slot_columns import SlotColumns
-from kvstore.pool.slot_lists import Parts, Run, Segment
+from kvstore.pool.slot_lists import Run, Segment
+
+
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """How far the ranks are that write the blocks of one claim in parts, block by block.
+
+    Args:
+        num_parts: of a block.
+        deadline_s: when blocks are given up for which not all ranks have come.
+        num_writers: how many ranks write a block now.
+        num_done: how many have written it.
+        is_open: it is neither published nor given back.
+        num_open: for how many that is so.
+        came: by part, for which blocks its rank has come.
+    """
+
+    num_parts: int
+    deadline_s: float
+    num_writers: npt.NDArray[np.int32]
+    num_done: npt.NDArray[np.int32]
+    is_open: npt.NDArray[np.bool_]
+    num_open: int
+    came: dict[int, npt.NDArray[np.bool_]]
 
 
 class PartRuns:
@@ -23,7 +48,7 @@ class PartRuns:
     def __init__(self, columns: SlotColumns) -> None:
         self._columns = columns
         # In order, for runs that repeat.
-        self._runs: dict[Run, None] = {}
+        self._runs: dict[Run, _Parts] = {}
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -32,13 +57,12 @@ class PartRuns:
         """Note that the blocks of a new claim are written in parts."""
         count = len(run.slots)
         none, is_open = np.zeros(count, np.int32), np.ones(count, np.bool_)
-        run.parts = Parts(num_parts, deadline_s, none, none.copy(), is_open, count, {})
-        self._runs[run] = None
+        self._runs[run] = _Parts(num_parts, deadline_s, none, none.copy(), is_open, count, {})
 
     def joinable(self, segment: Segment, part: int, num_parts: int) -> list[int]:
         """Return for which blocks of a list of slots a rank may come: those of as many parts, for which it did not."""
         run, place, at, count = segment
-        parts = run.parts
+        parts = self._runs.get(run)
         if parts is None or parts.num_parts != num_parts:
             return []
         came = parts.came.get(part)
@@ -50,7 +74,7 @@ class PartRuns:
     def come(self, segments: list[Segment], part: int) -> None:
         """Note that a rank writes its part of blocks from now on."""
         for run, place, _, count in segments:
-            parts = _parts_of(run)
+            parts = self._runs[run]
             came = parts.came.setdefault(part, np.zeros(len(run.slots), np.bool_))
             came[place : place + count] = True
             parts.num_writers[place : place + count] += 1
@@ -63,7 +87,7 @@ class PartRuns:
         """
         aborted, whole = self._columns.aborted, list[int]()
         for run, place, at, count in segments:
-            parts, stretch = _parts_of(run), slice(place, place + count)
+            parts, stretch = self._runs[run], slice(place, place + count)
             parts.num_writers[stretch] -= 1
             parts.num_done[stretch] += int(done)
             is_whole = (parts.num_done[stretch] == parts.num_parts) & done
@@ -79,7 +103,7 @@ class PartRuns:
 
     def leave(self, run: Run, place: int) -> None:
         """Give an aborted slot back if no rank writes to it any more."""
-        parts = run.parts
+        parts = self._runs.get(run)
         if parts is not None and parts.is_open[place] and not parts.num_writers[place]:
             self._columns.end_aborted((run.slots[place],))
             self._close(run, np.array([place]))
@@ -87,19 +111,17 @@ class PartRuns:
     def overdue(self, now_s: float) -> list[tuple[Run, int]]:
         """Return (claim, place) of each block that is to be given up because not all ranks have come; each once."""
         late = list[tuple[Run, int]]()
-        for run in self._runs:
-            parts = _parts_of(run)
+        for run, parts in self._runs.items():
             if parts.deadline_s < now_s:
                 parts.deadline_s = float("inf")
                 late += [(run, place) for place in np.flatnonzero(parts.is_open).tolist()]
         return late
 
     def _close(self, run: Run, places: npt.NDArray[np.intp]) -> None:
-        parts = _parts_of(run)
+        parts = self._runs[run]
         parts.is_open[places] = False
         parts.num_open -= len(places)
         if not parts.num_open:
-            run.parts = None
             del self._runs[run]
 
     def check(self, num_writers: dict[int, int]) -> set[int]:
@@ -109,8 +131,7 @@ class PartRuns:
             num_writers: how many unfinished writes name a slot.
         """
         known = set[int]()
-        for run in self._runs:
-            parts = _parts_of(run)
+        for run, parts in self._runs.items():
             assert parts.num_open == int(np.count_nonzero(parts.is_open)) > 0, f"{parts}: open blocks"
             came = np.sum([*parts.came.values()], axis=0)
             for place in np.flatnonzero(parts.is_open).tolist():
@@ -120,8 +141,3 @@ class PartRuns:
                 assert slot not in self._columns.aborted or count, f"slot {slot}: aborted and nobody writes it"
                 known.add(slot)
         return known
-
-
-def _parts_of(run: Run) -> Parts:
-    assert run.parts is not None, "not written in parts"
-    return run.parts

@@ -22,7 +22,6 @@ from kvstore.blocks.grants import Grant, PinKind, PoolStats, StoreTicket
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
 from kvstore.memory.presence import PresenceCounts
-from kvstore.pool.hot_chains import hot_chains
 from kvstore.pool.leases import LeaseTable
 from kvstore.pool.slot_checks import check_slots
 from kvstore.pool.slots import SlotTable
@@ -42,7 +41,7 @@ class Pool:
     """Slots of one size, found by block hash.
 
     Owners are names that the caller vouches for. `yield_point` is called with a step's name before each
-    critical section and does nothing in production; tests use it to interleave threads.
+    critical section; tests use it to interleave threads.
 
     Args:
         num_slots: number of slots, at least 1.
@@ -57,7 +56,7 @@ class Pool:
         self,
         num_slots: int,
         max_pinned: int | None = None,
-        yield_point: Callable[[str], None] = lambda step: None,
+        yield_point: Callable[[str], None] | None = None,
         *,
         max_hard_pinned: int | None = None,
         epoch: bytes | None = None,
@@ -80,6 +79,11 @@ class Pool:
         self._writes = WriteTable(self._table, self.epoch, new_id, self._watches.settled, self._clears)
         self._new_id = new_id
 
+    def _step(self, name: str) -> threading.Lock:
+        if self._yield is not None:
+            self._yield(name)
+        return self._lock
+
     # Reading.
 
     def lookup(self, chain: Chain) -> int:
@@ -88,8 +92,7 @@ class Pool:
 
     def num_ready(self, namespace: bytes, data: bytes) -> int:
         """Return how many leading blocks are readable here, given only their hashes, back to back. Changes nothing."""
-        self._yield("lookup")
-        with self._lock:
+        with self._step("lookup"):
             return self._table.index.num_ready(namespace, data)
 
     def pin_prefix(self, chain: Chain, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
@@ -109,8 +112,7 @@ class Pool:
             InvalidRequest: `deadline_s` is not a number; nothing changed.
         """
         _check_deadline(deadline_s)
-        self._yield("pin_prefix")
-        with self._lock:
+        with self._step("pin_prefix"):
             if lease_id:
                 return self._leases.grow(lease_id, chain, owner, deadline_s)
             return self._leases.pin(chain, owner, deadline_s, PinKind.LEASE)
@@ -125,8 +127,7 @@ class Pool:
             PoolExhausted: blocks are here, but the budget has no room for even the first; nothing changed.
         """
         _check_deadline(deadline_s)
-        self._yield("pin")
-        with self._lock:
+        with self._step("pin"):
             grant = self._leases.pin(chain, owner, deadline_s, kind)
             if grant.packed_slots:
                 return grant
@@ -141,14 +142,12 @@ class Pool:
     def renew(self, lease_id: int, owner: str, deadline_s: float, *, epoch: bytes | None = None) -> bool:
         """Move a lease's deadline later, never earlier; False when it is not held by `owner` in this epoch."""
         _check_deadline(deadline_s)
-        self._yield("renew")
-        with self._lock:
+        with self._step("renew"):
             return epoch in (None, self.epoch) and self._leases.renew(lease_id, owner, deadline_s)
 
     def release(self, lease_id: int, owner: str, *, epoch: bytes | None = None) -> bool:
         """Drop a lease; False, with nothing changed, when `owner` does not hold it (any more) in this epoch."""
-        self._yield("release")
-        with self._lock:
+        with self._step("release"):
             return epoch in (None, self.epoch) and self._leases.release(lease_id, owner)
 
     def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
@@ -200,8 +199,7 @@ class Pool:
         terms = WriteTerms(
             owner=owner, part=part, num_parts=num_parts, deadline_s=deadline_s, parts_deadline_s=parts_deadline_s
         )
-        self._yield("prepare_store")
-        with self._lock:
+        with self._step("prepare_store"):
             if num_clears is not None and num_clears != self._clears.get(chain.namespace):
                 return self._writes.refuse(chain.namespace)
             return self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
@@ -221,8 +219,7 @@ class Pool:
         if num_blocks < 1:
             raise InvalidRequest(f"num_blocks: wanted at least 1, got {num_blocks}")
         _check_deadline(deadline_s)
-        self._yield("reserve")
-        with self._lock:
+        with self._step("reserve"):
             return self._writes.reserve(num_blocks, WriteTerms(owner=owner, deadline_s=deadline_s))
 
     def complete_store(
@@ -251,8 +248,7 @@ class Pool:
             StaleTicket: the generations or the epoch are not those of the ticket; nothing changed.
             InvalidRequest: `count` with a write of several parts; nothing changed.
         """
-        self._yield("complete_store")
-        with self._lock:
+        with self._step("complete_store"):
             write = self._writes.find(write_id, owner, epoch, generations)
             num_published = 0 if write is None else self._writes.complete(write_id, write, count)
             calls = self._watches.take_calls()
@@ -272,13 +268,12 @@ class Pool:
         Args:
             write_id: from `prepare_store`.
             owner: the same as there.
-            quarantine: when set, a transfer may still write to the slots: they are set aside under this
-                name until `end_quarantine`, instead of becoming free.
+            quarantine: when set, a transfer may still write to the slots: they are quarantined under this name until
+                `end_quarantine`, instead of becoming free.
             generations: of the ticket; with other ones nothing happens. Not compared when None.
             epoch: of the ticket; with another one nothing happens. Not compared when None.
         """
-        self._yield("abort_store")
-        with self._lock:
+        with self._step("abort_store"):
             try:
                 write = self._writes.find(write_id, owner, epoch, generations)
             except StaleTicket:
@@ -300,8 +295,7 @@ class Pool:
             A number for `end_watch`.
         """
         hashes = chain.hashes()
-        self._yield("watch")
-        with self._lock:
+        with self._step("watch"):
             space, watch_id = self._table.index.space_of(chain.namespace), self._new_id()
             pending = set(filter(space.writing.__contains__, hashes))
             lost = {own for own in hashes if own not in pending and own not in space.ready}
@@ -315,32 +309,28 @@ class Pool:
 
     def end_watch(self, watch_id: int) -> None:
         """Stop waiting: what is still being written does not count. Nothing happens if it was told before."""
-        self._yield("end_watch")
-        with self._lock:
+        with self._step("end_watch"):
             self._watches.drop(watch_id)
             calls = self._watches.take_calls()
         _after(calls, 0)
 
     def end_quarantine(self, name: str) -> int:
-        """Free the slots set aside under `name`; only when nothing can write to them any more."""
-        self._yield("end_quarantine")
-        with self._lock:
+        """Free the slots quarantined under `name`; only when nothing can write to them any more."""
+        with self._step("end_quarantine"):
             return self._table.columns.end_quarantine(name)
 
     # Owners, namespaces, time.
 
     def release_owner(self, owner: str) -> int:
         """Drop all leases and unfinished writes of an owner that is gone; returns how many."""
-        self._yield("release_owner")
-        with self._lock:
+        with self._step("release_owner"):
             num_dropped = self._leases.release_owner(owner) + self._writes.release_owner(owner)
             calls = self._watches.take_calls()
         return _after(calls, num_dropped)
 
     def release_pins(self, owner: str) -> int:
         """Drop all pins of an owner that have no reader behind them, hard and soft ones; returns how many."""
-        self._yield("release_pins")
-        with self._lock:
+        with self._step("release_pins"):
             return self._leases.release_pins(owner)
 
     def holds(self, owner: str) -> bool:
@@ -350,14 +340,13 @@ class Pool:
 
     def expire(self, now_s: float) -> int:
         """Drop every lease and abort every write whose deadline has passed; returns how many."""
-        self._yield("expire")
-        with self._lock:
+        with self._step("expire"):
             num_dropped = self._leases.expire(now_s) + self._writes.expire(now_s)
             calls = self._watches.take_calls()
         return _after(calls, num_dropped)
 
     def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
-        """Make every block of a namespace's group unfindable at once, and give their slots back, some at a time.
+        """Clear every block of a namespace's group at once, and give their slots back, some at a time.
 
         As `begin_clear`, and then `sweep` until nothing is left, so that the lock is never held for long.
         """
@@ -367,7 +356,7 @@ class Pool:
         return num_cleared
 
     def begin_clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
-        """Make every block of a namespace's group (`group_of`) unfindable in one step; `sweep` gives their slots back.
+        """Let no block of a namespace's group (`group_of`) be found from now on; `sweep` gives their slots back.
 
         Pinned readers finish on the old bytes; unfinished writes will publish nothing.
 
@@ -379,19 +368,17 @@ class Pool:
         Returns:
             How many blocks that were; None when it was no news.
         """
-        self._yield("clear")
-        with self._lock:
+        with self._step("clear"):
             if not is_news():
                 return None
             self._clears.add(namespace)
-            num_cleared = sum(map(self._writes.clear, self._table.index.cleared_with(namespace)))
+            num_cleared = self._writes.clear(namespace)
             calls = self._watches.take_calls()
         return _after(calls, num_cleared)
 
     def sweep(self) -> bool:
         """Give some slots of what was cleared back; whether there are more. A claim that is short of slots does too."""
-        self._yield("sweep")
-        with self._lock:
+        with self._step("sweep"):
             self._writes.sweep(self._swept_at_once)
             return self._writes.has_cleared()
 
@@ -431,7 +418,7 @@ class Pool:
     def hot_chains(self, max_blocks: int) -> list[Chain]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
-            return hot_chains(self._table.index, self._table.eviction, max_blocks)
+            return self._table.index.hot_chains(max_blocks)
 
     def num_leases(self) -> int:
         """Return how many leases are held."""
@@ -450,7 +437,7 @@ class Pool:
 
     @property
     def num_quarantined(self) -> int:
-        """Slots that are set aside while a transfer may write to them."""
+        """Slots that a transfer may still write."""
         return self._table.columns.num_quarantined
 
     def stats(self) -> PoolStats:

@@ -11,11 +11,8 @@ from kvstore.pool.slots import SlotTable
 
 def check_slots(table: SlotTable) -> None:
     """Assert that each slot is in exactly one state and that index, columns and eviction agree with that."""
-    index, columns = table.index, table.columns
-    #: Of what was cleared and not swept yet, too.
-    spaces = [*index.spaces.values(), *index.cleared]
-    ready = {s: own for space in spaces for own, s in space.ready.items() if index.space[s] is space}
-    writing = {s: own for space in spaces for own, s in space.writing.items()}
+    ready, writing = check_index(table.index)
+    columns = table.columns
     states = {
         "free": columns._free, "writing": [*writing, *columns.aborted], "ready": [*ready, *columns.cleared],
         "quarantined": [slot for slots in columns.quarantined.values() for slot in slots],
@@ -30,19 +27,16 @@ def check_slots(table: SlotTable) -> None:
     assert pinned <= set(states["ready"]), "pinned but not ready"
     assert columns.cleared <= pinned, "cleared, idle and not free"
     assert set(table.eviction.soft_pins) <= set(ready), "soft pin of a block that is not there"
-    check_index(index, ready, writing)
-    findable = {slot for space in index.spaces.values() for slot in space.ready.values()}
-    table.eviction.check({slot for slot in findable - pinned if not index.num_children[slot]})
+    findable = {slot for space in table.index.spaces.values() for slot in space.ready.values()}
+    table.eviction.check({slot for slot in findable - pinned if not table.index.num_children[slot]})
 
 
-def check_index(index: BlockIndex, ready: dict[int, bytes], writing: dict[int, bytes]) -> None:
-    """Assert that what is known of a slot is what is known of its block.
-
-    Args:
-        index: all blocks.
-        ready: by slot, those that can be found and those that were cleared and not swept.
-        writing: by slot, those that are being written.
-    """
+def check_index(index: BlockIndex) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """Assert that what is known of slots is what is known of blocks; returns by slot (those ready, those written)."""
+    #: Of what was cleared and not swept yet, too.
+    spaces = [*index.spaces.values(), *index.cleared]
+    ready = {s: own for space in spaces for own, s in space.ready.items() if index.space[s] is space}
+    writing = {s: own for space in spaces for own, s in space.writing.items()}
     assert {slot: own for slot, own in enumerate(index.block_hash) if own} == ready | writing, "index names another"
     namespaces = {s: space.namespace for s in ready if (space := index.space[s]) is not None}
     index.presence.check(own for slot, own in ready.items() if index.parent[slot] == namespaces[slot])
@@ -52,11 +46,10 @@ def check_index(index: BlockIndex, ready: dict[int, bytes], writing: dict[int, b
         assert all(index.space[slot] is space for slot in [*space.ready.values(), *space.writing.values()]), "space"
         _check_children(index, space)
     assert all(space.is_cleared for space in index.cleared), "swept and findable"
-    has_block = ready.keys() | writing.keys()
-    assert not any(number for slot, number in enumerate(index.num_children) if slot not in has_block), "children"
-    findable = {own: slot for space in index.spaces.values() for own, slot in space.ready.items()}
-    written = [slot for space in index.spaces.values() for slot in space.writing.values()]
-    _check_runs(index, findable, written)
+    slots_of_blocks = ready.keys() | writing.keys()
+    assert not any(index.num_children[slot] for slot in {*range(len(index.space))} - slots_of_blocks), "children"
+    _check_runs(index)
+    return ready, writing
 
 
 def _check_children(index: BlockIndex, space: Space) -> None:
@@ -67,7 +60,9 @@ def _check_children(index: BlockIndex, space: Space) -> None:
     assert children == counted | space.orphans, f"children: {children}, counted {counted}, {space.orphans}"
 
 
-def _check_runs(index: BlockIndex, findable: dict[bytes, int], written: list[int]) -> None:
+def _check_runs(index: BlockIndex) -> None:
+    findable = {own: slot for space in index.spaces.values() for own, slot in space.ready.items()}
+    written = [slot for space in index.spaces.values() for slot in space.writing.values()]
     for run in {run for slot in [*findable.values(), *written] if (run := index.run[slot]) is not None}:
         known = [run.data[at : at + HASH_BYTES] for at in range(0, run.num_ready * HASH_BYTES, HASH_BYTES)]
         assert [findable.get(own) for own in known] == run.slots[: run.num_ready], "a run knows too much"

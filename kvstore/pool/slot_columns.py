@@ -90,18 +90,6 @@ class SlotColumns:
 
     # Reading.
 
-    def num_pinnable(self, slots: SlotList, max_pinned: int) -> int:
-        """Return how many leading slots may be pinned before more than `max_pinned` are."""
-        room = max_pinned - self.num_pinned
-        if room >= len(slots):
-            return len(slots)
-        for count, slot in enumerate(slots):
-            if self.ref_count[slot] == 0:
-                room -= 1
-                if room < 0:
-                    return count
-        return len(slots)
-
     def pin(self, slots: SlotList) -> None:
         """Add a reader to each ready slot, two if it is named twice; whoever pins slots also touches them."""
         num_new = self._num_idle(slots)

@@ -52,10 +52,6 @@ class SlotList:
     def __iter__(self) -> Iterator[int]:
         return iter(self.packed)
 
-    def tolist(self) -> list[int]:
-        """Return them one by one."""
-        return list(self.packed)
-
     def part(self, begin: int, end: int) -> SlotList:
         """Return some of them that follow each other."""
         if begin == 0 and end == len(self):
@@ -77,29 +73,6 @@ def join(pieces: list[SlotList]) -> SlotList:
 
 
 @dataclass(slots=True, eq=False)
-class Parts:
-    """How far the ranks are that write the blocks of one claim in parts, block by block.
-
-    Args:
-        num_parts: of a block.
-        deadline_s: when blocks are given up for which not all ranks have come.
-        num_writers: how many ranks write a block now.
-        num_done: how many have written it.
-        is_open: it is neither published nor given back.
-        num_open: for how many that is so.
-        came: by part, for which blocks its rank has come.
-    """
-
-    num_parts: int
-    deadline_s: float
-    num_writers: npt.NDArray[np.int32]
-    num_done: npt.NDArray[np.int32]
-    is_open: npt.NDArray[np.bool_]
-    num_open: int
-    came: dict[int, npt.NDArray[np.bool_]]
-
-
-@dataclass(slots=True, eq=False)
 class Run:
     """Blocks of one claim.
 
@@ -108,14 +81,12 @@ class Run:
         slots: slot of each.
         whole: the same.
         num_ready: so many from the front are ready, in these slots; never too many.
-        parts: of blocks that ranks are writing.
     """
 
     data: bytes
     slots: list[int]
     whole: SlotList
     num_ready: int = 0
-    parts: Parts | None = None
 
     def num_shared(self, place: int, data: bytes, at: int) -> int:
         """Return how many blocks from `place` on are ready and the same as those of other hashes from `at` on.

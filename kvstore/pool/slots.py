@@ -36,34 +36,29 @@ class SlotTable:
 
     # Writing.
 
-    def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes) -> list[int]:
+    def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes) -> Run:
         """Take a slot for each block that gets one, free slots first, then by eviction.
 
         Returns:
-            Slots in ascending order for the leading blocks, in their new generation and being written.
+            The leading blocks and their slots, ascending, in their new generation and being written.
         """
-        claimed, listed = self._take(len(hashes))
-        if claimed:
-            hashes = hashes[: len(claimed)]
-            run = Run(b"".join(hashes), claimed, listed)
-            self.index.claim(run, hashes, parents[: len(claimed)], namespace)
-        return claimed
+        run = self._take(len(hashes))
+        if run.slots:
+            hashes = hashes[: len(run.slots)]
+            run.data = b"".join(hashes)
+            self.index.claim(run, hashes, parents[: len(hashes)], namespace)
+        return run
 
-    def claim_anonymous(self, wanted: int) -> tuple[list[int], SlotList]:
-        """Take slots for blocks that will never be published, so have no names: they are aborted from the start.
-
-        Returns:
-            Slots in ascending order, in their new generation, one by one and all at once; fewer when no more can be
-            had.
-        """
+    def claim_anonymous(self, wanted: int) -> Run:
+        """Take up to so many slots for blocks without names, as `claim` does; they are aborted from the start."""
         num_free = self.columns.num_free
-        claimed, listed = self._take(wanted)
-        self.columns.aborted.update(claimed)
+        run = self._take(wanted)
+        self.columns.aborted.update(run.slots)
         if wanted > num_free:  # What was evicted still has the names of the blocks that were there.
-            self.index.forget(listed)
-        return claimed, listed
+            self.index.forget(run.whole)
+        return run
 
-    def _take(self, wanted: int) -> tuple[list[int], SlotList]:
+    def _take(self, wanted: int) -> Run:
         columns = self.columns
         while columns.num_free < wanted and self.sweep(wanted - columns.num_free):
             pass  # Some of it is read. What is evicted afterwards was not cleared.
@@ -76,7 +71,7 @@ class SlotTable:
         if was_short:
             self.eviction.freed(listed)
         columns.begin_writing(listed)
-        return claimed, listed
+        return Run(b"", claimed, listed)
 
     def _evict(self, wanted: int) -> list[int]:
         ref_count, evict = self.columns.ref_count, self.index.evict

@@ -30,15 +30,7 @@ def _positions(count: int) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteTerms:
-    """Who writes and on what terms.
-
-    Args:
-        owner: only it can complete or abort the write.
-        part: which part of each block it writes.
-        num_parts: of how many.
-        deadline_s: when the writer has lost its right and its slots come back; it must have stopped before.
-        parts_deadline_s: when a block is given up for which not all parts have come.
-    """
+    """The terms of a write; see `Pool.prepare_store`."""
 
     owner: str
     part: int = 0
@@ -158,26 +150,26 @@ class WriteTable:
         )
 
     def refuse(self, namespace: bytes) -> StoreTicket:
-        """Return a ticket for nothing, to who has only blocks from before the last clearing."""
+        """Return a ticket for nothing, to a writer of blocks from before the last clearing."""
         return StoreTicket(write_id=0, num_clears=self._clears.get(namespace), epoch=self._epoch)
 
     def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
         table = self._table
         self._sweep_writing(num_blocks - table.columns.num_free)
-        slots, listed = table.claim_anonymous(num_blocks)
-        if len(slots) < num_blocks:
-            table.columns.end_aborted(slots)
+        run = table.claim_anonymous(num_blocks)
+        if len(run.slots) < num_blocks:
+            table.columns.end_aborted(run.slots)
             raise PoolExhausted(
-                f"wanted {num_blocks} slots, got {len(slots)}: the others are pinned or being written; release leases "
-                "or add capacity"
+                f"wanted {num_blocks} slots, got {len(run.slots)}: the others are pinned or being written; release "
+                "leases or add capacity"
             )
-        write_id, generations = self._new_id(), table.columns.lives(listed)
-        self._writes[write_id] = _Write(terms, [], slots, generations, NO_SLOTS, 0, [], NOTHING)
+        write_id, generations = self._new_id(), table.columns.lives(run.whole)
+        self._writes[write_id] = _Write(terms, [], run.slots, generations, NO_SLOTS, 0, [], NOTHING)
         return StoreTicket(
             write_id=write_id,
             packed_indexes=_positions(num_blocks),
-            packed_slots=listed.packed.packed,
+            packed_slots=run.whole.packed.packed,
             generations=generations,
             epoch=self._epoch,
         )
@@ -190,25 +182,22 @@ class WriteTable:
         Returns:
             (the blocks that got one, how many leading blocks there are now before the first that got none).
         """
-        parents = [chain.parent, *hashes[:-1]]
-        if found.count(None) == len(found):
-            claimed = self._claim_slots(hashes, parents, chain.namespace, terms)
-            found[: len(claimed)] = claimed
-            return range(len(claimed)), len(claimed)
-        missing = [i for i, slot in enumerate(found) if slot is None]
-        own, above = [hashes[i] for i in missing], [parents[i] for i in missing]
-        claimed = self._claim_slots(own, above, chain.namespace, terms)
-        for i, slot in zip(missing, claimed, strict=False):
-            found[i] = slot
-        end = missing[len(claimed)] if len(claimed) < len(missing) else len(found)
-        return missing[: len(claimed)], end
-
-    def _claim_slots(self, hashes: list[bytes], parents: list[bytes], namespace: bytes, terms: WriteTerms) -> list[int]:
+        parents, missing = [chain.parent, *hashes[:-1]], list[int]()
+        is_new = found.count(None) == len(found)
+        if not is_new:
+            missing = [i for i, slot in enumerate(found) if slot is None]
+            hashes, parents = [hashes[i] for i in missing], [parents[i] for i in missing]
         self._sweep_writing(len(hashes) - self._table.columns.num_free)
-        claimed = self._table.claim(hashes, parents, namespace)
-        if claimed and terms.num_parts > 1 and (run := self._table.index.run[claimed[0]]) is not None:
+        run = self._table.claim(hashes, parents, chain.namespace)
+        count = len(run.slots)
+        if count and terms.num_parts > 1:
             self._parts.begin(run, terms.num_parts, terms.parts_deadline_s)
-        return claimed
+        if is_new:
+            found[:count] = run.slots
+            return range(count), count
+        for i, slot in zip(missing, run.slots, strict=False):
+            found[i] = slot
+        return missing[:count], missing[count] if count < len(missing) else len(found)
 
     def find(self, write_id: int, owner: str, epoch: bytes | None, generations: bytes | None) -> _Write | None:
         """Return a write if `owner` holds it.
@@ -229,40 +218,28 @@ class WriteTable:
         """Publish the leading `count` blocks of a write, or take its part as done; returns how many became readable."""
         if write.space.is_cleared:
             self._abort_blocks(write.slots[write.num_done :])
-        if write.terms.num_parts > 1:
-            if count is not None:
-                raise InvalidRequest(f"count: wanted None for a write of {write.terms.num_parts} parts, got {count}")
-            return self._complete_part(write_id, write)
-        columns, begin = self._table.columns, write.num_done
-        end = len(write.slots) if count is None else min(count, len(write.slots))
+        if count is not None and write.terms.num_parts > 1:
+            raise InvalidRequest(f"count: wanted None for a write of {write.terms.num_parts} parts, got {count}")
+        columns, hashes, slots, begin = self._table.columns, write.hashes, write.slots, write.num_done
+        end = len(slots) if count is None else min(count, len(slots))
         if end <= begin:
             return 0
-        hashes, slots = write.hashes, write.slots
         if begin or end < len(slots):
             hashes, slots = hashes[begin:end], slots[begin:end]
-        write.num_done = end
-        if columns.aborted and not columns.aborted.isdisjoint(slots):
-            alive = [i for i, slot in enumerate(slots) if slot not in columns.aborted]
+        write.num_done, whole = end, None
+        if write.terms.num_parts > 1:
+            whole = self._parts.end(write.segments, slots, done=True)
+        elif columns.aborted and not columns.aborted.isdisjoint(slots):
+            whole = [i for i, slot in enumerate(slots) if slot not in columns.aborted]
             columns.end_aborted(columns.aborted.intersection(slots))
-            hashes, slots = [hashes[i] for i in alive], [slots[i] for i in alive]
-        self._publish(write, hashes, slots)
-        if end == len(write.slots):
-            self._end(write_id)
-        return len(slots)
-
-    def _complete_part(self, write_id: int, write: _Write) -> int:
-        whole = self._parts.end(write.segments, write.slots, done=True)
-        hashes, slots = write.hashes, write.slots
-        if len(whole) < len(slots):
+        if whole is not None and len(whole) < len(slots):
             hashes, slots = [hashes[i] for i in whole], [slots[i] for i in whole]
-        self._publish(write, hashes, slots)
-        self._end(write_id)
-        return len(slots)
-
-    def _publish(self, write: _Write, hashes: list[bytes], slots: list[int]) -> None:
         if slots:
             self._table.publish(write.space, hashes, slots, write.stamp)
             self._on_settled(hashes, True)
+        if end == len(write.slots):
+            self._end(write_id)
+        return len(slots)
 
     def abort(self, write_id: int, write: _Write, quarantine: str = "") -> int:
         """Give up what a write has not published; see `Pool.abort_store`."""
@@ -298,11 +275,11 @@ class WriteTable:
         return self._abort_all([i for i, write in self._writes.items() if write.terms.deadline_s < now_s])
 
     def clear(self, namespace: bytes) -> int:
-        """Make a namespace a miss; returns how many blocks that concerned. Their slots come back with `sweep`."""
-        space = self._table.index.detach(namespace)
-        if space.writing:
+        """Make a namespace's group a miss; returns how many blocks it had. Their slots come back with `sweep`."""
+        spaces = self._table.index.detach(namespace)
+        for space in spaces:
             self._on_settled(space.writing, False)
-        return len(space)
+        return sum(map(len, spaces))
 
     def has_cleared(self) -> bool:
         """Whether slots of what was cleared have not come back yet."""

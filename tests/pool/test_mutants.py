@@ -39,7 +39,7 @@ def test_every_mutant_applies_to_the_code_as_it_is():
         check(mutant.patches, ROOT)
 
 
-@pytest.mark.parametrize("old", ["no such text", "        self._yield("])
+@pytest.mark.parametrize("old", ["no such text", "        with self._step("])
 def test_a_patch_that_does_not_fit_once_is_refused(old):
     with pytest.raises(DoesNotApply, match=r"found \d+ times"):
         check([Patch("kvstore.pool.pool", old, "")], ROOT)

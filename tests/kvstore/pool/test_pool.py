@@ -349,6 +349,14 @@ def test_pins_have_a_budget():
     pool.check_integrity()
 
 
+def test_only_blocks_that_nobody_reads_count_against_the_budget():
+    pool = Pool(4, max_pinned=2)
+    store(pool, "abcd")
+    assert len(pool.pin_prefix(chain_of("abc", start=1), "r1", LATER_S).slots) == 2
+    assert len(pool.pin_prefix(chain_of("abcd"), "r2", LATER_S).slots) == 0
+    assert len(pool.pin_prefix(chain_of("abcd", start=1), "r3", LATER_S).slots) == 2
+
+
 def test_an_owner_that_is_gone_leaves_nothing():
     pool = Pool(8)
     store(pool, "ab", "dead")

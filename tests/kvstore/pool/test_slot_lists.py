@@ -54,15 +54,15 @@ def test_blocks_that_were_published_out_of_order_are_not_known():
 )
 def test_a_list_of_slots_takes_the_same_items_in_every_form(slots):
     column, listed = np.arange(20), SlotList.of(slots)
-    assert column[listed.index].tolist() == listed.tolist() == slots
+    assert column[listed.index].tolist() == list(listed) == slots
     assert listed.is_distinct == (len(set(slots)) == len(slots))
     for begin in range(len(slots) + 1):
         for end in range(begin, len(slots) + 1):
             part = listed.part(begin, end)
-            assert column[part.index].tolist() == part.tolist() == list(part.packed) == slots[begin:end]
+            assert column[part.index].tolist() == list(part) == list(part.packed) == slots[begin:end]
             both = join([listed, part])
-            assert column[both.index].tolist() == both.tolist() == [*slots, *slots[begin:end]]
-            assert both.is_distinct == (len(set(both.tolist())) == len(both))
+            assert column[both.index].tolist() == list(both) == [*slots, *slots[begin:end]]
+            assert both.is_distinct == (len(set(list(both))) == len(both))
 
 
 @pytest.mark.parametrize("seed", range(30))

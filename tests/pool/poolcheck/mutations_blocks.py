@@ -29,7 +29,7 @@ BLOCKS = (
     Mutant(
         name="no lock",
         source="TensorRT-LLM: LRU lists shared by two threads",
-        patches=(Patch(POOL, "with self._lock:", "if True:", everywhere=True),),
+        patches=(Patch(POOL, "return self._lock\n", "return __import__('contextlib').nullcontext()\n"),),
         tests=(f"{LINES}[claim_pin_evict]",),
     ),
     Mutant(
@@ -75,7 +75,7 @@ BLOCKS = (
         name="no re-check after the copy",
         source="TensorRT-LLM: onboard swaps what was pinned meanwhile",
         patches=(
-            Patch(WRITES, "if columns.aborted and not columns.aborted.isdisjoint(slots):", "if False:"),
+            Patch(WRITES, "elif columns.aborted and not columns.aborted.isdisjoint(slots):", "elif False:"),
             Patch(
                 INDEX,
                 "            del writing[own]\n",
@@ -276,8 +276,8 @@ BLOCKS = (
         "those who wait do not hear of a clearing",
         "ours",
         WRITES,
-        "        if space.writing:\n            self._on_settled(space.writing, False)\n",
-        "",
+        "            self._on_settled(space.writing, False)\n",
+        "            pass\n",
         f"{POOL_WRITES}::test_a_clearing_ends_the_waiting_for_it_and_is_counted",
     ),
     bug(

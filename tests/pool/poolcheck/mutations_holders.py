@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from poolcheck.mutant import (
-    COLUMNS,
     EXPLORER,
     FAULTS,
     GAP,
@@ -33,11 +32,8 @@ HOLDERS = (
             GAP,
             Patch(
                 LEASES,
-                "self._affordable(self._table.index.find_prefix(chain.namespace, chain.data), kind)\n",
-                (
-                    "self._affordable(self._table.index.find_prefix(chain.namespace, chain.data), kind)\n"
-                    "        self._table.gap()\n"
-                ),
+                "self._table.index.find_prefix(chain.namespace, chain.data)\n",
+                ("self._table.index.find_prefix(chain.namespace, chain.data)\n        self._table.gap()\n"),
             ),
         ),
         tests=(f"{EXPLORER}[claim_pin_evict]",),
@@ -112,8 +108,8 @@ HOLDERS = (
         "not the oldest first",
         "TensorRT-LLM: a touch loses its place",
         LEASES,
-        "        return self._table.eviction.touched(slots)\n",
-        "        return 0\n",
+        "        stamp = table.eviction.touched(slots)\n",
+        "        stamp = 0\n",
         MODEL,
     ),
     bug(
@@ -155,17 +151,17 @@ HOLDERS = (
     bug(
         "pin budget not enforced",
         "ours",
-        COLUMNS,
-        "        if room >= len(slots):\n",
-        "        if True:\n",
+        LEASES,
+        "    if room >= len(slots):\n",
+        "    if True:\n",
         f"{POOL_RULES}::test_pins_have_a_budget",
     ),
     bug(
         "pin quota not enforced",
         "ours",
         LEASES,
-        "                if room < 0:\n",
-        "                if False:\n",
+        "        if kind is PinKind.HARD:\n            count = ",
+        "        if False:\n            count = ",
         f"{POOL_PINS}::test_hard_pins_have_a_quota_of_their_own",
     ),
     bug(
