@@ -14,6 +14,8 @@ from kvstore.pool.eviction import EvictionPolicy
 from kvstore.pool.slot_lists import Run, Segment, SlotList, join
 
 NO_SLOTS = SlotList.of([])
+#: Of a slot that was never claimed for a block with a name.
+_NO_RUN = Run(b"", [], NO_SLOTS)
 #: So many hashes of events are kept at least; in larger pools as many as there are slots.
 _FEWEST_EVENTS = 1 << 14
 #: So many that are empty may be kept, and as many again as were not when it was looked last.
@@ -94,10 +96,10 @@ class BlockIndex:
     def __init__(self, num_slots: int, presence: PresenceCounts, eviction: EvictionPolicy) -> None:
         self.presence, self._eviction = presence, eviction
         self.block_hash, self.parent = [b""] * num_slots, [b""] * num_slots
-        #: In which index the block of a slot is, one of those in `cleared` too.
-        self.space: list[Space | None] = [None] * num_slots
+        #: In which index the block of a slot is, one of those in `cleared` too; `NOTHING` where none is.
+        self.space = [NOTHING] * num_slots
         self.num_children = [0] * num_slots
-        self.run: list[Run | None] = [None] * num_slots
+        self.run = [_NO_RUN] * num_slots
         self.place = [0] * num_slots
         self.spaces: dict[bytes, Space] = {}
         #: What was cleared and is not swept yet.
@@ -115,9 +117,7 @@ class BlockIndex:
         """Return how many leading blocks are ready, up to the first that is not; `data` has their hashes."""
         count, at, ready = len(data) // HASH_BYTES, 0, self.space_of(namespace).ready
         while at < count and (slot := ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
-            run = self.run[slot]
-            assert run is not None, "ready, and never claimed"
-            at += run.num_shared(self.place[slot], data, at)
+            at += self.run[slot].num_shared(self.place[slot], data, at)
         return at
 
     def find_prefix(self, namespace: bytes, data: bytes) -> SlotList:
@@ -125,7 +125,6 @@ class BlockIndex:
         count, at, pieces, ready = len(data) // HASH_BYTES, 0, [], self.space_of(namespace).ready
         while at < count and (slot := ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
             run, place = self.run[slot], self.place[slot]
-            assert run is not None, "ready, and never claimed"
             length = run.num_shared(place, data, at)
             pieces.append(run.whole.part(place, place + length))
             at += length
@@ -133,23 +132,18 @@ class BlockIndex:
 
     def listed(self, slots: list[int]) -> SlotList:
         """Return slots as a list of them all, that of their claim if they are one."""
-        if slots and (run := self.run[slots[0]]) is not None and run.slots == slots:
-            return run.whole
-        return SlotList.of(slots)
+        run = self.run[slots[0]] if slots else _NO_RUN
+        return run.whole if run.slots == slots else SlotList.of(slots)
 
     def segments(self, slots: Sequence[int | None]) -> list[Segment]:
         """Return the stretches of slots that are neighbours in one claim, in order; where there is none, none."""
-        found: list[Segment] = []
-        at = 0
+        found, at = list[Segment](), 0
         while at < len(slots):
-            slot = slots[at]
-            if slot is None:
-                at += 1
-                continue
-            run, place = self.run[slot], self.place[slot]
-            assert run is not None, "a slot that was never claimed"
-            count = run.num_same(place, slots, at)
-            found.append(Segment(run, place, at, count))
+            slot, count = slots[at], 1
+            if slot is not None:
+                run, place = self.run[slot], self.place[slot]
+                count = run.num_same(place, slots, at)
+                found.append(Segment(run, place, at, count))
             at += count
         return found
 
@@ -162,7 +156,6 @@ class BlockIndex:
         for leaf in leaves:
             space, path = self.space[leaf], list[int]()
             at: int | None = leaf
-            assert space is not None, "ready, and of no namespace"
             while at is not None:
                 path.append(at)
                 at = space.ready.get(self.parent[at])
@@ -225,9 +218,7 @@ class BlockIndex:
         if self.parent[slots[0]] == space.namespace:  # Only what a write begins with can be a chain's first.
             self.presence.add(hashes[0])
         space.ready.update(zip(hashes, slots, strict=True))
-        run = self.run[slots[0]]
-        if run is not None:
-            run.published(slots)
+        self.run[slots[0]].published(slots)
         self.events.add(True, hashes)
 
     # Taking out.
@@ -239,11 +230,9 @@ class BlockIndex:
             Its hash, for an event; nothing, with nothing changed, when there is no such block in the slot.
         """
         own, space = self.block_hash[slot], self.space[slot]
-        if self.num_children[slot] or space is None or space.ready.pop(own, None) is None:
+        if self.num_children[slot] or space.ready.pop(own, None) is None:
             return b""
-        run = self.run[slot]
-        if run is not None:
-            run.lost(self.place[slot])
+        self.run[slot].lost(self.place[slot])
         if self.parent[slot] == space.namespace:
             self.presence.drop(own)
         else:
@@ -259,10 +248,9 @@ class BlockIndex:
         aborted, lost = list[int](), list[bytes]()
         for slot in slots:
             own, space = self.block_hash[slot], self.space[slot]
-            if space is None:
+            if space.writing.pop(own, None) is None:
                 continue
             aborted.append(slot)
-            del space.writing[own]
             if not space.is_cleared:
                 lost.append(own)
                 if self.parent[slot] != space.namespace:
@@ -293,11 +281,11 @@ class BlockIndex:
         index, count = slots.index, len(slots)
         if isinstance(index, slice):
             block_hash[index] = parent[index] = [b""] * count
-            spaces[index], num_children[index] = [None] * count, [0] * count
+            spaces[index], num_children[index] = [NOTHING] * count, [0] * count
         else:
             for slot in slots:
                 block_hash[slot] = parent[slot] = b""
-                spaces[slot], num_children[slot] = None, 0
+                spaces[slot], num_children[slot] = NOTHING, 0
 
     def detach(self, namespace: bytes) -> list[Space]:
         """Let nothing of a namespace's group be found any more, in one step; the slots come back with `sweep`.

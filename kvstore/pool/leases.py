@@ -42,17 +42,13 @@ class LeaseTable:
         self._table, self._epoch, self._new_id = table, epoch, new_id
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         self._leases: dict[int, _Lease] = {}
-        self._hard: Counter[int] = Counter()
+        #: Slots with a hard pin, and how many each has.
+        self.hard_pins: Counter[int] = Counter()
         #: How many leases are soft pins.
         self.num_soft_pins = 0
 
     def __len__(self) -> int:
         return len(self._leases)
-
-    @property
-    def num_hard_pinned(self) -> int:
-        """Number of slots that hard pins hold."""
-        return len(self._hard)
 
     def pin(self, chain: Chain, owner: str, deadline_s: float, kind: PinKind) -> Grant:
         """Pin the readable prefix of a chain under a new lease, as far as the budgets go.
@@ -134,7 +130,7 @@ class LeaseTable:
         else:
             table.columns.pin(slots)
         if kind is PinKind.HARD:
-            self._hard.update(slots)
+            self.hard_pins.update(slots)
         stamp = table.eviction.touched(slots)
         lease = _Lease(owner, deadline_s, kind, slots, table.columns.lives(slots), stamp)
         return lease, len(found) - len(slots)
@@ -145,17 +141,18 @@ class LeaseTable:
         columns = self._table.columns
         count = _num_within(self._max_pinned - columns.num_pinned, slots, columns.ref_count.__getitem__)
         if kind is PinKind.HARD:
-            count = _num_within(self._max_hard_pinned - len(self._hard), slots.part(0, count), self._hard.get)
+            count = _num_within(self._max_hard_pinned - len(self.hard_pins), slots.part(0, count), self.hard_pins.get)
         return count
 
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
         if lease.kind is PinKind.SOFT:
             self.num_soft_pins -= 1
-            self._table.soft_unpin(lease.slots, lease.generations)
+            living = self._table.columns.still_living(lease.slots, lease.generations)
+            self._table.eviction.soft_unpinned(living)
             return
         if lease.kind is PinKind.HARD:
-            self._hard -= Counter(lease.slots)
+            self.hard_pins -= Counter(lease.slots)
         self._table.unpin(lease.slots, lease.stamp)
 
     def _drop_all(self, lease_ids: list[int]) -> int:
@@ -169,18 +166,13 @@ class LeaseTable:
         soft: Counter[int] = Counter()
         for lease in self._leases.values():
             if lease.kind is PinKind.SOFT:
-                living = self._table.columns.lives(lease.slots)
-                soft.update(
-                    slot
-                    for i, slot in enumerate(lease.slots)
-                    if living[4 * i : 4 * i + 4] == lease.generations[4 * i : 4 * i + 4]
-                )
+                soft.update(self._table.columns.still_living(lease.slots, lease.generations))
                 continue
             assert self._table.columns.lives(lease.slots) == lease.generations, "a pinned slot began a new life"
             refs.update(lease.slots)
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots)
-        assert hard == self._hard, "hard pins"
+        assert hard == self.hard_pins, "hard pins"
         num_soft_pins = sum(lease.kind is PinKind.SOFT for lease in self._leases.values())
         assert num_soft_pins == self.num_soft_pins, "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"

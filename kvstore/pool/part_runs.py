@@ -25,7 +25,6 @@ class _Parts:
         num_writers: how many ranks write a block now.
         num_done: how many have written it.
         is_open: it is neither published nor given back.
-        num_open: for how many that is so.
         came: by part, for which blocks its rank has come.
     """
 
@@ -34,7 +33,6 @@ class _Parts:
     num_writers: npt.NDArray[np.int32]
     num_done: npt.NDArray[np.int32]
     is_open: npt.NDArray[np.bool_]
-    num_open: int
     came: dict[int, npt.NDArray[np.bool_]]
 
 
@@ -57,7 +55,7 @@ class PartRuns:
         """Note that the blocks of a new claim are written in parts."""
         count = len(run.slots)
         none, is_open = np.zeros(count, np.int32), np.ones(count, np.bool_)
-        self._runs[run] = _Parts(num_parts, deadline_s, none, none.copy(), is_open, count, {})
+        self._runs[run] = _Parts(num_parts, deadline_s, none, none.copy(), is_open, {})
 
     def joinable(self, segment: Segment, part: int, num_parts: int) -> list[int]:
         """Return for which blocks of a list of slots a rank may come: those of as many parts, for which it did not."""
@@ -120,8 +118,7 @@ class PartRuns:
     def _close(self, run: Run, places: npt.NDArray[np.intp]) -> None:
         parts = self._runs[run]
         parts.is_open[places] = False
-        parts.num_open -= len(places)
-        if not parts.num_open:
+        if not parts.is_open.any():
             del self._runs[run]
 
     def check(self, num_writers: dict[int, int]) -> set[int]:
@@ -132,7 +129,7 @@ class PartRuns:
         """
         known = set[int]()
         for run, parts in self._runs.items():
-            assert parts.num_open == int(np.count_nonzero(parts.is_open)) > 0, f"{parts}: open blocks"
+            assert parts.is_open.any(), f"{parts}: no open blocks"
             came = np.sum([*parts.came.values()], axis=0)
             for place in np.flatnonzero(parts.is_open).tolist():
                 slot, count = run.slots[place], int(parts.num_writers[place])

@@ -380,7 +380,7 @@ class Pool:
         """Give some slots of what was cleared back; whether there are more. A claim that is short of slots does too."""
         with self._step("sweep"):
             self._writes.sweep(self._swept_at_once)
-            return self._writes.has_cleared()
+            return bool(self._table.index.cleared)
 
     def sweep_all(self) -> None:
         """Give all slots of what was cleared back, but let others have the lock in between."""
@@ -390,7 +390,7 @@ class Pool:
     def has_cleared(self) -> bool:
         """Whether `sweep` has something to do."""
         with self._lock:
-            return self._writes.has_cleared()
+            return bool(self._table.index.cleared)
 
     def num_clears(self, namespace: bytes) -> int:
         """Return how often a namespace was cleared here, or another that shares its counter."""
@@ -456,7 +456,7 @@ class Pool:
                 num_writes=len(self._writes),
                 num_evicted=table.num_evicted,
                 num_published=table.num_published,
-                num_hard_pinned=self._leases.num_hard_pinned,
+                num_hard_pinned=len(self._leases.hard_pins),
                 num_soft_pinned=len(table.eviction.soft_pins),
                 num_soft_pins=self._leases.num_soft_pins,
             )

@@ -38,8 +38,7 @@ def check_index(index: BlockIndex) -> tuple[dict[int, bytes], dict[int, bytes]]:
     ready = {s: own for space in spaces for own, s in space.ready.items() if index.space[s] is space}
     writing = {s: own for space in spaces for own, s in space.writing.items()}
     assert {slot: own for slot, own in enumerate(index.block_hash) if own} == ready | writing, "index names another"
-    namespaces = {s: space.namespace for s in ready if (space := index.space[s]) is not None}
-    index.presence.check(own for slot, own in ready.items() if index.parent[slot] == namespaces[slot])
+    index.presence.check(own for slot, own in ready.items() if index.parent[slot] == index.space[slot].namespace)
     for namespace, space in index.spaces.items():
         assert (space.namespace, space.is_cleared, space.unswept) == (namespace, False, None), "cleared and findable"
         assert len(space.ready.keys() | space.writing.keys()) == len(space), "ready and being written"
@@ -63,11 +62,10 @@ def _check_children(index: BlockIndex, space: Space) -> None:
 def _check_runs(index: BlockIndex) -> None:
     findable = {own: slot for space in index.spaces.values() for own, slot in space.ready.items()}
     written = [slot for space in index.spaces.values() for slot in space.writing.values()]
-    for run in {run for slot in [*findable.values(), *written] if (run := index.run[slot]) is not None}:
+    for run in {index.run[slot] for slot in [*findable.values(), *written]}:
         known = [run.data[at : at + HASH_BYTES] for at in range(0, run.num_ready * HASH_BYTES, HASH_BYTES)]
         assert [findable.get(own) for own in known] == run.slots[: run.num_ready], "a run knows too much"
     for own, slot in findable.items():
-        run = index.run[slot]
-        assert run is not None, "ready, and never claimed"
-        assert run.slots[index.place[slot]] == slot, "a slot is not where its run has it"
-        assert run.data[index.place[slot] * HASH_BYTES :][:HASH_BYTES] == own, "a run has another hash"
+        run, place = index.run[slot], index.place[slot]
+        assert run.slots[place : place + 1] == [slot], "a slot is not where its run has it"
+        assert run.data[place * HASH_BYTES :][:HASH_BYTES] == own, "a run has another hash"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -50,7 +50,9 @@ class SlotColumns:
         """Return the generation of each slot as little-endian uint32."""
         return self._generations[slots.index].tobytes()
 
-    # Writing.
+    def still_living(self, slots: SlotList, lives: bytes) -> Iterator[int]:
+        """Yield each slot that is still in the life that it had."""
+        return (slot for slot, life in zip(slots, array("I", lives), strict=True) if self.generation[slot] == life)
 
     def take_free(self, wanted: int) -> list[int]:
         """Take up to so many free slots, the lowest, in ascending order."""
@@ -87,8 +89,6 @@ class SlotColumns:
     def _free_up(self, slots: Iterable[int]) -> None:
         self._free += slots
         self._free_is_sorted = False
-
-    # Reading.
 
     def pin(self, slots: SlotList) -> None:
         """Add a reader to each ready slot, two if it is named twice; whoever pins slots also touches them."""

@@ -5,8 +5,6 @@ No locking here: the pool holds its lock. kvstore.pool.slot_checks proves that t
 
 from __future__ import annotations
 
-from array import array
-
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.block_index import BlockIndex, Space
 from kvstore.pool.eviction import EvictionPolicy
@@ -33,8 +31,6 @@ class SlotTable:
         presence = PresenceCounts(bytearray(_OWN_COUNTERS)) if presence is None else presence
         self.index = BlockIndex(num_slots, presence, self.eviction)
         self.num_evicted = self.num_published = 0
-
-    # Writing.
 
     def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes) -> Run:
         """Take a slot for each block that gets one, free slots first, then by eviction.
@@ -89,11 +85,11 @@ class SlotTable:
         return evicted
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int], stamp: int) -> None:
-        """Make fully written blocks readable.
+        """Make blocks readable that were being written and are whole.
 
         Args:
             space: of the blocks, not cleared.
-            hashes: blocks, all of them being written.
+            hashes: of them, in the order in which they were claimed.
             slots: slot of each.
             stamp: of the touch that came with their claim.
         """
@@ -113,24 +109,10 @@ class SlotTable:
         self.eviction.freed(aborted)
         return lost
 
-    # Reading.
-
     def unpin(self, slots: SlotList, stamp: int) -> None:
-        """Remove a reader from each slot.
-
-        Args:
-            slots: as given to `SlotColumns.pin`.
-            stamp: of the touch that came with it, the earliest of several.
-        """
+        """Remove a reader from each slot; `stamp` is of the first touch since they have it."""
         self.columns.unpin(slots)
         self.eviction.released(slots, stamp)
-
-    def soft_unpin(self, slots: SlotList, generations: bytes) -> None:
-        """Remove a soft pin from each slot that is still in the life in which it got it."""
-        given, living = zip(slots, array("I", generations), strict=True), self.columns.generation
-        self.eviction.soft_unpinned(slot for slot, generation in given if living[slot] == generation)
-
-    # Clearing.
 
     def sweep(self, num_slots: int) -> int:
         """Free so many slots of what was cleared, or leave them to their last reader; returns how many."""

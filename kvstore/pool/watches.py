@@ -29,9 +29,6 @@ class WatchTable:
     _calls: list[Callable[[], None]] = field(default_factory=list)
     _num_blocks: int = 0
 
-    def __len__(self) -> int:
-        return len(self._watches)
-
     def __contains__(self, watch_id: int) -> bool:
         return watch_id in self._watches
 

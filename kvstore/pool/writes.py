@@ -42,7 +42,7 @@ class WriteTerms:
 @dataclass(slots=True)
 class _Write:
     terms: WriteTerms
-    #: None for blocks that will never be published.
+    #: Empty for blocks without names, which will never be published.
     hashes: list[bytes]
     slots: list[int]
     generations: bytes
@@ -281,10 +281,6 @@ class WriteTable:
             self._on_settled(space.writing, False)
         return sum(map(len, spaces))
 
-    def has_cleared(self) -> bool:
-        """Whether slots of what was cleared have not come back yet."""
-        return bool(self._table.index.cleared)
-
     def sweep(self, num_slots: int) -> None:
         """Give so many slots of what was cleared back, or as soon as their last writer or reader ends."""
         cleared = self._table.index.cleared
@@ -299,8 +295,7 @@ class WriteTable:
             slots = list(islice(reversed(space.writing.values()), max(num_slots, 0)))
             self._table.abort(slots)
             for slot in slots:
-                if (run := index.run[slot]) is not None:
-                    self._parts.leave(run, index.place[slot])
+                self._parts.leave(index.run[slot], index.place[slot])
             num_slots -= len(slots)
 
     def _abort_all(self, write_ids: list[int]) -> int:

@@ -130,8 +130,8 @@ BLOCKS = (
         "a run that outlives its blocks",
         "ours: what a claim remembers of its blocks is not what the index has",
         INDEX,
-        "            run.lost(self.place[slot])\n",
-        "            pass\n",
+        "        self.run[slot].lost(self.place[slot])\n",
+        "        pass\n",
         MODEL,
     ),
     bug(
@@ -178,7 +178,7 @@ BLOCKS = (
         name="evict the root first",
         source="SGLang, LightLLM: prefixes with holes",
         patches=(
-            Patch(INDEX, "if self.num_children[slot] or space is None", "if space is None"),
+            Patch(INDEX, "if self.num_children[slot] or space.ready", "if space.ready"),
             Patch(LRU, "slot, touched = current.pop(), passed", "slot, touched = current.pop(0), passed"),
         ),
         tests=(MODEL,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from poolcheck.mutant import (
+    COLUMNS,
     EXPLORER,
     FAULTS,
     GAP,
@@ -14,7 +15,6 @@ from poolcheck.mutant import (
     POOL_PINS,
     POOL_RULES,
     PRESENCE_RULES,
-    SLOTS,
     STALE,
     WIRE,
     Mutant,
@@ -191,9 +191,9 @@ HOLDERS = (
     bug(
         "soft pin kept for the next block in the slot",
         "ours",
-        SLOTS,
-        " for slot, generation in given if living[slot] == generation)",
-        " for slot, _ in given)",
+        COLUMNS,
+        " if self.generation[slot] == life)",
+        ")",
         f"{POOL_PINS}::test_a_soft_pin_that_ended_protects_no_more_and_not_the_next_block_in_the_slot",
     ),
     bug(
