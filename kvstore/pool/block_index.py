@@ -302,18 +302,18 @@ class BlockIndex:
         self.cleared += spaces
         return spaces
 
-    def sweep(self, num_slots: int) -> SlotList:
-        """Take up to so many blocks out that were ready when they were cleared; returns their slots."""
+    def sweep(self, num_slots: int) -> tuple[list[int], SlotList]:
+        """Take up to so many blocks out that were ready when they were cleared; returns their slots in both forms."""
         swept, parent = list[int](), self.parent
         for space in self.cleared:
             if space.unswept is not None:
-                slots = list(islice(space.unswept, num_slots - len(swept)))
+                slots, namespace = list(islice(space.unswept, num_slots - len(swept))), space.namespace
                 swept += slots
-                for slot in [slot for slot in slots if parent[slot] == space.namespace]:
+                for slot in [slot for slot in slots if parent[slot] == namespace]:
                     self.presence.drop(self.block_hash[slot])
                 if len(swept) == num_slots:
                     break
                 space.unswept = None
         listed = SlotList.of(swept) if swept else NO_SLOTS
         self.forget(listed)
-        return listed
+        return swept, listed

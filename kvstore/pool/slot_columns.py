@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class SlotColumns:
         self._free_up(slots)
         return len(slots)
 
-    def _free_up(self, slots: Iterable[int]) -> None:
+    def _free_up(self, slots: Collection[int]) -> None:
         self._free += slots
         self._free_is_sorted = False
 
@@ -118,12 +118,11 @@ class SlotColumns:
             return len(refs) - int(np.count_nonzero(refs))
         return len(np.unique(np.array(slots.packed)[refs == 0]))
 
-    def clear(self, slots: SlotList) -> None:
-        """Free ready slots that were cleared, each with its last reader."""
-        is_read = self._ref_counts[slots.index] > 0
+    def clear(self, slots: list[int], listed: SlotList) -> None:
+        """Free ready slots that were cleared, each with its last reader; `listed` are the same."""
+        is_read = self._ref_counts[listed.index] > 0
         if is_read.any():
-            index = np.array(slots.packed, np.intp)
+            index = np.array(slots, np.intp)
             self.cleared.update(index[is_read].tolist())
-            self._free_up(index[~is_read].tolist())
-        else:
-            self._free_up(slots)
+            slots = index[~is_read].tolist()
+        self._free_up(slots)

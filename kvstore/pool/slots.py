@@ -116,7 +116,8 @@ class SlotTable:
 
     def sweep(self, num_slots: int) -> int:
         """Free so many slots of what was cleared, or leave them to their last reader; returns how many."""
-        if slots := self.index.sweep(num_slots):
-            self.eviction.freed(slots)
-            self.columns.clear(slots)
+        slots, listed = self.index.sweep(num_slots)
+        if slots:
+            self.eviction.freed(listed)
+            self.columns.clear(slots, listed)
         return len(slots)

@@ -293,7 +293,8 @@ class WriteTable:
         for space in index.cleared:
             # From the end: there it has no gaps that earlier steps left.
             slots = list(islice(reversed(space.writing.values()), max(num_slots, 0)))
-            self._table.abort(slots)
+            if slots:
+                self._table.abort(slots)
             for slot in slots:
                 self._parts.leave(index.run[slot], index.place[slot])
             num_slots -= len(slots)

@@ -57,8 +57,8 @@ CLEARINGS: tuple[Mutant, ...] = (
         "what is swept and read is freed",
         "LMCache: memory freed under a transfer",
         COLUMNS,
-        "_free_up(index[~is_read].tolist())",
-        "_free_up(slots)",
+        "            slots = index[~is_read].tolist()\n",
+        "",
         f"{EXPLORER}[clear_in_pieces]",
     ),
     bug(
