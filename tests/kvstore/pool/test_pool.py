@@ -374,7 +374,7 @@ def test_an_owner_that_is_gone_leaves_nothing():
     assert resident(pool, "ab") == 2, "what it stored stays"
 
 
-def test_clear_dooms_writes_and_lets_pinned_readers_finish():
+def test_clear_aborts_writes_and_lets_pinned_readers_finish():
     pool = Pool(12)
     slots = store(pool, "abc")
     other = pool.prepare_store(chain_of("abc", NAMESPACES[1]), "w")

@@ -267,7 +267,7 @@ def test_the_same_part_twice_or_another_number_of_parts_waits():
 
 
 @pytest.mark.parametrize("how", ["abort", "death"])
-def test_a_rank_that_gives_up_dooms_the_block_for_all(how):
+def test_a_rank_that_gives_up_aborts_the_block_for_all(how):
     """Rule 4: and the slot is not free before the last live rank has let go of it."""
     pool = Pool(4)
     one, two, three = parts(pool, "ab", 3)
