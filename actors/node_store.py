@@ -32,7 +32,7 @@ from kvstore.bounds import (
     clip,
 )
 from kvstore.config import StoreConfig
-from kvstore.errors import InvalidRequest, NamespaceMismatch
+from kvstore.errors import InvalidRequest, NamespaceMismatch, ProtocolError
 from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
 from kvstore.node.pool_verbs import deadline_after
@@ -220,7 +220,10 @@ class NodeStore:
         if not isinstance(chains, list):
             raise InvalidRequest(f"chains: wanted what begin_drain() returned, got {type(chains).__name__}")
         for chain in chains:
-            decode_chain(check_bytes("chain", chain, MAX_CHAIN_BYTES))
+            try:
+                decode_chain(check_bytes("chain", chain, MAX_CHAIN_BYTES))
+            except ProtocolError as error:
+                raise InvalidRequest(f"chain: wanted what begin_drain() returned: {error}") from error
         return self._core.adopt(chains, timeout_s)
 
     @ray.method(concurrency_group=DRAIN)

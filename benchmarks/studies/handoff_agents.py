@@ -23,10 +23,10 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import replace
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 
 MIB = 1 << 20
@@ -98,7 +98,11 @@ class Side:
         # A transport knows slots of one size only; here the same memory is cut in several ways.
         transport.set_slots(piece_bytes, count)
         name, description, lists = transport._peers["peer"]
-        transport._peers["peer"] = (name, replace(description, slot_bytes=piece_bytes, num_slots=count), lists)
+        transport._peers["peer"] = (
+            name,
+            msgspec.structs.replace(description, slot_bytes=piece_bytes, num_slots=count),
+            lists,
+        )
         order = np.arange(count, dtype=np.int32)
         remote = np.random.default_rng(0).permutation(order) if mixed else order
         per_chunk = max(1, chunk_bytes // piece_bytes)

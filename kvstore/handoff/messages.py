@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from kvstore.blocks.codec import U32, U64, Digest, Epoch, IndexArray, Record, decoder
-from kvstore.errors import ProtocolError
+from kvstore.errors import PeerLost
 from kvstore.remote.answers import sensible
 
 _MAX_REASON_CHARS = 1000
@@ -53,11 +53,7 @@ def claimed_of(payload: bytes, num_wanted: int) -> PeerClaimed:
     Raises:
         PeerLost: that is nonsense.
     """
-
-    def claimed(data: bytes) -> PeerClaimed:
-        found = _decode_peer_claimed(data)
-        if not found.reason and len(found.slots) != num_wanted:
-            raise ProtocolError(f"wanted {num_wanted} slots, got {len(found.slots)}")
-        return msgspec.structs.replace(found, reason=found.reason[:_MAX_REASON_CHARS])
-
-    return sensible(claimed, payload)
+    found = sensible(_decode_peer_claimed, payload)
+    if not found.reason and len(found.slots) != num_wanted:
+        raise PeerLost(f"wanted {num_wanted} slots of a peer, got {len(found.slots)}")
+    return msgspec.structs.replace(found, reason=found.reason[:_MAX_REASON_CHARS])

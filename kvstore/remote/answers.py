@@ -28,14 +28,10 @@ def grant_of(payload: bytes, num_wanted: int) -> PeerGrant:
     Raises:
         PeerLost: that is nonsense.
     """
-
-    def grant(data: bytes) -> PeerGrant:
-        found = decode_peer_grant(data)
-        if len(found.slots) > num_wanted:
-            raise ProtocolError(f"wanted at most {num_wanted} slots, got {len(found.slots)}")
-        return found
-
-    return sensible(grant, payload)
+    found = sensible(decode_peer_grant, payload)
+    if len(found.slots) > num_wanted:
+        raise PeerLost(f"wanted at most {num_wanted} slots of a peer, got {len(found.slots)}")
+    return found
 
 
 def epoch_of(hello: dict[str, Any]) -> bytes:
@@ -59,12 +55,8 @@ def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]
     Raises:
         PeerLost: that is nonsense.
     """
-
-    def transport(data: bytes) -> tuple[int, PeerDescription]:
-        value = decode_peer_transport(data)
-        return value.generation, _described(value, same_host=same_host)
-
-    return sensible(transport, payload)
+    found = sensible(decode_peer_transport, payload)
+    return found.generation, _described(found, same_host=same_host)
 
 
 def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescription]]:
@@ -77,17 +69,13 @@ def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescri
     Raises:
         PeerLost: that is nonsense.
     """
-
-    def stages(data: bytes) -> list[tuple[int, int, int, PeerDescription]]:
-        found = []
-        for value in decode_stages(data):
-            description = _described(value, gpu=value.gpu, into=into)
-            if not 0 < value.num_warm <= value.num_slots:
-                raise ProtocolError(f"wanted 1 to {value.num_slots} slots for warming up, got {value.num_warm}")
-            found.append((value.slab, value.generation, value.num_warm, description))
-        return found
-
-    return sensible(stages, payload)
+    stages = []
+    for found in sensible(decode_stages, payload):
+        if not 0 < found.num_warm <= found.num_slots:
+            raise PeerLost(f"wanted 1 to {found.num_slots} slots for warming up at a peer, got {found.num_warm}")
+        description = _described(found, gpu=found.gpu, into=into)
+        stages.append((found.slab, found.generation, found.num_warm, description))
+    return stages
 
 
 def check_slots(slots: IndexArray | Sequence[int], description: PeerDescription, block_bytes: int) -> None:
@@ -111,11 +99,11 @@ def _described(
     # A stage has a few more slots than its pool, for warming up.
     sizes_fit = slot_bytes > 0 and 0 < num_slots <= 2 * MAX_SLOTS and slot_bytes * num_slots < _ADDRESS_END
     if not sizes_fit or address > _ADDRESS_END - slot_bytes * num_slots or gpu >= _MAX_GPUS:
-        raise ProtocolError(
-            f"wanted a slab that can be, got {num_slots} slots of {slot_bytes} bytes at {address} on GPU {gpu}"
+        raise PeerLost(
+            f"wanted a slab that a peer can have, got {num_slots} slots of {slot_bytes} bytes at {address} on GPU {gpu}"
         )
     if len(value.agent) > _MAX_AGENT_BYTES:
-        raise ProtocolError(f"agent: wanted at most {_MAX_AGENT_BYTES} bytes, got {len(value.agent)}")
+        raise PeerLost(f"agent of a peer: wanted at most {_MAX_AGENT_BYTES} bytes, got {len(value.agent)}")
     return PeerDescription(
         agent=value.agent,
         address=address,
