@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("raykv", "ray", "nixl-cu12", "nixl-cu13", "cupy-cuda12x", "cupy-cuda13x", "torch", "numpy")
+PACKAGES = ("raykv", "ray", "nixl-cu12", "nixl-cu13", "cupy-cuda12x", "cupy-cuda13x", "torch", "numpy", "msgspec")
 _GIT_S = 10.0
 
 
