@@ -73,7 +73,7 @@ def _strict(decode: Callable[[Any], _T], name: str) -> Callable[[bytes | memoryv
     def decoded(payload: bytes | memoryview) -> _T:
         try:
             return decode(payload)
-        except (ValueError, RecursionError) as error:  # Those of msgspec and of Unicode are ValueErrors.
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # Of what is no Unicode: ValueError.
             raise ProtocolError(f"{len(payload)} bytes are no {name} of this version: {clip(error, 200)}") from error
 
     return decoded
