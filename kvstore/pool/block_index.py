@@ -171,13 +171,12 @@ class BlockIndex:
         """Put the blocks of a new claim, given with the hash before each, into its slots; they are being written."""
         space, claimed, num_children = self._open(namespace), run.slots, self.num_children
         space.writing.update(zip(hashes, claimed, strict=True))
-        count, first = len(claimed), claimed[0]
-        if isinstance(run.whole.index, slice) and parents[1:] == hashes[:-1]:
+        index, count = run.whole.index, len(claimed)
+        if isinstance(index, slice) and parents[1:] == hashes[:-1]:
             # Neighbours, each hanging on the one before: column by column.
-            end = first + count
-            self.block_hash[first:end], self.parent[first:end] = hashes, parents
-            self.space[first:end], self.run[first:end] = [space] * count, [run] * count
-            self.place[first:end], num_children[first : end - 1] = range(count), [1] * (count - 1)
+            self.block_hash[index], self.parent[index] = hashes, parents
+            self.space[index], self.run[index] = [space] * count, [run] * count
+            self.place[index], num_children[index.start : index.stop - 1] = range(count), [1] * (count - 1)
             if parents[0] != namespace:
                 self._hang_on(parents[0], space)
         else:

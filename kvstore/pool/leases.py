@@ -162,8 +162,7 @@ class LeaseTable:
 
     def check(self, refs: Counter[int]) -> None:
         """Add what leases hold to `refs`, and assert that the quota and the soft pins are theirs."""
-        hard: Counter[int] = Counter()
-        soft: Counter[int] = Counter()
+        hard, soft = Counter[int](), Counter[int]()
         for lease in self._leases.values():
             if lease.kind is PinKind.SOFT:
                 soft.update(self._table.columns.still_living(lease.slots, lease.generations))

@@ -1,4 +1,4 @@
-"""Who holds each slot of a pool, whatever is in it. No locking here: the pool holds its lock."""
+"""The holders of each slot of a pool, and no word of its block. No locking here: the pool holds its lock."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SlotColumns:
         self._free_is_sorted = False
 
     def pin(self, slots: SlotList) -> None:
-        """Add a reader to each ready slot, two if it is named twice; whoever pins slots also touches them."""
+        """Add a reader to each ready slot, two if it is named twice; callers touch them, too."""
         num_new = self._num_idle(slots)
         self._add_readers(slots, _ONE)
         self.num_pinned += num_new

@@ -28,7 +28,7 @@ class SlotList:
 
     Args:
         index: takes their items out of a column: a slice where they are neighbours, an array else.
-        packed: the same for whoever is told.
+        packed: the same for the wire.
         is_distinct: none of them is there twice.
     """
 

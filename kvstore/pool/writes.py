@@ -186,6 +186,8 @@ class WriteTable:
         is_new = found.count(None) == len(found)
         if not is_new:
             missing = [i for i, slot in enumerate(found) if slot is None]
+            if not missing:
+                return missing, len(found)
             hashes, parents = [hashes[i] for i in missing], [parents[i] for i in missing]
         self._sweep_writing(len(hashes) - self._table.columns.num_free)
         run = self._table.claim(hashes, parents, chain.namespace)
@@ -246,7 +248,8 @@ class WriteTable:
         if quarantine and write.terms.num_parts > 1:
             raise InvalidRequest("quarantine: wanted a write of whole blocks, got one of several parts")
         pending = write.slots[write.num_done :]
-        self._abort_blocks(pending)
+        if write.hashes:
+            self._abort_blocks(pending)
         if write.segments:
             self._parts.end(write.segments, write.slots, done=False)
         else:

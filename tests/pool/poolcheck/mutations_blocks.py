@@ -212,7 +212,7 @@ BLOCKS = (
         source="LightLLM: ready before every rank has copied",
         patches=(
             Patch(PART_RUNS, "parts.num_done[stretch] += int(done)", "parts.num_done[stretch] += 1"),
-            Patch(WRITES, "        self._abort_blocks(pending)\n", ""),
+            Patch(WRITES, "            self._abort_blocks(pending)\n", "            pass\n"),
         ),
         tests=(f"{EXPLORER}[a_rank_dies]",),
     ),
