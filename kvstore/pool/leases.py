@@ -184,7 +184,6 @@ def _num_within(room: int, slots: SlotList, num_held: Callable[[int], int | None
     if room >= len(slots):
         return len(slots)
     for index, slot in enumerate(slots):
-        room -= not num_held(slot)
-        if room < 0:
+        if not num_held(slot) and (room := room - 1) < 0:
             return index
     return len(slots)

@@ -357,6 +357,15 @@ def test_only_blocks_that_nobody_reads_count_against_the_budget():
     assert len(pool.pin_prefix(chain_of("abcd", start=1), "r3", LATER_S).slots) == 2
 
 
+def test_blocks_that_are_pinned_cost_nothing_where_writers_have_used_up_more_than_the_budget():
+    pool = Pool(8, max_pinned=1)
+    store(pool, "abcd")
+    assert pool.prepare_store(chain_of("abcx"), "w").num_resident == 3
+    assert pool.stats().num_pinned == 3
+    assert len(pool.pin_prefix(chain_of("abcd"), "r", LATER_S).slots) == 3
+    pool.check_integrity()
+
+
 def test_an_owner_that_is_gone_leaves_nothing():
     pool = Pool(8)
     store(pool, "ab", "dead")
