@@ -66,6 +66,44 @@ def test_an_interrupt_loses_no_message(wait_until):
     assert store.heard == [b"a", b"a"]
 
 
+def threads_that_tell():
+    return [thread for thread in threading.enumerate() if thread.name == "raykv-retelling"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_thread_that_failed_the_next_message_starts_another_one(wait_until):
+    store = Asked(TransferTimeout("late"), ZeroDivisionError("of this test"))
+    told = store.retelling()
+    told.tell(Op.HANDOFF_ABORT, b"a")
+    wait_until(lambda: not store.failures and not threads_that_tell())
+    assert len(told) == 1, "it failed at this one"
+    told.tell(Op.HANDOFF_ABORT, b"b")
+    wait_until(lambda: len(told) == 0)
+    assert set(store.heard) == {b"a", b"b"}
+
+
+def test_a_handler_tells_something_while_its_thread_starts_the_one_that_tells_again(monkeypatch, wait_until):
+    store = Asked(TransferTimeout("late"))
+    told, within = store.retelling(), []
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            if not within:
+                within.append(1)
+                told.tell(Op.HANDOFF_ABORT, b"b")
+            super().start()
+
+    telling = threading.Thread(target=told.tell, args=(Op.HANDOFF_ABORT, b"a"), daemon=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(retelling.threading, "Thread", Interrupted)
+        telling.start()
+        telling.join(5)
+    assert not telling.is_alive(), "it waits for its own lock"
+    assert within
+    wait_until(lambda: len(told) == 0)
+    assert set(store.heard) == {b"a", b"b"}
+
+
 @pytest.mark.parametrize("ends", ["store", "client"])
 def test_nothing_is_told_to_a_store_that_ended_or_for_a_client_that_did(ends, wait_until):
     store = Asked(*[TransferTimeout("late")] * 1000)
@@ -75,7 +113,7 @@ def test_nothing_is_told_to_a_store_that_ended_or_for_a_client_that_did(ends, wa
     if ends == "client":
         told.close()
     store.is_over = ends == "store"
-    wait_until(lambda: not any(thread.name == "raykv-retelling" for thread in threading.enumerate()))
+    wait_until(lambda: not threads_that_tell())
 
 
 def test_a_thread_that_cannot_be_started_is_tried_with_the_next_message(monkeypatch, wait_until):
