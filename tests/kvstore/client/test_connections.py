@@ -2,12 +2,14 @@
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kvstore.client.connections import StoreConnections
-from kvstore.errors import StoreNotRunning, StoreUnavailable
+from kvstore.errors import StoreNotRunning, StoreUnavailable, TransferTimeout
 from kvstore.rpc.framing import Op
+from tests.kvstore.client.test_closing import standing_still
 
 
 @pytest.fixture
@@ -118,6 +120,48 @@ def test_a_store_that_is_gone_is_said_to_be_lost(store, cluster, lost):
     with pytest.raises(StoreUnavailable):
         store.connect()
     assert lost == [threading.current_thread()]
+
+
+def test_a_store_that_does_not_answer_a_new_connection_in_time_is_late_and_not_lost(store, core, lost):
+    with standing_still(core), pytest.raises(TransferTimeout, match="does not answer"):
+        store.connect(timeout_s=0.05)
+    assert lost == []
+    assert store.call(Op.STATS, b"")
+
+
+def test_what_a_new_connection_took_of_a_calls_time_is_not_there_for_its_answer(store, monkeypatch):
+    now_s, limits = [100.0], []
+    monkeypatch.setattr("kvstore.client.connections.clock", SimpleNamespace(now_s=lambda: now_s[0]))
+    connect = store.connect
+
+    def connect_slowly(*args):
+        connection = connect(*args)
+        call = connection.call
+        connection.call = lambda *args, timeout_s, **more: (
+            limits.append(timeout_s),
+            call(*args, timeout_s=timeout_s, **more),
+        )[1]
+        now_s[0] += 0.75 * store.call_timeout_s
+        return connection
+
+    monkeypatch.setattr(store, "connect", connect_slowly)
+    store._calls.close()
+    assert store.call(Op.STATS, b"")
+    assert limits == [pytest.approx(0.25 * store.call_timeout_s)]
+
+
+def test_the_thread_that_says_goodbye_again_ends_with_the_store(store, cluster, monkeypatch, wait_until):
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name == "raykv-goodbye"]
+
+    tried, connect = [], store._connect
+    monkeypatch.setattr(store, "_connect", lambda *args: (tried.append(1), connect(*args))[1])
+    before = threads()
+    cluster.stop_node("a")
+    store.end()
+    store.close(jobs_are_over=True)
+    wait_until(lambda: set(threads()) <= set(before))
+    assert tried == [1], "nobody is there: once is enough"
 
 
 def test_another_life_of_the_store_is_not_this_one(store, cluster, lost):
