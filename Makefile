@@ -74,8 +74,7 @@ bench: setup  ## measure transfers and control calls into benchmarks/results/
 	@mkdir -p benchmarks/results
 	@for what in transfer control; do \
 	    echo "kvstore bench $$what"; \
-	    $(BIN)/kvstore bench $$what --json >benchmarks/results/$$what.json.new; \
-	    mv benchmarks/results/$$what.json.new benchmarks/results/$$what.json; \
+	    $(BIN)/kvstore bench $$what --output benchmarks/results/$$what.json; \
 	done
 
 soak: setup  ## two nodes, clients that verify every byte, random kills; MINUTES=10, ARGS="--seed 1 --json"

@@ -10,8 +10,8 @@ within one run, one thread, every result compared.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,10 +123,13 @@ def measure(case: Case, arena: Arena) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure all cases and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of lines")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     arena = create_arena(NUM_BLOCKS * SHAPE.block_bytes)
     rows = [row for case in CASES for row in measure(case, arena)]
-    if "--json" in sys.argv:
+    if arguments.json:
         sizes = {"block_bytes": SHAPE.block_bytes, "stored_block_size": SHAPE.block_size, "num_blocks": NUM_BLOCKS}
         print(as_document({**provenance(), **sizes, "rows": rows}), end="")
     else:

@@ -56,6 +56,7 @@ _address = click.option(
     metavar="HOST:PORT",
     help="The Ray cluster. Without it RAY_ADDRESS, then what `ray start` began here, then the only one here.",
 )
+_positive = click.IntRange(1)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
 
 
@@ -348,9 +349,9 @@ def bench() -> None:
 
 @bench.command(short_help="GB/s of blocks between two nodes.")
 @click.option("--lane", "lanes", multiple=True, type=click.Choice(["default", "tcp", "all"]), help="Default: all.")
-@click.option("--block-bytes", "sizes", multiple=True, help="May be repeated. Default: 64KiB 512KiB 2MiB.")
+@click.option("--block-bytes", "sizes", multiple=True, help="64KiB, 512KiB or 2MiB; may be repeated. Default: all.")
 @click.option("--load-bytes", default="64MiB", show_default=True, help="Moved at a time.")
-@click.option("--rounds", default=7, show_default=True, help="The median counts.")
+@click.option("--rounds", type=_positive, default=7, show_default=True, help="The median counts.")
 @_json
 @_output
 def transfer(
@@ -379,8 +380,10 @@ def transfer(
 
 
 @bench.command(short_help="Microseconds of lookup and lease.")
-@click.option("--num-hashes", "counts", multiple=True, type=int, help="May be repeated. Default: 128 2048.")
-@click.option("--rounds", default=2000, show_default=True, help="Calls over the socket; a tenth over Ray.")
+@click.option("--num-hashes", "counts", multiple=True, type=_positive, help="May be repeated. Default: 128 2048.")
+@click.option(
+    "--rounds", type=_positive, default=2000, show_default=True, help="Calls over the socket; a tenth over Ray."
+)
 @_json
 @_output
 def control(counts: tuple[int, ...], rounds: int, as_json: bool, output: Path | None) -> None:
@@ -396,10 +399,12 @@ def control(counts: tuple[int, ...], rounds: int, as_json: bool, output: Path | 
 
 @bench.command(short_help="GB/s between an engine's cache and slots.")
 @click.option("--shape", "shapes", multiple=True, help="8B, 70B/TP8 or MLA; may be repeated. Default: all.")
-@click.option("--block-size", "sizes", multiple=True, type=int, help="Tokens; may be repeated. Default: 16 64.")
-@click.option("--num-blocks", "counts", multiple=True, type=int, help="May be repeated. Default: 8 16 64 256 1024.")
+@click.option("--block-size", "sizes", multiple=True, type=_positive, help="Tokens; may be repeated. Default: 16 64.")
+@click.option(
+    "--num-blocks", "counts", multiple=True, type=_positive, help="May be repeated. Default: 8 16 64 256 1024."
+)
 @click.option("--max-bytes", default="2GiB", show_default=True, help="What would move more at once is left out.")
-@click.option("--rounds", default=7, show_default=True, help="The median counts.")
+@click.option("--rounds", type=_positive, default=7, show_default=True, help="The median counts.")
 @_json
 @_output
 def gpu(
@@ -434,10 +439,10 @@ def gpu(
 
 @bench.command(short_help="GB/s of a request's blocks from engine to engine.")
 @click.option("--shape", "shapes", multiple=True, help="8B, 70B/TP8 or MLA; may be repeated. Default: 8B.")
-@click.option("--block-size", "sizes", multiple=True, type=int, help="Tokens; may be repeated. Default: 16.")
-@click.option("--num-blocks", "counts", multiple=True, type=int, help="May be repeated. Default: 16 64 256.")
+@click.option("--block-size", "sizes", multiple=True, type=_positive, help="Tokens; may be repeated. Default: 16.")
+@click.option("--num-blocks", "counts", multiple=True, type=_positive, help="May be repeated. Default: 16 64 256.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-@click.option("--rounds", default=9, show_default=True, help="The median counts.")
+@click.option("--rounds", type=_positive, default=9, show_default=True, help="The median counts.")
 @_json
 @_output
 def handoff(

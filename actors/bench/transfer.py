@@ -30,6 +30,8 @@ from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError
 
 _TIMEOUT_S = 120.0
+#: Ray takes no less than 75 MiB.
+_LEAST_STORE_BYTES = 80 << 20
 #: Shapes whose blocks have a round size: bytes -> (layers, KV heads, head dim), 16 tokens, bfloat16.
 SHAPES = {
     64 << 10: (16, 1, 64),
@@ -125,11 +127,13 @@ def run_transfer(
             rounds of its speed as a share of what "nixl_huge_pages" had in the same round.
 
     Raises:
-        InvalidRequest: a block size that no shape has; nothing was measured.
+        InvalidRequest: a block size that no shape has, or no block fits into `load_bytes`; nothing was measured.
     """
     if unknown := [size for size in block_bytes if size not in SHAPES]:
         raise InvalidRequest(f"block_bytes: wanted some of {sorted(SHAPES)}, got {unknown}")
-    with two_nodes(object_store_bytes=4 * load_bytes + (64 << 20)) as nodes:
+    if load_bytes < max(block_bytes):
+        raise InvalidRequest(f"load_bytes: wanted at least one block of {max(block_bytes)} bytes, got {load_bytes}")
+    with two_nodes(object_store_bytes=4 * load_bytes + _LEAST_STORE_BYTES) as nodes:
         for lane in lanes:
             for size in block_bytes:
                 what = f"lane {lane}, blocks of {size >> 10} KiB"

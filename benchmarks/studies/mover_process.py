@@ -13,6 +13,7 @@ Two questions, answered with real NIXL between plain processes of this machine:
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -20,7 +21,6 @@ import secrets
 import signal
 import socket
 import statistics
-import sys
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -185,10 +185,13 @@ def measure_abort(how: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of lines")
+    arguments = parser.parse_args()
     rows = [measure_hop(lane) for lane in ("default", "tcp")]
     for how in ("drop the handle", "kill the reader's process"):
         rows += [measure_abort(how) for _ in range(TRIALS)]
-    if "--json" in sys.argv:
+    if arguments.json:
         print(as_document({**provenance(), "rows": rows}), end="")
     else:
         for row in rows:

@@ -16,10 +16,12 @@ from kvstore.tools.provenance import provenance
 def main() -> int:
     """Run, and print what came of it."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--frames", type=int, default=20_000)
+    parser.add_argument("--frames", type=int, default=20_000, help="at least 50, which warm up")
     parser.add_argument("--seed", type=int, default=None, help="of all choices; a random one is printed")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of a line")
     arguments = parser.parse_args()
+    if arguments.frames < 50:
+        parser.error(f"--frames: wanted 50 or more, got {arguments.frames}")
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     _say(f"seed {seed}")
     with tempfile.TemporaryDirectory(prefix="rkf", dir="/tmp") as folder:

@@ -409,3 +409,25 @@ def test_progress_off_a_terminal_is_a_line_each(capsys):
         say("two")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "one [thing]\ntwo\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("transfer", "--rounds", "0"),
+        ("control", "--rounds", "0"),
+        ("control", "--num-hashes", "0"),
+        ("handoff", "--rounds", "-1"),
+        ("gpu", "--num-blocks", "0"),
+    ],
+)
+def test_a_benchmark_of_nothing_is_refused_before_anything_is_started(words):
+    result = run("bench", *words)
+    assert result.exit_code == 2
+    assert words[1] in result.output
+
+
+def test_a_load_that_is_shorter_than_a_block_is_refused_before_anything_is_started():
+    result = run("bench", "transfer", "--load-bytes", "100KiB", "--block-bytes", "512KiB")
+    assert result.exit_code == 2
+    assert "load_bytes: wanted at least one block of 524288 bytes, got 102400" in result.output
