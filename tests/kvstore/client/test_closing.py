@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,6 +152,25 @@ def test_one_that_was_interrupted(cluster, worker, is_given_back, monkeypatch, e
     is_given_back()
 
 
+def test_who_collects_one_does_not_wait_for_its_store(cluster, wait_until):
+    core = cluster.add("a", mover=False, call_timeout_s=20.0)
+    worker, hashes = cluster.worker("a"), cluster.hashes(4)
+    worker.save(hashes, range(4))
+    assert worker.client.pin(hashes).num_blocks == 4
+
+    def collect():
+        cluster.clients.clear()
+        worker.client = None
+        gc.collect()
+
+    with standing_still(core):
+        for known in worker.client._store._open:
+            known.close()  # Over none that is open the goodbye could be said.
+        in_time(collect)
+        assert core.pool.stats().num_pinned == 4
+    wait_until(lambda: core.pool.stats().num_pinned == 0)
+
+
 @pytest.mark.parametrize("timeout_s", [None, -1, math.nan, "1"])
 def test_a_time_that_is_none_closes_nothing(worker, cluster, timeout_s):
     with pytest.raises(InvalidRequest, match="timeout_s"):
@@ -173,16 +193,25 @@ def test_where_the_socket_was_removed_by_others(core, worker, cluster, is_given_
     is_given_back()
 
 
-def test_in_a_handler_while_its_thread_learns_that_the_store_has_ended(worker, monkeypatch):
+@pytest.mark.parametrize("where", ["under the lock", "where the thread is started"])
+def test_in_a_handler_while_its_thread_learns_that_the_store_has_ended(cluster, worker, monkeypatch, where):
+    cluster.clients.clear()  # One that hangs would hang again when it is closed there.
     start, closed = threading.Thread.start, []
 
-    def interrupted(thread):
-        if thread.name == "raykv-unmap" and not closed:
+    def close_once():
+        if not closed:
             closed.append(1)
             worker.client.close(1.0)
+
+    def interrupted(thread):
+        if thread.name == "raykv-unmap":
+            close_once()
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    if where == "under the lock":
+        monkeypatch.setattr(client_module, "JobThreads", lambda: (close_once(), JobThreads())[1])
+    else:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
     in_time(worker.client._lose)
     assert closed
 
@@ -270,6 +299,25 @@ def test_a_question_that_waited_all_its_time_is_not_asked(worker):
         connection.call(Op.STATS, timeout_s=0.05)
     connection._turns.end(turn)
     assert not connection.closed
+
+
+@pytest.mark.parametrize("left_s", [0.0005, 0.0, -1.0])
+def test_a_question_whose_turn_comes_too_late_for_an_answer_is_not_asked(worker, monkeypatch, left_s):
+    """It would only close the connection for those that wait behind it."""
+    connection, now_s, others = worker.client._store._calls, [100.0], [0]
+    monkeypatch.setattr("kvstore.rpc.client.clock", SimpleNamespace(now_s=lambda: now_s[0]))
+    assert connection._turns.take(others)
+
+    def end_late(_):
+        now_s[0] += 20.0 - left_s
+        connection._turns.end(others)
+
+    monkeypatch.setattr(connection, "_check_turn", end_late)
+    num_calls = connection.num_calls
+    with pytest.raises(TransferTimeout, match="not asked"):
+        connection.call(Op.STATS, timeout_s=20.0)
+    assert (connection.num_calls, connection.closed) == (num_calls, False)
+    assert connection.call(Op.STATS, timeout_s=20.0), "the next one has its turn"
 
 
 def test_what_has_no_answer_is_said_if_no_question_is_under_way(worker):
@@ -437,6 +485,39 @@ def test_a_lookup_of_no_time_waits_for_none(cluster):
         in_time(look, 2.0)
 
 
+def test_a_lookup_that_has_to_connect_takes_no_longer_than_it_may(cluster):
+    core = cluster.add("a", mover=False, call_timeout_s=20.0)
+    client = cluster.client("a")
+    assert len(client._store.for_lookups) == 0
+
+    def look():
+        with pytest.raises(TransferTimeout):
+            client.lookup(cluster.hashes(4), timeout_s=0.05)
+
+    with standing_still(core):
+        in_time(look)
+
+
+def test_what_connecting_took_of_a_lookups_time_is_not_there_for_its_answer(worker, cluster, monkeypatch):
+    now_s, limits, lookups = [100.0], [], worker.client._store.for_lookups
+    monkeypatch.setattr("kvstore.client.client.clock", SimpleNamespace(now_s=lambda: now_s[0]))
+    take = lookups.take
+
+    def take_slowly(*args):
+        connection = take(*args)
+        call = connection.call
+        connection.call = lambda *args, timeout_s, **more: (
+            limits.append(timeout_s),
+            call(*args, timeout_s=timeout_s, **more),
+        )[1]
+        now_s[0] += 15.0
+        return connection
+
+    monkeypatch.setattr(lookups, "take", take_slowly)
+    assert worker.client.lookup(cluster.hashes(4), timeout_s=20.0).num_local == 4
+    assert limits == [pytest.approx(5.0)]
+
+
 def test_a_handler_whose_thread_waits_for_its_turn_is_refused(worker, wait_until):
     """To wait behind its own thread would be for ever, and for all others too."""
     connection, refused = worker.client._store._calls, []
@@ -466,6 +547,41 @@ def test_callbacks_of_a_store_that_has_ended_are_waited_for(cluster, core, worke
     threading.Timer(0.2, goes_on.set).start()
     worker.client.close()
     assert ended
+
+
+def test_a_job_of_a_store_that_has_ended_is_waited_for(worker, cluster, monkeypatch):
+    copies, goes_on, seen = threading.Event(), threading.Event(), []
+    copy = worker.client._copier.into_slots
+    monkeypatch.setattr(
+        worker.client._copier, "into_slots", lambda *args: (copies.set(), goes_on.wait(20), copy(*args))[2]
+    )
+    job = worker.client.save(cluster.hashes(2, seed=5), [0, 1])
+    assert copies.wait(5)
+    monkeypatch.setattr(worker.client, "_unmap", lambda **_: seen.append(job.done()))
+    worker.client._lose()
+    threading.Timer(0.2, goes_on.set).start()
+    worker.client.close()
+    assert seen
+    assert all(seen), "the memory that it copies to was unmapped"
+    monkeypatch.undo()
+    worker.client._unmap(copies_are_over=True)
+
+
+def test_a_stage_that_comes_when_its_client_was_closed_meanwhile_is_unmapped(monkeypatch):
+    monkeypatch.setattr("kvstore.client.stage_link.stage_uuid", lambda _: "07")
+    monkeypatch.setattr("kvstore.client.stage_link.decode_stage", lambda _: SimpleNamespace(slab=1, generation=1))
+    copier = Copier()
+
+    def make(*_):
+        link.close()
+        return copier
+
+    monkeypatch.setattr("kvstore.client.stage_link.make_stage_copier", make)
+    caches = SimpleNamespace(layout=None, shape=SimpleNamespace(block_bytes=1))
+    link = StageLink(lambda *_: b"", caches, 1, ())
+    assert link._attach() is None
+    assert link.slab == 0
+    assert copier.is_closed
 
 
 def test_a_handler_that_attaches_within_an_attachment_gets_none(monkeypatch):
