@@ -568,6 +568,25 @@ def test_a_client_that_is_closed_in_the_middle_of_a_copy_keeps_its_slots(cluster
     wait_until(lambda: core.pool.stats().num_writing == 0)
 
 
+def test_a_copy_that_outlasts_a_close_by_far_keeps_its_slots_to_its_end(cluster, wait_until, monkeypatch, caplog):
+    """The thread that waits for it says so again and again."""
+    monkeypatch.setattr("kvstore.client.client._LATE_S", 0.01)
+    core = cluster.add("a", mover=False)
+    worker = cluster.worker("a", 8)
+    gate = Gate(worker.client._copier.into_slots)
+    monkeypatch.setattr(worker.client._copier, "into_slots", gate)
+    job = worker.client.save(cluster.hashes(3), range(3))
+    assert gate.entered.wait(5)
+    worker.client.close(0.0)
+    wait_until(lambda: caplog.text.count("jobs of a closed client still run") >= 3)
+    cluster.client("a").stats()  # What was said before is heard by then.
+    assert core.pool.stats().num_writing == 3
+    gate.open.set()
+    with pytest.raises(PeerLost):
+        job.result(5)
+    wait_until(lambda: core.pool.stats().num_writing == 0)
+
+
 def test_an_abandoned_save_publishes_nothing(cluster, wait_until):
     core = cluster.add("a")
     worker = cluster.worker("a", 8)

@@ -330,16 +330,16 @@ def test_what_has_no_answer_is_said_if_no_question_is_under_way(worker):
 
 
 def test_work_whose_connection_was_closed_goes_on_to_its_end(wait_until):
-    threads, ended = JobThreads(), []
+    threads, gone = JobThreads(), Awaited(-1, math.inf)
 
     def steps():
-        yield Awaited(-1, math.inf)
-        ended.append(1)
+        yield gone
         return 7
 
-    work = Work(steps)
-    threads.start(work)
-    assert work.future.result(5) == 7
+    begun, asked = Work(steps), Work(steps)
+    threads.start(begun)
+    threads.start_asked(asked, gone)
+    assert [begun.future.result(5), asked.future.result(5)] == [7, 7]
     wait_until(lambda: len(threads) == 0)
     assert threads.shutdown(5)
 

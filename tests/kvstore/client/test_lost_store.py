@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.client.results import MissReason
 from kvstore.errors import KVStoreError, StoreUnavailable
+from tests.kvstore.client.test_closing import standing_still
 
 
 def mappings_of(arena) -> int:
@@ -84,4 +85,16 @@ def test_a_store_that_only_does_not_answer_is_not_given_up(cluster, monkeypatch)
             break
         assert time.monotonic() < deadline_s
     assert not worker.client._lost
+    assert worker.load(hashes, range(3)).num_blocks == 3
+
+
+def test_a_load_that_gets_no_connection_in_time_fails_closed(cluster):
+    core = cluster.add("a", mover=False, call_timeout_s=0.2)
+    worker, hashes = cluster.worker("a", 8), cluster.hashes(3)
+    assert len(worker.client._store.for_jobs) == 0
+    with standing_still(core):
+        late = worker.load(hashes, range(3))
+    assert (late.num_blocks, [failure.reason for failure in late.failed]) == (0, [MissReason.STORE_LOST] * 3)
+    assert not worker.client._lost
+    worker.save(hashes, range(3))
     assert worker.load(hashes, range(3)).num_blocks == 3

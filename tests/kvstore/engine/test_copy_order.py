@@ -181,20 +181,34 @@ def test_memory_that_is_not_pinned_is_a_miss_and_no_lost_store(cluster, late, wa
     wait_until(lambda: cluster.nodes["a"].pool.num_leases() == 0)
 
 
-def test_a_save_that_is_stuck_keeps_its_slots_whatever_the_client_does(cluster, late, monkeypatch):
+@pytest.mark.parametrize("is_closed", ["after it", "before it"])
+def test_a_save_that_is_stuck_keeps_its_slots_whatever_the_client_does(
+    cluster, late, monkeypatch, wait_until, is_closed
+):
     client, copier = late
     pool, before = cluster.nodes["a"].pool, cluster.nodes["a"].pool.stats()
+    entered, known = threading.Event(), set(threading.enumerate())
 
     def stuck(pages, indexes, slots):
+        entered.set()
+        if is_closed == "before it":
+            assert copier.go.wait(5)
         raise CopyStuck("the device did not come to it")
 
     monkeypatch.setattr(copier, "into_slots", stuck)
+    job = client.save(cluster.hashes(2, seed=1), [0, 1])
+    assert entered.wait(5)
+    if is_closed == "before it":
+        client.close(0.0)
+        copier.go.set()
     with pytest.raises(CopyStuck):
-        client.save(cluster.hashes(2, seed=1), [0, 1]).result(5)
+        job.result(5)
     assert pool.stats().num_free == before.num_free - 2
     client.close()
-    assert pool.stats().num_free == before.num_free - 2
+    wait_until(lambda: not any(each.name == "raykv-unmap" for each in set(threading.enumerate()) - known))
+    # What this client said before is heard by then.
     assert cluster.worker("a", 4).client.lookup(cluster.hashes(2, seed=1)).num_local == 0
+    assert pool.stats().num_free == before.num_free - 2
 
 
 def test_a_load_that_is_stuck_calls_no_block_the_engines_again(cluster, late, monkeypatch):

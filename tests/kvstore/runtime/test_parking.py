@@ -202,7 +202,9 @@ def test_without_a_thread_nothing_is_parked_and_the_next_one_starts_it(parking, 
     assert called.wait(5)
 
 
-@pytest.mark.parametrize("error", [OSError("no descriptor is left"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(
+    "error", [OSError("no descriptor is left"), RuntimeError("can't start new thread"), ValueError("it was closed")]
+)
 def test_work_that_cannot_be_parked_is_done_all_the_same(pair, error, wait_until):
     def refuse(fd, until_s, then):
         raise error
