@@ -14,7 +14,7 @@ from interrupts import Interrupter
 
 from kvstore.client.results import MissReason
 from kvstore.client.work import Work, in_one_step
-from kvstore.errors import JobAbandoned, JobRunning, KVStoreError, StoreBusy
+from kvstore.errors import JobAbandoned, JobRunning, KVStoreError, RegistrationFailed, StoreBusy
 from kvstore.rpc.framing import Op
 from kvstore.runtime.thread_pool import ThreadPool
 
@@ -234,6 +234,35 @@ def test_a_fetch_is_not_run_again_after_an_interrupt_at_its_end(cluster, wait_un
             assert interrupter.where
     assert job.result(5).num_blocks == N
     wait_until(lambda: called == [job] and not place.left())
+
+
+def test_a_fetch_that_is_interrupted_where_it_tells_its_failure_is_over_for_the_store(cluster, monkeypatch, wait_until):
+    """The answer has been heard to its end by then, so that nothing else closes the connection."""
+    cluster.add("a", lease_ttl_s=60.0)
+    source, target = cluster.worker("a", 8, 1).client, cluster.worker("a", 8, 2).client
+    target.fetch(source.publish(range(N)), range(N)).result(5)
+    wait_until(lambda: len(target._store.for_fetches))
+    (connection,) = target._store.for_fetches._idle
+
+    def refuse(*_):
+        raise RegistrationFailed("of this test")
+
+    def publish():
+        wait_until(lambda: job._work._taker is not None)  # The thread that waits for it: before that it is parked.
+        source.publish(range(N), ticket=ticket)
+
+    monkeypatch.setattr(target._copier, "out_of_slots", refuse)
+    ticket = target.prepare_ticket(N)
+    job = target.fetch(ticket, range(N), timeout_s=10)
+    publishing = threading.Thread(target=publish, daemon=True)
+    publishing.start()
+    with Interrupter(1, "run_fetch", "connection.send(Op.HANDOFF_END") as interrupter, pytest.raises(KeyboardInterrupt):
+        job.result(10)
+    assert interrupter.where
+    publishing.join(5)
+    # Long before the lease of the failed one has run out.
+    again = cluster.worker("a", 8, 3).client.fetch(ticket, range(N), timeout_s=5).result(5)
+    assert (again.num_blocks, connection.closed) == (N, True)
 
 
 def test_work_whose_taker_is_interrupted_goes_on_elsewhere(wait_until):

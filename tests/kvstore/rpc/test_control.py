@@ -430,6 +430,34 @@ def test_a_socket_that_does_not_answer(tmp_path):
         deaf.close()
 
 
+def test_a_socket_that_takes_no_connection_any_more():
+    """As of a store that stands still while many connect to it: the kernel has the next one wait."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="rkc", dir="/tmp") as folder, contextlib.ExitStack() as opened:
+        deaf = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        deaf.bind(f"{folder}/s")
+        deaf.listen(0)
+        refused, raised = 0, []
+        while refused == 0:
+            queued = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            queued.setblocking(False)
+            refused = queued.connect_ex(f"{folder}/s")
+        assert refused == errno.EAGAIN
+
+        def connect():
+            try:
+                connect_local(f"{folder}/s", {}, timeout_s=0.1)
+            except StoreNotRunning as error:
+                raised.append(error)
+
+        connecting = threading.Thread(target=connect, daemon=True)
+        connecting.start()
+        connecting.join(5)
+        assert not connecting.is_alive(), "it waits for ever"
+    assert isinstance(raised[0].__cause__, BlockingIOError), "a client tells by this that the store is only late"
+
+
 def test_a_port_that_does_not_answer():
     deaf = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(TransferTimeout):
