@@ -472,27 +472,18 @@ def test_beside_a_call_that_waits_for_a_new_connection(core, worker, cluster, is
     assert all(known.closed for known in client._store._open)
 
 
-def test_a_lookup_of_no_time_waits_for_none(cluster):
-    core = cluster.add("a", mover=False, call_timeout_s=5.0)
-    client = cluster.client("a")
-    client.lookup(cluster.hashes(4), timeout_s=0)
-
-    def look():
-        with pytest.raises(TransferTimeout):
-            client.lookup(cluster.hashes(4), timeout_s=0)
-
-    with standing_still(core):
-        in_time(look, 2.0)
-
-
-def test_a_lookup_that_has_to_connect_takes_no_longer_than_it_may(cluster):
+@pytest.mark.parametrize("timeout_s", [0, 0.05])
+@pytest.mark.parametrize("has_to_connect", [False, True])
+def test_a_lookup_takes_no_longer_than_it_may(cluster, timeout_s, has_to_connect):
     core = cluster.add("a", mover=False, call_timeout_s=20.0)
     client = cluster.client("a")
-    assert len(client._store.for_lookups) == 0
+    if not has_to_connect:
+        client.lookup(cluster.hashes(4))
+    assert len(client._store.for_lookups) == (not has_to_connect)
 
     def look():
         with pytest.raises(TransferTimeout):
-            client.lookup(cluster.hashes(4), timeout_s=0.05)
+            client.lookup(cluster.hashes(4), timeout_s=timeout_s)
 
     with standing_still(core):
         in_time(look)
