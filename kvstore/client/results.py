@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -271,7 +270,7 @@ class Job(Generic[T]):
         _check_number("timeout", timeout)
         if self._future.cancel():
             return True
-        return self._abandon(min(max(0.0, timeout), threading.TIMEOUT_MAX))
+        return self._abandon(timeout)
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
         """Call `callback(self)` after the end, on the client's thread for callbacks.
@@ -317,7 +316,11 @@ def _has_ended(future: Future[Any], timeout_s: float) -> bool:
 
 def _check_number(name: str, value: object) -> None:
     # A time that has passed already is one, too: who counts down to a deadline may ask then.
-    if not isinstance(value, int | float) or math.isnan(value):
+    try:
+        is_number = isinstance(value, int | float) and not math.isnan(value)
+    except OverflowError:
+        is_number = False
+    if not is_number:
         raise InvalidRequest(f"{name}: wanted a number of seconds, got {value!r:.60}")
 
 

@@ -344,7 +344,9 @@ def test_work_whose_connection_was_closed_goes_on_to_its_end(wait_until):
     assert threads.shutdown(5)
 
 
-@pytest.mark.parametrize(("timeout", "is_refused"), [(-1, False), (-0.5, False), (math.inf, False), (math.nan, True)])
+@pytest.mark.parametrize(
+    ("timeout", "is_refused"), [(-1, False), (-0.5, False), (math.inf, False), (math.nan, True), (10**400, True)]
+)
 def test_a_job_is_abandoned_with_any_time(worker, cluster, monkeypatch, timeout, is_refused):
     copies, goes_on = threading.Event(), threading.Event()
     copy = worker.client._copier.into_slots
