@@ -29,9 +29,7 @@ MOST_MODULES = 14
 MOST_KERNELS = 22
 #: Groups of modules whose types name each other. They import each other for type checkers only, and inside one room.
 KNOWN_CIRCLES = [
-    {"handoff.fetch", "handoff.fetcher", "handoff.source_claim"},
     {"node.core", "node.dispatch", "node.handoff_service", "node.peer_service", "node.pool_service"},
-    {"remote.fetch", "remote.peer_read", "remote.single_flight"},
 ]
 
 

@@ -1,4 +1,4 @@
-"""The fetches of one node that need a peer: who has begun them, what of them runs on threads, when they are over."""
+"""The fetches of one node that need a peer: who has begun them, what of them runs on threads, when they have ended."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from kvstore.config import StoreConfig
 from kvstore.handoff.fetch import RemoteFetch, Send
+from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.lanes import StageLanes
 from kvstore.handoff.stages import Stage, StageBook
 from kvstore.mover.link import MoverLink
@@ -26,35 +28,27 @@ class HandoffFetcher:
     """The fetches of one node that need a peer; they hold no thread while they wait.
 
     Args:
-        config: of the store.
-        node_id: of this node.
-        pool: of the arena; raises while there is none.
-        peers: the stores of other nodes, and this one as its own peer.
-        mover: that reads.
-        stages: of this node.
-        namespace_version: how often a namespace was cleared, as this node knows.
-        adopt_version: called when a peer knows of a later clearing.
-        server: of the control thread.
+        config, pool, peers, mover, stages, version_of, adopt_version, server: as in FetchContext.
         threads: for what blocks.
     """
 
     def __init__(
         self,
         config: StoreConfig,
-        node_id: str,
         pool: Callable[[], Pool],
         peers: PeerBook,
         mover: MoverLink,
         stages: StageBook,
-        namespace_version: Callable[[bytes], int],
+        version_of: Callable[[bytes], int],
         adopt_version: Callable[[bytes, int], object],
         server: ControlServer,
         threads: StoreThreads,
     ) -> None:
-        self.config, self.node_id, self.pool, self.peers, self.mover = config, node_id, pool, peers, mover
-        self.stages, self.lanes = stages, StageLanes(config, mover)
-        self.namespace_version, self.adopt_version = namespace_version, adopt_version
-        self.server, self._threads = server, threads
+        self.lanes = StageLanes(config, mover)
+        self._context = FetchContext(
+            config, pool, peers, mover, stages, self.lanes, version_of, adopt_version, server, self.submit
+        )
+        self._threads = threads
         self._lock = threading.Lock()
         self._fetches: dict[int, RemoteFetch] = {}
         self._ids = itertools.count(1)
@@ -67,7 +61,8 @@ class HandoffFetcher:
         Raises:
             KVStoreError: the node cannot be reached.
         """
-        lanes = self.lanes.find_all(self.peers.get(node_id), stage, self.config.call_timeout_s)
+        context = self._context
+        lanes = self.lanes.find_all(context.peers.get(node_id), stage, context.config.call_timeout_s)
         return [LaneFound(lane.gb_per_s, lane.why_not) for lane in lanes]
 
     def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> int:
@@ -77,22 +72,21 @@ class HandoffFetcher:
             What `end` takes.
         """
         fetch_id = next(self._ids)
-        fetch = RemoteFetch(self, fetch_id, request, owner, block_bytes, send)
+        fetch = RemoteFetch(self._context, fetch_id, request, owner, block_bytes, send, partial(self._forget, fetch_id))
         with self._lock:
             self._fetches[fetch_id] = fetch
         if len(self._fetches) > _MOST_FETCHES:
             fetch.refuse(f"busy: {_MOST_FETCHES} fetches of this node wait for others already; try again soon")
         elif not fetch.begin():
             self.submit(fetch.start)
-        self.server.wake()
+        self._context.server.wake()
         return fetch_id
 
     def submit(self, step: Callable[[], object]) -> None:
         """Have a thread do a step of a fetch that has begun."""
         if not self._threads.submit(Blocking.FETCH, step, is_admitted=True):
-            self._left.append(
-                step
-            )  # No thread can be started: a fetch that stopped here would hold its slots for ever.
+            # No thread can be started: a fetch that stopped here would hold its slots for ever.
+            self._left.append(step)
 
     def tick(self, now_s: float) -> None:
         """See which fetches wait too long; on the control thread."""
@@ -126,8 +120,7 @@ class HandoffFetcher:
     def __len__(self) -> int:
         return len(self._fetches)
 
-    def forget(self, fetch_id: int) -> None:
-        """A fetch is over for good."""
+    def _forget(self, fetch_id: int) -> None:
         with self._lock:
             self._fetches.pop(fetch_id, None)
 

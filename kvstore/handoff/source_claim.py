@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.blocks.codec import encode
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.errors import KVStoreError, TransferTimeout
+from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.messages import PeerClaim, PeerClaimed, claimed_of
 from kvstore.handoff.records import NOT_READY, NOT_READY_IN_TIME
 from kvstore.remote.peers import Peer
@@ -19,9 +19,6 @@ from kvstore.rpc.client import ControlClient, Question
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import End, FetchRequest, Soon
 from kvstore.runtime import clock
-
-if TYPE_CHECKING:
-    from kvstore.handoff.fetcher import HandoffFetcher
 
 _LEAST_CALL_S = 1.0
 #: The most that a source may keep a question while it has not all blocks, so long as that is little of a claim.
@@ -38,7 +35,7 @@ class SourceClaim:
     """The right to read the blocks of a ticket, alone. No thread waits for it: the control thread hears the answers.
 
     Args:
-        fetcher: of this node.
+        context: of this node.
         request: of the client.
         block_bytes: of each block.
         version: the namespace's last clearing, as this node knows it.
@@ -49,7 +46,7 @@ class SourceClaim:
 
     def __init__(
         self,
-        fetcher: HandoffFetcher,
+        context: FetchContext,
         request: FetchRequest,
         block_bytes: int,
         version: int,
@@ -57,7 +54,7 @@ class SourceClaim:
         then: Callable[[PeerClaimed | KVStoreError], None],
         is_wanted: Callable[[], bool],
     ) -> None:
-        self._fetcher, self._request, self._block_bytes = fetcher, request, block_bytes
+        self._context, self._request, self._block_bytes = context, request, block_bytes
         self._version, self._deadline_s, self._then, self._is_wanted = version, deadline_s, then, is_wanted
         #: When the source was asked, and until when the claim is good by this node's clock alone.
         self.asked_s = self.valid_until_s = 0.0
@@ -72,7 +69,7 @@ class SourceClaim:
     def call_s(self) -> float:
         """Return how long a call may take."""
         left_s = self._deadline_s - clock.now_s()
-        return min(self._fetcher.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
+        return min(self._context.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
 
     def ask(self, peer: Peer, connection: ControlClient, *, to_host: bool) -> None:
         """Ask for the blocks once they are all written; on any thread, once.
@@ -88,10 +85,10 @@ class SourceClaim:
         self._peer, self._connection, self._to_host = peer, connection, to_host
         self._ask()
         if not to_host:
-            self._fetcher.server.stay_awake(_AWAKE_S)
+            self._context.server.stay_awake(_AWAKE_S)
 
     def _ask(self) -> None:
-        config, connection = self._fetcher.config, self._connection
+        config, connection = self._context.config, self._connection
         assert connection is not None, "taken by `ask`"
         self.num_calls += 1
         self.asked_s = clock.now_s()
@@ -100,15 +97,15 @@ class SourceClaim:
         wait_s = min(left_s, call_s / 2, _MOST_WAIT_S, _WAIT_SHARE * config.lease_ttl_s)
         self._until_s, self._again_s = self.asked_s + call_s, math.inf
         question = self._question = connection.ask(Op.PEER_CLAIM, self._claim(wait_s), self._wake)
-        self._fetcher.server.watch(question.fileno(), self.look)
+        self._context.server.watch(question.fileno(), self.look)
 
     def _wake(self) -> None:
         """Blocks that were waited for are there in a moment: keep the mover awake for them, and its lane."""
         request = self._request
         word = encode(Soon(request.node_id, request.from_slab, request.slab, request.generation))
-        self._fetcher.mover.expect_read(word)
+        self._context.mover.expect_read(word)
         if not self._to_host:
-            self._fetcher.server.stay_awake(_AWAKE_S)
+            self._context.server.stay_awake(_AWAKE_S)
 
     def look(self) -> None:
         """Hear the answer if it is there; on the control thread."""
@@ -149,7 +146,7 @@ class SourceClaim:
             self._end(question)
 
     def _end(self, question: Question) -> None:
-        self._fetcher.server.unwatch(question.fileno())
+        self._context.server.unwatch(question.fileno())
         question.close()
 
     def _ask_again(self) -> None:
@@ -169,7 +166,7 @@ class SourceClaim:
                 block_bytes=self._block_bytes,
                 slot_format=BLOCK_ORDER_VERSION,
                 namespace_version=self._version,
-                ttl_s=self._fetcher.config.lease_ttl_s,
+                ttl_s=self._context.config.lease_ttl_s,
                 wait_s=wait_s,
                 to_host=self._to_host,
                 is_early=self._request.is_early,
@@ -178,7 +175,7 @@ class SourceClaim:
 
     def give_back(self, claim_id: int, *, used: bool) -> None:
         """Tell the source that the blocks are here, or let another fetch have them; on a thread that may wait."""
-        peers, peer, connection = self._fetcher.peers, self._peer, self._connection
+        peers, peer, connection = self._context.peers, self._peer, self._connection
         assert peer is not None, "claimed there"
         with contextlib.suppress(KVStoreError):
             if connection is None or connection.closed:
@@ -192,7 +189,7 @@ class SourceClaim:
         """Let the connection be others'; at the end."""
         connection, self._connection = self._connection, None
         if self._peer is not None and connection is not None:
-            self._fetcher.peers.keep_spare(self._peer, connection)
+            self._context.peers.keep_spare(self._peer, connection)
 
     def close(self) -> None:
         """Close the connection: the store ends, and nobody hears answers any more."""

@@ -47,15 +47,9 @@ def _node_and_life(peer: str) -> tuple[str, list[str]]:
 
 
 class MoverLink:
-    """One mover at a time; a new one is a new generation with no memory of the old one's peers.
+    """One mover at a time; a new one is a new generation with no memory of the old one's peers."""
 
-    Args:
-        on_terminal: called with a READ id when an abandoned READ can write no more: the engine said so, or
-            its mover is gone.
-    """
-
-    def __init__(self, on_terminal: Callable[[int], None]) -> None:
-        self._on_terminal = on_terminal
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._own: OwnTransport | None = None
@@ -66,7 +60,7 @@ class MoverLink:
         #: Who hears of each READ, and how many blocks it has.
         self._reads: dict[int, tuple[OnDone, int]] = {}
         self._abandoned: dict[int, float] = {}
-        self._waiting: list[tuple[set[int], Callable[[], None]]] = []
+        self._waiting: list[tuple[set[int], Callable[[], object]]] = []
         #: Lives of peers that the mover was told of, the last used last.
         self._known_peers: OrderedDict[str, None] = OrderedDict()
         self._ids = itertools.count(1)
@@ -113,7 +107,7 @@ class MoverLink:
             self._ready.clear()
         return True
 
-    def when_terminal(self, read_ids: set[int], then: Callable[[], None]) -> None:
+    def when_terminal(self, read_ids: set[int], then: Callable[[], object]) -> None:
         """Call `then` once none of these READs can write any more, at once if that is so already."""
         with self._reads_lock:
             left = read_ids & self._abandoned.keys()
@@ -131,8 +125,6 @@ class MoverLink:
                 left -= read_ids
             ready = [then for left, then in self._waiting if not left]
             self._waiting = [(left, then) for left, then in self._waiting if left]
-        for read_id in read_ids:
-            self._on_terminal(read_id)
         for then in ready:
             then()
 

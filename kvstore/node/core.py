@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from kvstore.blocks.chain import Chain, decode_chain
@@ -32,7 +33,8 @@ from kvstore.mover.link import MoverLink
 from kvstore.node.dispatch import NodeControl
 from kvstore.node.pool_verbs import PoolVerbs
 from kvstore.remote.directory_link import Hints
-from kvstore.remote.fetch import Fetcher, Load
+from kvstore.remote.fetch import Fetcher
+from kvstore.remote.load import Load
 from kvstore.remote.peers import PeerAddress, PeerBook, Resolver
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.socket_files import remove_stale_sockets
@@ -87,7 +89,7 @@ class NodeCore(PoolVerbs):
         self.versions = NamespaceVersions()
         self.block_bytes: dict[bytes, int] = {}
         self.closed_to_peers = False
-        self.mover = MoverLink(self._end_quarantine)
+        self.mover = MoverLink()
         self.threads = StoreThreads()
         self._peers = PeerBook(node_id, self.epoch, self._resolver(resolve_peer), config.call_timeout_s)
         self.hints = Hints(
@@ -164,8 +166,7 @@ class NodeCore(PoolVerbs):
         self.slot_bytes = slot_bytes
         pool = self.make_pool(num_slots, self.epoch, self.presence.counts, self.presence.clears)
         self.fetcher = Fetcher(
-            self.config, pool, self.hints, self._peers, self.mover, self.threads, BLOCK_ORDER_VERSION,
-            self.versions.get, self.hear_clearing,
+            self.config, self.hints, self._peers, self.mover, self.threads, BLOCK_ORDER_VERSION, self.hear_clearing,
         )  # fmt: skip
         self.mover.set_slots(slot_bytes, num_slots)
         self.hints.follow(pool)
@@ -257,7 +258,8 @@ class NodeCore(PoolVerbs):
             grant = self.pool.pin_prefix(chain, "adopt", clock.now_s() + self.config.lease_ttl_s)
             load = Load(
                 chain=chain, block_bytes=self.block_bytes[chain.namespace], owner="adopt",
-                lease_id=grant.lease_id, ttl_s=self.config.lease_ttl_s, deadline_s=deadline_s, version=version,
+                lease_id=grant.lease_id, ttl_s=self.config.lease_ttl_s, deadline_s=deadline_s, pool=self.pool,
+                version_now=partial(self.versions.get, chain.namespace), version=version,
                 send=lambda _, last, ended=ended: ended.set() if last else None,  # type: ignore[misc]
                 num_ready=len(grant.slots),
             )  # fmt: skip
@@ -366,7 +368,3 @@ class NodeCore(PoolVerbs):
 
     def _deadline_set(self) -> None:
         self._control.wake()
-
-    def _end_quarantine(self, read_id: int) -> None:
-        if self.attached_pool is not None:
-            self.attached_pool.end_quarantine(f"read-{read_id}")

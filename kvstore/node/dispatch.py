@@ -29,7 +29,7 @@ from kvstore.node.peer_service import PeerControl
 from kvstore.node.pool_service import PoolControl
 from kvstore.node.pool_verbs import deadline_after
 from kvstore.pool.pool import Pool
-from kvstore.remote.fetch import Load
+from kvstore.remote.load import Load
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import OWNER_KEY_DIGITS, STRANGER_BYTES, Flag, Message, Op, is_secret
 from kvstore.rpc.messages import (
@@ -248,6 +248,8 @@ class NodeControl:
             lease_id=grant.lease_id,
             ttl_s=ttl_s,
             deadline_s=clock.now_s() + timeout_s,
+            pool=self._core.pool,
+            version_now=partial(self._core.versions.get, chain.namespace),
             version=version,
             send=lambda payload, last: self._answer_load(connection, request, payload, last),
             is_open=lambda: not connection.closed,

@@ -89,7 +89,7 @@ class HandoffControl:
         self._waiting = WaitingClaims()
         self.stages = StageBook(core.config, core.mover)
         self.fetcher = HandoffFetcher(
-            core.config, core.node_id, lambda: core.pool, core.peers, core.mover, self.stages, self._version,
+            core.config, lambda: core.pool, core.peers, core.mover, self.stages, self._version,
             core.hear_clearing, server, core.threads,
         )  # fmt: skip
 

@@ -1,102 +1,124 @@
-"""Reading what one peer granted: claim slots, READ, check that the lease covered it, publish, pin, tell."""
+"""Reading what one peer granted: claim slots, read segment by segment, publish, pin for the client."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.blocks.chain import Chain
 from kvstore.blocks.chunking import plan_chunks, plan_segments
-from kvstore.errors import KVStoreError, LeaseError, PeerLost, TransferError, TransferTimeout
+from kvstore.config import StoreConfig
+from kvstore.errors import KVStoreError, LeaseError, TransferError
+from kvstore.mover.link import MoverLink
 from kvstore.mover.messages import MoverDone
 from kvstore.mover.transport import PeerDescription, ReadRequest
-from kvstore.remote.answers import check_slots
+from kvstore.remote.covered_read import Arrivals, Cover, CoveredRead, is_quarantine_full
+from kvstore.remote.load import Load
 from kvstore.remote.messages import PeerGrant
 from kvstore.remote.peers import Peer
-from kvstore.remote.single_flight import Flight
+from kvstore.remote.single_flight import Flight, Flights
 from kvstore.rpc.messages import NOTIFICATION
 from kvstore.runtime import clock
 
-if TYPE_CHECKING:
-    from kvstore.remote.fetch import Fetcher, Load
-
 logger = logging.getLogger(__name__)
 
-_MOVER_GRACE_S = 1.0
-_NO_SLOTS = np.empty(0, dtype=np.int32)
+#: A call for a load that has no time left may still take this long, so that it does not end on a healthy peer.
+_LEAST_CALL_S = 1.0
+_NO_GRANT = PeerGrant(lease_id=0, epoch=b"", namespace_version=0, mover_generation=0, slots=np.empty(0, dtype=np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadContext:
+    """What the READs of a node's loads share.
+
+    Args:
+        config: of the store.
+        mover: that reads.
+        flights: which blocks are on their way here.
+        announce: called when blocks became readable here.
+        release_at_peer: gives a lease back on a thread.
+        numbers: make the owners of the writes.
+    """
+
+    config: StoreConfig
+    mover: MoverLink
+    flights: Flights
+    announce: Callable[[], None]
+    release_at_peer: Callable[[Peer, int], None]
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def call_s(self, load: Load) -> float:
+        """Return how long a call to a peer may take for a load, seconds."""
+        return min(self.config.call_timeout_s, max(load.deadline_s - clock.now_s(), _LEAST_CALL_S))
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """Part of a peer's grant that is prepared and read as one: blocks [first, first + len(chain)) of it."""
+    """Part of a peer's grant that is claimed and read as one: blocks [first, first + len(chain)) of it."""
 
     first: int
     chain: Chain
     write_id: int
     indexes: npt.NDArray[np.int64]
-    slots: Sequence[int]
-    read_id: int = 0
-    ended: bool = False
+    slots: npt.NDArray[np.int32]
+    read: CoveredRead = field(init=False)
+    has_ended: bool = False
 
 
 class PeerRead:
     """One lease at one peer, and the READs under it.
 
     The slots of the first segment (kvstore.blocks.chunking) are claimed while the peer is asked, those of each later
-    one while the mover reads the one before. A context manager: what was claimed and not read is given up at its end.
+    one while the mover reads the one before. A context manager: at its end what was claimed and not read is given up,
+    and the lease is given back.
 
     Args:
-        fetcher: of this node.
-        load: who wants the blocks.
-        peer: who is asked for them.
+        context: of this node.
+        load: that wants the blocks.
+        peer: that is asked for them.
         chain: the blocks that it is asked for.
-        valid_until_s: what is in place before counts: by the clock taken before the peer is asked.
-        owner: of the writes.
+        until_s: the lease covers what is in place before, by the clock taken before the peer is asked.
     """
 
-    def __init__(
-        self, fetcher: Fetcher, load: Load, peer: Peer, chain: Chain, valid_until_s: float, owner: str
-    ) -> None:
-        self._fetcher, self._load, self._peer = fetcher, load, peer
-        self._pool, self._config, self._owner = fetcher.pool, fetcher.config, owner
-        self._chain, self._valid_until_s = chain, valid_until_s
-        self._grant = PeerGrant(lease_id=0, epoch=b"", namespace_version=0, mover_generation=0, slots=_NO_SLOTS)
+    def __init__(self, context: ReadContext, load: Load, peer: Peer, chain: Chain, until_s: float) -> None:
+        self._context, self._load, self._peer, self._chain = context, load, peer, chain
+        self._pool, self._owner = load.pool, f"fetch-{next(context.numbers)}"
+        self._cover = Cover(until_s, load.deadline_s, load.is_current)
+        self._arrivals = Arrivals(load.report, peer.node_id, load.block_bytes, 0.0)
+        self._grant = _NO_GRANT
         self._first = load.num_ready
         self._flight, self._entered = Flight(), list[bytes]()
         self._claimed: _Segment | None = None
         self._is_full = False
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._all_ended = threading.Event()
         self._segments: list[_Segment] = []
         self._posted_all = self._notified = False
         self._error: KVStoreError | None = None
-        self._given_up: set[int] = set()
         self._num_wanted = self._num_published = 0
-        self._told_s = 0.0
 
     def __enter__(self) -> PeerRead:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._drop_claim()
-        self._fetcher.flights.leave(self._entered, self._flight)
+        self._context.flights.leave(self._entered, self._flight)
         if self._grant.lease_id and not (self._notified and self._num_published == self._num_wanted):
             self._give_back()
 
     def is_quarantine_full(self) -> bool:
-        """Whether so many slots wait for transfers that were given up that nothing more is to be read."""
-        stats = self._pool.stats()
-        return stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots
+        """Whether so many slots wait for READs that were given up that nothing more is to be read."""
+        return is_quarantine_full(self._pool, self._context.config.max_quarantined_fraction)
 
     def claim_first(self, num_hinted: int) -> None:
-        """Claim the slots of the first segment of what the peer is said to have; what goes wrong is told by `run`."""
+        """Claim the slots of the first segment of what the peer is said to have; `run` raises what goes wrong."""
         try:
             if plan := self._plan(min(num_hinted, len(self._chain))):
                 self._claimed = self._claim(0, plan[0][-1])
@@ -109,12 +131,11 @@ class PeerRead:
         Raises:
             TransferError: the peer or the mover failed; what may still be written is quarantined.
         """
-        self._grant, self._told_s = grant, clock.now_s()
+        self._grant, self._arrivals.since_s = grant, clock.now_s()
         self._chain = self._chain.head(len(grant.slots))
         if self._error is not None:
             raise self._error
-        name, description = self._peer.transport(grant.mover_generation, self._fetcher.call_s(self._load))
-        check_slots(grant.slots, description, self._load.block_bytes)
+        source = self._peer.transport(grant.mover_generation, self._context.call_s(self._load))
         first = 0
         for ends in self._plan(len(self._chain)):
             segment = self._claimed
@@ -125,7 +146,7 @@ class PeerRead:
             if segment is not None:
                 self._notified = ends[-1] == len(self._chain)
                 chunk_ends = _distinct(np.searchsorted(segment.indexes, np.asarray(ends) - first))
-                self._post(segment, name, description, chunk_ends, with_notification=self._notified)
+                self._post(segment, *source, chunk_ends, with_notification=self._notified)
             if self._is_full or self._error is not None:
                 break
             first = ends[-1]
@@ -141,8 +162,8 @@ class PeerRead:
         indexes, hashes = np.asarray(ticket.indexes), piece.hashes()
         if len(indexes) < len(hashes):
             hashes = [hashes[i] for i in ticket.indexes]
-        self._entered += self._fetcher.flights.enter(hashes, self._flight)
-        return _Segment(first, piece, ticket.write_id, indexes, ticket.slots)
+        self._entered += self._context.flights.enter(hashes, self._flight)
+        return _Segment(first, piece, ticket.write_id, indexes, np.asarray(ticket.slots, dtype=np.int32))
 
     def _drop_claim(self) -> None:
         """Give up slots that were claimed and not read into."""
@@ -152,16 +173,17 @@ class PeerRead:
 
     def _give_back(self) -> None:
         """Release the peer's pins, but not while a READ that was given up may still be reading them."""
-        if not self._given_up:
+        given_up = {segment.read.given_up_id for segment in self._segments} - {0}
+        if not given_up:
             with contextlib.suppress(KVStoreError):
                 self._peer.release(self._grant.lease_id)
             return
-        fetcher, peer, lease_id = self._fetcher, self._peer, self._grant.lease_id
-        fetcher.mover.when_terminal(self._given_up, lambda: fetcher.release_at_peer(peer, lease_id))
+        context, peer, lease_id = self._context, self._peer, self._grant.lease_id
+        context.mover.when_terminal(given_up, lambda: context.release_at_peer(peer, lease_id))
 
     def _plan(self, num_blocks: int) -> list[list[int]]:
         """Return the chunk ends of each segment."""
-        chunk_blocks = max(1, self._config.chunk_bytes // self._load.block_bytes)
+        chunk_blocks = max(1, self._context.config.chunk_bytes // self._load.block_bytes)
         return plan_segments(plan_chunks(num_blocks, chunk_blocks))
 
     def _post(
@@ -173,103 +195,72 @@ class PeerRead:
         *,
         with_notification: bool,
     ) -> None:
-        load, now_s = self._load, clock.now_s()
-        left_s = min(self._valid_until_s, load.deadline_s, now_s + self._config.transfer_timeout_s) - now_s
         note = b""
         if with_notification:
             note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch, self._peer.owner_key)
         request = ReadRequest(
             peer=name,
-            block_bytes=load.block_bytes,
-            local_slots=np.asarray(segment.slots, dtype=np.int32),
+            block_bytes=self._load.block_bytes,
+            local_slots=segment.slots,
             remote_slots=self._grant.slots[segment.first + segment.indexes],
             notification=note,
+        )
+        segment.read = CoveredRead(
+            self._context.mover, lambda done: self._on_blocks(segment, done), lambda: self._on_end(segment)
         )
         with self._lock:
             self._segments.append(segment)
             self._num_wanted += len(segment.indexes)
         try:
-            segment.read_id = self._fetcher.mover.read(
-                request,
-                description,
-                lambda done, error: self._on_done(segment, done, error),
-                chunk_ends=chunk_ends,
-                timeout_s=max(left_s, 1e-3),
+            segment.read.post(
+                request, description, self._cover, chunk_ends, timeout_s=self._context.config.transfer_timeout_s
             )
-        except PeerLost as error:
+        except KVStoreError as error:
             self._error = error
-            self._end(segment, 0)
+            self._on_end(segment)
 
     def _wait(self) -> str:
         load = self._load
         with self._lock:
             self._posted_all = True
-            if all(segment.ended for segment in self._segments):
-                self._ended.set()
+            if all(segment.has_ended for segment in self._segments):
+                self._all_ended.set()
         if not self._segments:
             # Everything arrived by other ways meanwhile, or no slot could be had.
-            return "" if self._fetcher.pin_more(load) else "busy"
-        # The mover reports by itself when time is up; this wait is for a mover that does not.
-        left_s = min(self._valid_until_s, load.deadline_s) - clock.now_s()
-        if not self._ended.wait(max(left_s, 0.0) + _MOVER_GRACE_S):
-            for segment in [s for s in self._segments if not s.ended]:
-                # Quarantined first: the READ may turn terminal between these two lines.
-                self._end(segment, segment.read_id)
-                if not self._fetcher.mover.abandon(segment.read_id):
-                    self._pool.end_quarantine(f"read-{segment.read_id}")
-            raise TransferTimeout("the mover did not report on a READ in time")
+            return "" if load.pin_more() else "busy"
+        late_s = max(segment.read.late_s for segment in self._segments)
+        if not self._all_ended.wait(max(late_s - clock.now_s(), 0.0)):
+            for segment in self._segments:
+                segment.read.give_up()
         if self._error is not None:
             raise self._error
         return "" if self._num_published == self._num_wanted else "lease_expired"
 
-    def _on_done(self, segment: _Segment, done: MoverDone, error: KVStoreError | None) -> None:
-        """Runs on the control thread for every chunk: check, publish, pin for the client, tell it."""
-        if error is not None:
-            self._error = error if isinstance(error, TransferError) else TransferError(str(error))
-            self._end(segment, 0 if done.terminal else done.read_id)
-            return
-        fetcher = self._fetcher
-        covered = (
-            clock.now_s() < self._valid_until_s
-            and fetcher.namespace_version(self._chain.namespace) == self._load.version
-        )
-        if covered:
-            count = None if done.last else done.num_blocks
-            published = self._pool.complete_store(segment.write_id, self._owner, count=count)
-            self._note(done, published)
-            reached = self._first + segment.first + int(segment.indexes[done.num_blocks - 1]) + 1
-            if done.last:
-                reached = self._first + segment.first + len(segment.chain)
-            if reached > self._load.num_ready:
-                try:
-                    fetcher.pin_more(self._load, reached)
-                except LeaseError:
-                    logger.debug("the client of a load left before its blocks came")
-        if done.last:
-            fetcher.hints.publish_soon()
-            self._end(segment, 0)
-
-    def _note(self, done: MoverDone, num_published: int) -> None:
-        """Account for a chunk before the client hears of it: the last word to the client carries the report."""
-        report, now_s = self._load.report, clock.now_s()
+    def _on_blocks(self, segment: _Segment, done: MoverDone) -> None:
+        """Publish a chunk that counts, pin it for the client and tell it; on the control thread."""
+        count = None if done.last else done.num_blocks
+        num_published = self._pool.complete_store(segment.write_id, self._owner, count=count)
         self._num_published += num_published
-        report.num_bytes += num_published * self._load.block_bytes
-        report.read_s += now_s - self._told_s
-        self._told_s = now_s
-        if done.last:
-            report.num_descriptors += done.num_descriptors
-        if self._peer.node_id not in report.peers:
-            report.peers.append(self._peer.node_id)
+        self._arrivals.add(done, num_published)
+        reached = self._first + segment.first
+        reached += len(segment.chain) if done.last else int(segment.indexes[done.num_blocks - 1]) + 1
+        if reached > self._load.num_ready:
+            try:
+                self._load.pin_more(reached)
+            except LeaseError:
+                logger.debug("the client of a load left before its blocks came")
 
-    def _end(self, segment: _Segment, read_id: int) -> None:
-        """Give up what a segment has not published; what READ `read_id` may still touch is set aside."""
-        self._pool.abort_store(segment.write_id, self._owner, quarantine=f"read-{read_id}" if read_id else "")
+    def _on_end(self, segment: _Segment) -> None:
+        """Give up what a segment has not published."""
+        read = segment.read
+        if (error := read.error) is not None:
+            self._error = error if isinstance(error, TransferError) else TransferError(str(error))
+        read.settle(self._pool, segment.write_id, self._owner)
+        self._context.announce()
         with self._lock:
-            segment.ended = True
-            if read_id:
-                self._given_up.add(read_id)
-            if self._posted_all and all(s.ended for s in self._segments):
-                self._ended.set()
+            segment.has_ended = True
+            if self._posted_all and all(s.has_ended for s in self._segments):
+                self._all_ended.set()
 
 
 def _distinct(ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

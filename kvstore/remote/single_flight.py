@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvstore.remote.load import Load
 from kvstore.runtime import clock
-
-if TYPE_CHECKING:
-    from kvstore.remote.fetch import Load
 
 
 @dataclass(slots=True, eq=False)

@@ -106,16 +106,16 @@ def store(folder, node_id, config):
     from kvstore.mover.keeper import MoverKeeper
     from kvstore.mover.transport import ReadRequest
     from kvstore.node.core import NodeCore
+    from kvstore.remote.covered_read import CoveredRead
     from kvstore.remote.directory_link import Hints
     from kvstore.remote.messages import PeerLease
-    from kvstore.remote.peer_read import PeerRead
     from kvstore.remote.peers import Peer
 
     sys.setswitchinterval(1e-4)
     gates, children = Gates(), []
     gates.before(Hints, "locate", "ask")
     gates.before(Peer, "lease", "lease")
-    gates.before(PeerRead, "_on_done", "publish")
+    gates.before(CoveredRead, "_on_done", "publish")
     here = Path(folder)
 
     class ChildMover:

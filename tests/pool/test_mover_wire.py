@@ -30,7 +30,7 @@ class Nodes:
         self.cluster, self.faults, self.num_replaced = cluster, faults, 0
         # Movers are threads of this process; killing one is its death and nobody else's.
         monkeypatch.setattr(Connection, "kill", lambda connection: self._kill(connection))
-        monkeypatch.setattr("kvstore.remote.peer_read._MOVER_GRACE_S", 0.1)
+        monkeypatch.setattr("kvstore.remote.covered_read._MOVER_GRACE_S", 0.1)
         settings = {
             "capacity_bytes": 1 << 16, "block_bytes": (1 << 16) // NUM_SLOTS, "chunk_bytes": 1 << 13,
             "max_pinned_fraction": 1.0, "lease_ttl_s": 0.5, "lease_margin_s": 0.05, "call_timeout_s": 1.0,

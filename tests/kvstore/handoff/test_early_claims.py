@@ -33,7 +33,7 @@ def warm(pair, wait_until):  # noqa: F811
 def threads(cluster, warm, wait_until):
     """What the threads of node b were to run, in place of those."""
     given, fetcher = [], cluster.nodes["b"]._control.handoffs.fetcher
-    (peer,) = fetcher.peers._peers.values()
+    (peer,) = cluster.nodes["b"].peers._peers.values()
     wait_until(lambda: peer.spare)
     fetcher._threads = SimpleNamespace(submit=lambda kind, run, is_admitted: given.append(run))
     return given

@@ -72,7 +72,7 @@ class Pair:
 
     def __init__(self, path):
         self.terminal, self.notes = [], []
-        self.link = MoverLink(self.terminal.append)
+        self.link = MoverLink()
         self.server = ControlServer(self._serve, self.link.gone)
         self.server.listen_local(path)
         self.server.start()
@@ -121,6 +121,8 @@ class Pair:
 
         def on_done(done, error):
             heard.append((done, error))
+            if done.last and not done.terminal:
+                self.hear_when_terminal(done.read_id)
             if done.last:
                 ended.set()
 
@@ -134,6 +136,9 @@ class Pair:
         ends = np.array(plan_chunks(len(request.local_slots), chunk_blocks), np.int32)
         read_id = self.link.read(request, self.description, on_done, chunk_ends=ends, timeout_s=timeout_s)
         return read_id, heard, ended
+
+    def hear_when_terminal(self, read_id):
+        self.link.when_terminal({read_id}, lambda: self.terminal.append(read_id))
 
     def slots(self):
         return self.slab.reshape(NUM_SLOTS, SLOT_BYTES)[:, 0].tolist()
@@ -490,6 +495,7 @@ def test_the_store_may_give_up_before_the_mover_does(pair, wait_until):
     time.sleep(0.05)
     assert pair.link.abandon(read_id)
     assert pair.link.abandon(read_id)
+    pair.hear_when_terminal(read_id)
     assert pair.link.num_abandoned == 1
     pair.transport.running = False
     wait_until(lambda: pair.terminal == [read_id])

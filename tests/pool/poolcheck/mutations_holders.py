@@ -143,8 +143,8 @@ HOLDERS = (
     bug(
         "a read that outlived its lease",
         "Mooncake: bytes read after the lease ended",
-        "kvstore.remote.peer_read",
-        "clock.now_s() < self._valid_until_s",
+        "kvstore.remote.covered_read",
+        "clock.now_s() < self.until_s",
         "True",
         "tests/kvstore/node/test_node.py::test_a_block_counts_only_if_the_lease_covered_its_read",
     ),
@@ -231,9 +231,9 @@ HOLDERS = (
     bug(
         "slots free while a given-up READ writes",
         "NIXL: a released handle still writes",
-        "kvstore.remote.peer_read",
-        "self._end(segment, 0 if done.terminal else done.read_id)",
-        "self._end(segment, 0)",
+        "kvstore.remote.covered_read",
+        "self.given_up_id = 0 if done.terminal else done.read_id",
+        "self.given_up_id = 0",
         "tests/kvstore/node/test_node.py::test_a_read_that_never_ends_is_quarantined_until_it_does",
     ),
     bug(

@@ -1,0 +1,43 @@
+"""What the fetches of one node share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.config import StoreConfig
+from kvstore.handoff.lanes import StageLanes
+from kvstore.handoff.stages import StageBook
+from kvstore.mover.link import MoverLink
+from kvstore.pool.pool import Pool
+from kvstore.remote.peers import PeerBook
+from kvstore.rpc.server import ControlServer
+
+
+@dataclass(frozen=True, slots=True)
+class FetchContext:
+    """What the fetches of one node share.
+
+    Args:
+        config: of the store.
+        pool: returns that of the arena; raises while there is none.
+        peers: the stores of other nodes, and this one as its own peer.
+        mover: that reads.
+        stages: of this node.
+        lanes: into these stages.
+        version_of: returns the last clearing of a namespace that this node knows.
+        adopt_version: called when a peer knows of a later clearing.
+        server: of the control thread.
+        submit: has a thread do a step of a fetch that has begun.
+    """
+
+    config: StoreConfig
+    pool: Callable[[], Pool]
+    peers: PeerBook
+    mover: MoverLink
+    stages: StageBook
+    lanes: StageLanes
+    version_of: Callable[[bytes], int]
+    adopt_version: Callable[[bytes, int], object]
+    server: ControlServer
+    submit: Callable[[Callable[[], object]], None]
