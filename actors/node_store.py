@@ -35,7 +35,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, NamespaceMismatch, ProtocolError
 from kvstore.mover.keeper import MoverKeeper, StartedMover
 from kvstore.node.core import NodeCore
-from kvstore.node.pool_verbs import deadline_after
+from kvstore.node.pool_service import deadline_after
 from kvstore.remote.peers import PeerAddress
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class NodeStore:
             self._resolve_directory,
             lambda: self._keeper.replace(),
         )
+        self._verbs = self._core.state.pool_service
         self._keeper = MoverKeeper(node_id, self._start_mover, self._core.wait_ready, self._config.call_timeout_s)
         self._keeper.start()
 
@@ -81,7 +82,7 @@ class NodeStore:
         return address
 
     def _start_mover(self) -> StartedMover:
-        name = f"raykv-{self._node_id[:12]}-{self._core.epoch.hex()}-{next(self._mover_numbers)}-{secrets.token_hex(3)}"
+        name = f"raykv-{self._node_id[:12]}-{self.epoch()}-{next(self._mover_numbers)}-{secrets.token_hex(3)}"
         options = ray.remote(Mover).options(
             num_cpus=0,
             max_restarts=0,
@@ -117,7 +118,7 @@ class NodeStore:
 
     def epoch(self) -> str:
         """Return the id of this life of the store."""
-        return self._core.epoch.hex()
+        return self._core.state.epoch.hex()
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of the store and its mover."""
@@ -136,28 +137,28 @@ class NodeStore:
 
     def attach(self, namespace: bytes, block_bytes: int) -> dict[str, int]:
         """Make room for a namespace's blocks."""
-        return self._core.attach(namespace, block_bytes)
+        return self._verbs.attach(namespace, block_bytes)
 
     def lookup(self, hashes: BlockHashes) -> int:
         """Return how many leading blocks are readable on this node. No side effect."""
-        return self._core.lookup(_chain(hashes))
+        return self._verbs.lookup(_chain(hashes))
 
     def lease(self, hashes: BlockHashes, owner: str, ttl_s: float = 30.0) -> Grant:
         """Pin the readable prefix of a chain for `ttl_s` seconds."""
-        return self._core.lease(_chain(hashes), _owner(owner), ttl_s)
+        return self._verbs.lease(_chain(hashes), _owner(owner), ttl_s)
 
     def renew(self, lease_id: int, owner: str, ttl_s: float = 30.0, epoch: bytes | None = None) -> bool:
         """Extend a lease; whether it was still held, in this life of the store if `epoch` is given."""
-        return self._core.renew(lease_id, _owner(owner), ttl_s, epoch)
+        return self._verbs.renew(lease_id, _owner(owner), ttl_s, epoch)
 
     def release(self, lease_id: int, owner: str, epoch: bytes | None = None) -> bool:
         """Drop a lease or a pin; whether it was still held by this owner, in this life of the store."""
-        return self._core.release(lease_id, _owner(owner), epoch)
+        return self._verbs.release(lease_id, _owner(owner), epoch)
 
     def pin(self, hashes: BlockHashes, owner: str, ttl_s: float, soft: bool = False) -> Grant:
         """Keep the readable prefix of a chain here for `ttl_s` seconds; nobody sees when this owner dies."""
         deadline_after(ttl_s)
-        return self._core.pin(_chain(hashes), _owner(owner), PinKind.SOFT if soft else PinKind.HARD, ttl_s)
+        return self._verbs.pin(_chain(hashes), _owner(owner), PinKind.SOFT if soft else PinKind.HARD, ttl_s)
 
     def prepare_store(
         self,
@@ -175,19 +176,19 @@ class NodeStore:
         clearing than that counts, nothing is claimed and the ticket's `num_clears` is another.
         """
         deadline_after(ttl_s)
-        return self._core.prepare_store(_chain(hashes), _owner(owner), num_parts, part, ttl_s, num_clears)
+        return self._verbs.prepare_store(_chain(hashes), _owner(owner), num_parts, part, ttl_s, num_clears)
 
     def complete_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
     ) -> int:
         """Publish a write; returns how many blocks became findable. Other generations than the ticket's are refused."""
-        return self._core.complete_store(write_id, _owner(owner), generations, epoch)
+        return self._verbs.complete_store(write_id, _owner(owner), generations, epoch)
 
     def abort_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
     ) -> int:
         """Give a write up; returns how many slots came back."""
-        return self._core.abort_store(write_id, _owner(owner), generations, epoch)
+        return self._verbs.abort_store(write_id, _owner(owner), generations, epoch)
 
     def clear(self, namespace: bytes, version: int | None = None) -> int:
         """Make a namespace a miss here; returns how many blocks that concerned.
@@ -196,17 +197,17 @@ class NodeStore:
         StaleVersion is raised and nothing is cleared. `Store.clear` reaches all nodes.
         """
         check_digest("namespace", namespace)
-        return self._core.clear(namespace, version)
+        return self._verbs.clear(namespace, version)
 
     def version(self, namespace: bytes) -> int:
         """Return the version of the last clearing of a namespace that this store knows of."""
         check_digest("namespace", namespace)
-        return self._core.versions.get(namespace)
+        return self._verbs.versions.get(namespace)
 
     def num_clears(self, namespace: bytes) -> int:
         """Return what `prepare_store` takes as `num_clears`; to be asked for before KV is computed for a store."""
         check_digest("namespace", namespace)
-        return self._core.num_clears(namespace)
+        return self._verbs.current.num_clears(namespace)
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
         """Grant nothing to workers any more; returns hot chains for a peer to adopt."""

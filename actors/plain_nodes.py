@@ -127,8 +127,8 @@ class _ChildMover:
     """A mover's process, for its keeper."""
 
     def __init__(self, core: NodeCore) -> None:
-        name = f"raykv-{core.node_id}-{core.epoch.hex()}-{secrets.token_hex(3)}"
-        command = _command("mover", core.control_path, core.config, name)
+        name = f"raykv-{core.state.node_id}-{core.state.epoch.hex()}-{secrets.token_hex(3)}"
+        command = _command("mover", core.control_path, core.state.config, name)
         self._core = core
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 

@@ -57,8 +57,10 @@ def serve() -> None:
         raise PeerLost(f"there is no node {node_id}")
 
     core = NodeCore("a", StoreConfig(capacity_bytes=1 << 22), "127.0.0.1", nobody, directory.address)
-    core.attach(NAMESPACE, BLOCK_BYTES)
-    core.complete_store(core.prepare_store(CHAIN, "benchmark").write_id, "benchmark")
+    core.state.pool_service.attach(NAMESPACE, BLOCK_BYTES)
+    core.state.pool_service.complete_store(
+        core.state.pool_service.prepare_store(CHAIN, "benchmark").write_id, "benchmark"
+    )
     ports = {"store": core.peer_address(), "directory": directory.address()}
     found = {name: [address.host, address.port, address.token] for name, address in ports.items()}
     sys.stdout.write(json.dumps(found | {"path": core.control_path}) + "\n")

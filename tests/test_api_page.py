@@ -74,7 +74,7 @@ def test_it_says_what_the_statistics_are(tmp_path, monkeypatch):
 
     core = NodeCore("n", kvstore.StoreConfig(capacity_bytes=1 << 20), "127.0.0.1", nobody, nobody)
     try:
-        core.attach(bytes(32), 4096)
+        core.state.pool_service.attach(bytes(32), 4096)
         stats = core.stats()
     finally:
         core.stop()

@@ -27,10 +27,6 @@ ROOMS = WORKER | STORE | {"runtime", "blocks", "rpc", "memory", "tools", "bench"
 MOST_MODULES = 14
 #: Of kernels: nearly each is one .cu file's launcher or reference, and dividing them would part what is read together.
 MOST_KERNELS = 22
-#: Groups of modules whose types name each other. They import each other for type checkers only, and inside one room.
-KNOWN_CIRCLES = [
-    {"node.core", "node.dispatch", "node.handoff_service", "node.peer_service", "node.pool_service"},
-]
 
 
 def find_modules() -> dict[str, Path]:
@@ -72,7 +68,7 @@ def named(node: ast.AST) -> Iterator[str]:
 
 
 def imports_of(tree: ast.AST, for_types: bool = False) -> Iterator[tuple[str, bool]]:
-    """Every (module, whether only type checkers see it)."""
+    """Every (module, whether only type checkers see it); both count."""
     for node in ast.iter_child_nodes(tree):
         yield from ((name, for_types) for name in named(node))
         yield from imports_of(node, for_types or is_for_types(node))
@@ -90,12 +86,9 @@ def imports_between_rooms() -> Iterator[tuple[str, str, str, str]]:
                 yield module, target, room_of(module), room_of(target)
 
 
-def circles(with_types: bool) -> list[set[str]]:
+def circles() -> list[set[str]]:
     """Groups of modules each of which reaches all others of its group."""
-    graph = {
-        module: {target for target, for_types in edges(module) if target in MODULES and (with_types or not for_types)}
-        for module in MODULES
-    }
+    graph = {module: {target for target, _ in edges(module) if target in MODULES} for module in MODULES}
 
     def reached_from(module: str) -> set[str]:
         found: set[str] = set()
@@ -155,12 +148,7 @@ def test_worker_and_store_do_not_import_each_other():
 
 
 def test_nothing_goes_in_circles_when_it_runs():
-    assert circles(with_types=False) == []
-
-
-def test_the_circles_of_types_are_known_and_stay_in_one_room():
-    assert circles(with_types=True) == KNOWN_CIRCLES
-    assert all(len({room_of(module) for module in circle}) == 1 for circle in KNOWN_CIRCLES)
+    assert circles() == []
 
 
 def test_no_room_has_too_many_modules():

@@ -10,68 +10,70 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.blocks.codec import decode_object, encode, encode_object
-from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds, clip
+from kvstore.bounds import MAX_CHAIN_BYTES, clip
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.errors import (
-    ConfigError,
-    IncompatibleStore,
-    InvalidRequest,
-    ProtocolError,
-)
+from kvstore.errors import ConfigError, IncompatibleStore, ProtocolError
 from kvstore.node.fence import MoverFence
 from kvstore.node.handoff_service import HandoffControl
-from kvstore.node.later import SharedAnswer, answer_all
+from kvstore.node.later import SharedAnswer
+from kvstore.node.load_service import LoadControl
 from kvstore.node.peer_service import PeerControl
-from kvstore.node.pool_service import PoolControl
-from kvstore.node.pool_verbs import deadline_after
+from kvstore.node.pool_routes import PoolRoutes
+from kvstore.node.state import NodeState
 from kvstore.pool.pool import Pool
-from kvstore.remote.load import Load
-from kvstore.rpc.connection import Connection
+from kvstore.rpc.connection import Connection, Handler, Role
 from kvstore.rpc.framing import OWNER_KEY_DIGITS, STRANGER_BYTES, Flag, Message, Op, is_secret
-from kvstore.rpc.messages import (
-    Found,
-    Progress,
-    decode_ask,
-    decode_ask_load,
-    decode_attach,
-)
+from kvstore.rpc.messages import decode_attach
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
 from kvstore.runtime.store_threads import Blocking
 
-if TYPE_CHECKING:
-    from kvstore.node.core import NodeCore
-
 logger = logging.getLogger(__name__)
 
-#: Of one message, by the role of who sends it.
-_MAX_BYTES = {"presence": STRANGER_BYTES} | dict.fromkeys(("client", "peer"), MAX_CHAIN_BYTES + STRANGER_BYTES)
+_LONGEST_QUESTION_BYTES = MAX_CHAIN_BYTES + STRANGER_BYTES
+#: Of one message, by the role of its sender.
+_MAX_BYTES = {
+    Role.PRESENCE: STRANGER_BYTES, Role.CLIENT: _LONGEST_QUESTION_BYTES, Role.PEER: _LONGEST_QUESTION_BYTES,
+}  # fmt: skip
 
 
 class NodeControl:
     """Serves one node store's connections.
 
     Args:
-        core: the node store.
+        state: of the node store.
+        stats: returns the node store's counts; on a thread.
         on_mover_gone: called, on a thread of its own, when the mover's process is gone.
     """
 
-    def __init__(self, core: NodeCore, on_mover_gone: Callable[[], None]) -> None:
-        self._core, self._on_mover_gone = core, on_mover_gone
+    def __init__(
+        self, state: NodeState, stats: Callable[[], dict[str, Any]], on_mover_gone: Callable[[], None]
+    ) -> None:
+        self._state, self._service, self._on_mover_gone = state, state.pool_service, on_mover_gone
         self._is_mover_wanted, self._log = False, LogLimit()
-        self._fence = MoverFence(core.config, core.mover, self._pools_read_into)
-        self._pool = PoolControl(core)
-        self._peers = PeerControl(core, self.wake)
-        self._stats = SharedAnswer(core.threads, Blocking.STATS, lambda: core.stats())
+        self._fence = MoverFence(state.config, state.mover, self._pools_read_into)
         self._server = ControlServer(
             self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds, max_bytes=_MAX_BYTES
         )
-        self.handoffs = HandoffControl(core, self._peers.began, self._peers.ended, self._server)
+        self._pool = PoolRoutes(state)
+        self._peers = PeerControl(state, self.wake)
+        self.handoffs = HandoffControl(state, self._peers.began, self._peers.ended, self._server)
+        loads = LoadControl(state, self.wake)
+        self._stats = SharedAnswer(state.threads, Blocking.STATS, stats)
+        #: What each role may ask.
+        self._routes: dict[Role, dict[Op, Handler]] = {
+            Role.CLIENT: {
+                **self._pool.routes, **self.handoffs.routes, **loads.routes,
+                Op.ATTACH: self._attach, Op.STATS: self._stats.ask,
+            },
+            Role.PEER: {**self._peers.routes, **self.handoffs.peers.routes},
+            Role.MOVER: dict.fromkeys(set(Op) - {Op.HELLO, Op.GOODBYE}, self._hear_mover),
+            Role.PRESENCE: {},
+        }  # fmt: skip
 
     @property
     def port(self) -> int:
@@ -119,51 +121,16 @@ class NodeControl:
         self.handoffs.fetcher.stop()
 
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
-        op, payload = message.op, message.payload
-        if op is Op.HELLO:
+        """Serve what is in no route."""
+        if message.op is Op.HELLO:
             return self._hello(connection, message)
-        if not connection.role:
-            raise ProtocolError("wanted HELLO first")
-        if connection.role == "presence":
-            raise ProtocolError("wanted no more than HELLO from who only reads the presence table")
-        if connection.role == "mover":
-            self._hear_mover(connection, message)
-            return None
-        if connection.role == "peer":
-            if op in HandoffControl.PEER_OPS:
-                return self.handoffs.serve_peer(connection, message)
-            return self._peers.serve(connection, message)
-        if op in HandoffControl.OPS:
-            return self.handoffs.serve(connection, message)
-        match op:
-            case Op.LOAD:
-                self._load(connection, message)
-                return None
-            case Op.LOOKUP_ALL:
-                asked = decode_ask(payload)
-                chain, wait_s = asked.chain, check_seconds("wait_s", asked.seconds)
-                num_local, until_s = self._core.lookup(chain), clock.now_s() + wait_s
-                question = [(connection, op, message.request)]
-                run = partial(answer_all, question, lambda: Found(self._core.lookup_all(chain, until_s)))
-                is_sure = num_local == len(chain) or self._core.hints.is_alone() or self._core.is_draining
-                if is_sure or not self._core.threads.submit(Blocking.LOOKUP, run):
-                    return encode(Found([(self._core.node_id, num_local)]))
-                return None
-            case Op.ATTACH:
-                wanted = decode_attach(payload)
-                return encode(self._core.attach(wanted.namespace, wanted.block_bytes))
-            case Op.STATS:
-                self._stats.ask(connection, message)
-                return None
-            case _:
-                raise ProtocolError(f"a node store does not serve {op.name} to a {connection.role}")
+        raise ProtocolError(f"a node store does not serve {message.op.name} to a {connection.role}")
 
     def _pools_read_into(self) -> list[Pool]:
-        arena = self._core.attached_pool
-        return [] if arena is None else [arena, *(stage.pool for stage in self.handoffs.stages.all())]
+        return [self._service.current, *(stage.pool for stage in self.handoffs.stages.all())]
 
     def _hear_mover(self, connection: Connection, message: Message) -> None:
-        mover = self._core.mover
+        mover = self._state.mover
         try:
             mover.serve(connection, message, self._notified)
         except ProtocolError as error:
@@ -178,7 +145,7 @@ class NodeControl:
 
     def _notified(self, payload: bytes) -> None:
         self._peers.notified(payload)
-        self.handoffs.notified(payload)
+        self.handoffs.peers.notified(payload)
 
     def _hello(self, connection: Connection, message: Message) -> bytes | None:
         value = decode_object(message.payload)
@@ -188,22 +155,22 @@ class NodeControl:
                 "run one version of raykv everywhere"
             )
         role = value.get("role")
-        if role == "mover" and connection.local and connection.pidfd < 0:
+        if role == Role.MOVER and connection.local and connection.pidfd < 0:
             raise ConfigError("this kernel cannot name the mover's process (Linux 5.3 can), so it could not be fenced")
-        if connection.local and role in ("client", "mover", "presence"):
-            if role == "client":
+        if connection.local and role in (Role.CLIENT, Role.MOVER, Role.PRESENCE):
+            if role == Role.CLIENT:
                 self._join(connection, value)
-            connection.role = role
+            self._take_role(connection, Role(role))
             # What the mover says frees slots: it is heard, however slowly it reads what it is asked.
-            connection.reads_on = role == "mover"
-            memory = self._core.presence if role == "presence" else self._core.arena
+            connection.reads_on = role == Role.MOVER
+            memory = self._state.presence if role == Role.PRESENCE else self._state.arena
             connection.send(Op.HELLO, Flag.REPLY, message.request, self._greeting(connection), (memory.fd,))
             return None
-        if not connection.local and role == "peer":
-            if not is_secret(value.get("token"), self._core.token):
+        if not connection.local and role == Role.PEER:
+            if not is_secret(value.get("token"), self._state.token):
                 raise IncompatibleStore("wrong token: this address now belongs to another life of the store")
             connection.owner = self._peers.owner_in(value)
-            connection.role = "peer"
+            self._take_role(connection, Role.PEER)
             return self._greeting(connection)
         raise ProtocolError(f"wanted role client, mover or presence locally, or peer remotely, got {clip(role)}")
 
@@ -214,71 +181,37 @@ class NodeControl:
             self._server.join(connection, owner_of_key(key))
         if isinstance(replaced, str) and isinstance(since, int):
             self._server.end_replaced(replaced, since, connection)
-        connection.verbs = self._pool.verbs
+
+    def _take_role(self, connection: Connection, role: Role) -> None:
+        connection.role, connection.routes = role, self._routes[role]
+
+    def _attach(self, connection: Connection, message: Message) -> bytes:
+        wanted = decode_attach(message.payload)
+        return encode(self._service.attach(wanted.namespace, wanted.block_bytes))
 
     def _greeting(self, connection: Connection) -> bytes:
         return encode_object(
             {
                 "protocol": PROTOCOL_VERSION,
-                "epoch": self._core.epoch.hex(),
-                "node": self._core.node_id,
+                "epoch": self._state.epoch.hex(),
+                "node": self._state.node_id,
                 "connection": connection.name,
-                "config": self._core.config.to_json(),
-                "arena_bytes": self._core.arena.num_bytes,
+                "config": self._state.config.to_json(),
+                "arena_bytes": self._state.arena.num_bytes,
             }
         )
 
-    def _load(self, connection: Connection, message: Message) -> None:
-        asked = decode_ask_load(message.payload)
-        chain, ttl_s, timeout_s = asked.chain, asked.ttl_s, check_seconds("timeout_s", asked.timeout_s)
-        self._core.check_serving()
-        if self._core.fetcher is None or chain.namespace not in self._core.block_bytes:
-            raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
-        version = self._core.versions.get(chain.namespace)
-        # A look at the first block: a load of what is all elsewhere is not searched for block by block.
-        held = chain if self._core.pool.lookup(chain.head(1)) else chain.head(0)
-        grant = self._core.pool.pin_prefix(held, connection.owner, deadline_after(ttl_s))
-        self._server.wake()
-        connection.gave = message.request, partial(self._core.release, grant.lease_id, connection.owner)
-        request = message.request  # Not the message: its bytes would stay for as long as the load waits.
-        load = Load(
-            chain=chain,
-            block_bytes=self._core.block_bytes[chain.namespace],
-            owner=connection.owner,
-            lease_id=grant.lease_id,
-            ttl_s=ttl_s,
-            deadline_s=clock.now_s() + timeout_s,
-            pool=self._core.pool,
-            version_now=partial(self._core.versions.get, chain.namespace),
-            version=version,
-            send=lambda payload, last: self._answer_load(connection, request, payload, last),
-            is_open=lambda: not connection.closed,
-        )
-        load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
-        if grant.num_refused:
-            load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
-        if grant.num_refused or num_here == len(chain):
-            load.send(encode(Progress(grant.lease_id, 0, grant.packed_slots, load.report)), True)
-            return
-        if grant.packed_slots:
-            load.send(encode(Progress(grant.lease_id, 0, grant.packed_slots)), False)
-        self._core.fetcher.begin(load)
-
-    @staticmethod
-    def _answer_load(connection: Connection, request: int, payload: bytes, last: bool) -> None:
-        connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, request, payload)
-
     def _gone(self, connection: Connection) -> None:
-        if connection.role == "mover":
-            if self._core.mover.is_present(connection):
+        if connection.role is Role.MOVER:
+            if self._state.mover.is_present(connection):
                 self._is_mover_wanted = True
                 with contextlib.ExitStack() as parts:
                     # From the last to the first; each is done whatever the others raise.
                     parts.callback(self._want_mover)
                     parts.callback(self.handoffs.mover_gone)
-                    parts.callback(self._core.mover.gone, connection)
-        elif self._core.attached_pool is not None and connection.role == "client" and connection.ended:
-            dropped = self._core.attached_pool.release_owner(connection.owner)
+                    parts.callback(self._state.mover.gone, connection)
+        elif connection.role is Role.CLIENT and connection.ended:
+            dropped = self._service.current.release_owner(connection.owner)
             dropped += self.handoffs.release_owner(connection.owner)
             if dropped:
                 logger.info("client %s is gone: %d leases, writes and hand-offs came back", connection.owner, dropped)
@@ -296,30 +229,26 @@ class NodeControl:
             self._is_mover_wanted = False
 
     def _holds(self, connection: Connection) -> bool:
-        if connection.role == "mover":
+        if connection.role is Role.MOVER:
             # What it posted may still write until its process is gone. One that was turned away posted nothing.
-            return self._core.mover.is_present(connection)
-        pool = self._core.attached_pool
-        if connection.role != "client" or pool is None:
+            return self._state.mover.is_present(connection)
+        if connection.role is not Role.CLIENT:
             return False
-        return pool.holds(connection.owner) or self.handoffs.holds(connection.owner)
+        return self._service.current.holds(connection.owner) or self.handoffs.holds(connection.owner)
 
     def _wants_ticks(self) -> bool:
-        core = self._core
-        if self._fence.wants_ticks() or core.hints.num_waiting > 0 or self._is_mover_wanted:
+        state = self._state
+        if self._fence.wants_ticks() or state.hints.num_waiting or state.fetcher.flights.num_waiting:
             return True
-        if core.fetcher is not None and core.fetcher.flights.num_waiting > 0:
-            return True
-        return self._pool.wants_ticks() or self.handoffs.wants_ticks()
+        return self._is_mover_wanted or self._pool.wants_ticks() or self.handoffs.wants_ticks()
 
     def _tick(self) -> None:
         now_s = clock.now_s()
         with contextlib.ExitStack() as parts:
             # From the last to the first; each is done whatever the others raise.
             parts.callback(self._peers.tick, now_s)
-            if self._core.fetcher is not None:
-                parts.callback(self._core.fetcher.flights.give_up_overdue)
-            parts.callback(self._core.hints.answer_overdue)
+            parts.callback(self._state.fetcher.flights.give_up_overdue)
+            parts.callback(self._state.hints.answer_overdue)
             parts.callback(self._fence.check)
             parts.callback(self._want_mover)
             parts.callback(self.handoffs.tick, now_s)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kvstore.config import StoreConfig
 from kvstore.mover.link import MoverLink
 from kvstore.pool.pool import Pool
+from kvstore.remote.covered_read import is_quarantine_full
 from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class MoverFence:
     Args:
         config: has the two bounds, `max_quarantined_fraction` and `max_quarantine_s`.
         mover: the link to the mover; only the process behind it is ever killed.
-        pools: returns those whose slots may wait: none before the arena is divided, then its own and the stages'.
+        pools: returns those whose slots may wait: the arena's and the stages'.
     """
 
     def __init__(self, config: StoreConfig, mover: MoverLink, pools: Callable[[], list[Pool]]) -> None:
@@ -65,7 +66,6 @@ class MoverFence:
         if now_s - since_s > self._config.max_quarantine_s:
             return f"a READ that was given up is not over after {now_s - since_s:.1f} s"
         for pool in self._pools():
-            stats = pool.stats()
-            if stats.num_quarantined >= self._config.max_quarantined_fraction * stats.num_slots:
-                return f"{stats.num_quarantined} of {stats.num_slots} slots wait for READs that were given up"
+            if is_quarantine_full(pool, self._config.max_quarantined_fraction):
+                return f"{pool.num_quarantined} of {pool.num_slots} slots wait for READs that were given up"
         return ""

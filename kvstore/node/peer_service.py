@@ -7,7 +7,7 @@ connection says nothing of the peer's mover, which may be reading.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,30 +17,33 @@ from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import clip
 from kvstore.config import StoreConfig
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
-from kvstore.node.pool_verbs import deadline_after
+from kvstore.node.pool_service import deadline_after
+from kvstore.node.state import NodeState
 from kvstore.remote.messages import PeerGrant, PeerTransport, decode_peer_lease
-from kvstore.rpc.connection import Connection
+from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Message, Op
 from kvstore.rpc.messages import NOTIFICATION, OWNER_KEY_BYTES
-
-if TYPE_CHECKING:
-    from kvstore.node.core import NodeCore
 
 #: Peers may always ask for as much.
 _LEAST_MOST_TTL_S = 60.0
 
 
 class PeerControl:
-    """Serves peers, and keeps count of what they hold.
+    """Serves `routes` to peers, and keeps count of what they hold. One that raises KVStoreError changed nothing.
 
     Args:
-        core: the node store.
+        state: of the node store.
         wake: called when a deadline was set, so that the control thread looks at it.
     """
 
-    def __init__(self, core: NodeCore, wake: Callable[[], None]) -> None:
-        self._core, self._wake = core, wake
+    def __init__(self, state: NodeState, wake: Callable[[], None]) -> None:
+        self._state, self._service, self._wake = state, state.pool_service, wake
         self._leases: dict[int, float] = {}
+        self.routes: dict[Op, Handler] = {
+            Op.PEER_LEASE: self._lease,
+            Op.PEER_RELEASE: self._release_lease,
+            Op.PEER_TRANSPORT: self._transport,
+        }
 
     def owner_in(self, hello: dict[str, Any]) -> str:
         """Return who owns the leases of the store that says this hello.
@@ -62,23 +65,6 @@ class PeerControl:
             )
         return owner_of(key)
 
-    def serve(self, connection: Connection, message: Message) -> bytes:
-        """Serve one message of a peer.
-
-        Raises:
-            KVStoreError: refused; nothing changed.
-        """
-        match message.op:
-            case Op.PEER_LEASE:
-                return self._lease(connection.owner, message.payload)
-            case Op.PEER_RELEASE:
-                self._release(decode_count(message.payload), connection.owner)
-                return b""
-            case Op.PEER_TRANSPORT:
-                return self._transport()
-            case _:
-                raise ProtocolError(f"a node store does not serve {message.op.name} to a peer")
-
     def notified(self, payload: bytes) -> None:
         """Peers' READs under our leases are through: their pins can go early.
 
@@ -88,7 +74,7 @@ class PeerControl:
         if len(payload) % NOTIFICATION.size:
             raise ProtocolError(f"wanted notifications of {NOTIFICATION.size} bytes each, got {len(payload)} bytes")
         for lease_id, epoch, reader in NOTIFICATION.iter_unpack(payload):
-            if epoch == self._core.epoch:
+            if epoch == self._state.epoch:
                 self._release(lease_id, owner_of(reader))
 
     def tick(self, now_s: float) -> None:
@@ -96,65 +82,69 @@ class PeerControl:
         for lease_id in [i for i, deadline_s in self._leases.items() if deadline_s < now_s]:
             self.ended(lease_id)
 
-    def _lease(self, owner: str, payload: bytes) -> bytes:
-        core, wanted = self._core, decode_peer_lease(payload)
-        if core.closed_to_peers:
-            core.check_serving()
+    def _lease(self, connection: Connection, message: Message) -> bytes:
+        state, service, owner = self._state, self._service, connection.owner
+        wanted = decode_peer_lease(message.payload)
+        service.check_serving_peers()
         if wanted.slot_format != BLOCK_ORDER_VERSION:
             raise LayoutMismatch(
                 f"blocks here are in byte order {BLOCK_ORDER_VERSION}, the peer wants {wanted.slot_format}; "
                 "run one version of raykv everywhere"
             )
         namespace = wanted.chain.namespace
-        if wanted.namespace_version > core.versions.get(namespace):
-            core.hear_clearing(namespace, wanted.namespace_version)
-        version, own = core.versions.get(namespace), core.mover.own
+        if wanted.namespace_version > state.versions.get(namespace):
+            service.hear_clearing(namespace, wanted.namespace_version)
+        version, own = state.versions.get(namespace), state.mover.own
         grant = Grant()
-        if core.attached_pool is not None and own is not None and version == wanted.namespace_version:
-            known = core.block_bytes.get(namespace, wanted.block_bytes)
+        if service.is_attached and own is not None and version == wanted.namespace_version:
+            known = service.block_bytes.get(namespace, wanted.block_bytes)
             if wanted.block_bytes != known:
                 raise LayoutMismatch(
                     f"blocks of this namespace have {known} bytes here, the peer wants {wanted.block_bytes}; "
                     "run one version of raykv everywhere"
                 )
-            deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(core.config))
-            grant = core.attached_pool.pin_prefix(wanted.chain, owner, deadline_s)
+            deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(state.config))
+            grant = service.current.pin_prefix(wanted.chain, owner, deadline_s)
             if grant.packed_slots:
                 self.began(grant.lease_id, deadline_s)
             else:
-                core.attached_pool.release(grant.lease_id, owner)
+                service.current.release(grant.lease_id, owner)
         return encode(
             PeerGrant(
                 lease_id=grant.lease_id if grant.packed_slots else 0,
-                epoch=core.epoch,
+                epoch=state.epoch,
                 namespace_version=version,
                 mover_generation=own.generation if own is not None else 0,
                 slots=np.asarray(grant.slots, dtype=np.int32),
             )
         )
 
-    def _transport(self) -> bytes:
-        core, own = self._core, self._core.mover.own
+    def _transport(self, connection: Connection, message: Message) -> bytes:
+        own = self._state.mover.own
         if own is None:
-            raise PeerLost(f"the mover of node {core.node_id} is being replaced; try again")
-        num_slots = core.pool.stats().num_slots
-        return encode(PeerTransport(own.generation, own.agent, own.address, core.slot_bytes, num_slots))
+            raise PeerLost(f"the mover of node {self._state.node_id} is being replaced; try again")
+        num_slots = self._service.pool.num_slots
+        return encode(PeerTransport(own.generation, own.agent, own.address, self._service.slot_bytes, num_slots))
+
+    def _release_lease(self, connection: Connection, message: Message) -> bytes:
+        self._release(decode_count(message.payload), connection.owner)
+        return b""
 
     def _release(self, lease_id: int, owner: str) -> None:
         # Of a lease that somebody else holds nothing ends, also not the polling for its notification.
-        if self._core.pool.release(lease_id, owner):
+        if self._service.current.release(lease_id, owner):
             self.ended(lease_id)
 
     def began(self, lease_id: int, deadline_s: float) -> None:
         """Expect a notification for a lease, or for a claim, until its deadline."""
         self._leases[lease_id] = deadline_s
-        self._core.mover.expect_notifications(len(self._leases))
+        self._state.mover.expect_notifications(len(self._leases))
         self._wake()
 
     def ended(self, lease_id: int) -> None:
         """Expect none any more."""
         if self._leases.pop(lease_id, None) is not None:
-            self._core.mover.expect_notifications(len(self._leases))
+            self._state.mover.expect_notifications(len(self._leases))
 
 
 def owner_of(key: bytes) -> str:

@@ -1,136 +1,340 @@
-"""The pool's verbs as a node's own workers ask for them. Runs on the control thread, so nothing here may block."""
+"""What a node store's callers may do with its pool, whether they come over a socket or over Ray.
+
+Times are given as seconds from now, since callers have clocks of their own; the pool is told deadlines.
+"""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from kvstore.blocks.chain import decode_chain
-from kvstore.blocks.codec import decode_count, encode
-from kvstore.blocks.grants import Grant, PinKind
-from kvstore.bounds import check_seconds
-from kvstore.errors import ConfigError
-from kvstore.rpc.connection import Connection, Handler
-from kvstore.rpc.framing import Flag, Message, Op
-from kvstore.rpc.messages import (
-    decode_ask,
-    decode_ask_pin,
-    decode_prepare,
-    decode_renew,
-    decode_write_end,
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.grants import Grant, PinKind, StoreTicket
+from kvstore.bounds import (
+    MAX_BLOCK_BYTES,
+    MAX_NAMESPACES,
+    MAX_SLOTS,
+    MAX_TTL_S,
+    MIN_BLOCK_BYTES,
+    check_count,
+    check_digest,
+    check_ttl,
 )
+from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreDraining, StoreUnavailable
+from kvstore.memory.presence import PresenceTable
+from kvstore.pool.pool import Pool
+from kvstore.remote.versions import NamespaceVersions
 from kvstore.runtime import clock
 
-if TYPE_CHECKING:
-    from kvstore.node.core import NodeCore
+logger = logging.getLogger(__name__)
+
+FOREVER_S = math.inf
+#: Slots begin at multiples of this, so that word-wide copies are always aligned.
+SLOT_ALIGNMENT_BYTES = 64
 
 
-class PoolControl:
-    """Serves the operations of `verbs`: each takes a message and returns the answer, None when that comes later.
-
-    A verb that raises KVStoreError changed nothing.
+@dataclass(frozen=True, slots=True)
+class PoolEvents:
+    """Called by the pool service; each from any thread, and none may block.
 
     Args:
-        core: the node store.
+        changed: blocks became findable or stopped being so, or a namespace was cleared.
+        wake: a deadline was set, or slots are to be swept, so the control thread has to look.
+        divided: the arena was divided: into this pool, of slots of so many bytes.
     """
 
-    def __init__(self, core: NodeCore) -> None:
-        self._core = core
-        self.verbs: dict[Op, Handler] = {
-            Op.LOOKUP: self._lookup,
-            Op.LEASE: self._lease,
-            Op.PIN: self._pin,
-            Op.RELEASE: self._release,
-            Op.RENEW: self._renew,
-            Op.PREPARE_STORE: self._prepare_store,
-            Op.COMPLETE_STORE: self._complete_store,
-            Op.ABORT_STORE: self._abort_store,
-            Op.AWAIT_STORE: self._await_store,
-            Op.UNPIN_ALL: self._unpin_all,
-        }
-        # Each save that waits for others to have written the same blocks: until when, and who asked.
-        self._waiting: dict[int, tuple[float, Connection]] = {}
+    changed: Callable[[], None]
+    wake: Callable[[], None]
+    divided: Callable[[Pool, int], None]
 
-    def _lookup(self, connection: Connection, message: Message) -> bytes:
-        return encode(self._core.lookup(decode_chain(message.payload)))
 
-    def _lease(self, connection: Connection, message: Message) -> bytes:
-        asked = decode_ask(message.payload)
-        return self._granted(connection, message, self._core.lease(asked.chain, connection.owner, asked.seconds))
+class PoolService:
+    """The pool of one node store, and the verbs that concern it. Any thread may call.
 
-    def _pin(self, connection: Connection, message: Message) -> bytes:
-        asked = decode_ask_pin(message.payload)
-        grant = self._core.pin(
-            asked.chain, connection.owner, PinKind.SOFT if asked.is_soft else PinKind.HARD, asked.ttl_s
-        )
-        return self._granted(connection, message, grant)
+    Until the first namespace attaches the pool has no slots.
 
-    def _granted(self, connection: Connection, message: Message, grant: Grant) -> bytes:
-        connection.gave = message.request, partial(self._core.release, grant.lease_id, connection.owner)
-        return encode(grant)
+    Args:
+        node_id: for messages.
+        config: of the store.
+        epoch: this life of the store.
+        presence: for the node's workers to read.
+        versions: of the namespaces that this node knows were cleared.
+        events: who hears of what happens here.
+    """
 
-    def _unpin_all(self, connection: Connection, message: Message) -> None:
-        if (pool := self._core.attached_pool) is not None:
-            pool.release_pins(connection.owner)
+    def __init__(
+        self,
+        node_id: str,
+        config: StoreConfig,
+        epoch: bytes,
+        presence: PresenceTable,
+        versions: NamespaceVersions,
+        events: PoolEvents,
+    ) -> None:
+        self._node_id, self._config, self._epoch = node_id, config, epoch
+        self._presence, self.versions, self._events = presence, versions, events
+        self._attach_lock = threading.Lock()
+        #: The pool of the arena: of no slots until the first namespace attaches.
+        self.current = Pool(0, epoch=epoch, clears=presence.clears)
+        self.slot_bytes = 0
+        #: Of each namespace that has attached.
+        self.block_bytes: dict[bytes, int] = {}
+        self.is_draining = self.is_ending = self.is_closed_to_peers = False
 
-    def _release(self, connection: Connection, message: Message) -> bytes:
-        return encode(self._core.release(decode_count(message.payload), connection.owner))
+    @property
+    def is_attached(self) -> bool:
+        """Whether the arena is divided, so that there are slots."""
+        return self.current.num_slots > 0
 
-    def _renew(self, connection: Connection, message: Message) -> bytes:
-        asked = decode_renew(message.payload)
-        return encode(self._core.renew(asked.lease_id, connection.owner, asked.ttl_s))
+    @property
+    def pool(self) -> Pool:
+        """The pool of the arena.
 
-    def _prepare_store(self, connection: Connection, message: Message) -> bytes:
-        asked = decode_prepare(message.payload)
-        if connection.pidfd < 0:
+        Raises:
+            InvalidRequest: no namespace has attached yet, so there are no slots.
+        """
+        if not self.is_attached:
+            raise InvalidRequest("no namespace has attached to this store yet; make a client first")
+        return self.current
+
+    def attach(self, namespace: bytes, block_bytes: int) -> dict[str, int]:
+        """Make room for blocks of one size; the first call divides the arena into slots.
+
+        Raises:
+            ConfigError: the blocks do not fit the slots, or there are too many namespaces; nothing changed.
+            InvalidRequest: these are no namespace and no size; nothing changed.
+            LayoutMismatch: the namespace is known with another block size in bytes; nothing changed.
+        """
+        check_digest("namespace", namespace)
+        check_count("block_bytes", block_bytes, MIN_BLOCK_BYTES, MAX_BLOCK_BYTES)
+        with self._attach_lock:
+            if len(self.block_bytes) >= MAX_NAMESPACES and namespace not in self.block_bytes:
+                raise ConfigError(f"wanted at most {MAX_NAMESPACES} namespaces in a store, got one more; restart it")
+            known = self.block_bytes.get(namespace, block_bytes)
+            if known != block_bytes:
+                raise LayoutMismatch(
+                    f"blocks of this namespace have {known} bytes here, got a client with {block_bytes}; "
+                    "run one version of raykv everywhere"
+                )
+            if not self.is_attached:
+                self._divide(max(block_bytes, self._config.block_bytes))
+            if block_bytes > self.slot_bytes:
+                raise ConfigError(
+                    f"all slots of this store hold {self.slot_bytes} bytes, got a namespace with blocks of "
+                    f"{block_bytes}; start another store (name=) for it, or this one again with "
+                    f"block_bytes={block_bytes}, which every block then takes"
+                )
+            self.block_bytes[namespace] = block_bytes
+        return {"slot_bytes": self.slot_bytes, "num_slots": self.current.num_slots}
+
+    def _divide(self, block_bytes: int) -> None:
+        config = self._config
+        slot_bytes = -(-block_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        num_slots = config.capacity_bytes // slot_bytes
+        if num_slots < 2:
             raise ConfigError(
-                "this kernel does not tell the store when this process ends, so it may read but not write; "
-                "run both in one PID namespace (Linux 5.3 and newer) or on Linux 6.5 and newer"
+                f"wanted room for at least 2 blocks of {slot_bytes} bytes, got a capacity of "
+                f"{config.capacity_bytes}; raise capacity="
             )
-        ticket = self._core.prepare_store(
-            asked.chain, connection.owner, asked.num_parts, asked.part, num_clears=asked.num_clears
+        if num_slots > MAX_SLOTS:
+            raise ConfigError(
+                f"wanted at most {MAX_SLOTS} slots, got room for {num_slots} of {slot_bytes} bytes in "
+                f"{config.capacity_bytes}; give block_bytes= the size of the largest block, or lower capacity="
+            )
+        max_pinned = max(1, int(num_slots * config.max_pinned_fraction))
+        pool = Pool(
+            num_slots,
+            max_pinned,
+            max_hard_pinned=min(max_pinned, int(num_slots * config.max_hard_pinned_fraction)),
+            epoch=self._epoch,
+            presence=self._presence.counts,
+            clears=self._presence.clears,
         )
-        connection.gave = message.request, partial(self._core.abort_store, ticket.write_id, connection.owner)
-        return encode(ticket)
+        self.slot_bytes = slot_bytes
+        self._events.divided(pool, slot_bytes)
+        self.current = pool
 
-    def _complete_store(self, connection: Connection, message: Message) -> None:
-        end, pool = decode_write_end(message.payload), self._core.pool
-        num_published = pool.complete_store(
-            end.write_id, connection.owner, generations=end.generations, epoch=end.epoch
+    def block_bytes_of(self, namespace: bytes) -> int:
+        """Return the size of a namespace's blocks.
+
+        Raises:
+            InvalidRequest: it has not attached.
+        """
+        known = self.block_bytes.get(namespace)
+        if known is None:
+            raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
+        return known
+
+    def check_serving(self) -> None:
+        """Refuse when the node is being drained, or its store ends.
+
+        Raises:
+            StoreDraining: it is drained.
+            StoreUnavailable: it ends. A client has to look for another store then, and not to wait for this one.
+        """
+        if self.is_ending:
+            raise StoreUnavailable(f"the store of node {self._node_id} is being stopped; make a new client")
+        if self.is_draining:
+            raise StoreDraining(f"node {self._node_id} is being drained; use another node or undrain it")
+
+    def check_serving_peers(self) -> None:
+        """Refuse a peer when the node has been drained, or its store ends.
+
+        Raises:
+            StoreDraining, StoreUnavailable: as for `check_serving`.
+        """
+        if self.is_closed_to_peers:
+            self.check_serving()
+
+    def lookup(self, chain: Chain) -> int:
+        """Return how many leading blocks this node's workers can have; none while it is drained. No side effect."""
+        return 0 if self.is_draining else self.current.lookup(chain)
+
+    def lease(self, chain: Chain, owner: str, ttl_s: float) -> Grant:
+        """Pin the readable prefix of a run for `ttl_s` seconds.
+
+        Raises:
+            StoreDraining: nothing is granted any more.
+            InvalidRequest: `ttl_s` is not a time; nothing changed.
+        """
+        self.check_serving()
+        grant = self.current.pin_prefix(chain, owner, deadline_after(ttl_s))
+        if not grant.packed_slots:
+            self.current.release(grant.lease_id, owner)
+            return Grant(num_refused=grant.num_refused, epoch=grant.epoch)
+        self._events.wake()
+        return grant
+
+    def pin(self, chain: Chain, owner: str, kind: PinKind, ttl_s: float) -> Grant:
+        """Keep the readable prefix of a run here for `ttl_s` seconds, or as long as its owner lives when infinite.
+
+        Raises:
+            StoreDraining: nothing is granted any more.
+            PoolExhausted: the budget of pins is used up; nothing changed.
+            InvalidRequest: `ttl_s` is not a time; nothing changed.
+        """
+        self.check_serving()
+        deadline_s = FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s)
+        grant = self.pool.pin(chain, owner, kind, deadline_s)
+        self._events.wake()
+        return grant
+
+    def release(self, lease_id: int, owner: str, epoch: bytes | None = None) -> bool:
+        """Drop a lease or a pin; whether it was still held by this owner, in this epoch."""
+        return self.current.release(lease_id, owner, epoch=epoch)
+
+    def renew(self, lease_id: int, owner: str, ttl_s: float, epoch: bytes | None = None) -> bool:
+        """Extend a lease to `ttl_s` from now; whether it was still held. Never shortens.
+
+        Raises:
+            InvalidRequest: `ttl_s` is not a time; nothing changed.
+        """
+        return self.current.renew(lease_id, owner, deadline_after(ttl_s), epoch=epoch)
+
+    def prepare_store(
+        self,
+        chain: Chain,
+        owner: str,
+        num_parts: int = 1,
+        part: int = 0,
+        ttl_s: float = FOREVER_S,
+        num_clears: int | None = None,
+    ) -> StoreTicket:
+        """Claim slots for the blocks of a run that are not here, or join those who write other parts of them.
+
+        Args:
+            chain: the blocks to store.
+            owner: who writes.
+            num_parts: in how many parts a block is written, each by a rank of its own.
+            part: which of them this owner writes.
+            ttl_s: when the slots come back although the owner may live; infinite for owners whose death is seen.
+            num_clears: as for `Pool.prepare_store`.
+
+        Raises:
+            StoreDraining: nothing is granted any more.
+            ChainBroken: the run cannot be attached; nothing changed.
+            InvalidRequest: `part`, `num_parts` or `ttl_s` cannot be; nothing changed.
+        """
+        self.check_serving()
+        # What is no number at all the pool refuses.
+        in_parts = isinstance(num_parts, int) and num_parts > 1
+        ticket = self.pool.prepare_store(
+            chain,
+            owner,
+            num_parts=num_parts,
+            part=part,
+            deadline_s=FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s),
+            parts_deadline_s=deadline_after(self._config.lease_ttl_s) if in_parts else FOREVER_S,
+            num_clears=num_clears,
         )
-        self._reply_when_known(connection, message, num_published)
+        if in_parts or ttl_s != FOREVER_S:
+            self._events.wake()
+        return ticket
 
-    def _abort_store(self, connection: Connection, message: Message) -> bytes:
-        end = decode_write_end(message.payload)
-        return encode(self._core.abort_store(end.write_id, connection.owner, end.generations, end.epoch))
+    def complete_store(
+        self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
+    ) -> int:
+        """Publish a write whose bytes are in place; returns how many blocks became findable.
 
-    def _await_store(self, connection: Connection, message: Message) -> None:
-        asked = decode_ask(message.payload)
-        timeout_s = check_seconds("timeout_s", asked.seconds)
-        watch_id = self._core.pool.watch(asked.chain, lambda count: self._reply_when_known(connection, message, count))
-        if self._core.pool.is_watching(watch_id):  # One that is told between is forgotten by the next tick.
-            self._waiting[watch_id] = clock.now_s() + timeout_s, connection
+        Raises:
+            StaleTicket: the generations or the epoch are not those of the ticket; nothing changed.
+        """
+        num_published = self.pool.complete_store(write_id, owner, generations=generations, epoch=epoch)
+        self._events.changed()
+        return num_published
 
-    def _reply_when_known(self, connection: Connection, message: Message, value: int) -> None:
-        def reply() -> None:
-            connection.send(message.op, Flag.REPLY, message.request, encode(value))
+    def abort_store(
+        self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
+    ) -> int:
+        """Give a write up; returns how many slots came back."""
+        return self.pool.abort_store(write_id, owner, generations=generations, epoch=epoch)
 
-        # Answered after the directory has heard, so that who waits for a save can find it from any node.
-        self._core.hints.publish_soon(reply)
+    def clear(self, namespace: bytes, version: int | None = None) -> int:
+        """Make a namespace a miss here; returns how many blocks that concerned.
 
-    def wants_ticks(self) -> bool:
-        """Whether something here or in the pool ends with time."""
-        pool = self._core.attached_pool
-        return bool(self._waiting) or (pool is not None and (pool.has_deadlines() or pool.has_cleared()))
+        Stores of different versions of a namespace grant each other nothing, so a node that has not heard
+        yet cannot bring old blocks back.
 
-    def tick(self, now_s: float) -> None:
-        """End what is over."""
-        pool = self._core.attached_pool
-        if pool is None:
-            return
-        pool.expire(now_s)
-        pool.sweep()
-        for watch_id, (deadline_s, connection) in list(self._waiting.items()):
-            if deadline_s < now_s or connection.closed or not pool.is_watching(watch_id):
-                del self._waiting[watch_id]
-                pool.end_watch(watch_id)
+        Args:
+            namespace: of the blocks.
+            version: of this clearing, later than the last; the next one that this store knows of when None.
+
+        Raises:
+            StaleVersion: it is not later; nothing changed.
+            InvalidRequest: it is no version, or far ahead of the last; nothing changed.
+        """
+        cleared = self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0)
+        self.current.sweep_all()
+        assert cleared is not None, "every version that is noted is above 0"
+        return cleared
+
+    def hear_clearing(self, namespace: bytes, version: int) -> None:
+        """Clear because another process knows a later version; nothing happens when that is no news.
+
+        Raises:
+            InvalidRequest: it is far ahead of what is known here; nothing changed.
+        """
+        # The slots come back by and by: this may be the control thread, for which that would take long.
+        if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)):
+            self._events.wake()
+
+    def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
+        cleared = self.current.begin_clear(namespace, is_news)
+        if cleared is not None:
+            # Also with nothing to drop: the directory tells stores that have not heard.
+            self._events.changed()
+            logger.info("cleared namespace %s: %d blocks", namespace.hex()[:12], cleared)
+        return cleared
+
+
+def deadline_after(ttl_s: float, most_s: float = MAX_TTL_S) -> float:
+    """Return the time of kvstore.runtime.clock that lies `ttl_s` seconds ahead.
+
+    Raises:
+        InvalidRequest: that is no time, or too far.
+    """
+    return clock.now_s() + check_ttl("ttl_s", ttl_s, most_s)

@@ -44,7 +44,7 @@ class Pool:
     critical section; tests use it to interleave threads.
 
     Args:
-        num_slots: number of slots, at least 1.
+        num_slots: number of slots; a pool of none serves a node on which no namespace has attached yet.
         max_pinned: how many slots leases may hold at once; beyond it prefixes are cut short.
         max_hard_pinned: how many of them hard pins may hold; half of `max_pinned` when None.
         epoch: the life of the store that this pool belongs to; a random one when None.
@@ -63,8 +63,8 @@ class Pool:
         presence: PresenceCounts | None = None,
         clears: ClearCounts | None = None,
     ) -> None:
-        if num_slots < 1:
-            raise InvalidRequest(f"num_slots: wanted at least 1, got {num_slots}")
+        if num_slots < 0:
+            raise InvalidRequest(f"num_slots: wanted at least 0, got {num_slots}")
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
         self._yield = yield_point

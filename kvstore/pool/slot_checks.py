@@ -23,7 +23,7 @@ def check_slots(table: SlotTable) -> None:
     assert len(states["quarantined"]) == columns.num_quarantined, "quarantine count"
     pinned = {slot for slot, refs in enumerate(columns.ref_count) if refs}
     assert len(pinned) == columns.num_pinned, "pinned count"
-    assert min(columns.ref_count) >= 0, "ref count below 0"
+    assert min(columns.ref_count, default=0) >= 0, "ref count below 0"
     assert pinned <= set(states["ready"]), "pinned but not ready"
     assert columns.cleared <= pinned, "cleared, idle and not free"
     assert set(table.eviction.soft_pins) <= set(ready), "soft pin of a block that is not there"

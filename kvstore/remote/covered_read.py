@@ -166,4 +166,4 @@ class CoveredRead:
 
 def is_quarantine_full(pool: Pool, most_fraction: float) -> bool:
     """Whether so many slots wait for READs that were given up that nothing more is to be read."""
-    return pool.num_quarantined >= most_fraction * pool.num_slots
+    return 0 < pool.num_quarantined >= most_fraction * pool.num_slots

@@ -20,7 +20,7 @@ from kvstore.remote.announcements import Batch, decode_batch
 from kvstore.remote.directory_index import DirectoryIndex
 from kvstore.remote.peers import PeerAddress
 from kvstore.remote.versions import NamespaceVersions
-from kvstore.rpc.connection import Connection
+from kvstore.rpc.connection import Connection, Role
 from kvstore.rpc.framing import Message, Op, is_secret
 from kvstore.rpc.messages import OWNER_KEY_BYTES, Found
 from kvstore.rpc.server import ControlServer
@@ -83,7 +83,7 @@ class DirectoryServer:
         self._lonely: dict[str, Connection] = {}
         self._server = ControlServer(
             self._serve, self._gone, self.index.sweep, lambda: self.index.is_sweeping, _SWEEP_EVERY_S,
-            max_bytes={"store": _MAX_MESSAGE_BYTES},
+            max_bytes={Role.STORE: _MAX_MESSAGE_BYTES},
         )  # fmt: skip
         self._server.listen_remote(host)
         self._server.start()
@@ -139,7 +139,7 @@ class DirectoryServer:
                 f"wanted a node of at most {_MAX_NODE_ID} characters, an epoch and an owner of {_EPOCH_BYTES} bytes "
                 f"in hexadecimal, got {clip(node_id)}, {clip(value.get('epoch'))} and {clip(value.get('owner'))}"
             )
-        connection.role = "store"
+        connection.role = Role.STORE
         self._links[connection.owner] = _Link(str(node_id), epoch, owner, connection)
         return encode_object({"protocol": PROTOCOL_VERSION})
 

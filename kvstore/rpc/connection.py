@@ -11,8 +11,9 @@ import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvstore.rpc.framing import FRAGMENT_BYTES, STRANGER_BYTES, Decoder, Flag, Message, Op, encode_short, packets_of
 from kvstore.runtime import clock
@@ -26,6 +27,20 @@ MAX_UNSENT_BYTES = 4 << 20
 _PACKET_BYTES = 128
 
 
+class Role(StrEnum):
+    """What a connection is to the server, as its HELLO says; as a truth value only a stranger's is False."""
+
+    STRANGER = ""
+    CLIENT = "client"
+    #: Only reads the presence table.
+    PRESENCE = "presence"
+    MOVER = "mover"
+    #: The store of another node.
+    PEER = "peer"
+    #: The store of a node, at the directory.
+    STORE = "store"
+
+
 def _ignore(wanted: bool) -> None:
     pass
 
@@ -34,7 +49,7 @@ def _ignore(wanted: bool) -> None:
 class Connection:
     """One client of the server. `role` is set by its HELLO, and `owner` where several share one; else it is its own.
 
-    `verbs` serve what a client asks most; the server's handler serves all else.
+    `routes` serve what it may ask; what is in none of them goes to the server's handler.
     `pidfd` watches the process that connected, whoever else holds the socket by now; -1 when there is none
     (a remote one) or the kernel cannot name it. `ended` says that the process is gone, or said goodbye.
     `gave` is the last question that was answered with something to hold, and what takes that back: the client asks
@@ -51,7 +66,7 @@ class Connection:
     want_writable: Callable[[bool], None] = _ignore
     pid: int = 0
     pidfd: int = -1
-    role: str = ""
+    role: Role = Role.STRANGER
     reads_on: bool = False
     #: Answers wait for the client; only the server's thread ends that.
     is_blocked: bool = False
@@ -62,7 +77,7 @@ class Connection:
     decoder: Decoder = field(default_factory=lambda: Decoder(STRANGER_BYTES))
     #: Messages that came and were not served yet.
     pending: deque[Message] = field(default_factory=deque)
-    verbs: dict[Op, Handler] = field(default_factory=dict)
+    routes: Mapping[Op, Handler] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     _unsent: deque[memoryview] = field(default_factory=deque)
     _num_unsent_bytes: int = 0

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
 from kvstore.rpc.acceptor import Acceptor, peer_pidfd
-from kvstore.rpc.connection import Connection, Handler
+from kvstore.rpc.connection import Connection, Handler, Role
 from kvstore.rpc.framing import (
     MAX_MESSAGE_BYTES,
     RECEIVE_BYTES,
@@ -72,7 +72,7 @@ class ControlServer:
         wants_ticks: Callable[[], bool] = lambda: False,
         tick_s: float = 0.25,
         holds: Callable[[Connection], bool] = lambda connection: True,
-        max_bytes: Mapping[str, int] = MappingProxyType({}),
+        max_bytes: Mapping[Role, int] = MappingProxyType({}),
     ) -> None:
         self._max_bytes = max_bytes
         self._handler, self._on_gone, self._holds = handler, on_gone, holds
@@ -244,7 +244,7 @@ class ControlServer:
 
     def _serve(self, connection: Connection, message: Message) -> None:
         op = message.op
-        serve = connection.verbs.get(op)
+        serve = connection.routes.get(op)
         if serve is None:
             if op is _GOODBYE:
                 self._owner_died(connection)

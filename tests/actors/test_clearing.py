@@ -39,7 +39,7 @@ def _without_ray(monkeypatch):
 
 
 def store_of(core):
-    return Handle(clear=core.clear, version=core.versions.get)
+    return Handle(clear=core.state.pool_service.clear, version=core.state.versions.get)
 
 
 def directory_of(server):
@@ -70,16 +70,16 @@ def test_every_clearing_takes_effect_whatever_clocks_say(cluster, monkeypatch, s
 
 def test_a_clearing_is_later_than_all_that_any_node_or_the_directory_knows(cluster):
     cores = [cluster.add(node, mover=False) for node in "ab"]
-    stores, directory = {core.node_id: store_of(core) for core in cores}, directory_of(cluster.directory)
+    stores, directory = {core.state.node_id: store_of(core) for core in cores}, directory_of(cluster.directory)
     cores[0].versions.advance(SPACE.digest, 4)
     cluster.directory.hear_clearing(SPACE.digest, 9)
     assert clear_everywhere(SPACE.digest, stores, directory) == 0
-    assert [core.versions.get(SPACE.digest) for core in cores] == [10, 10]
+    assert [core.state.versions.get(SPACE.digest) for core in cores] == [10, 10]
     assert cluster.directory.version(SPACE.digest) == 10
     # Without a directory the stores know; a store that is lost meanwhile hears of it later.
     clear_everywhere(SPACE.digest, stores, None)
     clear_everywhere(SPACE.digest, stores | {"c": LOST}, directory)
-    assert [core.versions.get(SPACE.digest) for core in cores] == [12, 12]
+    assert [core.state.versions.get(SPACE.digest) for core in cores] == [12, 12]
 
 
 def test_a_clearing_that_may_be_too_old_clears_nothing(cluster):
@@ -87,7 +87,7 @@ def test_a_clearing_that_may_be_too_old_clears_nothing(cluster):
     for stores, directory in (({"a": store_of(core), "c": LOST}, LOST), ({"c": LOST}, LOST), ({}, None)):
         with pytest.raises(StoreUnavailable, match="wanted the last clearing"):
             clear_everywhere(SPACE.digest, stores, directory)
-    assert core.versions.get(SPACE.digest) == 0
+    assert core.state.versions.get(SPACE.digest) == 0
 
 
 def test_a_node_that_was_cleared_since_it_was_asked_is_cleared():

@@ -120,7 +120,7 @@ def store(folder, node_id, config):
 
     class ChildMover:
         def __init__(self):
-            name = f"{node_id}-{core.epoch.hex()}-{secrets.token_hex(3)}"
+            name = f"{node_id}-{core.state.epoch.hex()}-{secrets.token_hex(3)}"
             self.process = subprocess.Popen(
                 [sys.executable, __file__, "mover", core.control_path, name, config, str(here / "wait")],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -152,8 +152,8 @@ def store(folder, node_id, config):
     def remember(node, chain):
         """Lease blocks at a peer, and keep the lease and the description of its memory."""
         chain = decode_chain(bytes.fromhex(chain))
-        peer = core._peers.get(node)
-        size = core.block_bytes[chain.namespace]
+        peer = core.state.peers.get(node)
+        size = core.state.pool_service.block_bytes[chain.namespace]
         wanted = PeerLease(chain=chain, block_bytes=size, slot_format=1, namespace_version=0, ttl_s=60.0)
         grant = peer.lease(wanted, 2.0)
         name, description = peer.transport(grant.mover_generation, 2.0)
@@ -175,7 +175,9 @@ def store(folder, node_id, config):
             peer=remembered["name"], block_bytes=remembered["size"], local_slots=np.array(ticket.slots, np.int32),
             remote_slots=remembered["grant"].slots[:1],
         )  # fmt: skip
-        core.mover.read(request, remembered["description"], on_done, chunk_ends=np.array([1], np.int32), timeout_s=3.0)
+        core.state.mover.read(
+            request, remembered["description"], on_done, chunk_ends=np.array([1], np.int32), timeout_s=3.0
+        )
         assert ended.wait(10)
         core.pool.abort_store(ticket.write_id, "old")
         return errors[-1]
@@ -184,7 +186,7 @@ def store(folder, node_id, config):
         node_id, StoreConfig.from_json(config), HOST, lambda node: address_in(here / node),
         lambda: address_in(here / "directory"), mover_gone,
     )  # fmt: skip
-    keeper = MoverKeeper(node_id, ChildMover, core.wait_ready, core.config.call_timeout_s, pause_s=0.0)
+    keeper = MoverKeeper(node_id, ChildMover, core.wait_ready, core.state.config.call_timeout_s, pause_s=0.0)
     keeper.start()
     address = core.peer_address()
     write(here / node_id, [address.host, address.port, address.token])
@@ -193,13 +195,13 @@ def store(folder, node_id, config):
         "ready": lambda: core.wait_ready(20),
         "stats": core.stats,
         "exits": lambda: [child.poll() for child in children[:-1]],
-        "generation": lambda: core.mover.own.generation if core.mover.own else 0,
+        "generation": lambda: core.state.mover.own.generation if core.state.mover.own else 0,
         "check": lambda: core.pool.check_integrity(),
-        "forgive": lambda node: core._peers.succeeded(node),
-        "usable": lambda node: core._peers.is_usable(node),
-        "waiting": lambda: core.fetcher.flights.num_waiting,
+        "forgive": lambda node: core.state.peers.succeeded(node),
+        "usable": lambda node: core.state.peers.is_usable(node),
+        "waiting": lambda: core.state.fetcher.flights.num_waiting,
         "remember": remember, "read_as_remembered": read_as_remembered,
-        "release_as_remembered": lambda node: core._peers.get(node).release(remembered["grant"].lease_id),
+        "release_as_remembered": lambda node: core.state.peers.get(node).release(remembered["grant"].lease_id),
         "shut": gates.shut, "open": gates.open, "held": gates.held, "mover": tell_mover,
     })  # fmt: skip
 

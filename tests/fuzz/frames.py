@@ -71,7 +71,7 @@ def record(cluster: Cluster) -> Recorder:
             reader.client.fetch(here.client.publish(range(4), ttl_s=5.0), range(4)).result(10)
         here.client.withdraw(here.client.publish([1, 2], ttl_s=5.0))
         here.client.stats()
-        cluster.nodes["a"].clear(cluster.space.digest)
+        cluster.nodes["a"].state.pool_service.clear(cluster.space.digest)
         there.save(cluster.hashes(2, seed=3), range(2))
         here.load(cluster.hashes(2, seed=3), range(2))
     _add_what_needs_gpus(recorder, cluster)
@@ -81,7 +81,7 @@ def record(cluster: Cluster) -> Recorder:
 def _add_what_needs_gpus(recorder: Recorder, cluster: Cluster) -> None:
     """Frames of hand-offs between GPUs, and others that a healthy cluster says seldom."""
     key, run = bytes(range(32)), recorder.said["client"][0].payload
-    epoch, hashes = cluster.nodes["a"].epoch, cluster.hashes(3)
+    epoch, hashes = cluster.nodes["a"].state.epoch, cluster.hashes(3)
     chain = Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
     stage = StageFound(1, 1, "u", b"handle", b"nobody", 4096, 0, 512, 80, 4)
     made = StageMade(1, b"nobody", 4096, 0, b"handle")

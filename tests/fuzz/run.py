@@ -109,10 +109,10 @@ class Misled(threading.Thread):
         client, jobs = self._worker.client, list[Job[Any]]()
         ticket = dataclasses.replace(client.prepare_ticket(3), node_id="liar", epoch=LIAR_EPOCH, is_early=False)
         while not self.ends.is_set():
-            self._cluster.nodes["misled"].peers._failures.clear()
+            self._cluster.nodes["misled"].state.peers._failures.clear()
             for _ in range(8):
                 hashes = self._cluster.hashes(_NUM_BLOCKS, seed=self._rng.randrange(1 << 30))
-                self._cluster.nodes["misled"].hints.remember(hashes.data[:32], [("liar", _NUM_BLOCKS)])
+                self._cluster.nodes["misled"].state.hints.remember(hashes.data[:32], [("liar", _NUM_BLOCKS)])
                 jobs.append(client.load(hashes, range(_NUM_BLOCKS), timeout_s=0.05))
                 jobs.append(client.fetch(ticket, range(3), timeout_s=0.05))
             for job in jobs:
@@ -271,14 +271,14 @@ def _check(cluster: Cluster, outcome: Outcome, healthy: Healthy, before: dict[st
     for name, core in cluster.nodes.items():
         if not core.is_serving(5.0):
             findings.append(f"node {name} does not serve")
-        if core.attached_pool is None:
+        if not core.state.pool_service.is_attached:
             continue
         core.pool.check_integrity()
         with contextlib.suppress(AssertionError):
             wait_until(lambda pool=core.pool: not any(_held(pool)), 4 * _LEASE_S + 6.0)
         if any(_held(core.pool)):
             findings.append(f"node {name} still holds (leases, writes, quarantined) {_held(core.pool)}")
-        if not core.hints._thread.is_alive():
+        if not core.state.hints._thread.is_alive():
             findings.append(f"node {name} has lost its link to the directory")
     if not cluster.directory.is_serving(5.0):
         findings.append("the directory does not serve")

@@ -56,7 +56,7 @@ class InProcessMover:
         self, core: NodeCore, name: str, network: LoopbackNetwork, wrap=lambda transport: transport, make_stage=None
     ):
         client, fd = connect_local(core.control_path, {"role": "mover", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
-        self.arena = attach_arena(fd, core.arena.num_bytes)
+        self.arena = attach_arena(fd, core.state.arena.num_bytes)
         self.transport = LoopbackTransport(name, self.arena.bytes_view(), network)
         self.sock = client.detach()
         slabs = Slabs(name, wrap(self.transport), self.arena.address, make_stage) if make_stage else None
@@ -175,7 +175,7 @@ class Cluster:
 
     def check(self):
         for core in self.nodes.values():
-            if core.attached_pool is not None:
+            if core.state.pool_service.is_attached:
                 core.pool.check_integrity()
 
     def stop(self):

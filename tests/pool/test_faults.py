@@ -45,15 +45,15 @@ class Place:
             core.pool.check_integrity()
             s = core.pool.stats()
             assert s.num_free + s.num_idle + s.num_pinned + s.num_writing + s.num_quarantined == s.num_slots
-            found[core.node_id] = (s.num_pinned, s.num_writing, s.num_quarantined, s.num_leases, s.num_writes)
+            found[core.state.node_id] = (s.num_pinned, s.num_writing, s.num_quarantined, s.num_leases, s.num_writes)
         return found
 
     def forgive(self):
         """Let no back-off stand between a fault and the next try."""
         for core in self.cores:
-            core.hints._ask_after_s = 0.0
+            core.state.hints._ask_after_s = 0.0
             for node_id in self.cluster.nodes:
-                core._peers.succeeded(node_id)
+                core.state.peers.succeeded(node_id)
 
 
 def save(place):

@@ -28,7 +28,7 @@ def test_threads_leave_the_pool_whole(seed):
 
 def test_processes_leave_the_node_store_whole(cluster, wait_until):
     core = cluster.add("a", mover=False, capacity_bytes=BLOCK_BYTES * NUM_SLOTS)
-    core.attach(NAMESPACES[0], BLOCK_BYTES)
+    core.state.pool_service.attach(NAMESPACES[0], BLOCK_BYTES)
     assert core.pool.stats().num_slots == NUM_SLOTS
     environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}"}
     command = [sys.executable, "-m", "poolcheck.process", core.control_path, NAMESPACES[0].hex(), str(BLOCK_BYTES)]

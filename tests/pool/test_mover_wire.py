@@ -44,7 +44,7 @@ class Nodes:
         self.one.save(self.hashes, range(NUM_BLOCKS))
 
     def _kill(self, connection):
-        (node_id,) = (i for i, core in self.cluster.nodes.items() if core.mover.is_present(connection))
+        (node_id,) = (i for i, core in self.cluster.nodes.items() if core.state.mover.is_present(connection))
         mover = self.cluster.movers[node_id]
         mover.say_goodbye(mover.sock)
         return True
@@ -60,14 +60,14 @@ class Nodes:
     def forget(self, wait_until):
         """Let "b" have nothing, know no peer's memory, and hold nothing against "a"."""
         self.cluster.nodes["b"].pool.clear(self.cluster.space.digest)
-        generation = self.cluster.nodes["b"].mover.own.generation
-        self._kill(self.cluster.nodes["b"].mover._connection)
-        wait_until(lambda: (own := self.cluster.nodes["b"].mover.own) and own.generation > generation)
+        generation = self.cluster.nodes["b"].state.mover.own.generation
+        self._kill(self.cluster.nodes["b"].state.mover._connection)
+        wait_until(lambda: (own := self.cluster.nodes["b"].state.mover.own) and own.generation > generation)
 
     def load(self):
         """Load all blocks; what is called usable has to be right."""
         self.two.caches[0].fill_(0.0)
-        self.cluster.nodes["b"]._peers.succeeded("a")
+        self.cluster.nodes["b"].state.peers.succeeded("a")
         begun_s = time.monotonic()
         result = self.two.load(self.hashes, range(NUM_BLOCKS), timeout_s=0.3)
         assert time.monotonic() - begun_s < BOUND_S
@@ -81,7 +81,7 @@ class Nodes:
             stats = core.pool.stats()
             if stats.num_pinned or stats.num_writing or stats.num_quarantined or stats.num_leases or stats.num_writes:
                 return False
-            if core.mover.num_abandoned or core.mover.own is None:
+            if core.state.mover.num_abandoned or core.state.mover.own is None:
                 return False
         return True
 
@@ -147,7 +147,7 @@ class Held:
         self.num_published = self.core.pool.stats().num_published
         self.job = nodes.two.client.load(nodes.hashes, list(range(NUM_BLOCKS)), timeout_s=4.0)
         wait_until(lambda: len(transport._handles) > 0)
-        (self.read_id,) = self.core.mover._reads
+        (self.read_id,) = self.core.state.mover._reads
 
     def has_published(self):
         return self.core.pool.stats().num_published > self.num_published
@@ -188,7 +188,7 @@ def test_a_report_on_a_read_of_the_mover_before_counts_for_nothing(held, wait_un
         mover._send(Op.MOVER_TERMINAL, encode(old))
     held.go_on()
     assert held.end() == NUM_BLOCKS
-    assert held.core.mover.num_abandoned == 0
+    assert held.core.state.mover.num_abandoned == 0
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_blocks_that_are_cleared_between_load_and_save_are_saved_again(build, to
     cached = wrap(model)
     cached.generate(start, **GREEDY)
     core = store.cluster.nodes["a"]
-    clear = AtToken(1, lambda: core.clear(cached.space.digest))
+    clear = AtToken(1, lambda: core.state.pool_service.clear(cached.space.digest))
 
     answer = cached.generate(prompt, streamer=clear, **GREEDY)
     again = cached.generate(prompt, **GREEDY)

@@ -50,7 +50,7 @@ def test_a_save_that_waits_for_a_thread_while_its_namespace_is_cleared_stores_no
         busy = fill_threads(cluster, old.client)
         wait_until(lambda: core.pool.stats().num_writes == NUM_THREADS)
         late = old.client.save(hashes, list(range(10)))
-        core.clear(cluster.space.digest)
+        core.state.pool_service.clear(cluster.space.digest)
         go.set()
         assert [job.result(10).num_blocks for job in busy] == [0] * NUM_THREADS
         result = late.result(10)
@@ -79,7 +79,7 @@ def test_parts_of_one_block_are_of_one_version_or_it_is_not_stored(cluster, core
         fill_threads(cluster, second)
         wait_until(lambda: core.pool.stats().num_writes == NUM_THREADS)
         late = second.save(hashes, [0, 1, 2])
-        core.clear(cluster.space.digest)
+        core.state.pool_service.clear(cluster.space.digest)
         for layer in caches:
             layer.fill_(2.0)
         new = first.save(hashes, [0, 1, 2])
@@ -103,7 +103,7 @@ def test_what_is_published_is_of_the_version_of_the_call(cluster, core, monkeypa
 
     def get_and_clear(namespace):
         count = get(namespace)
-        core.clear(namespace)
+        core.state.pool_service.clear(namespace)
         return count
 
     monkeypatch.setattr(worker.client._clears, "get", get_and_clear)
@@ -119,7 +119,7 @@ def test_namespaces_that_share_a_counter_cost_each_other_no_more_than_a_save(clu
     digest = cluster.space.digest
     neighbour = digest[:1] + bytes([digest[1] ^ 1]) + digest[2:]
     worker.save(hashes, range(3))
-    core.clear(neighbour)
+    core.state.pool_service.clear(neighbour)
     assert worker.client.lookup(hashes).num_blocks == 3
     assert worker.save(cluster.hashes(5), range(5)).num_blocks == 5
 
@@ -127,25 +127,27 @@ def test_namespaces_that_share_a_counter_cost_each_other_no_more_than_a_save(clu
 def test_namespaces_of_a_group_are_cleared_together_and_no_number_of_clearings_is_too_many(cluster, core):
     worker, hashes, digest = cluster.worker("a"), cluster.hashes(3), cluster.space.digest
     worker.save(hashes, range(3))
-    group, before = digest[:2], core.num_clears(digest)
+    group, before = digest[:2], core.state.pool_service.current.num_clears(digest)
     for number in range(2000):
-        core.clear(bytes([group[0] ^ 1]) + number.to_bytes(31, "big"))
+        core.state.pool_service.clear(bytes([group[0] ^ 1]) + number.to_bytes(31, "big"))
     assert worker.client.lookup(hashes).num_blocks == 3
     mate = group + bytes(30)
-    assert core.clear(mate) == 3, "blocks of all that are cleared with it"
+    assert core.state.pool_service.clear(mate) == 3, "blocks of all that are cleared with it"
     assert worker.client.lookup(hashes).num_blocks == 0
-    assert core.versions.get(digest) == core.versions.get(mate) == 1
-    assert core.num_clears(digest) == before + 1, "what was asked to be saved before is not stored"
+    assert core.state.versions.get(digest) == core.state.versions.get(mate) == 1
+    assert core.state.pool_service.current.num_clears(digest) == before + 1, (
+        "what was asked to be saved before is not stored"
+    )
     assert worker.save(hashes, range(3)).num_blocks == 3
 
 
 def test_a_ray_caller_may_name_the_count_from_before_it_computed(cluster, core):
     worker, hashes = cluster.worker("a"), cluster.hashes(3)
-    chain, before = worker.client._chain(hashes), core.num_clears(cluster.space.digest)
-    core.clear(cluster.space.digest)
-    ticket = core.prepare_store(chain, "ray:x", ttl_s=5.0, num_clears=before)
+    chain, before = worker.client._chain(hashes), core.state.pool_service.current.num_clears(cluster.space.digest)
+    core.state.pool_service.clear(cluster.space.digest)
+    ticket = core.state.pool_service.prepare_store(chain, "ray:x", ttl_s=5.0, num_clears=before)
     assert (ticket.write_id, len(ticket.slots), ticket.num_clears) == (0, 0, before + 1)
-    assert core.prepare_store(chain, "ray:x", ttl_s=5.0, num_clears=before + 1).write_id
+    assert core.state.pool_service.prepare_store(chain, "ray:x", ttl_s=5.0, num_clears=before + 1).write_id
 
 
 def test_a_version_far_ahead_is_refused_at_every_door_and_clearing_goes_on(cluster, core):
@@ -153,8 +155,8 @@ def test_a_version_far_ahead_is_refused_at_every_door_and_clearing_goes_on(clust
     worker, hashes = cluster.worker("a"), cluster.hashes(3)
     worker.save(hashes, range(3))
     with pytest.raises(InvalidRequest, match="wanted an int from 0 to 4294967296"):
-        core.clear(space.digest, far)
-    peer = core.peers.get("a")
+        core.state.pool_service.clear(space.digest, far)
+    peer = core.state.peers.get("a")
     lease = PeerLease(
         chain=worker.client._chain(hashes), block_bytes=space.shape.block_bytes, slot_format=BLOCK_ORDER_VERSION,
         namespace_version=far, ttl_s=5.0,
@@ -164,11 +166,11 @@ def test_a_version_far_ahead_is_refused_at_every_door_and_clearing_goes_on(clust
     cluster.directory._versions._known[group_of(space.digest)] = far, 1, space.digest
     cluster.directory._versions._serial = 1
     heard = threading.Event()
-    core.hints.publish_soon(heard.set)
+    core.state.hints.publish_soon(heard.set)
     assert heard.wait(10)
     assert worker.client.lookup(hashes).num_blocks == 3
-    assert core.clear(space.digest) == 3
-    assert core.versions.get(space.digest) == 1
+    assert core.state.pool_service.clear(space.digest) == 3
+    assert core.state.versions.get(space.digest) == 1
 
 
 def test_a_clearing_is_known_before_anything_new_can_be_stored_and_after_nothing_old_can_be_found(cluster, core):
@@ -178,7 +180,7 @@ def test_a_clearing_is_known_before_anything_new_can_be_stored_and_after_nothing
     pool, seen = core.pool, []
 
     def is_news():
-        seen.append((core.versions.advance(cluster.space.digest), pool._lock.locked()))
+        seen.append((core.state.versions.advance(cluster.space.digest), pool._lock.locked()))
         return True
 
     assert pool.clear(cluster.space.digest, is_news) == 3

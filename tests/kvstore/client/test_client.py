@@ -18,6 +18,7 @@ from kvstore.blocks.shape import KVShape
 from kvstore.client.client import Client
 from kvstore.client.results import Job
 from kvstore.errors import (
+from kvstore.node import load_service
     ChainBroken,
     ConfigError,
     InvalidRequest,
@@ -364,7 +365,7 @@ def test_a_store_that_was_restarted_is_another_one(cluster):
     new = cluster.add("a")
     worker.client._store.path = new.control_path
     worker.client._store.for_jobs._idle.clear()
-    assert old.epoch != new.epoch
+    assert old.state.epoch != new.state.epoch
     result = worker.load(hashes, range(2))
     assert result.num_blocks == 0
     assert "another one" in result.failed[0].detail
@@ -515,13 +516,13 @@ def test_an_abandoned_load_gives_its_pins_back_at_once(cluster, wait_until, monk
     core = cluster.add("a")
     worker, hashes = cluster.worker("a", 8), cluster.hashes(3)
     worker.save(hashes, range(3))
-    answer, gate = core._control._answer_load, Gate(lambda: None)
+    answer, gate = load_service._answer, Gate(lambda: None)
 
     def late(*args):
         gate()
         answer(*args)
 
-    monkeypatch.setattr(core._control, "_answer_load", late)
+    monkeypatch.setattr(load_service, "_answer", late)
     job = worker.client.load(hashes, [5, 6, 7])
     assert gate.entered.wait(5)
     assert job.abandon(1)
@@ -535,13 +536,13 @@ def test_an_abandoned_load_gives_its_pins_back_at_once(cluster, wait_until, monk
 def test_slots_claimed_for_a_save_that_did_not_hear_of_them_come_back(cluster, wait_until, monkeypatch):
     core = cluster.add("a", call_timeout_s=0.3)
     worker = cluster.worker("a", 8)
-    prepare, gate = core.prepare_store, Gate(lambda: None)
+    prepare, gate = core.state.pool_service.prepare_store, Gate(lambda: None)
 
     def late(*args, **more):
         gate()
         return prepare(*args, **more)
 
-    monkeypatch.setattr(core, "prepare_store", late)
+    monkeypatch.setattr(core.state.pool_service, "prepare_store", late)
     with pytest.raises(TransferTimeout):
         worker.save(cluster.hashes(3), range(3))
     gate.open.set()

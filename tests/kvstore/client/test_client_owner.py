@@ -34,7 +34,8 @@ def worker(cluster, core):
 @contextlib.contextmanager
 def late(core, verb):
     """Have the store's one thread serve a verb only after its client gave up waiting, at the end of this context."""
-    serve, go_on = getattr(core, verb), threading.Event()
+    service, go_on = core.state.pool_service, threading.Event()
+    serve = getattr(service, verb)
     served = threading.Event()
 
     def serve_late(*args, **more):
@@ -44,11 +45,11 @@ def late(core, verb):
         finally:
             served.set()
 
-    setattr(core, verb, serve_late)
+    setattr(service, verb, serve_late)
     try:
         yield
     finally:
-        setattr(core, verb, serve)
+        setattr(service, verb, serve)
         go_on.set()
         assert served.wait(10)
 

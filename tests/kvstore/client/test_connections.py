@@ -32,10 +32,10 @@ def store(core, lost):
 
 
 def test_it_knows_the_store_and_has_its_memory(store, core):
-    assert (store.node_id, store.epoch) == ("a", core.epoch.hex())
-    assert store.config == core.config
-    assert store.call_timeout_s == core.config.call_timeout_s
-    assert store.arena.num_bytes == core.arena.num_bytes
+    assert (store.node_id, store.epoch) == ("a", core.state.epoch.hex())
+    assert store.config == core.state.config
+    assert store.call_timeout_s == core.state.config.call_timeout_s
+    assert store.arena.num_bytes == core.state.arena.num_bytes
 
 
 def test_nobody_at_the_path_is_said(tmp_path, lost):

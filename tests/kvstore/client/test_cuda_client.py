@@ -422,7 +422,7 @@ def test_a_store_lost_in_the_middle_of_a_load_is_a_miss_and_its_memory_goes(make
     engine = make_engine()
     client, hashes, stream = engine.client, hashes_of(engine.client.space, 6), torch.cuda.Stream()
     engine.save(hashes, range(6))
-    pinning, inode = client._mapping._pinning, os.fstat(cluster.nodes["a"].arena.fd).st_ino
+    pinning, inode = client._mapping._pinning, os.fstat(cluster.nodes["a"].state.arena.fd).st_ino
     assert pinning.num_registered_bytes > 0
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -445,7 +445,7 @@ def test_a_store_lost_in_the_middle_of_a_load_is_a_miss_and_its_memory_goes(make
 
 def test_close_unpins_and_unmaps(make_engine, cluster):
     engine = make_engine()
-    pinning, inode = engine.client._mapping._pinning, os.fstat(cluster.nodes["a"].arena.fd).st_ino
+    pinning, inode = engine.client._mapping._pinning, os.fstat(cluster.nodes["a"].state.arena.fd).st_ino
     engine.save(hashes_of(engine.client.space, 6), range(6))
     cluster_maps = Path("/proc/self/maps").read_text().count(f" {inode} ")
     engine.client.close()

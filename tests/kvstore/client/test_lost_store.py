@@ -22,7 +22,7 @@ def mappings_of(arena) -> int:
 
 def test_the_memory_of_a_store_that_ended_is_unmapped(cluster, wait_until):
     core = cluster.add("a", mover=False)
-    arena, hashes = core.arena, cluster.hashes(3)
+    arena, hashes = core.state.arena, cluster.hashes(3)
     inode = os.fstat(arena.fd).st_ino
     worker = cluster.worker("a", 8)
     worker.save(hashes, range(3))

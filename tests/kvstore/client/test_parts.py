@@ -168,7 +168,7 @@ def test_a_block_is_found_when_its_last_part_is_there(cluster, wait_until):
     model = Model(6)
     first, second = ranks(cluster, "a", tp_size=2)
     job = first.save(model)
-    wait_until(lambda: core.attached_pool is not None and core.pool.stats().num_writing == 6)
+    wait_until(lambda: core.state.pool_service.is_attached and core.pool.stats().num_writing == 6)
     assert not job.done()
     assert first.client.lookup(model.hashes).num_blocks == 0
     assert second.load(model).num_blocks == 0

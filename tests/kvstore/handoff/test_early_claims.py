@@ -33,7 +33,7 @@ def warm(pair, wait_until):  # noqa: F811
 def threads(cluster, warm, wait_until):
     """What the threads of node b were to run, in place of those."""
     given, fetcher = [], cluster.nodes["b"]._control.handoffs.fetcher
-    (peer,) = cluster.nodes["b"].peers._peers.values()
+    (peer,) = cluster.nodes["b"].state.peers._peers.values()
     wait_until(lambda: peer.spare)
     fetcher._threads = SimpleNamespace(submit=lambda kind, run, is_admitted: given.append(run))
     return given
@@ -87,7 +87,7 @@ def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(
         monkeypatch.setattr("kvstore.handoff.source_claim._MOST_WAIT_S", 0.02)
     computed, heard = threading.Event(), []
     monkeypatch.setattr(source.client._stage_link._stage.copier, "computed", computed)
-    packing, link = held_packing(source.client), cluster.nodes["b"].mover
+    packing, link = held_packing(source.client), cluster.nodes["b"].state.mover
     expect_read = link.expect_read
     publication = source.client.begin_publish(range(10))
     job = target.client.fetch(publication.ticket, list(range(40, 50)))
@@ -153,7 +153,7 @@ def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_
 
 def test_a_source_that_does_not_answer_costs_its_time_and_no_slot(cluster, warm, monkeypatch, wait_until):
     source, target = warm
-    control, kept = cluster.nodes["a"]._control.handoffs, []
+    control, kept = cluster.nodes["a"]._control.handoffs.peers, []
     monkeypatch.setattr(control, "_claim_there", lambda *args: bool(kept.append(args) or True))
     ticket, before = source.client.publish(range(6)), target.bytes()
     assert reason(fetch(target, ticket, range(6), timeout_s=0.2)) is MissReason.TIMEOUT
@@ -166,7 +166,7 @@ def test_a_source_that_does_not_answer_costs_its_time_and_no_slot(cluster, warm,
     # The right that nobody took note of ends with its time; until then nobody else has it.
     core = cluster.nodes["a"]
     assert core.stats()["num_handoffs"] == 1
-    control.tick(clock.now_s() + core.config.lease_ttl_s + 1)
+    core._control.handoffs.tick(clock.now_s() + core.state.config.lease_ttl_s + 1)
     source.client.withdraw(ticket)
     nothing_held(cluster, wait_until)
 
@@ -174,7 +174,7 @@ def test_a_source_that_does_not_answer_costs_its_time_and_no_slot(cluster, warm,
 def test_who_speaks_to_the_mover_holds_up_the_read_and_not_the_store(cluster, warm, wait_until):
     source, target = warm
     ticket, core = source.client.publish(range(6)), cluster.nodes["b"]
-    with core.mover._lock:
+    with core.state.mover._lock:
         job = target.client.fetch(ticket, list(range(6)))
         wait_until(lambda: cluster.nodes["a"]._control.num_calls.get("PEER_CLAIM") == 2)
         for _ in range(3):

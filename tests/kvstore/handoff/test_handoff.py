@@ -85,7 +85,7 @@ def test_a_published_block_is_found_by_nobody(cluster, pair):
     ticket = source.client.publish(range(4))
     core = cluster.nodes["a"]
     assert source.client.lookup(hashes).num_blocks == 0
-    assert core.lookup(Chain(ticket.key, ticket.key, 0, ticket.key)) == 0
+    assert core.state.pool_service.lookup(Chain(ticket.key, ticket.key, 0, ticket.key)) == 0
     assert core.pool.resident_hashes() == []
     assert core.pool.drain_events() == []
     assert target.load(hashes, range(4)).num_blocks == 0
@@ -162,7 +162,7 @@ def test_a_ticket_is_good_for_one_fetch(cluster, pair, wait_until):
     wait_until(lambda: is_empty(cluster.nodes["a"]))
     assert reason(fetch(target, ticket, [1, 2])) is MissReason.USED
     assert reason(fetch(source, ticket, [8, 9])) is MissReason.USED
-    assert cluster.nodes["b"].peers.is_usable("a"), "that is not the peer's fault"
+    assert cluster.nodes["b"].state.peers.is_usable("a"), "that is not the peer's fault"
     wait_until(lambda: is_empty(cluster.nodes["b"]))  # What it held is given back after its result.
 
 
@@ -188,7 +188,7 @@ def test_a_ticket_of_another_life_of_the_store_is_stale(cluster, pair, wait_unti
 
 def test_a_connection_to_an_earlier_life_of_the_store_makes_no_ticket_stale(cluster, pair):
     source, target = pair
-    peers = cluster.nodes["b"].peers
+    peers = cluster.nodes["b"].state.peers
     before = peers.get("a")
     before.epoch = bytes(8)  # As long as nobody used it since that store ended.
     result = fetch(target, source.client.publish([1, 2]), [1, 2])
@@ -275,7 +275,7 @@ def test_a_publisher_takes_blocks_back(cluster, pair):
 def test_no_room_at_the_source_is_refused_and_leaves_nothing(cluster, pair):
     source, _ = pair
     core = cluster.nodes["a"]
-    most = int(core.pool.stats().num_slots * core.config.max_handoff_fraction)
+    most = int(core.pool.stats().num_slots * core.state.config.max_handoff_fraction)
     held = [source.client.publish(range(most // 2)) for _ in range(2)]
     with pytest.raises(PoolExhausted, match="max_handoff_fraction"):
         source.client.publish(range(2))
@@ -316,7 +316,7 @@ def test_no_room_at_the_reader_is_a_reason_and_the_ticket_stays_good(cluster, wa
 def test_a_cleared_namespace_takes_hand_offs_along(cluster, pair, wait_until):
     source, target = pair
     tickets = [source.client.publish([1, 2]) for _ in range(2)]
-    cluster.nodes["a"].clear(cluster.space.digest, 1)
+    cluster.nodes["a"].state.pool_service.clear(cluster.space.digest, 1)
     assert reason(fetch(target, tickets[0], [1, 2])) is MissReason.CLEARED
     assert reason(fetch(source, tickets[1], [8, 9])) is MissReason.CLEARED
     # The reader has heard of the clearing by now, and what is published since is good.

@@ -210,7 +210,7 @@ def test_who_will_not_publish_says_so(cluster, pair, wait_until, same_node):
 
 def test_an_early_ticket_whose_blocks_have_no_room_may_be_published_later(cluster, pair, wait_until):
     source, target = pair
-    num_most = int(cluster.nodes["a"].pool.num_slots * cluster.nodes["a"].config.max_handoff_fraction)
+    num_most = int(cluster.nodes["a"].pool.num_slots * cluster.nodes["a"].state.config.max_handoff_fraction)
     held = source.client.publish(range(num_most))
     ticket = source.client.prepare_ticket(2)
     job = early_fetch(cluster, "a", target, ticket, [1, 2], wait_until)

@@ -48,7 +48,7 @@ def give_up(how, cluster, publisher, other, ticket):
         assert publisher.client.withdraw(ticket)
         return MissReason.WITHDRAWN
     core = cluster.nodes["a"]
-    core.clear(cluster.space.digest, core.versions.get(cluster.space.digest) + 1)
+    core.state.pool_service.clear(cluster.space.digest, core.state.versions.get(cluster.space.digest) + 1)
     assert reason(fetch(other, ticket, range(8))) is MissReason.CLEARED
     return MissReason.CLEARED
 

@@ -180,7 +180,7 @@ def nothing_held(cluster, wait_until):
                 stage.pool.check_integrity()
                 if stage.pool.stats().num_free != stage.num_slots:
                     return False
-        return all(is_empty(core) for core in cluster.nodes.values() if core.attached_pool is not None)
+        return all(is_empty(core) for core in cluster.nodes.values() if core.state.pool_service.is_attached)
 
     wait_until(check)
 
@@ -331,7 +331,7 @@ def test_the_sources_mover_takes_published_blocks_along(cluster, pair, wait_unti
     assert source.client.publish([1]).slab == 0
     cluster.start_mover("a")
     again = wait_until(lambda: (t := source.client.publish(range(10))).slab and t)
-    assert cluster.nodes["b"].peers.is_usable("a")
+    assert cluster.nodes["b"].state.peers.is_usable("a")
     result = fetch(target, again, range(10))
     assert (result.num_blocks, result.route) == (10, "gpu")
     assert all(same(source, range(10), target, range(10)))
@@ -424,11 +424,11 @@ def test_a_mover_that_hangs_over_a_copy_to_the_arena_keeps_the_slots_until_it_is
     stages[0].may_copy.clear()
     assert reason(fetch(target, ticket, range(6), timeout_s=1.0)) is MissReason.TIMEOUT
     core = cluster.nodes["a"]
-    wait_until(lambda: core.mover.num_abandoned == 1, 6)
+    wait_until(lambda: core.state.mover.num_abandoned == 1, 6)
     assert core.pool.stats().num_writing == 6, "it may still write to them"
     stages[0].may_copy.set()
     wait_until(lambda: core.pool.stats().num_writing == 0)
-    assert core.mover.num_abandoned == 0
+    assert core.state.mover.num_abandoned == 0
     source.client.withdraw(ticket)
     nothing_held(cluster, wait_until)
 
@@ -666,7 +666,7 @@ def test_a_fetch_that_failed_may_be_tried_again_at_once(cluster, pair, wait_unti
     """However long the way is on which the source hears that the first one is over."""
     source, target = pair
     ticket = source.client.publish(range(4))
-    [stage], peers = cluster.nodes["b"]._control.handoffs.stages.all(), cluster.nodes["b"].peers
+    [stage], peers = cluster.nodes["b"]._control.handoffs.stages.all(), cluster.nodes["b"].state.peers
     pool, get = stage.pool, peers.get
 
     def late(node_id):

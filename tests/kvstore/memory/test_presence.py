@@ -108,7 +108,7 @@ def test_what_was_saved_is_not_absent_until_it_is_evicted_or_cleared(cluster):
     assert absent(client, two)
     assert not absent(client, cluster.hashes(8, seed))
     cluster.check()
-    core.clear(cluster.space.digest, 1)
+    core.state.pool_service.clear(cluster.space.digest, 1)
     assert absent(client, cluster.hashes(8, seed))
     assert not any(client._presence._memory[HEAD_BYTES:])
     cluster.check()
@@ -119,11 +119,11 @@ def test_what_is_only_being_written_is_absent_and_so_is_a_write_that_failed(clus
     client = cluster.client("a")
     client.map_presence()
     hashes = cluster.hashes(2)
-    ticket = core.prepare_store(client._chain(hashes), "somebody", 1, 0)
+    ticket = core.state.pool_service.prepare_store(client._chain(hashes), "somebody", 1, 0)
     assert absent(client, hashes)
     core.pool.abort_store(ticket.write_id, "somebody")
     assert absent(client, hashes)
-    ticket = core.prepare_store(client._chain(hashes), "somebody", 1, 0)
+    ticket = core.state.pool_service.prepare_store(client._chain(hashes), "somebody", 1, 0)
     core.pool.complete_store(ticket.write_id, "somebody", count=1)
     assert not absent(client, hashes)
     core.pool.complete_store(ticket.write_id, "somebody")
@@ -169,7 +169,7 @@ def test_of_a_store_that_ended_nothing_is_sure_and_the_next_life_has_a_table_of_
 def test_who_only_reads_the_table_gets_nothing_else(cluster):
     core = cluster.add("a")
     for op in (Op.ATTACH, Op.LOOKUP, Op.LOOKUP_ALL, Op.STATS, Op.LOAD):
-        view = PresenceView(core.control_path, core.epoch.hex(), timeout_s=2.0)
+        view = PresenceView(core.control_path, core.state.epoch.hex(), timeout_s=2.0)
         with pytest.raises(ProtocolError, match="presence"):
             view._connection.call(op, b"", timeout_s=2.0)
         view.close()
@@ -201,8 +201,14 @@ def test_a_directory_that_ended_is_no_word_of_being_alone_and_the_next_one_is_as
     wait_until(lambda: not client.is_surely_absent(hashes))
     cluster.directory = DirectoryServer("127.0.0.1", settle_s=0.3)
     core = cluster.nodes["a"]
-    core.hints._ask_after_s = 0.0
-    wait_until(lambda: (core.hints.publish_soon(), core.hints.locate(client._chain(hashes)), core.hints.is_alone())[2])
+    core.state.hints._ask_after_s = 0.0
+    wait_until(
+        lambda: (
+            core.state.hints.publish_soon(),
+            core.state.hints.locate(client._chain(hashes)),
+            core.state.hints.is_alone(),
+        )[2]
+    )
     assert absent(client, hashes, remote=True)
 
 

@@ -164,7 +164,7 @@ def test_slots_of_a_read_that_was_posted_in_part_wait_for_the_movers_end(cluster
     else:
         assert target.load(hashes, range(4), timeout_s=30).num_blocks == 0
     wait_until(lambda: core.pool.stats().num_quarantined == 4)
-    assert core.mover.num_abandoned == 1
+    assert core.state.mover.num_abandoned == 1
     cluster.kill_mover("b")
     wait_until(lambda: core.pool.stats().num_quarantined == 0)
     source.client.withdraw(ticket)

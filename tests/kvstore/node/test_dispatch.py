@@ -48,9 +48,9 @@ def test_what_the_end_of_a_mover_makes_somebody_raise_keeps_nobody_else_from_it(
     request = ReadRequest(peer="x/00/1", block_bytes=64, local_slots=nothing, remote_slots=nothing, notification=b"")
     peer = PeerDescription(agent=b"", address=0, slot_bytes=64, num_slots=1)
     # Of no blocks and in no chunks, the mover has nothing to say of it.
-    ids = [core.mover.read(request, peer, fail, chunk_ends=nothing, timeout_s=60.0) for _ in range(3)]
-    core.mover._abandoned[99] = 0.0
+    ids = [core.state.mover.read(request, peer, fail, chunk_ends=nothing, timeout_s=60.0) for _ in range(3)]
+    core.state.mover._abandoned[99] = 0.0
     cluster.kill_mover("a")
     assert event.wait(10)
     assert sorted(heard) == ids
-    assert core.mover.num_abandoned == 0
+    assert core.state.mover.num_abandoned == 0

@@ -95,7 +95,7 @@ def test_a_mover_whose_read_stays_open_too_long_is_killed_and_replaced(cluster, 
     assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.TIMEOUT)
     assert core.pool.stats().num_quarantined == 4
     assert num_leases(cluster) == 1, "the source stays pinned while it may still be read"
-    generation = core.mover.own.generation
+    generation = core.state.mover.own.generation
     assert mover.gone.wait(5)
     assert mover.process.wait(5) == -9
     assert 0.5 < time.monotonic() - given_up_s < 3
@@ -107,8 +107,8 @@ def test_a_mover_whose_read_stays_open_too_long_is_killed_and_replaced(cluster, 
     lost = two.load(hashes, range(4))
     assert lost.failed[0].reason is MissReason.PEER_LOST
     cluster.start_mover("b")
-    assert core.mover.own.generation == generation + 1
-    wait_until(lambda: core._peers.is_usable("a"))
+    assert core.state.mover.own.generation == generation + 1
+    wait_until(lambda: core.state.peers.is_usable("a"))
     assert two.load(hashes, range(4)).num_blocks == 4
     assert all(two.block(i) == one.block(i) for i in range(4))
 
@@ -120,7 +120,7 @@ def test_at_the_cap_the_mover_is_killed_at_once(cluster, stuck, wait_until):
     assert mover.process.wait(5) == -9
     wait_until(lambda: core.pool.stats().num_quarantined == 0)
     cluster.start_mover("b")
-    wait_until(lambda: core._peers.is_usable("a"))
+    wait_until(lambda: core.state.peers.is_usable("a"))
     assert two.load(hashes, range(4)).num_blocks == 4
 
 
@@ -166,21 +166,21 @@ def test_the_stores_own_process_is_never_killed(cluster, wait_until):
     two.load(hashes, range(4))
     wait_until(lambda: core._control._fence._killed_pid == os.getpid())
     assert (core.pool.stats().num_quarantined, core.stats()["num_fenced_movers"]) == (4, 0)
-    assert core.mover.own is not None, "it goes on serving"
+    assert core.state.mover.own is not None, "it goes on serving"
     made[0].over = True
     wait_until(lambda: core.pool.stats().num_quarantined == 0)
 
 
 def test_a_second_mover_is_turned_away_while_there_is_one(cluster):
     core = cluster.add("b")
-    before = core.mover.own
+    before = core.state.mover.own
     other = subprocess.Popen([sys.executable, "-c", MOVER, core.control_path], stdin=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + 10
         while core.stats()["calls"].get("MOVER_READY", 0) < 2:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        assert core.mover.own == before
+        assert core.state.mover.own == before
         assert core.mover_pid() == os.getpid()
     finally:
         other.kill()

@@ -27,6 +27,7 @@ from kvstore.errors import (
     StoreUnavailable,
 )
 from kvstore.mover.transport import ReadState
+from kvstore.node.load_service import lookup_all
 from kvstore.runtime import clock
 
 
@@ -206,8 +207,8 @@ def test_skipped_blocks_are_not_even_asked_for(cluster):
     one.save(hashes, range(4))
     result = two.load(hashes, range(4), skip=10)
     assert (result.num_blocks, result.num_peer) == (4, 2)
-    assert cluster.nodes["b"].lookup(chain_of(hashes)) == 0
-    assert cluster.nodes["b"].lookup(chain_of(hashes[2:])) == 2
+    assert cluster.nodes["b"].state.pool_service.lookup(chain_of(hashes)) == 0
+    assert cluster.nodes["b"].state.pool_service.lookup(chain_of(hashes[2:])) == 2
 
 
 # What a fetch costs.
@@ -273,7 +274,7 @@ def test_a_load_after_a_lookup_that_is_out_of_date_asks_the_directory(cluster, w
     three.load(hashes, range(4))
     wait_until(lambda: "c" in dict(cluster.directory.index.locate(chain_of(hashes).hashes())))
     cluster.nodes["a"].pool.clear(hashes.namespace_digest)
-    cluster.nodes["a"].hints.publish_soon()
+    cluster.nodes["a"].state.hints.publish_soon()
     result = two.load(hashes, range(4))
     assert (result.num_blocks, result.num_peer, result.num_lease_calls) == (4, 4, 2)
     assert result.num_locate_calls >= 1
@@ -312,7 +313,7 @@ def test_clear_makes_everything_a_miss_and_lets_readers_finish(cluster):
     one.save(hashes, range(3))
     with one.client.lease(hashes, 10.0) as lease:
         before = [bytes(lease.block(i)) for i in range(3)]
-        assert cluster.nodes["a"].clear(cluster.space.digest, 1) == 3
+        assert cluster.nodes["a"].state.pool_service.clear(cluster.space.digest, 1) == 3
         assert one.client.lookup(hashes).num_blocks == 0
         assert one.load(hashes, range(10, 13)).num_blocks == 0
         one.save(hashes, range(20, 23))
@@ -324,15 +325,15 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
     one, _ = two_nodes(cluster)
     core = cluster.nodes["a"]
     hashes = cluster.hashes(3)
-    assert core.clear(cluster.space.digest, 2) == 0
+    assert core.state.pool_service.clear(cluster.space.digest, 2) == 0
     one.save(hashes, range(3))
     for stale in (2, 1, 0):
         with pytest.raises(StaleVersion, match="wanted a later one than 2"):
-            core.clear(cluster.space.digest, stale)
-        core.hear_clearing(cluster.space.digest, stale)
-    assert core.lookup(chain_of(hashes)) == 3
-    assert core.clear(cluster.space.digest, 3) == 3
-    assert core.versions.get(cluster.space.digest) == 3
+            core.state.pool_service.clear(cluster.space.digest, stale)
+        core.state.pool_service.hear_clearing(cluster.space.digest, stale)
+    assert core.state.pool_service.lookup(chain_of(hashes)) == 3
+    assert core.state.pool_service.clear(cluster.space.digest, 3) == 3
+    assert core.state.versions.get(cluster.space.digest) == 3
 
 
 @pytest.fixture
@@ -346,13 +347,13 @@ def test_a_peer_that_has_not_heard_of_a_clearing_cannot_bring_old_blocks_back(cl
     one, two = two_nodes(cluster)
     hashes = cluster.hashes(3)
     one.save(hashes, range(3))
-    assert cluster.nodes["b"].clear(cluster.space.digest, 1) == 0
+    assert cluster.nodes["b"].state.pool_service.clear(cluster.space.digest, 1) == 0
     before = two.bytes()
     result = two.load(hashes, range(3))
     assert result.num_blocks == 0
     assert two.bytes() == before
     # Asking told the peer: it clears too.
-    assert cluster.nodes["a"].versions.get(cluster.space.digest) == 1
+    assert cluster.nodes["a"].state.versions.get(cluster.space.digest) == 1
     assert one.client.lookup(hashes).num_local == 0
     one.save(hashes, range(3))
     assert two.load(hashes, range(3)).num_blocks == 3
@@ -362,12 +363,12 @@ def test_a_load_takes_nothing_stored_after_a_clearing_that_came_between(cluster,
     one, two = two_nodes(cluster)
     hashes = cluster.hashes(3)
     two.save(hashes[:2], range(2))
-    hints = cluster.nodes["b"].hints
+    hints = cluster.nodes["b"].state.hints
     locate = hints.locate
 
     def locate_after_new_weights(chain):
         for core in cluster.nodes.values():
-            core.clear(cluster.space.digest, 1)
+            core.state.pool_service.clear(cluster.space.digest, 1)
         one.save(hashes, range(3))
         return locate(chain)
 
@@ -385,11 +386,11 @@ def test_a_store_that_has_not_heard_learns_from_the_peer_it_asks(cluster):
     one, two = two_nodes(cluster)
     hashes, old = cluster.hashes(3), cluster.hashes(2, seed=1)
     two.save(old, range(2))
-    cluster.nodes["a"].clear(cluster.space.digest, 1)
+    cluster.nodes["a"].state.pool_service.clear(cluster.space.digest, 1)
     one.save(hashes, range(3))
     first = two.load(hashes, range(3))
     assert [f.reason for f in first.failed] == [MissReason.CLEARED] * 3
-    assert cluster.nodes["b"].versions.get(cluster.space.digest) == 1
+    assert cluster.nodes["b"].state.versions.get(cluster.space.digest) == 1
     assert two.client.lookup(old, remote=False).num_local == 0
     assert two.load(hashes, range(3)).num_blocks == 3
 
@@ -397,10 +398,10 @@ def test_a_store_that_has_not_heard_learns_from_the_peer_it_asks(cluster):
 def test_a_new_store_keeps_what_is_saved_before_it_meets_peers_that_know_of_a_clearing(cluster, wait_until):
     two_nodes(cluster)
     for core in cluster.nodes.values():
-        core.clear(cluster.space.digest, 7)
+        core.state.pool_service.clear(cluster.space.digest, 7)
     wait_until(lambda: cluster.directory._versions.get(cluster.space.digest) == 7)
     cluster.stop_node("b")
-    assert cluster.add("b").versions.get(cluster.space.digest) == 7
+    assert cluster.add("b").state.versions.get(cluster.space.digest) == 7
     one, two = cluster.worker("a", seed=3), cluster.worker("b", seed=4)
     hashes = cluster.hashes(5)
     assert two.save(hashes, range(5)).num_written == 5
@@ -414,11 +415,11 @@ def test_a_store_that_could_not_be_told_of_a_clearing_hears_of_it_from_the_direc
     _, two = two_nodes(cluster)
     hashes = cluster.hashes(3)
     two.save(hashes, range(3))
-    cluster.nodes["a"].clear(cluster.space.digest, 1)
+    cluster.nodes["a"].state.pool_service.clear(cluster.space.digest, 1)
 
     def heard():
-        cluster.nodes["b"].hints.publish_soon()
-        return cluster.nodes["b"].versions.get(cluster.space.digest) == 1
+        cluster.nodes["b"].state.hints.publish_soon()
+        return cluster.nodes["b"].state.versions.get(cluster.space.digest) == 1
 
     wait_until(heard)
     wait_until(lambda: two.client.lookup(hashes, remote=False).num_local == 0)
@@ -452,7 +453,7 @@ def test_a_drained_node_grants_nothing_and_its_hot_blocks_move(cluster):
     assert one.client.prefetch(hashes).result(10).failed[0].reason is MissReason.DRAINING
     assert one.client.lookup(hashes).num_blocks == one.client.lookup(hashes, remote=False).num_blocks == 0
     assert b.adopt(hot, 5.0) == 6
-    assert b.lookup(chain_of(hashes)) == 6
+    assert b.state.pool_service.lookup(chain_of(hashes)) == 6
     assert a.drain(2.0) == {"num_leases": 0, "num_writes": 0}
     assert b.stats()["pool"]["num_leases"] == 0
     assert one.client.lookup(hashes).num_blocks == 0, "nor does a load bring what others have"
@@ -496,13 +497,13 @@ def test_a_drained_node_refuses_peers(cluster, monkeypatch):
     hashes = cluster.hashes(2)
     one.save(hashes, range(2))
     with monkeypatch.context() as patch:
-        patch.setattr(cluster.nodes["a"].hints, "forget", lambda: None)  # The directory has not heard yet.
+        patch.setattr(cluster.nodes["a"].state.hints, "forget", lambda: None)  # The directory has not heard yet.
         cluster.nodes["a"].drain(0.0)
     result = two.load(hashes, range(2))
     assert result.num_blocks == 0
     assert [f.reason for f in result.failed] == [MissReason.PEER_LOST] * 2
     cluster.nodes["a"].undrain()
-    cluster.nodes["b"]._peers.succeeded("a")
+    cluster.nodes["b"].state.peers.succeeded("a")
     assert two.load(hashes, range(2)).num_blocks == 2
 
 
@@ -510,7 +511,7 @@ def test_a_store_that_is_being_stopped_does_not_say_that_it_drains(cluster):
     """Engines look for another store then, and wait for one that drains."""
     one, _ = two_nodes(cluster)
     core = cluster.nodes["a"]
-    core._ending = core._draining = True  # As when `stop` has begun.
+    core.state.pool_service.is_ending = core.state.pool_service.is_draining = True  # As when `stop` has begun.
     result = one.load(cluster.hashes(2), range(2))
     assert {failure.reason for failure in result.failed} == {MissReason.STORE_LOST}
     with pytest.raises(StoreUnavailable) as caught:
@@ -525,7 +526,7 @@ def test_nobody_is_sent_to_a_drained_node(cluster, wait_until):
     locate, core = lambda: cluster.directory.index.locate(list(hashes)), cluster.nodes["a"]
     assert locate() == [("a", 2)]
     core.begin_drain(1 << 20)
-    core.hints.publish_soon((begun := threading.Event()).set)
+    core.state.hints.publish_soon((begun := threading.Event()).set)
     assert begun.wait(5)
     assert locate() == [("a", 2)], "it hands over yet"
     for _ in range(2):
@@ -689,7 +690,7 @@ def test_a_peer_that_dies_ends_the_load_with_reasons_and_is_left_alone(cluster):
     result = two.load(hashes, range(10, 14))
     assert (result.num_blocks, result.num_local) == (1, 1)
     assert [(f.index, f.reason) for f in result.failed] == [(i, MissReason.PEER_LOST) for i in (1, 2, 3)]
-    assert not cluster.nodes["b"]._peers.is_usable("a")
+    assert not cluster.nodes["b"].state.peers.is_usable("a")
     again = two.load(hashes, range(10, 14))
     assert (again.num_lease_calls, again.failed[0].reason) == (0, MissReason.PEER_LOST)
     assert pool(cluster, "b").num_writing == pool(cluster, "b").num_quarantined == 0
@@ -697,7 +698,7 @@ def test_a_peer_that_dies_ends_the_load_with_reasons_and_is_left_alone(cluster):
 
 def test_back_off_grows_and_ends_with_a_success(cluster, monkeypatch):
     two_nodes(cluster)
-    book = cluster.nodes["b"]._peers
+    book = cluster.nodes["b"].state.peers
     now_s = [1000.0]
     monkeypatch.setattr("kvstore.runtime.clock.now_s", lambda: now_s[0])
     pauses = []
@@ -774,14 +775,14 @@ def test_a_read_that_never_ends_is_quarantined_until_it_does(cluster, wait_until
     assert (pool(cluster, "b").num_quarantined, pool(cluster, "b").num_writing) == (4, 0)
     assert cluster.nodes["b"].stats()["num_abandoned_reads"] == 1
     # At the cap nothing more is fetched.
-    cluster.nodes["b"]._peers.succeeded("a")
+    cluster.nodes["b"].state.peers.succeeded("a")
     capped = two.load(hashes, range(4), timeout_s=1.0)
     assert capped.failed[0].reason is MissReason.TIMEOUT
     assert pool(cluster, "b").num_quarantined == 4
     made[0].stuck = False
     wait_until(lambda: pool(cluster, "b").num_quarantined == 0)
     assert cluster.nodes["b"].stats()["num_abandoned_reads"] == 0
-    cluster.nodes["b"]._peers.succeeded("a")
+    cluster.nodes["b"].state.peers.succeeded("a")
     assert two.load(hashes, range(4)).num_blocks == 4
     assert same(one, range(4), two, range(4))
 
@@ -796,11 +797,11 @@ def test_the_death_of_the_mover_is_the_fence(cluster, wait_until):
     assert pool(cluster, "b").num_quarantined == 4
     cluster.kill_mover("b")
     wait_until(lambda: pool(cluster, "b").num_quarantined == 0)
-    cluster.nodes["b"]._peers.succeeded("a")
+    cluster.nodes["b"].state.peers.succeeded("a")
     gone = two.load(hashes, range(4), timeout_s=2.0)
     assert gone.failed[0].reason is MissReason.PEER_LOST
     cluster.start_mover("b")
-    cluster.nodes["b"]._peers.succeeded("a")
+    cluster.nodes["b"].state.peers.succeeded("a")
     assert two.load(hashes, range(4)).num_blocks == 4
     assert same(one, range(4), two, range(4))
 
@@ -836,19 +837,19 @@ def test_a_block_counts_only_if_the_lease_covered_its_read(cluster, monkeypatch)
     one.save(hashes, range(3))
     late_s, real = [0.0], clock.now_s
     monkeypatch.setattr("kvstore.runtime.clock.now_s", lambda: real() + late_s[0])
-    read = cluster.nodes["b"].mover.read
+    read = cluster.nodes["b"].state.mover.read
 
     def read_late(*args, **more):
         late_s[0] = 0.8
         return read(*args, **more)
 
-    monkeypatch.setattr(cluster.nodes["b"].mover, "read", read_late)
+    monkeypatch.setattr(cluster.nodes["b"].state.mover, "read", read_late)
     before = two.bytes()
     result = two.load(hashes, range(3))
     assert result.num_blocks == 0
     assert two.bytes() == before
     assert pool(cluster, "b").num_writing == 0
-    assert cluster.nodes["b"].lookup(chain_of(hashes)) == 0
+    assert cluster.nodes["b"].state.pool_service.lookup(chain_of(hashes)) == 0
 
 
 # Attaching.
@@ -869,25 +870,25 @@ def test_blocks_of_another_size_share_the_slots_if_they_fit(cluster):
 
 def test_a_namespace_has_one_block_size(cluster):
     core = cluster.add("a")
-    core.attach(b"n" * 32, 1024)
+    core.state.pool_service.attach(b"n" * 32, 1024)
     with pytest.raises(LayoutMismatch, match="1024"):
-        core.attach(b"n" * 32, 512)
+        core.state.pool_service.attach(b"n" * 32, 512)
     with pytest.raises(LayoutMismatch):
-        core.attach(b"n" * 32, 2048)
-    assert core.attach(b"n" * 32, 1024)["slot_bytes"] == 1024
+        core.state.pool_service.attach(b"n" * 32, 2048)
+    assert core.state.pool_service.attach(b"n" * 32, 1024)["slot_bytes"] == 1024
 
 
 def test_slots_are_aligned_and_counted(cluster):
     core = cluster.add("a")
-    assert core.attach(b"n" * 32, 1000) == {"slot_bytes": 1024, "num_slots": (1 << 17) // 1024}
+    assert core.state.pool_service.attach(b"n" * 32, 1000) == {"slot_bytes": 1024, "num_slots": (1 << 17) // 1024}
 
 
 def test_before_anything_attached(cluster):
     core = cluster.add("a")
     hashes = cluster.hashes(2)
-    assert core.lookup(chain_of(hashes)) == 0
-    assert core.lease(chain_of(hashes), "o", 5.0).slots == ()
-    assert core.clear(cluster.space.digest, 1) == 0
+    assert core.state.pool_service.lookup(chain_of(hashes)) == 0
+    assert core.state.pool_service.lease(chain_of(hashes), "o", 5.0).slots == ()
+    assert core.state.pool_service.clear(cluster.space.digest, 1) == 0
     assert core.stats()["pool"] is None
     assert core.begin_drain(100) == []
     assert core.drain(0.1) == {"num_leases": 0, "num_writes": 0}
@@ -899,18 +900,18 @@ def test_verbs_without_a_socket(cluster):
     core = cluster.add("a")
     worker = cluster.worker("a")
     hashes = cluster.hashes(3)
-    ticket = core.prepare_store(chain_of(hashes), "ray-1")
-    assert core.complete_store(ticket.write_id, "ray-2") == 0
-    assert core.complete_store(ticket.write_id, "ray-1") == 3
-    grant = core.lease(chain_of(hashes), "ray-1", 5.0)
-    assert core.renew(grant.lease_id, "ray-1", 5.0)
-    assert not core.release(grant.lease_id, "ray-2")
-    assert core.release(grant.lease_id, "ray-1")
-    other = core.prepare_store(chain_of(cluster.hashes(2, seed=1)), "ray-1")
-    assert core.abort_store(other.write_id, "ray-1") == 2
+    ticket = core.state.pool_service.prepare_store(chain_of(hashes), "ray-1")
+    assert core.state.pool_service.complete_store(ticket.write_id, "ray-2") == 0
+    assert core.state.pool_service.complete_store(ticket.write_id, "ray-1") == 3
+    grant = core.state.pool_service.lease(chain_of(hashes), "ray-1", 5.0)
+    assert core.state.pool_service.renew(grant.lease_id, "ray-1", 5.0)
+    assert not core.state.pool_service.release(grant.lease_id, "ray-2")
+    assert core.state.pool_service.release(grant.lease_id, "ray-1")
+    other = core.state.pool_service.prepare_store(chain_of(cluster.hashes(2, seed=1)), "ray-1")
+    assert core.state.pool_service.abort_store(other.write_id, "ray-1") == 2
     with pytest.raises(ChainBroken):
-        core.prepare_store(chain_of(cluster.hashes(3, seed=2)[1:]), "ray-1")
-    assert core.lookup_all(chain_of(hashes)) == [("a", 3)]
+        core.state.pool_service.prepare_store(chain_of(cluster.hashes(3, seed=2)[1:]), "ray-1")
+    assert lookup_all(core.state, chain_of(hashes)) == [("a", 3)]
     assert worker.client.stats()["pool"]["num_free"] == core.stats()["pool"]["num_free"]
 
 
@@ -922,7 +923,7 @@ def test_stop_may_be_repeated_and_leaves_no_socket(cluster, tmp_path):
     assert os.path.exists(path)
     cluster.stop_node("a")
     with open(os.devnull) as other:
-        assert other.fileno() == core.arena.fd, "the number of the arena's descriptor is free again"
+        assert other.fileno() == core.state.arena.fd, "the number of the arena's descriptor is free again"
         core.stop()
         os.fstat(other.fileno())
     assert not os.path.exists(path)
@@ -937,7 +938,7 @@ def test_prefetch_brings_blocks_without_an_engine(cluster):
     client = cluster.client("b")
     result = client.prefetch(hashes).result(10)
     assert (result.num_blocks, result.num_peer) == (5, 5)
-    assert cluster.nodes["b"].lookup(chain_of(hashes)) == 5
+    assert cluster.nodes["b"].state.pool_service.lookup(chain_of(hashes)) == 5
     again = two.load(hashes, np.arange(5))
     assert again.num_local == 5
     assert same(one, range(5), two, range(5))

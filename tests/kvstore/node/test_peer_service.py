@@ -126,9 +126,13 @@ def test_a_peer_that_names_the_epoch_of_another_cannot_release_its_leases(core, 
 
 def test_the_key_of_a_store_is_another_one_at_each_peer(cluster):
     core, other = cluster.add("x", mover=False), cluster.add("y", mover=False)
-    keys = {core.peers.get("y").owner_key, core.peers.get("x").owner_key, other.peers.get("x").owner_key}
+    keys = {
+        core.state.peers.get("y").owner_key,
+        core.state.peers.get("x").owner_key,
+        other.state.peers.get("x").owner_key,
+    }
     assert len(keys) == 3
-    assert not keys & {core.epoch, other.epoch}
+    assert not keys & {core.state.epoch, other.state.epoch}
 
 
 @pytest.mark.parametrize("ttl_s", [1e300, 86400.0, float("inf"), float("nan"), -1.0, 0.0])
@@ -140,13 +144,13 @@ def test_a_peer_gets_no_lease_for_longer_than_stores_lease(core, connect, lease,
 
 def test_a_notification_ends_the_lease_of_the_store_that_read(core, connect, lease, notify, wait_until):
     mine, others = lease(connect(ONE)), lease(connect(OTHER))
-    notify(mine, core.epoch, OTHER)
-    notify(others, core.epoch, ONE)
+    notify(mine, core.state.epoch, OTHER)
+    notify(others, core.state.epoch, ONE)
     # The next one comes on the same connection, so by then the others have been seen.
-    notify(mine, core.epoch, ONE)
+    notify(mine, core.state.epoch, ONE)
     wait_until(lambda: core.pool.num_leases() == 1)
     # It is still polled for.
-    notify(others, core.epoch, OTHER)
+    notify(others, core.state.epoch, OTHER)
     wait_until(lambda: core.pool.num_leases() == 0)
 
 
@@ -155,7 +159,7 @@ def test_a_notification_for_another_life_of_the_store_frees_nothing(core, connec
     peer = connect(ONE)
     mine, later = lease(peer), lease(peer)
     notify(mine, b"formerly", ONE)
-    notify(later, core.epoch, ONE)
+    notify(later, core.state.epoch, ONE)
     wait_until(lambda: core.pool.num_leases() == 1)
     release(peer, later)
     assert core.pool.num_leases() == 1, "a lease was given back for another life of the store"

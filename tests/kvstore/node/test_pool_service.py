@@ -93,7 +93,7 @@ def test_a_save_is_not_repeated_after_a_clearing(core, worker, cluster, ask, wai
     prepare(ask, hashes[:2])
     job = worker.client.save(hashes, list(range(4)))
     wait_until(lambda: core.pool.stats().num_published == 2)
-    core.clear(hashes.namespace_digest, 1)
+    core.state.pool_service.clear(hashes.namespace_digest, 1)
     assert job.result(10).num_blocks == 0
     assert core.pool.stats().num_free == core.pool.stats().num_slots - 2
     assert worker.client.lookup(hashes, remote=False).num_local == 0
@@ -121,24 +121,24 @@ def test_a_rank_that_never_comes_is_given_up_after_the_lease_time(cluster, wait_
     """Rules 4 and 10."""
     core = cluster.add("b", lease_ttl_s=0.6, lease_margin_s=0.1)
     worker, hashes = cluster.worker("b"), cluster.hashes(3)
-    ticket = core.prepare_store(run_of(hashes), "rank0", 2, 0)
-    assert core.complete_store(ticket.write_id, "rank0") == 0
+    ticket = core.state.pool_service.prepare_store(run_of(hashes), "rank0", 2, 0)
+    assert core.state.pool_service.complete_store(ticket.write_id, "rank0") == 0
     wait_until(lambda: core.pool.stats().num_writing == 0)
     assert worker.save(hashes, range(3)).num_written == 3
 
 
 def test_a_writer_over_ray_loses_its_slots_at_its_deadline(core, worker, cluster, wait_until):
     """Rule 10: nobody sees when that owner dies."""
-    ticket = core.prepare_store(run_of(cluster.hashes(3)), "ray:x", ttl_s=0.3)
+    ticket = core.state.pool_service.prepare_store(run_of(cluster.hashes(3)), "ray:x", ttl_s=0.3)
     assert core.pool.stats().num_writing == 3
     wait_until(lambda: core.pool.stats().num_writing == 0)
-    assert core.complete_store(ticket.write_id, "ray:x", ticket.generations, ticket.epoch) == 0
+    assert core.state.pool_service.complete_store(ticket.write_id, "ray:x", ticket.generations, ticket.epoch) == 0
 
 
 def test_stale_tickets_are_refused_over_the_socket(core, worker, cluster, ask):
     """Rule 5."""
     ticket = prepare(ask, cluster.hashes(2))
-    assert ticket.epoch == core.epoch
+    assert ticket.epoch == core.state.epoch
     before = core.pool.stats()
     for epoch, lives in ((bytes(8), ticket.generations), (ticket.epoch, bytes(8)), (ticket.epoch, b"")):
         bad = encode(WriteEnd(ticket.write_id, epoch, lives))
@@ -161,7 +161,7 @@ def test_ids_of_others_and_ids_that_are_over_change_nothing_over_the_socket(core
             ask_it(Op.COMPLETE_STORE, encode(WriteEnd.of(ticket))), ask_it(Op.ABORT_STORE, encode(WriteEnd.of(ticket))),
             # A ticket is no lease, and a lease no ticket.
             ask_it(Op.RELEASE, encode(ticket.write_id)),
-            ask_it(Op.ABORT_STORE, encode(WriteEnd(lease.lease_id, core.epoch))),
+            ask_it(Op.ABORT_STORE, encode(WriteEnd(lease.lease_id, core.state.epoch))),
         ]  # fmt: skip
         return [decode_count(answer) for answer in answers]
 
@@ -205,7 +205,7 @@ def test_unknown_ids_over_the_socket_are_answered_with_nothing(core, ask, op):
     for number in (0, 1, 2**64 - 1):
         payload = encode(Renew(number, 5.0)) if op is Op.RENEW else encode(number)
         if op in (Op.COMPLETE_STORE, Op.ABORT_STORE):
-            payload = encode(WriteEnd(number, core.epoch))
+            payload = encode(WriteEnd(number, core.state.epoch))
         assert decode_count(ask(op, payload)) == 0
 
 
@@ -273,7 +273,7 @@ def test_the_quota_of_hard_pins_is_refused_with_a_type(cluster):
     block_bytes = cluster.space.shape.block_bytes
     core = cluster.add("q", capacity_bytes=max(1 << 16, 16 * block_bytes), block_bytes=(1 << 16) // 16)
     worker = cluster.worker("q", 16)
-    num_slots = core.attach(cluster.space.digest, block_bytes)["num_slots"]
+    num_slots = core.state.pool_service.attach(cluster.space.digest, block_bytes)["num_slots"]
     hashes = cluster.hashes(num_slots // 2 + 1)
     worker.save(hashes, range(len(hashes)))
     pinned = worker.client.pin(hashes)
@@ -290,7 +290,7 @@ def test_a_grant_over_the_socket_names_lives(core, worker, cluster, ask):
     hashes = cluster.hashes(3)
     worker.save(hashes, range(3))
     grant = decode_grant(ask(Op.LEASE, encode(Ask(run_of(hashes), 5.0))))
-    assert grant.epoch == core.epoch
+    assert grant.epoch == core.state.epoch
     assert tuple(np.frombuffer(grant.generations, "<u4")) == core.pool.generations(grant.slots)
 
 
@@ -321,7 +321,7 @@ def test_loads_and_fetches_of_no_time_are_refused(cluster, core, worker, ask, ti
     run, owner = run_of(cluster.hashes(2)), os.urandom(32)
     with pytest.raises(InvalidRequest, match="timeout_s"):
         ask(Op.LOAD, encode(AskLoad(run, 5.0, timeout_s)))
-    request = FetchRequest(owner, run.namespace, core.epoch, "a", 1, 5.0, timeout_s, is_early=True)
+    request = FetchRequest(owner, run.namespace, core.state.epoch, "a", 1, 5.0, timeout_s, is_early=True)
     with pytest.raises(InvalidRequest, match="timeout_s"):
         ask(Op.HANDOFF_FETCH, encode(request))
     assert core.pool.num_leases() == 0
@@ -331,29 +331,29 @@ def test_loads_and_fetches_of_no_time_are_refused(cluster, core, worker, ask, ti
 def test_blocks_of_no_size_divide_nothing(cluster, ask, core, block_bytes):
     fresh = cluster.add("fresh")
     with pytest.raises((InvalidRequest, ConfigError)):
-        fresh.attach(b"n" * 32, block_bytes)
-    assert fresh.attached_pool is None
-    assert fresh.attach(b"n" * 32, 1024)["slot_bytes"] == 1024
+        fresh.state.pool_service.attach(b"n" * 32, block_bytes)
+    assert not fresh.state.pool_service.is_attached
+    assert fresh.state.pool_service.attach(b"n" * 32, 1024)["slot_bytes"] == 1024
 
 
 @pytest.mark.parametrize("namespace", [b"", b"n" * 5, b"n" * 33, "n" * 32, None])
 def test_a_namespace_has_32_bytes(core, namespace):
     with pytest.raises(InvalidRequest, match="namespace"):
-        core.attach(namespace, 1024)
+        core.state.pool_service.attach(namespace, 1024)
 
 
 def test_an_arena_of_too_many_slots_is_refused(cluster, monkeypatch):
-    monkeypatch.setattr("kvstore.node.core.MAX_SLOTS", 100)
+    monkeypatch.setattr("kvstore.node.pool_service.MAX_SLOTS", 100)
     core = cluster.add("fresh", mover=False)
     with pytest.raises(ConfigError, match="block_bytes="):
-        core.attach(b"n" * 32, 1024)
-    assert core.attached_pool is None
+        core.state.pool_service.attach(b"n" * 32, 1024)
+    assert not core.state.pool_service.is_attached
 
 
 def test_a_store_attaches_so_many_namespaces_and_no_more(cluster, core, worker, monkeypatch):
-    monkeypatch.setattr("kvstore.node.core.MAX_NAMESPACES", 1)
+    monkeypatch.setattr("kvstore.node.pool_service.MAX_NAMESPACES", 1)
     with pytest.raises(ConfigError, match="namespaces"):
-        core.attach(b"n" * 32, 1024)
+        core.state.pool_service.attach(b"n" * 32, 1024)
     cluster.worker("a")  # What is known goes on.
 
 
@@ -412,7 +412,7 @@ def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monk
     with pytest.raises(PoolExhausted, match="at most 3 leases"):
         ask(Op.PIN, wanted)
     with pytest.raises(PoolExhausted, match="at most 3 leases"):
-        core.lease(run_of(hashes), "ray:x", 30.0)
+        core.state.pool_service.lease(run_of(hashes), "ray:x", 30.0)
     core.pool.check_integrity()
     assert worker.client.lookup(hashes).num_local == 2
     assert decode_count(ask(Op.RELEASE, encode(ids[0]))) == 1

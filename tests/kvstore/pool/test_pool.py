@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstore.blocks.chain import Chain
-from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased
+from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased, PoolExhausted
 from kvstore.pool.pool import Pool
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of, resident, store
 
@@ -17,9 +17,28 @@ def add_up(pool: Pool) -> bool:
     return s.num_free + s.num_writing + s.num_idle + s.num_pinned + s.num_quarantined == s.num_slots
 
 
-def test_a_pool_without_slots_is_refused():
+def test_fewer_slots_than_none_are_refused():
     with pytest.raises(InvalidRequest, match="num_slots"):
-        Pool(0)
+        Pool(-1)
+
+
+def test_a_pool_of_no_slots_has_nothing_and_gives_nothing():
+    pool = Pool(0)
+    assert pool.lookup(chain_of("ab")) == 0
+    grant = pool.pin_prefix(chain_of("ab"), "o", LATER_S)
+    assert (grant.slots, grant.num_refused) == ((), 0)
+    ticket = pool.prepare_store(chain_of("ab"), "o")
+    assert (ticket.slots, ticket.num_refused) == ((), 2)
+    with pytest.raises(PoolExhausted):
+        pool.reserve(1, "o")
+    assert pool.begin_clear(NAMESPACES[0], lambda: True) == 0
+    assert pool.release_owner("o") == 1
+    pool.expire(LATER_S)
+    pool.sweep()
+    assert not pool.holds("o")
+    assert not pool.has_deadlines()
+    assert add_up(pool)
+    pool.check_integrity()
 
 
 def test_stored_blocks_are_found_up_to_the_first_hole():

@@ -174,7 +174,7 @@ def test_a_node_sweeps_by_itself_what_it_hears_was_cleared(cluster, wait_until):
     core = cluster.add("a", mover=False)
     worker, hashes = cluster.worker("a"), cluster.hashes(10)
     worker.save(hashes, range(10))
-    core.hear_clearing(cluster.space.digest, 3)
+    core.state.pool_service.hear_clearing(cluster.space.digest, 3)
     assert worker.client.lookup(hashes).num_blocks == 0
     wait_until(lambda: core.pool.stats().num_free == core.pool.num_slots)
     assert not core.pool.has_cleared()

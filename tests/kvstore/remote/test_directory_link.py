@@ -69,11 +69,11 @@ def test_each_is_called_back_once_and_after_its_batch(cluster, wait_until):
     cluster.client("a")
     heard = []
     for i in range(20):
-        core.hints.publish_soon(lambda i=i: heard.append(i))
-        core.hints.answer_overdue()
+        core.state.hints.publish_soon(lambda i=i: heard.append(i))
+        core.state.hints.answer_overdue()
     wait_until(lambda: len(heard) == 20)
     assert sorted(heard) == list(range(20))
-    assert core.hints.num_waiting == 0
+    assert core.state.hints.num_waiting == 0
 
 
 def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf, hints_of):
@@ -96,19 +96,19 @@ def test_the_only_node_asks_the_directory_once_and_again_when_there_is_another(c
     core = cluster.add("a")
     cluster.client("a")
     chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
-    assert not core.hints.is_alone(), "nobody was asked"
-    assert core.hints.locate(chain) == []
-    asker = core.hints._asker
+    assert not core.state.hints.is_alone(), "nobody was asked"
+    assert core.state.hints.locate(chain) == []
+    asker = core.state.hints._asker
     num_calls = asker.num_calls
-    assert core.hints.is_alone()
-    assert core.hints.locate(chain) == []
+    assert core.state.hints.is_alone()
+    assert core.state.hints.locate(chain) == []
     assert asker.num_calls == num_calls
     cluster.add("b")
     cluster.client("b")
-    wait_until(lambda: not core.hints.is_alone())
-    assert core.hints.locate(chain) == []
-    assert core.hints._asker is not asker, "it was asked anew"
-    assert not core.hints.is_alone()
+    wait_until(lambda: not core.state.hints.is_alone())
+    assert core.state.hints.locate(chain) == []
+    assert core.state.hints._asker is not asker, "it was asked anew"
+    assert not core.state.hints.is_alone()
 
 
 def test_a_node_that_asked_when_only_another_was_known_is_answered_once_there_are_more(cluster, hints_of, wait_until):
@@ -191,9 +191,9 @@ def test_while_the_directory_is_away_only_so_much_is_kept_for_it(cluster, wait_u
     core, num_blocks = cluster.add("a", mover=False), 1000
     cluster.client("a")
     pool = Pool(num_blocks)
-    core.hints.follow(pool)
+    core.state.hints.follow(pool)
     cluster.directory.stop()
-    wait_until(lambda: core.hints._is_away)
+    wait_until(lambda: core.state.hints._is_away)
     num_kept = []
     for _ in range(3 * 17):
         chain = Chain(bytes(32), bytes(32), 0, os.urandom(32 * num_blocks))
@@ -218,17 +218,17 @@ def test_after_the_directory_was_restarted_nothing_of_another_node_is_surely_abs
     chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
 
     def asked():
-        core.hints.publish_soon()
-        core.hints._ask_after_s = 0.0
-        core.hints.locate(chain)
+        core.state.hints.publish_soon()
+        core.state.hints._ask_after_s = 0.0
+        core.state.hints.locate(chain)
         return cluster.directory.index.nodes() == ["a"] and cluster.directory._server.num_served[Op.LOCATE] > 1
 
     wait_until(asked)
-    assert not core.hints.is_alone()
-    assert not core.presence._head[ALONE_AT]
+    assert not core.state.hints.is_alone()
+    assert not core.state.presence._head[ALONE_AT]
     cluster.directory._settled_at_s = 0.0
-    core.hints.locate(chain)
-    assert core.hints.is_alone()
+    core.state.hints.locate(chain)
+    assert core.state.hints.is_alone()
 
 
 @pytest.fixture

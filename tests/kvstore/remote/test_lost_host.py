@@ -60,7 +60,7 @@ def test_a_store_notices_that_the_host_of_its_directory_vanished(directory, wait
 
 def test_a_peer_whose_host_vanished_is_noticed_before_it_is_asked(cluster, wait_until):
     core, other = cluster.add("a", mover=False), cluster.add("b", mover=False)
-    peer = core.peers.get("b")
+    peer = core.state.peers.get("b")
     for connection in other._control._server._connections:
         if not connection.local:
             vanish(connection.sock)

@@ -35,10 +35,10 @@ class Liar:
     """A peer that says what a test has it say."""
 
     def __init__(self, honest):
-        own = honest.mover.own
+        own = honest.state.mover.own
         self.transport = {
             "generation": 1, "agent": own.agent, "address": own.address,
-            "slot_bytes": honest.slot_bytes, "num_slots": honest.pool.stats().num_slots,
+            "slot_bytes": honest.state.pool_service.slot_bytes, "num_slots": honest.pool.stats().num_slots,
         }  # fmt: skip
         self.hello = {"protocol": PROTOCOL_VERSION, "epoch": EPOCH.hex()}
         self.grant = grant()
@@ -68,13 +68,13 @@ def nodes(cluster, monkeypatch):
     hashes = cluster.hashes(NUM_BLOCKS)
     written = cluster.worker("good", seed=1)
     written.save(hashes, range(NUM_BLOCKS))
-    liar, resolve = Liar(good), reader.peers._resolve
+    liar, resolve = Liar(good), reader.state.peers._resolve
     monkeypatch.setattr(
-        reader.peers,
+        reader.state.peers,
         "_resolve",
         lambda node: PeerAddress("127.0.0.1", liar.server.port, "t") if node == "liar" else resolve(node),
     )
-    reader.hints.remember(hashes.data[:32], [("liar", NUM_BLOCKS), ("good", NUM_BLOCKS)])
+    reader.state.hints.remember(hashes.data[:32], [("liar", NUM_BLOCKS), ("good", NUM_BLOCKS)])
     worker = cluster.worker("reader", seed=2)
     yield liar, reader, worker, hashes, written
     liar.server.stop()
@@ -120,7 +120,7 @@ def test_a_load_goes_on_to_the_next_peer(nodes, lie):
     result = worker.load(hashes, range(NUM_BLOCKS))
     assert (result.num_blocks, result.failed) == (NUM_BLOCKS, ())
     assert [worker.block(i) for i in range(NUM_BLOCKS)] == [written.block(i) for i in range(NUM_BLOCKS)]
-    assert not reader.peers.is_usable("liar")
+    assert not reader.state.peers.is_usable("liar")
 
 
 def test_a_peer_that_lied_is_left_alone_for_a_while(nodes, monkeypatch):
@@ -129,7 +129,7 @@ def test_a_peer_that_lied_is_left_alone_for_a_while(nodes, monkeypatch):
     liar.grant = b"abc"
     for count in itertools.count(1):
         reader.pool.clear(hashes.namespace_digest)
-        reader.hints.remember(hashes.data[:32], [("liar", NUM_BLOCKS), ("good", NUM_BLOCKS)])
+        reader.state.hints.remember(hashes.data[:32], [("liar", NUM_BLOCKS), ("good", NUM_BLOCKS)])
         assert worker.load(hashes, range(NUM_BLOCKS)).num_blocks == NUM_BLOCKS
         if count == 20:
             break
@@ -153,8 +153,10 @@ def test_slots_that_a_peer_cannot_have_never_reach_the_mover(slots, slot_bytes):
 
 def test_a_read_of_slots_that_a_peer_cannot_have_is_not_posted(nodes, monkeypatch):
     liar, reader, worker, hashes, _ = nodes
-    sources, read = [], reader.mover.read
-    monkeypatch.setattr(reader.mover, "read", lambda *args, **more: (sources.append(args), read(*args, **more))[1])
+    sources, read = [], reader.state.mover.read
+    monkeypatch.setattr(
+        reader.state.mover, "read", lambda *args, **more: (sources.append(args), read(*args, **more))[1]
+    )
     liar.grant = grant([2**31 - 1] * 3)
     assert worker.load(hashes, range(NUM_BLOCKS)).num_blocks == NUM_BLOCKS
     assert len(sources) == 1, "the one of the honest peer"

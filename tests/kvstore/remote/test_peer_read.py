@@ -42,7 +42,7 @@ def test_a_peers_mover_that_was_replaced_after_the_lease_makes_a_miss(cluster, m
     assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.PEER_LOST)
     assert two.bytes() == before
     wait_until(lambda: num_pinned(cluster) == 0)
-    wait_until(lambda: cluster.nodes["b"]._peers.is_usable("a"))
+    wait_until(lambda: cluster.nodes["b"].state.peers.is_usable("a"))
     assert two.load(hashes, range(4)).num_blocks == 4
     assert all(two.block(i) == one.block(i) for i in range(4))
 
@@ -66,7 +66,7 @@ def test_while_too_many_slots_wait_for_lost_transfers_no_peer_is_asked(cluster, 
     result = two.load(hashes, range(4))
     assert (result.num_blocks, result.failed[0].reason, result.num_lease_calls) == (0, MissReason.TIMEOUT, 0)
     assert num_pinned(cluster) == 0
-    assert cluster.nodes["b"]._peers.is_usable("a"), "it is not the peer's fault"
+    assert cluster.nodes["b"].state.peers.is_usable("a"), "it is not the peer's fault"
 
 
 def test_a_lease_under_which_nothing_is_read_is_given_back_at_once(cluster, monkeypatch, wait_until):
@@ -122,7 +122,7 @@ def test_a_hint_of_another_length_costs_nothing_but_the_claim(cluster, monkeypat
 
 def test_slots_claimed_for_a_peer_that_refuses_are_free_again(cluster, monkeypatch):
     _, two, hashes = nodes(cluster)
-    cluster.nodes["a"].closed_to_peers = cluster.nodes["a"]._draining = True
+    cluster.nodes["a"].state.pool_service.is_closed_to_peers = cluster.nodes["a"].state.pool_service.is_draining = True
     seen = slots_claimed_while_asking(cluster, monkeypatch)
     assert two.load(hashes, range(4)).num_blocks == 0
     assert seen == []
@@ -132,7 +132,7 @@ def test_slots_claimed_for_a_peer_that_refuses_are_free_again(cluster, monkeypat
 
 def test_a_read_that_ends_after_its_lease_publishes_nothing(cluster, monkeypatch):
     _, two, hashes = nodes(cluster, lease_ttl_s=2.0, lease_margin_s=0.9)
-    read = cluster.nodes["b"].mover.read
+    read = cluster.nodes["b"].state.mover.read
 
     def late(request, description, on_done, **more):
         def hear(done, error):
@@ -148,7 +148,7 @@ def test_a_read_that_ends_after_its_lease_publishes_nothing(cluster, monkeypatch
     clock = Clock()
     real = leases.now_s
     monkeypatch.setattr("kvstore.runtime.clock.now_s", lambda: real() + clock.now_s)
-    monkeypatch.setattr(cluster.nodes["b"].mover, "read", late)
+    monkeypatch.setattr(cluster.nodes["b"].state.mover, "read", late)
     before = two.bytes()
     result = two.load(hashes, range(4))
     assert result.num_blocks == 0

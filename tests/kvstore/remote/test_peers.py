@@ -61,12 +61,12 @@ def test_connections_to_stores_that_ended_are_closed_when_another_is_made(cluste
     lost = []
     for number in range(3):
         cluster.add(f"n{number}", mover=False)
-        lost.append(core.peers.get(f"n{number}"))
+        lost.append(core.state.peers.get(f"n{number}"))
         cluster.stop_node(f"n{number}")
     cluster.add("b", mover=False)
-    peer = core.peers.get("b")
+    peer = core.state.peers.get("b")
     assert [old.client.closed for old in lost] == [True] * 3
-    assert list(core.peers._peers) == ["b"]
+    assert list(core.state.peers._peers) == ["b"]
     assert not peer.client.has_ended()
     peer.close()
     assert peer.client.has_ended()

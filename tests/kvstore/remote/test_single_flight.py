@@ -99,7 +99,7 @@ def test_fifty_loads_of_one_prefix_hold_one_thread_and_make_one_fetch(cluster, w
     hashes = cluster.hashes(16)
     one.save(hashes, range(16))
     jobs = [worker.client.load(hashes, range(16)) for worker in workers for _ in range(4)]
-    wait_until(lambda: gate.num_waiting == 1 and core.fetcher.flights.num_waiting == len(jobs) - 1)
+    wait_until(lambda: gate.num_waiting == 1 and core.state.fetcher.flights.num_waiting == len(jobs) - 1)
     # A load of something else is not held up by those that wait.
     local = cluster.hashes(4, seed=5)
     cluster.worker("b", 8).save(local, range(4))
@@ -111,7 +111,7 @@ def test_fifty_loads_of_one_prefix_hold_one_thread_and_make_one_fetch(cluster, w
     assert sum(result.num_lease_calls for result in results) == 1
     assert cluster.nodes["a"].stats()["calls"]["PEER_LEASE"] == 1
     assert all(worker.block(i) == one.block(i) for worker in workers for i in range(16))
-    assert core.fetcher.flights.num_waiting == 0
+    assert core.state.fetcher.flights.num_waiting == 0
 
 
 def test_each_waits_for_as_long_as_it_wants(cluster, wait_until, gate):
@@ -126,7 +126,7 @@ def test_each_waits_for_as_long_as_it_wants(cluster, wait_until, gate):
     result = second.load(hashes, range(4), timeout_s=0.3)
     assert 0.3 <= clock.now_s() - started_s < 2
     assert [failure.reason for failure in result.failed] == [MissReason.TIMEOUT] * 4
-    assert core.fetcher.flights.num_waiting == 0
+    assert core.state.fetcher.flights.num_waiting == 0
     gate.opened.set()
     assert leading.result(10).num_blocks == 4
 
@@ -153,7 +153,7 @@ def test_who_waits_does_not_fail_with_the_one_it_waits_for(cluster, wait_until, 
         return lease(peer, *args)
 
     monkeypatch.setattr(Peer, "lease", fail_once)
-    flights = cluster.nodes["c"].fetcher.flights
+    flights = cluster.nodes["c"].state.fetcher.flights
     jobs = [first.client.load(hashes, range(4))]
     wait_until(lambda: len(asked) == 1)
     jobs.append(second.client.load(hashes, range(4)))

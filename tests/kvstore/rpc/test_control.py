@@ -119,12 +119,12 @@ def test_8192_hashes_reach_a_real_node_store(cluster):
     for count in (2048, 8192):
         hashes = cluster.hashes(count)
         assert worker.client.lookup(hashes).num_blocks == 0
-        ticket = cluster.nodes["a"].prepare_store(decode_chain(hashes_bytes(hashes)), "w")
-        cluster.nodes["a"].complete_store(ticket.write_id, "w")
+        ticket = cluster.nodes["a"].state.pool_service.prepare_store(decode_chain(hashes_bytes(hashes)), "w")
+        cluster.nodes["a"].state.pool_service.complete_store(ticket.write_id, "w")
         assert worker.client.lookup(hashes).num_local == count
         with worker.client.lease(hashes, 5.0) as lease:
             assert list(lease.slots) == list(ticket.slots)
-        assert cluster.nodes["a"].clear(cluster.space.digest, count) == count
+        assert cluster.nodes["a"].state.pool_service.clear(cluster.space.digest, count) == count
 
 
 def hashes_bytes(hashes) -> bytes:

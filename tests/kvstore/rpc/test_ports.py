@@ -318,7 +318,7 @@ def test_a_store_that_names_another_ones_epoch_takes_nothing_of_it_back(cluster,
     directory, run = cluster.directory, [store.hashes.data[:32]]
     wait_until(lambda: directory.index.locate(run) == [("a", 1)])
     address = directory.address()
-    same = {"role": "store", "node": "a", "epoch": store.epoch.hex(), "token": address.token}
+    same = {"role": "store", "node": "a", "epoch": store.state.epoch.hex(), "token": address.token}
     with contextlib.closing(connect_remote(address.host, address.port, HELLO | same, timeout_s=5.0)) as impostor:
         empty = Batch(sequence=1, begins=True, ends=True, added=b"", removed=run[0], versions={})
         impostor.call(Op.PUBLISH, encode(empty), timeout_s=5.0)
@@ -336,17 +336,17 @@ def test_a_store_that_names_another_ones_epoch_takes_nothing_of_it_back(cluster,
     ],
 )  # fmt: skip
 def test_answers_of_a_directory_that_are_none_are_misses(cluster, store, monkeypatch, answer):
-    monkeypatch.setattr(store.hints, "_ask", lambda chain: answer)
-    monkeypatch.setattr(store.hints, "is_alone", lambda: False)
-    assert store.hints.locate(chain_of(store)) == []
+    monkeypatch.setattr(store.state.hints, "_ask", lambda chain: answer)
+    monkeypatch.setattr(store.state.hints, "is_alone", lambda: False)
+    assert store.state.hints.locate(chain_of(store)) == []
     assert store.worker.load(cluster.hashes(2, seed=9), range(2)).num_blocks == 0
 
 
 def test_what_a_directory_says_is_cut_to_what_was_asked(store, monkeypatch):
     nodes = [(f"n{i}", 2**40) for i in range(100_000)]
-    monkeypatch.setattr(store.hints, "_ask", lambda chain: encode(Found(nodes)))
-    monkeypatch.setattr(store.hints, "is_alone", lambda: False)
-    found = store.hints.locate(chain_of(store))
+    monkeypatch.setattr(store.state.hints, "_ask", lambda chain: encode(Found(nodes)))
+    monkeypatch.setattr(store.state.hints, "is_alone", lambda: False)
+    found = store.state.hints.locate(chain_of(store))
     assert len(found) == 256
     assert {count for _, count in found} == {3}
 
@@ -405,7 +405,7 @@ def test_only_sealed_memory_of_a_store_is_mapped(store):
     for fd in (plain, read_fd):
         with pytest.raises(ConfigError, match="sealed memory"):
             attach_arena(fd, 1 << 16)
-    attach_arena(os.dup(store.arena.fd), store.arena.num_bytes).close()
+    attach_arena(os.dup(store.state.arena.fd), store.state.arena.num_bytes).close()
 
 
 def test_a_surprise_while_a_connection_is_taken_does_not_make_the_store_deaf(store, monkeypatch):

@@ -74,7 +74,7 @@ def test_what_a_reader_that_slept_copied_out_is_a_miss(workers, suspend, monkeyp
 
 def test_what_a_store_that_slept_read_from_a_peer_is_a_miss(cluster, workers, suspend, monkeypatch):
     _, two, hashes = workers
-    mover = cluster.nodes["b"].mover
+    mover = cluster.nodes["b"].state.mover
     read = mover.read
 
     def slow(request, description, on_done, **more):

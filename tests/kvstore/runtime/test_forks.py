@@ -237,4 +237,4 @@ def test_no_descriptor_outlives_an_exec(cluster):
     other.load(cluster.hashes(4), range(4))
     other.client.fetch(ticket, [5]).result(10)
     assert inherited() == before
-    assert not os.get_inheritable(core.arena.fd)
+    assert not os.get_inheritable(core.state.arena.fd)

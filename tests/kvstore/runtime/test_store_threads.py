@@ -82,7 +82,7 @@ def test_a_load_for_which_no_thread_can_be_started_is_answered(cluster, monkeypa
     saver, loader, hashes = cluster.worker("a", 8), cluster.worker("b", 8), cluster.hashes(3)
     saver.save(hashes, range(3))
     with monkeypatch.context() as patch:
-        patch.setattr(core.fetcher._threads, "_start", lambda: False)
+        patch.setattr(core.state.fetcher._threads, "_start", lambda: False)
         found = loader.load(hashes, range(3))
     assert found.num_blocks == 0
     assert "busy" in str(found.failed), found
@@ -103,7 +103,7 @@ def test_loads_beyond_a_bound_are_answered_at_once_and_those_that_ended_count_no
     assert found.num_blocks == 0
     assert found.failed[0].reason is MissReason.BUSY
     assert loader.load(hashes, range(4)).num_blocks == 4
-    assert (core.fetcher._num_loads, core.fetcher._num_bytes) == (0, 0)
+    assert (core.state.fetcher._num_loads, core.state.fetcher._num_bytes) == (0, 0)
 
 
 def test_a_fetch_for_which_no_thread_can_be_started_goes_on_when_one_can(cluster, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_fetch_for_which_no_thread_can_be_started_goes_on_when_one_can(cluster
         cluster.add(node)
     publisher, reader = cluster.worker("a", 8), cluster.worker("b", 8)
     ticket = publisher.client.publish([0, 1])
-    threads = cluster.nodes["b"].threads._threads[Blocking.FETCH]
+    threads = cluster.nodes["b"].state.threads._threads[Blocking.FETCH]
     start, num_left = threads._start, [2]
 
     def refuse():
@@ -127,15 +127,15 @@ class Directory:
     """Makes a node's questions to the directory wait until `go`."""
 
     def __init__(self, core, monkeypatch):
-        self.go, self.num_asked, ask = threading.Event(), 0, core.hints._ask
+        self.go, self.num_asked, ask = threading.Event(), 0, core.state.hints._ask
 
         def late(chain):
             self.num_asked += 1
             self.go.wait(20)
             return ask(chain)
 
-        monkeypatch.setattr(core.hints, "_ask", late)
-        monkeypatch.setattr(core.hints, "is_alone", lambda: False)
+        monkeypatch.setattr(core.state.hints, "_ask", late)
+        monkeypatch.setattr(core.state.hints, "is_alone", lambda: False)
 
 
 @pytest.fixture
@@ -176,8 +176,8 @@ def test_lookups_that_wait_start_no_thread_each_and_too_many_are_answered_at_onc
 
     most = _NUM_THREADS[Blocking.LOOKUP] + _MAX_QUEUED
     with ExitStack() as held:
-        core.threads._num_pending[Blocking.LOOKUP] += most
-        held.callback(core.threads._num_pending.__setitem__, Blocking.LOOKUP, 1)
+        core.state.threads._num_pending[Blocking.LOOKUP] += most
+        held.callback(core.state.threads._num_pending.__setitem__, Blocking.LOOKUP, 1)
         look_up()
     assert answered == [2], "at once, with what is here"
     askers = [threading.Thread(target=look_up, daemon=True) for _ in range(40)]
@@ -198,9 +198,9 @@ def test_counts_that_cannot_be_had_are_refused_while_others_wait_for_them(cluste
     core, go = cluster.add("a", mover=False), threading.Event()
     client, stats = cluster.client("a"), core.stats
     monkeypatch.setattr(core, "stats", lambda: (go.wait(20), stats())[1])
-    core.threads._num_pending[Blocking.STATS] = _NUM_THREADS[Blocking.STATS] + _MAX_QUEUED
+    core.state.threads._num_pending[Blocking.STATS] = _NUM_THREADS[Blocking.STATS] + _MAX_QUEUED
     with pytest.raises(StoreBusy, match="try again"):
         client.stats()
-    core.threads._num_pending[Blocking.STATS] = 0
+    core.state.threads._num_pending[Blocking.STATS] = 0
     go.set()
     assert client.stats()["node_id"] == "a"

@@ -50,7 +50,7 @@ HOLDERS = (
         "no epoch in notifications",
         "vLLM: a peer restarts at the same address",
         "kvstore.node.peer_service",
-        "if epoch == self._core.epoch:",
+        "if epoch == self._state.epoch:",
         "if True:",
         f"{PEERS}::test_a_notification_for_another_life_of_the_store_frees_nothing",
     ),

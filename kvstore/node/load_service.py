@@ -1,0 +1,101 @@
+"""Lookups and loads that may need other nodes. On the control thread, so nothing here may block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import encode
+from kvstore.bounds import check_seconds
+from kvstore.node.later import answer_all
+from kvstore.node.pool_service import deadline_after
+from kvstore.node.state import NodeState
+from kvstore.remote.load import Load
+from kvstore.rpc.connection import Connection, Handler
+from kvstore.rpc.framing import Flag, Message, Op
+from kvstore.rpc.messages import Found, Progress, decode_ask, decode_ask_load
+from kvstore.runtime import clock
+from kvstore.runtime.store_threads import Blocking
+
+
+class LoadControl:
+    """Serves `routes` to clients. One that raises KVStoreError changed nothing.
+
+    Args:
+        state: of the node store.
+        wake: called when a deadline was set, so that the control thread looks at it.
+    """
+
+    def __init__(self, state: NodeState, wake: Callable[[], None]) -> None:
+        self._state, self._service, self._wake = state, state.pool_service, wake
+        self.routes: dict[Op, Handler] = {Op.LOAD: self._load, Op.LOOKUP_ALL: self._lookup_all}
+
+    def _lookup_all(self, connection: Connection, message: Message) -> bytes | None:
+        asked, state = decode_ask(message.payload), self._state
+        until_s = clock.now_s() + check_seconds("wait_s", asked.seconds)
+        chain, num_local = asked.chain, self._service.lookup(asked.chain)
+        if num_local < len(chain) and not state.hints.is_alone() and not self._service.is_draining:
+            question = [(connection, message.op, message.request)]
+            run = partial(answer_all, question, lambda: Found(lookup_all(state, chain, until_s)))
+            if state.threads.submit(Blocking.LOOKUP, run):
+                return None
+        return encode(Found([(state.node_id, num_local)]))
+
+    def _load(self, connection: Connection, message: Message) -> None:
+        asked, service = decode_ask_load(message.payload), self._service
+        chain, timeout_s = asked.chain, check_seconds("timeout_s", asked.timeout_s)
+        service.check_serving()
+        block_bytes, pool = service.block_bytes_of(chain.namespace), service.pool
+        version_now = partial(self._state.versions.get, chain.namespace)
+        version = version_now()  # Before the pin.
+        # A look at the first block: a load of what is all elsewhere is not searched for block by block.
+        held = chain if pool.lookup(chain.head(1)) else chain.head(0)
+        grant = pool.pin_prefix(held, connection.owner, deadline_after(asked.ttl_s))
+        self._wake()
+        question = message.request  # Not the message: its bytes would stay for as long as the load waits.
+        connection.gave = question, partial(pool.release, grant.lease_id, connection.owner)
+        load = Load(
+            chain=chain,
+            block_bytes=block_bytes,
+            owner=connection.owner,
+            lease_id=grant.lease_id,
+            ttl_s=asked.ttl_s,
+            deadline_s=clock.now_s() + timeout_s,
+            pool=pool,
+            version_now=version_now,
+            version=version,
+            send=lambda payload, last: _answer(connection, question, payload, last),
+            is_open=lambda: not connection.closed,
+        )
+        load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
+        if grant.num_refused:
+            load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
+        if grant.num_refused or num_here == len(chain):
+            load.send(encode(Progress(grant.lease_id, 0, grant.packed_slots, load.report)), True)
+            return
+        if grant.packed_slots:
+            load.send(encode(Progress(grant.lease_id, 0, grant.packed_slots)), False)
+        self._state.fetcher.begin(load)
+
+
+def _answer(connection: Connection, question: int, payload: bytes, last: bool) -> None:
+    connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, question, payload)
+
+
+def lookup_all(state: NodeState, chain: Chain, until_s: float = math.inf) -> list[tuple[str, int]]:
+    """Return (node, prefix length), this node first and as it is, the others as the directory hints.
+
+    A node that is drained brings its workers nothing of others either, and names none. The directory is not asked
+    when `until_s` has passed before others were answered.
+    """
+    num_local, hints = state.pool_service.lookup(chain), state.hints
+    found = [(state.node_id, num_local)]
+    if num_local < len(chain) and not state.pool_service.is_draining:
+        others = [item for item in hints.locate(chain, until_s) if item[0] != state.node_id]
+        longer = [(node, count - num_local) for node, count in others if count > num_local]
+        if longer:
+            hints.remember(chain.hash_at(num_local), longer)
+        found += others
+    return found

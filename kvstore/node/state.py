@@ -1,0 +1,51 @@
+"""What the services of one node store share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.config import StoreConfig
+from kvstore.memory.arena import Arena
+from kvstore.memory.presence import PresenceTable
+from kvstore.mover.link import MoverLink
+from kvstore.node.pool_service import PoolService
+from kvstore.remote.directory_link import Hints
+from kvstore.remote.fetch import Fetcher
+from kvstore.remote.peers import PeerBook
+from kvstore.remote.versions import NamespaceVersions
+from kvstore.runtime.store_threads import StoreThreads
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """What the services of one node store share. Each part has a lock of its own where it needs one.
+
+    Args:
+        node_id: unique in the cluster.
+        config: the same on every node.
+        epoch: this life of the store.
+        token: the secret that peers have to name.
+        arena: the node's memory for blocks.
+        presence: what this node surely has not, for its workers to read.
+        pool_service: the slots of the arena.
+        versions: of the namespaces that this node knows were cleared.
+        mover: that reads from peers.
+        threads: for what has to wait.
+        peers: the stores of other nodes; this one can be its own peer too.
+        hints: the link to the directory.
+        fetcher: the loads that need peers.
+    """
+
+    node_id: str
+    config: StoreConfig
+    epoch: bytes
+    token: str
+    arena: Arena
+    presence: PresenceTable
+    pool_service: PoolService
+    versions: NamespaceVersions
+    mover: MoverLink
+    threads: StoreThreads
+    peers: PeerBook
+    hints: Hints
+    fetcher: Fetcher
