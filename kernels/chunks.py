@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.kernels.driver import merge_runs
-from kvstore.kernels.spans import I64, Spans
+from kvstore.kernels.merging import I64, merge_runs
+from kvstore.kernels.spans import Spans
 
 #: Up to so many runs are listed one by one, which then takes less time than a few dozen calls of numpy.
 _FEW_RUNS = 256

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvstore.kernels.driver import copy_runs, on_device
 from kvstore.kernels.launch import check_slots, check_window
+from kvstore.kernels.merging import I64
 from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.runs import RunTable
-from kvstore.kernels.spans import I64, Ids, Spans, slots_of_positions
+from kvstore.kernels.spans import Ids, Spans, slots_of_positions
 from kvstore.kernels.streams import own_stream
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.kernels.spans import I64
+from kvstore.kernels.merging import I64
 
 _SUCCESS = 0
 _SOURCE_IN_STREAM_ORDER = 1
@@ -36,25 +36,6 @@ class _Attributes(ctypes.Structure):
 _IN_STREAM_ORDER = _Attributes(_SOURCE_IN_STREAM_ORDER, _Location(0, 0), _Location(0, 0), 0)
 _FIRST = ctypes.c_size_t(0)
 _ATTRIBUTES, _FIRST_RUN = ctypes.byref(_IN_STREAM_ORDER), ctypes.byref(_FIRST)
-
-
-def merge_runs(targets: I64, sources: I64, lengths: I64, pieces: I64 | None = None) -> tuple[I64, I64, I64]:
-    """Join runs that follow each other on both sides; order and bytes stay the same.
-
-    Args:
-        targets: int64 `[n]`, addresses.
-        sources: int64 `[n]`, addresses.
-        lengths: int64 `[n]`, bytes.
-        pieces: int64 `[n]`, the piece of registered memory that each run lies in: runs of two pieces stay apart,
-            because the driver takes no copy that goes from one registration into the next. Default: one piece.
-    """
-    if len(lengths) < 2:
-        return targets, sources, lengths
-    breaks = (targets[1:] != targets[:-1] + lengths[:-1]) | (sources[1:] != sources[:-1] + lengths[:-1])
-    if pieces is not None:
-        breaks |= pieces[1:] != pieces[:-1]
-    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return targets[first], sources[first], np.add.reduceat(lengths, first)
 
 
 class on_device:

@@ -19,12 +19,10 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from kvstore.kernels.merging import I64, merge_runs
 from kvstore.kernels.plan import CopyPlan, Section
-
-I64 = npt.NDArray[np.int64]
 
 #: A thread takes about as long to start as to copy a tenth of this.
 _LEAST_BYTES_PER_THREAD = 2 << 20
@@ -92,25 +90,9 @@ def fragments_of(
 
 
 def _fragments(plan: CopyPlan, section: Section, engine_token: int, slot_token: int, count: int) -> Fragments:
-    heads = np.arange(section.num_heads, dtype=np.int64)[:, None]
-    # A row that all tokens of a block share is copied once.
-    tokens = np.arange(count if section.slot_token_stride else min(count, 1), dtype=np.int64)
-
-    def rows(begins: I64, head_stride: int, token_stride: int, first: int) -> I64:
-        inside = heads * head_stride + (first + tokens) * token_stride
-        return (begins[:, None, None] + inside).ravel()
-
-    engine = rows(section.engine_bases, section.engine_head_stride, section.engine_token_stride, engine_token)
-    slot = rows(section.slot_offsets, section.slot_head_stride, section.slot_token_stride, slot_token)
-    if len(slot):
-        order = np.argsort(slot, kind="stable")
-        engine, slot = engine[order], slot[order]
-        begins = np.flatnonzero((np.diff(engine) != section.row_bytes) | (np.diff(slot) != section.row_bytes)) + 1
-        begins = np.concatenate(([0], begins))
-        lengths = np.diff(np.concatenate((begins, [len(slot)]))) * section.row_bytes
-        engine, slot = engine[begins], slot[begins]
-    else:
-        lengths = slot
+    engine, slot = section.rows(engine_token, slot_token, count)
+    order = np.argsort(slot, kind="stable")
+    engine, slot, lengths = merge_runs(engine[order], slot[order], section.row_bytes)
     return Fragments(engine, slot, lengths, np.argsort(engine), section.engine_block_stride, plan.paging.num_blocks)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvstore.kernels.launch import Launch
+from kvstore.kernels.merging import I64
 from kvstore.kernels.module import INDEX_TYPES
-from kvstore.kernels.spans import I64
 
 _NUM_THREADS = 128
 _MAX_CTAS = 1024

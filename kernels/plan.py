@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore.kernels.merging import I64
 from kvstore.kernels.reference import torch_dtype
-from kvstore.kernels.spans import I64, Paging
+from kvstore.kernels.spans import Paging
 from kvstore.kernels.stored import Side, StoredBlock
 
 
@@ -44,6 +45,15 @@ class Section:
     slot_head_stride: int
     slot_token_stride: int
     align_bytes: int
+
+    def rows(self, engine_token: int, slot_token: int, num_tokens: int) -> tuple[I64, I64]:
+        """List the rows of some tokens of a block: their addresses in engine block 0, and offsets in the slot."""
+        # A row that all tokens of a block share is copied once.
+        token = np.arange(num_tokens if self.slot_token_stride else min(num_tokens, 1), dtype=np.int64)
+        head = np.arange(self.num_heads, dtype=np.int64)[:, None]
+        engine = head * self.engine_head_stride + (engine_token + token) * self.engine_token_stride
+        slot = head * self.slot_head_stride + (slot_token + token) * self.slot_token_stride
+        return (self.engine_bases[:, None, None] + engine).ravel(), (self.slot_offsets[:, None, None] + slot).ravel()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

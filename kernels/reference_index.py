@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-I64 = npt.NDArray[np.int64]
+from kvstore.kernels.merging import I64
 
 
 def starts_of(lengths: Sequence[int]) -> I64:

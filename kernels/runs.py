@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from kvstore.kernels.driver import merge_runs
+from kvstore.kernels.merging import I64, merge_runs
 from kvstore.kernels.plan import CopyPlan
-from kvstore.kernels.spans import I64, Spans
+from kvstore.kernels.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,13 +37,7 @@ def span_runs(plan: CopyPlan, engine_token: int, slot_token: int, num_tokens: in
     """List the runs of a span of `num_tokens` that begins with these tokens of its engine block and of its slot."""
     columns = []
     for section in plan.sections:
-        # A row that all tokens of a block share is copied once.
-        token = np.arange(num_tokens if section.slot_token_stride else min(num_tokens, 1), dtype=np.int64)
-        head = np.arange(section.num_heads, dtype=np.int64)[:, None]
-        engine = head * section.engine_head_stride + (engine_token + token) * section.engine_token_stride
-        slot = head * section.slot_head_stride + (slot_token + token) * section.slot_token_stride
-        engine = (section.engine_bases[:, None, None] + engine).ravel()
-        slot = (section.slot_offsets[:, None, None] + slot).ravel()
+        engine, slot = section.rows(engine_token, slot_token, num_tokens)
         stride, row = (np.full(len(slot), size, np.int64) for size in (section.engine_block_stride, section.row_bytes))
         columns.append(np.stack((engine, slot, row, stride)))
     rows = np.concatenate(columns, axis=1)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-I64 = npt.NDArray[np.int64]
+from kvstore.kernels.merging import I64, merge_runs
+
 Ids: TypeAlias = I64 | Tensor | Sequence[int]
 
 COLUMNS = ("block", "slot", "engine_token", "slot_token", "num_tokens")
@@ -197,11 +197,7 @@ def token_spans(
     tokens = np.arange(skip_prefix_tokens, num_tokens, dtype=np.int64)
     if not len(tokens):
         return Spans(rows=np.empty((0, len(COLUMNS)), np.int64), paging=paging, num_slots=num_slots)
-    # A run goes on while places are adjacent and neither side enters another block.
-    breaks = (np.diff(places) != 1) | (places[1:] % engine == 0) | (tokens[1:] % stored == 0)
-    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    lengths = np.diff(np.concatenate((first, [len(tokens)])))
-    places, tokens = places[first], tokens[first]
+    places, tokens, lengths = merge_runs(places, tokens, 1, places // engine, tokens // stored)
     # Negative places stay negative under floor division, so their spans go.
     columns = (places // engine, slots[tokens // stored], places % engine, tokens % stored, lengths)
     rows = _on_both_sides(np.stack(columns, axis=1))

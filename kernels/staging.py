@@ -15,7 +15,8 @@ from kvstore.kernels.chunks import Chunk, Memory, Moves, by_slot, cut_spans, lis
 from kvstore.kernels.driver import Runs, on_device, record, wait
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.launch import check_slots, check_window
-from kvstore.kernels.spans import I64, Ids, Spans, slots_of_positions
+from kvstore.kernels.merging import I64
+from kvstore.kernels.spans import Ids, Spans, slots_of_positions
 from kvstore.kernels.streams import own_stream
 
 #: The first chunk of a save and the last of a load, which nothing overlaps with, are this part of a chunk at most.

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from kvstore.blocks.shape import KVShape
-from kvstore.kernels.driver import copy_run, copy_runs, merge_runs, on_device
+from kvstore.kernels.driver import copy_run, copy_runs, on_device
 from kvstore.kernels.gpu import GpuCopier
+from kvstore.kernels.merging import I64, merge_runs
 from kvstore.kernels.reference import torch_dtype
 from kvstore.kernels.spans import block_spans
 from kvstore.kernels.staging import StagingRing
@@ -28,8 +29,8 @@ class Setup:
     shape: KVShape
     caches: list[torch.Tensor]
     copier: GpuCopier
-    block_ids: np.ndarray[Any, np.dtype[np.int64]]
-    slot_ids: np.ndarray[Any, np.dtype[np.int64]]
+    block_ids: I64
+    slot_ids: I64
     host: torch.Tensor
     device: torch.Tensor
     flat: torch.Tensor
@@ -98,7 +99,7 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
             (near if to_host else far).copy_(far if to_host else near, non_blocking=True)
         return stream
 
-    def ours_into(slot_ids: np.ndarray[Any, np.dtype[np.int64]]) -> Way:
+    def ours_into(slot_ids: I64) -> Way:
         def way() -> torch.cuda.Stream:
             spans = block_spans(setup.copier.plan.paging, setup.block_ids, range(count), count)
             if to_host:

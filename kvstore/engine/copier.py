@@ -12,16 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.blocks.shape import KVShape
 from kvstore.engine.layout import EngineLayout, canonical_views
 from kvstore.engine.side_tensors import side_views
 from kvstore.errors import InvalidRequest
+from kvstore.kernels.merging import I64
 from kvstore.kernels.plan import CopyPlan, plan_copy
 from kvstore.kernels.spans import Paging, Spans, block_spans, position_spans
-
-I64 = npt.NDArray[np.int64]
 
 
 class CopyOrder(Protocol):

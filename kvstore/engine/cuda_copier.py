@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvstore.blocks.shape import KVShape
-from kvstore.engine.copier import I64, CopyOrder, EnginePages, engine_plan, position_job_spans
+from kvstore.engine.copier import CopyOrder, EnginePages, engine_plan, position_job_spans
 from kvstore.engine.cuda_order import await_copies, order_after_current, order_of
 from kvstore.engine.layout import EngineLayout
 from kvstore.engine.registered import Registered
@@ -29,6 +29,7 @@ from kvstore.errors import CopyStuck, KernelError
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.direct import DirectCopies
 from kvstore.kernels.gpu import GpuCopier
+from kvstore.kernels.merging import I64
 from kvstore.kernels.runs import RunTable
 from kvstore.kernels.staging import StagingRing
 from kvstore.kernels.streams import own_stream

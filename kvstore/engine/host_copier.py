@@ -10,9 +10,10 @@ import numpy as np
 
 from kvstore.blocks.shape import KVShape
 from kvstore.config import num_copy_threads
-from kvstore.engine.copier import I64, CopyOrder, EnginePages, engine_plan, job_spans
+from kvstore.engine.copier import CopyOrder, EnginePages, engine_plan, job_spans
 from kvstore.engine.layout import EngineLayout
 from kvstore.engine.registered import Registered
+from kvstore.kernels.merging import I64
 from kvstore.memory.arena import Arena
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvstore.blocks.shape import KVShape
-from kvstore.engine.copier import I64, CopyOrder, EngineCopier, EnginePages, engine_plan, job_spans
+from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, engine_plan, job_spans
 from kvstore.engine.cuda_order import CudaOrder, await_before, await_copies, order_after_current, order_of
 from kvstore.engine.layout import EngineLayout
 from kvstore.engine.registered import Registered
@@ -24,6 +24,7 @@ from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.driver import on_device
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans, PreparedCopy
 from kvstore.kernels.launch import check_window
+from kvstore.kernels.merging import I64
 from kvstore.kernels.spans import Spans, position_spans
 from kvstore.kernels.streams import own_stream
 from kvstore.kernels.vram import MappedSlab, gpu_uuids

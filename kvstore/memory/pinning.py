@@ -14,17 +14,13 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.errors import RegistrationFailed
+from kvstore.kernels.merging import I64
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
 _CLOSE_TIMEOUT_S = 30.0
-
-Ids = npt.NDArray[np.int64]
 
 
 class _State(Enum):
@@ -77,7 +73,7 @@ class ArenaPinning:
             pieces = [at for at, state in enumerate(self._states) if state is _State.REGISTERED]
         return sum(self._range(piece)[1] for piece in pieces)
 
-    def wait(self, slots: Ids, timeout_s: float) -> None:
+    def wait(self, slots: I64, timeout_s: float) -> None:
         """Return when all these slots are registered; their pieces come before those that nobody waits for.
 
         Raises:

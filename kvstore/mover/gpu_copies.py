@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.blocks.codec import IndexArray
 from kvstore.errors import PeerLost, TransferError
+from kvstore.kernels.merging import merge_runs
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals
 
 
@@ -136,21 +137,10 @@ def _runs(
     request: ReadRequest, target: int, target_stride: int, source: int, source_stride: int
 ) -> list[tuple[int, int, int]]:
     """Return (address here, address there, bytes), neighbours merged where slots have no gaps."""
-    local, remote, size = (
-        request.local_slots.astype(np.int64),
-        request.remote_slots.astype(np.int64),
-        request.block_bytes,
-    )
-    if len(local) == 0:
-        return []
-    mergeable = target_stride == source_stride == size
-    breaks = _breaks(request.local_slots, request.remote_slots) if mergeable else np.ones(len(local) - 1, bool)
-    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    counts = np.diff(np.concatenate((first, [len(local)])))
-    here, there = target + local[first] * target_stride, source + remote[first] * source_stride
+    size = request.block_bytes
+    # Other slots have gaps between them, so each is a run of its own.
+    groups = () if target_stride == source_stride == size else (np.arange(len(request.local_slots)),)
+    local, remote, counts = merge_runs(request.local_slots, request.remote_slots, 1, *groups)
+    here = target + local.astype(np.int64) * target_stride
+    there = source + remote.astype(np.int64) * source_stride
     return list(zip(here.tolist(), there.tolist(), (counts * size).tolist(), strict=True))
-
-
-def _breaks(local: IndexArray, remote: IndexArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    found: np.ndarray[tuple[int], np.dtype[np.bool_]] = (np.diff(local) != 1) | (np.diff(remote) != 1)
-    return found

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
-
 from kvstore.blocks.codec import U32, U64, IndexArray, Record
+from kvstore.kernels.merging import merge_runs
 
 
 class ReadState(Enum):
@@ -119,7 +118,4 @@ class Transport(Protocol):
 
 def count_runs(local_slots: IndexArray, remote_slots: IndexArray) -> int:
     """Return how many runs of blocks are neighbours, in order, on both sides."""
-    if len(local_slots) == 0:
-        return 0
-    breaks = (np.diff(local_slots) != 1) | (np.diff(remote_slots) != 1)
-    return int(breaks.sum()) + 1
+    return len(merge_runs(local_slots, remote_slots, 1)[0])

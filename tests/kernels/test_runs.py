@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from copy_case import CROSS, DTYPES, ORDERS, Case
-from kvstore.kernels.driver import merge_runs
+from kvstore.kernels.merging import merge_runs
 from kvstore.kernels.plan import plan_copy
 from kvstore.kernels.runs import RunTable
 from kvstore.kernels.spans import block_spans

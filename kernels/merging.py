@@ -1,0 +1,37 @@
+"""Joining what lies side by side into runs. It needs no torch, so the processes of the store use it too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+"""Ids, positions, addresses and sizes, as numpy and the kernels take them."""
+
+
+def merge_runs(
+    targets: npt.NDArray[Any], sources: npt.NDArray[Any], lengths: I64 | int, *groups: I64
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], I64]:
+    """Join items that follow each other on both sides; their order stays the same.
+
+    Args:
+        targets: integers `[n]`, where each item begins on one side.
+        sources: integers `[n]`, where it begins on the other side.
+        lengths: `[n]`, in the same unit, or one length for all.
+        groups: `[n]` each; items that differ in one of them stay apart. The driver takes no copy that goes from one
+            piece of registered memory into the next, for example.
+
+    Returns:
+        (targets, sources, lengths) of the runs.
+    """
+    count, each = len(targets), lengths if isinstance(lengths, int) else lengths[:-1]
+    begins = np.ones(count, np.bool_)
+    np.not_equal(targets[1:], targets[:-1] + each, out=begins[1:])
+    begins[1:] |= sources[1:] != sources[:-1] + each
+    for group in groups:
+        begins[1:] |= group[1:] != group[:-1]
+    first = np.flatnonzero(begins)
+    merged = np.diff(first, append=count) * lengths if isinstance(lengths, int) else np.add.reduceat(lengths, first)
+    return targets[first], sources[first], merged
