@@ -26,6 +26,7 @@ from kvstore.engine.copier import engine_pages
 from kvstore.engine.detect import detect_layout
 from kvstore.engine.host_copier import HostCopier
 from kvstore.engine.layout import canonical_views
+from kvstore.engine.registered import register_cache
 from kvstore.kernels import reference
 from kvstore.memory.arena import Arena, create_arena
 from kvstore.tools.documents import as_document
@@ -71,7 +72,7 @@ def measure(case: Case, arena: Arena) -> list[dict[str, Any]]:
     stored = SHAPE.stored_block
     (begin, part_bytes), *more = stored.runs(*case.part.ranges(SHAPE))
     assert not more
-    copier = HostCopier(caches, layout, SHAPE, arena, SHAPE.block_bytes, NUM_BLOCKS)
+    copier = HostCopier(register_cache(caches, layout, SHAPE), arena, SHAPE.block_bytes, NUM_BLOCKS)
     flat, views = torch.from_numpy(arena.bytes_view()), canonical_views(caches, layout, SHAPE)
     mine = flat.view(NUM_BLOCKS, SHAPE.block_bytes)[:, begin : begin + part_bytes]
     typed = reference.slot_tensor(flat, SHAPE.block_bytes, NUM_BLOCKS, SHAPE.block_dims, SHAPE.dtype)

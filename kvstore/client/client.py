@@ -32,10 +32,8 @@ from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, engine_p
 from kvstore.engine.cuda_copier import CopyPath
 from kvstore.engine.detect import detect_layout
 from kvstore.engine.layout import EngineLayout
-from kvstore.engine.registered import Registered
 from kvstore.engine.registration import make_copier
 from kvstore.engine.side_tensors import check_skip, detect_sides
-from kvstore.engine.stage_copier import EngineCaches
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
@@ -160,7 +158,7 @@ class Client(HandoffVerbs):
         self._copier = make_copier(
             caches, layout, shape, self._mapping, self.slot_bytes, self.num_slots, copy_path, sides
         )
-        self._caches = EngineCaches(caches, sides, layout, shape, Registered(caches, sides, layout))
+        self._caches = self._copier.cache
         if self._stage_link is not None:
             self._stage_link.use_caches(self._caches)
         return layout

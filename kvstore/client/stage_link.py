@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from kvstore.blocks.codec import encode
 from kvstore.client.results import HandoffRoute
-from kvstore.engine.stage_copier import EngineCaches, StageSide, make_stage_copier, stage_uuid
+from kvstore.engine.registered import RegisteredCache
+from kvstore.engine.stage_copier import StageSide, make_stage_copier, stage_uuid
 from kvstore.errors import ConfigError, CopyStuck, KernelError, KVStoreError, RegistrationFailed
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import AskStage, Soon, WarmUp, decode_lanes, decode_stage
@@ -46,7 +47,7 @@ class StageLink:
     def __init__(
         self,
         ask: Callable[[Op, bytes, float], bytes],
-        caches: EngineCaches,
+        caches: RegisteredCache,
         num_bytes: int,
         peers: tuple[str, ...],
     ) -> None:
@@ -88,7 +89,7 @@ class StageLink:
             return self._host_route(why_not, rates)
         return HandoffRoute(route="gpu", gb_per_s=rates)
 
-    def use_caches(self, caches: EngineCaches) -> None:
+    def use_caches(self, caches: RegisteredCache) -> None:
         """Copy to and from other tensors from now on; jobs under way end as they began."""
         with self._lock:
             self._caches = caches

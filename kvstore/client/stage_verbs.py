@@ -17,7 +17,7 @@ from kvstore.client.stage_link import StageLink
 from kvstore.client.work import Work
 from kvstore.config import StoreConfig, parse_bytes
 from kvstore.engine.copier import CopyOrder, EngineCopier
-from kvstore.engine.stage_copier import EngineCaches
+from kvstore.engine.registered import RegisteredCache
 from kvstore.errors import CopyStuck
 from kvstore.memory.clears import ClearCounts
 
@@ -38,7 +38,7 @@ class StageVerbs(ABC):
     _clears: ClearCounts
     _jobs: JobThreads
     _stuck: bool
-    _caches: EngineCaches | None = None
+    _caches: RegisteredCache | None = None
     _stage_link: StageLink | None = None
 
     def attach_handoff(self, staging: str | int = "1GiB", peers: Sequence[str] = ()) -> HandoffRoute:

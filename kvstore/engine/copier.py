@@ -7,18 +7,15 @@ hash, and `EnginePages` says where in the engine each of its tokens lies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvstore.blocks.shape import KVShape
-from kvstore.engine.layout import EngineLayout, canonical_views
-from kvstore.engine.side_tensors import side_views
+from kvstore.engine.layout import EngineLayout
+from kvstore.engine.registered import RegisteredCache
 from kvstore.errors import InvalidRequest
 from kvstore.kernels.merging import I64
-from kvstore.kernels.plan import CopyPlan, plan_copy
 from kvstore.kernels.spans import Paging, Spans, block_spans, position_spans
 
 
@@ -88,11 +85,16 @@ class EngineCopier(Protocol):
     when the bytes are in place. Copies out of slots may be queued only; `finish` waits for them, and has to be
     called, however the job ends, before its slots are given back. An error means that the copy touches nothing any
     more; CopyStuck alone means that it still may.
+
+    It references the caller's tensors for as long as it lives, and never moves or replaces them.
     """
+
+    cache: RegisteredCache
 
     @property
     def layout(self) -> EngineLayout:
         """How the cache is arranged."""
+        return self.cache.layout
 
     def check_unchanged(self) -> None:
         """Refuse tensors that are not those that were registered; on any thread.
@@ -104,6 +106,7 @@ class EngineCopier(Protocol):
         Raises:
             LayoutMismatch: they were replaced, resized, restrided or moved; register them again.
         """
+        self.cache.registered.check()
 
     def order(self) -> CopyOrder | None:
         """Record what the copies of a job come after, in the thread that asks for the job.
@@ -203,23 +206,6 @@ def ordered(pages: EnginePages, copier: EngineCopier, num_threads: int = 0) -> E
     """
     order = copier.order()
     return pages if order is None and not num_threads else replace(pages, order=order, num_threads=num_threads)
-
-
-def engine_plan(caches: Any, layout: EngineLayout, shape: KVShape, sides: Sequence[Any] = ()) -> CopyPlan:
-    """Work out where the rows of the engine's part and of slots lie, for a copier of any kind.
-
-    Args:
-        caches: as they were registered.
-        layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
-        shape: of the stored block.
-        sides: the side tensors beside the caches, in the order of the shape's.
-
-    Raises:
-        LayoutMismatch: the caches are not as registered, or the layout is of another shape.
-    """
-    views = canonical_views(caches, layout, shape)
-    layers, heads = layout.part.ranges(shape)
-    return plan_copy(views, shape.stored_block, layers=layers, heads=heads, sides=side_views(sides, layout, shape))
 
 
 def job_spans(

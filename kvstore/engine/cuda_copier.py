@@ -12,19 +12,15 @@ later work. Why this way: docs/adr/0007-copies-of-cuda-caches.md.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import torch
 
-from kvstore.blocks.shape import KVShape
-from kvstore.engine.copier import CopyOrder, EnginePages, engine_plan, position_job_spans
+from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, position_job_spans
 from kvstore.engine.cuda_order import await_copies, order_after_current, order_of
-from kvstore.engine.layout import EngineLayout
-from kvstore.engine.registered import Registered
+from kvstore.engine.registered import RegisteredCache
 from kvstore.errors import CopyStuck, KernelError
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.direct import DirectCopies
@@ -69,70 +65,49 @@ class _Lane:
     lock: threading.Lock
 
 
-class CudaCopier:
-    """An `EngineCopier` of CUDA tensors.
-
-    Holds references to the caller's tensors for as long as it lives; never reallocates or mutates them besides the
-    blocks that a load names. Saves and loads have streams and buffers of their own.
+class CudaCopier(EngineCopier):
+    """An `EngineCopier` of CUDA tensors. Saves and loads have streams and buffers of their own.
 
     Args:
-        caches: as they were registered.
-        layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
-        shape: of the stored block.
+        cache: on a GPU.
         arena: where the slots are, from its begin on.
         slot_bytes: distance between two slots.
         num_slots: slots of the arena.
         pinning: of the arena.
         path: how the bytes go.
-        sides: the side tensors beside the caches, in the order of the shape's.
 
     Raises:
         ConfigError: CuPy or the driver is missing.
-        LayoutMismatch: the caches are not as the layout says.
         KernelError: the kernels could not be built, or there is no GPU memory for the buffers.
     """
 
     def __init__(
         self,
-        caches: Any,
-        layout: EngineLayout,
-        shape: KVShape,
+        cache: RegisteredCache,
         arena: Arena,
         slot_bytes: int,
         num_slots: int,
         pinning: ArenaPinning,
         path: CopyPath = CopyPath.AUTO,
-        sides: Sequence[Any] = (),
     ) -> None:
-        self._layout, self._pinning = layout, pinning
-        self._registered = Registered(caches, sides, layout)
-        self._plan = engine_plan(caches, layout, shape, sides)
+        self.cache, self._plan, self._pinning = cache, cache.plan, pinning
         self._slots = torch.from_numpy(arena.bytes_view())[: slot_bytes * num_slots].view(num_slots, slot_bytes)
         self.path = chosen_path(path, RunTable(self._plan).mean_run_bytes)
         self._broken: str = ""
         with kernel_errors("preparing copies of a CUDA cache"), torch.cuda.device(self._plan.device):
-            self._saves, self._loads = self._lane(shape), self._lane(shape)
+            self._saves, self._loads = self._lane(), self._lane()
 
-    def _lane(self, shape: KVShape) -> _Lane:
+    def _lane(self) -> _Lane:
         device, per_piece = self._plan.device, self._pinning.slots_per_piece
         copies: StagingRing | DirectCopies
         if self.path is CopyPath.DIRECT:
             copies = DirectCopies(self._plan, slots_per_piece=per_piece)
         else:
-            layers, heads = self._layout.part.ranges(shape)
+            layers, heads = self.cache.layout.part.ranges(self.cache.shape)
             copies = StagingRing(
                 GpuCopier(self._plan), layers=layers, heads=heads, chunk_bytes=CHUNK_BYTES, slots_per_piece=per_piece
             )
         return _Lane(copies, own_stream(device), threading.Lock())
-
-    @property
-    def layout(self) -> EngineLayout:
-        """How the cache is arranged."""
-        return self._layout
-
-    def check_unchanged(self) -> None:
-        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
-        self._registered.check()
 
     def order(self) -> CopyOrder:
         """Record what copies of a job come after: the work on the calling thread's current stream.

@@ -3,61 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from kvstore.blocks.shape import KVShape
 from kvstore.config import num_copy_threads
-from kvstore.engine.copier import CopyOrder, EnginePages, engine_plan, job_spans
-from kvstore.engine.layout import EngineLayout
-from kvstore.engine.registered import Registered
+from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, job_spans
+from kvstore.engine.registered import RegisteredCache
 from kvstore.kernels.merging import I64
 from kvstore.memory.arena import Arena
 
 if TYPE_CHECKING:
-    import torch
-
     from kvstore.kernels import host_copy
 
 #: Tables for blocks of which a skipped prefix covers a part; engines repeat few of them.
 _NUM_SKIP_TABLES = 8
 
 
-class HostCopier:
+class HostCopier(EngineCopier):
     """An `EngineCopier` of CPU tensors.
 
-    Holds references to the caller's tensors for as long as it lives; never reallocates or mutates them
-    besides the blocks that a load names.
-
     Args:
-        caches: as they were registered.
-        layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
-        shape: of the stored block.
+        cache: on the CPU.
         arena: where the slots are, from its begin on.
         slot_bytes: distance between two slots.
         num_slots: slots of the arena.
-        sides: the side tensors beside the caches, in the order of the shape's.
     """
 
-    def __init__(
-        self,
-        caches: Any,
-        layout: EngineLayout,
-        shape: KVShape,
-        arena: Arena,
-        slot_bytes: int,
-        num_slots: int,
-        sides: Sequence[Any] = (),
-    ) -> None:
-        import torch
-
+    def __init__(self, cache: RegisteredCache, arena: Arena, slot_bytes: int, num_slots: int) -> None:
         from kvstore.kernels import host_copy
 
-        self._kernels, self._layout = host_copy, layout
-        self._registered = Registered(caches, sides, layout)
-        plan = engine_plan(caches, layout, shape, sides)
+        self.cache, self._kernels, plan = cache, host_copy, cache.plan
         self._paging = plan.paging
         sizes = (plan.paging.engine_block_size, plan.paging.stored_block_size)
         self._same_size = sizes[0] == sizes[1]
@@ -70,15 +48,6 @@ class HostCopier:
         self._num_threads = num_copy_threads()
         # Compiled now, so that the first copy does not wait for it.
         host_copy.compiled()
-
-    @property
-    def layout(self) -> EngineLayout:
-        """How the cache is arranged."""
-        return self._layout
-
-    def check_unchanged(self) -> None:
-        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
-        self._registered.check()
 
     def order(self) -> CopyOrder | None:
         """Return None: a copy is done when the thread that makes it goes on."""

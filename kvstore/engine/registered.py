@@ -1,13 +1,17 @@
-"""The tensors that an engine registered, and whether they still are those: arranged alike, in the same memory."""
+"""The cache that an engine registered, and whether its tensors still are those: arranged alike, in the same memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvstore.engine.layout import Caches, EngineLayout, flatten, same_layout
+from kvstore.blocks.shape import KVShape
+from kvstore.engine.layout import Caches, EngineLayout, canonical_views, flatten, same_layout
+from kvstore.engine.side_tensors import side_views
 from kvstore.errors import LayoutMismatch
+from kvstore.kernels.plan import CopyPlan, plan_copy
 
 
 class Registered:
@@ -62,3 +66,38 @@ class Registered:
             "wanted the tensors that were registered, got some in other memory, to and from which nothing is copied; "
             "call register_kv_caches(...) again whenever a tensor, or its data, is replaced"
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegisteredCache:
+    """What an engine registered; made by `register_cache`, and the same for every copier of the cache.
+
+    Args:
+        caches: the tensors. Copies into the engine write the blocks that are named, and nothing else changes them.
+        sides: the side tensors beside the caches, in the order of the shape's.
+        layout: of both, from `detect_layout` and `detect_sides`.
+        shape: of the stored block.
+        plan: where rows of the engine's part and of slots lie.
+        registered: whether the tensors are what they were.
+    """
+
+    caches: Caches
+    sides: Sequence[Caches]
+    layout: EngineLayout
+    shape: KVShape
+    plan: CopyPlan
+    registered: Registered
+
+
+def register_cache(
+    caches: Caches, layout: EngineLayout, shape: KVShape, sides: Sequence[Caches] = ()
+) -> RegisteredCache:
+    """Note the tensors of an engine and plan their copies; arguments as for `RegisteredCache`.
+
+    Raises:
+        LayoutMismatch: the tensors are not as the layout says, or it is of another shape.
+    """
+    views = canonical_views(caches, layout, shape)
+    layers, heads = layout.part.ranges(shape)
+    plan = plan_copy(views, shape.stored_block, layers=layers, heads=heads, sides=side_views(sides, layout, shape))
+    return RegisteredCache(caches, sides, layout, shape, plan, Registered(caches, sides, layout))

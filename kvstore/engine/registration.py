@@ -12,6 +12,7 @@ from kvstore.engine.copier import EngineCopier
 from kvstore.engine.cuda_copier import CopyPath, CudaCopier
 from kvstore.engine.host_copier import HostCopier
 from kvstore.engine.layout import EngineLayout
+from kvstore.engine.registered import register_cache
 from kvstore.errors import InvalidRequest, LayoutMismatch
 from kvstore.memory.mapping import ArenaMapping
 
@@ -51,11 +52,12 @@ def make_copier(
         raise InvalidRequest(f"copy_path: wanted one of {wanted}, got {copy_path!r}") from error
     device = torch.device(layout.device)
     if device.type == "cpu":
-        return HostCopier(caches, layout, shape, mapping.arena, slot_bytes, num_slots, sides)
+        return HostCopier(register_cache(caches, layout, shape, sides), mapping.arena, slot_bytes, num_slots)
     if device.type != "cuda":
         raise LayoutMismatch(
             f"wanted tensors on the CPU or on a CUDA device, got {layout.device}; this version copies no others"
         )
     assert device.index is not None, "a tensor's device has an index"
     pinning = mapping.pinned(slot_bytes, num_slots, device.index)
-    return CudaCopier(caches, layout, shape, mapping.arena, slot_bytes, num_slots, pinning, path, sides)
+    cache = register_cache(caches, layout, shape, sides)
+    return CudaCopier(cache, mapping.arena, slot_bytes, num_slots, pinning, path)

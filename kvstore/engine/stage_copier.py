@@ -9,17 +9,15 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvstore.blocks.shape import KVShape
-from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, engine_plan, job_spans
+from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, job_spans
 from kvstore.engine.cuda_order import CudaOrder, await_before, await_copies, order_after_current, order_of
 from kvstore.engine.layout import EngineLayout
-from kvstore.engine.registered import Registered
+from kvstore.engine.registered import RegisteredCache
 from kvstore.kernel_errors import kernel_errors
 from kvstore.kernels.driver import on_device
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans, PreparedCopy
@@ -34,17 +32,6 @@ from kvstore.rpc.handoff_messages import StageFound
 _EAGER_S = 2e-3
 #: Memory for so many lists of spans is kept, and so many copies of lists.
 _MOST_LISTS = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineCaches:
-    """What an engine registered: its tensors, the side tensors beside them, how both are arranged, and a check."""
-
-    caches: Any
-    sides: Sequence[Any]
-    layout: EngineLayout
-    shape: KVShape
-    registered: Registered
 
 
 class StageSide(EngineCopier, Protocol):
@@ -80,11 +67,11 @@ class StageSide(EngineCopier, Protocol):
         """
 
 
-class StageCopier:
+class StageCopier(StageSide):
     """An `EngineCopier` whose slots are in the stage of the cache's own GPU.
 
     Args:
-        engine: what was registered, on a GPU.
+        cache: on a GPU.
         stage: what the store says of the stage.
 
     Raises:
@@ -92,10 +79,9 @@ class StageCopier:
         KernelError: the stage could not be mapped, or the kernels not be built.
     """
 
-    def __init__(self, engine: EngineCaches, stage: StageFound) -> None:
-        self._layout, self._registered = engine.layout, engine.registered
-        self._registered.check()  # A stage is attached long after, and once more when its mover died.
-        self._plan = engine_plan(engine.caches, engine.layout, engine.shape, engine.sides)
+    def __init__(self, cache: RegisteredCache, stage: StageFound) -> None:
+        self.cache, self._plan = cache, cache.plan
+        self.check_unchanged()  # A stage is attached long after, and once more when its mover died.
         device = self._plan.device
         assert device.index is not None, "a tensor's device has an index"
         self._device_index = device.index
@@ -111,15 +97,6 @@ class StageCopier:
         self._lists: list[torch.Tensor] = []
         #: Copies into slots of the first so many blocks.
         self._packs: dict[int, PreparedCopy] = {}
-
-    @property
-    def layout(self) -> EngineLayout:
-        """How the cache is arranged."""
-        return self._layout
-
-    def check_unchanged(self) -> None:
-        """Refuse tensors that are not those that were registered; see `EngineCopier`."""
-        self._registered.check()
 
     def order(self) -> CopyOrder:
         """Record what copies of a job come after; see `CudaCopier.order`."""
@@ -233,9 +210,9 @@ class StageCopier:
         copy(placed, self._slots, stream=stream)
 
 
-def make_stage_copier(engine: EngineCaches, stage: StageFound) -> StageSide:
-    """Return a copier between caches and a stage; see `StageCopier`."""
-    return StageCopier(engine, stage)
+def make_stage_copier(cache: RegisteredCache, stage: StageFound) -> StageSide:
+    """Return a copier between a cache and a stage; see `StageCopier`."""
+    return StageCopier(cache, stage)
 
 
 def stage_uuid(layout: EngineLayout) -> str:

@@ -49,8 +49,8 @@ class LateCopier(HostCopier):
     """Copies out of slots when `go` is set, in `finish`."""
 
     def __init__(self, client, caches):
-        layout = client.register_kv_caches(caches)
-        super().__init__(caches, layout, client.space.shape, client._arena, client.slot_bytes, client.num_slots)
+        client.register_kv_caches(caches)
+        super().__init__(client._copier.cache, client._arena, client.slot_bytes, client.num_slots)
         self.late, self.go, self.at_finish, self.fails = [], threading.Event(), lambda: None, None
         client._copier = self
 
@@ -93,7 +93,7 @@ def test_slots_stay_pinned_until_the_copies_out_of_them_are_over(cluster, late, 
     copier.go.set()
     assert job.result(5).num_blocks == 3
     assert held == [1]
-    assert copier._registered.caches[0].any()
+    assert copier.cache.caches[0].any()
     wait_until(lambda: pool.num_leases() == 0)
 
 
@@ -120,7 +120,7 @@ def test_a_load_says_when_nothing_can_refuse_it_any_more(cluster, late):
     cluster.stop_node("a")  # What is leased stays mapped, and nobody writes there.
     copier.go.set()
     assert job.result(5).num_blocks == 3
-    assert copier._registered.caches[0].any()
+    assert copier.cache.caches[0].any()
 
 
 @pytest.mark.parametrize("why", ["a block is missing", "a copy is refused", "the lease was over"])

@@ -21,6 +21,7 @@ from kvstore.engine.copier import engine_pages, ordered
 from kvstore.engine.detect import detect_layout
 from kvstore.engine.host_copier import HostCopier
 from kvstore.engine.layout import canonical_views
+from kvstore.engine.registered import register_cache
 from kvstore.engine.side_tensors import detect_sides, side_views
 from kvstore.kernels import host_copy
 from kvstore.kernels import reference_tokens as oracle
@@ -161,7 +162,7 @@ def test_copies_equal_the_oracle_and_touch_nothing_else(slab, case, to_slots, se
         {name: each.axes for name, each in zip(names, engines[1:], strict=True)},
     )
     assert (layout.block_size, layout.num_blocks) == (engine.sizes["T"], NUM_BLOCKS)
-    copier = HostCopier(caches, layout, shape, slab, slot_bytes, NUM_SLOTS, sides)
+    copier = HostCopier(register_cache(caches, layout, shape, sides), slab, slot_bytes, NUM_SLOTS)
     pages = engine_pages(ids, layout, shape.block_size, start, count)
     numbers = np.array(indexes, np.int64), np.array(slots, np.int64)
 
@@ -194,7 +195,7 @@ def test_ranks_write_one_run_each_and_together_the_whole_slot(slab, sizes):
             held = part.held(shape)
             caches = [torch.ones(2, 3, 4, held.num_kv_heads, 8) for _ in range(held.num_layers)]
             layout = detect_layout(caches, shape, "PBTHD", part)
-            copier = HostCopier(caches, layout, shape, slab, shape.block_bytes, 2)
+            copier = HostCopier(register_cache(caches, layout, shape), slab, shape.block_bytes, 2)
             memory[:] = 0
             copier.into_slots(engine_pages([1], layout, 4, 0, 1), np.array([0]), np.array([1]))
             places = np.flatnonzero(memory.view(np.float32)) * 4 - shape.block_bytes
@@ -215,7 +216,7 @@ def test_a_job_names_how_many_threads_share_what_it_copies_out(slab, monkeypatch
     shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
     caches = [torch.zeros(2, 3, 4, 2, 8) for _ in range(2)]
     layout = detect_layout(caches, shape, "PBTHD", Part(0, 1, 0, 1))
-    copier, shared = HostCopier(caches, layout, shape, slab, shape.block_bytes, 2), []
+    copier, shared = HostCopier(register_cache(caches, layout, shape), slab, shape.block_bytes, 2), []
     unpack = host_copy.unpack
     monkeypatch.setattr(host_copy, "unpack", lambda *args: (shared.append(args[-1]), unpack(*args))[1])
     slab.bytes_view()[:] = 7

@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from kvstore.engine.registered import Registered
-from kvstore.engine.stage_copier import EngineCaches
+from kvstore.engine.registered import Registered, RegisteredCache
 from kvstore.errors import LayoutMismatch
 
 IDS = list(range(10))
@@ -151,7 +150,7 @@ def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_re
     found = encode(StageFound(3, 1, "01", b"", b"", 0, 0, 512, 8, 1))
     link = StageLink(lambda *_: found, other.client._caches, 1 << 20, ())
 
-    def make(caches: EngineCaches, _):
+    def make(caches: RegisteredCache, _):
         caches.registered.check()
         made.append(caches)
         return type("Side", (), {"close": lambda self: made.append("closed")})()

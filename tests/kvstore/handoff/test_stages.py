@@ -145,8 +145,7 @@ def stages(cluster, monkeypatch):
 
     def copier(engine, stage):
         memory = StageArena(HostStage.memories[stage.handle])
-        caches, layout, shape = engine.caches, engine.layout, engine.shape
-        return HostSide(caches, layout, shape, memory, stage.slot_bytes, stage.num_slots)
+        return HostSide(engine, memory, stage.slot_bytes, stage.num_slots)
 
     cluster.make_stage = make
     uuids = itertools.count(1)
