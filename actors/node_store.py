@@ -19,9 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, node_address, ray_failures
 from kvstore.actors.mover import Mover
 from kvstore.actors.serving import DRAIN, READY
-from kvstore.blocks.chain import Chain, decode_chain
+from kvstore.blocks.chain import BlockHashes, decode_chain
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
-from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import (
     MAX_CHAIN_BYTES,
     MAX_OWNER_CHARS,
@@ -258,10 +257,10 @@ class _MoverActor:
             ray.kill(self._handle)
 
 
-def _chain(hashes: BlockHashes) -> Chain:
+def _chain(hashes: BlockHashes) -> BlockHashes:
     if not isinstance(hashes, BlockHashes):
         raise NamespaceMismatch(f"hashes: wanted BlockHashes of a Namespace, got {type(hashes).__name__}")
-    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+    return hashes
 
 
 def _owner(name: str) -> str:

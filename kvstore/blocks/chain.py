@@ -1,27 +1,35 @@
-"""How a run of block hashes looks on the wire and inside the pool: one bytes object per field."""
+"""A run of block hashes: what callers hold, what travels, and what the pool looks up, one bytes object per field."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import overload
 
 import numpy as np
 
 from kvstore.blocks.codec import U32, Digest, Record, decoder, encode
-from kvstore.errors import ChainBroken
+from kvstore.blocks.token_bytes import brief
+from kvstore.bounds import DIGEST_BYTES
+from kvstore.errors import ChainBroken, InvalidRequest, NamespaceMismatch
 
-HASH_BYTES = 32
+HASH_BYTES = DIGEST_BYTES
+"""Bytes of one block hash and of a namespace digest."""
 _HASH = np.dtype(f"V{HASH_BYTES}")
+_WORDS = HASH_BYTES // 8
 
 
-class Chain(Record, frozen=True):
-    """A contiguous run of block hashes of one namespace.
+class BlockHashes(Record, frozen=True):
+    """A contiguous run of one chain of block hashes; made by a `Namespace`, and sliced.
 
     Args:
-        namespace: 32-byte digest of the namespace.
-        parent: 32-byte hash of the block before the first one; the namespace digest at the root.
-        start: index of the first block in its chain; 0 is the root.
-        data: the hashes, 32 bytes each, back to back.
+        namespace: digest of the namespace that the chain is rooted in, 32 bytes.
+        parent: hash before the first one, 32 bytes; the namespace digest when start is 0.
+        start: index in the chain of the first block of the run.
+        data: the hashes back to back, 32 bytes each; may be empty.
 
     Raises:
-        ChainBroken: the data are not a whole number of hashes.
+        InvalidRequest: a length or type is wrong.
+        ChainBroken: the data are not whole hashes, or parent and start disagree about where the root is.
     """
 
     namespace: Digest
@@ -30,29 +38,130 @@ class Chain(Record, frozen=True):
     data: bytes
 
     def __post_init__(self) -> None:
-        if len(self.data) % HASH_BYTES:
-            raise ChainBroken(f"wanted whole hashes of {HASH_BYTES} bytes, got {len(self.data)} bytes")
+        for value in (self.namespace, self.parent):
+            if not isinstance(value, bytes) or len(value) != HASH_BYTES:
+                raise InvalidRequest(
+                    f"BlockHashes: wanted namespace and parent as {HASH_BYTES} bytes, got {brief(value)}; use "
+                    "Namespace.block_hashes"
+                )
+        if not isinstance(self.data, bytes) or len(self.data) % HASH_BYTES:
+            raise ChainBroken(
+                f"BlockHashes: wanted whole hashes of {HASH_BYTES} bytes each, got {brief(self.data)}; use "
+                "Namespace.wrap for hashes of an engine"
+            )
+        if type(self.start) is not int or self.start < 0:
+            raise InvalidRequest(f"BlockHashes: wanted start as an int >= 0, got {self.start!r}; count blocks from 0")
+        if (self.start == 0) != (self.parent == self.namespace):
+            raise ChainBroken(
+                "BlockHashes: wanted the namespace digest as parent exactly at start 0, "
+                f"got start={self.start} and parent {self.parent.hex()[:8]}; "
+                "slice an existing run instead of building one"
+            )
+
+    @property
+    def namespace_digest(self) -> bytes:
+        """The digest of the namespace."""
+        return self.namespace
 
     def __len__(self) -> int:
         return len(self.data) // HASH_BYTES
 
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> BlockHashes: ...
+    def __getitem__(self, index: int | slice) -> bytes | BlockHashes:
+        """Return one hash, or a run with its own start and parent.
+
+        Raises:
+            IndexError: no such block.
+            ChainBroken: a slice with a step other than 1, which would not be a run.
+        """
+        count = len(self)
+        if isinstance(index, slice):
+            first, last, step = index.indices(count)
+            if step != 1:
+                raise ChainBroken(
+                    f"BlockHashes: wanted a slice with step 1, got step {step}; "
+                    "only contiguous runs can be looked up, iterate for single hashes"
+                )
+            if first == 0 and last == count:
+                return self
+            data = self.data[first * HASH_BYTES : last * HASH_BYTES]
+            return BlockHashes(self.namespace, self._before(first), self.start + first, data)
+        at = index + count if index < 0 else index
+        if not 0 <= at < count:
+            raise IndexError(f"BlockHashes: wanted an index below {count}, got {index}; check len() first")
+        return self.hash_at(at)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.hashes())
+
+    def __repr__(self) -> str:
+        tail = f", last={self[-1].hex()[:8]}" if self.data else ""
+        return (
+            f"BlockHashes(namespace={self.namespace.hex()[:8]}, blocks=[{self.start}, {self.start + len(self)}){tail})"
+        )
+
     def hash_at(self, index: int) -> bytes:
-        """Return the hash of block `index` of this run."""
+        """Return the hash of block `index` of this run, nothing behind its end."""
         return self.data[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def hashes(self) -> list[bytes]:
         """Return all hashes of the run in order."""
         return hashes_in(self.data)
 
-    def tail(self, first: int) -> Chain:
+    def tail(self, first: int) -> BlockHashes:
         """Return the run that begins at block `first` of this one."""
-        if first == 0:
-            return self
-        return Chain(self.namespace, self.hash_at(first - 1), self.start + first, self.data[first * HASH_BYTES :])
+        return self[first:]
 
-    def head(self, count: int) -> Chain:
+    def head(self, count: int) -> BlockHashes:
         """Return the first `count` blocks of the run."""
-        return Chain(self.namespace, self.parent, self.start, self.data[: count * HASH_BYTES])
+        return self[:count]
+
+    def common_prefix(self, other: BlockHashes) -> int:
+        """Count the leading hashes that both runs share; 0 when they do not start at the same block."""
+        if (self.namespace, self.start) != (other.namespace, other.start):
+            return 0
+        count = min(len(self), len(other))
+        mine = np.frombuffer(self.data, np.uint64, count * _WORDS)
+        theirs = np.frombuffer(other.data, np.uint64, count * _WORDS)
+        differing = np.flatnonzero(mine != theirs)
+        return int(differing[0]) // _WORDS if differing.size else count
+
+    @staticmethod
+    def join(a: BlockHashes, b: BlockHashes) -> BlockHashes:
+        """Append run b to run a.
+
+        Raises:
+            NamespaceMismatch: the runs are of two namespaces.
+            ChainBroken: b does not begin where a ends.
+        """
+        start, parent = a.end(b.namespace, "BlockHashes.join")
+        if (b.start, b.parent) != (start, parent):
+            raise ChainBroken(
+                f"BlockHashes.join: wanted a run at block {start} after {parent.hex()[:8]}, "
+                f"got one at block {b.start} after {b.parent.hex()[:8]}; "
+                "join neighbours of one chain, in order"
+            )
+        return BlockHashes(a.namespace, a.parent, a.start, a.data + b.data)
+
+    def end(self, namespace: bytes, verb: str) -> tuple[int, bytes]:
+        """Return (index, parent) of the block after this run, for more of it that is of that namespace.
+
+        Raises:
+            NamespaceMismatch: this run is of another one.
+        """
+        if self.namespace != namespace:
+            raise NamespaceMismatch(
+                f"{verb}: wanted hashes of namespace {namespace.hex()[:8]}, got {self.namespace.hex()[:8]}; make both "
+                "with the same Namespace"
+            )
+        return self.start + len(self), self._before(len(self))
+
+    def _before(self, at: int) -> bytes:
+        """Return the hash before block `at` of this run."""
+        return self.hash_at(at - 1) if at else self.parent
 
     def check_unique(self) -> None:
         """Make sure that no block is there twice.
@@ -61,8 +170,7 @@ class Chain(Record, frozen=True):
             ChainBroken: the run names a block twice, or its own parent; nothing changed.
         """
         # Different hashes differ in their first eight bytes, or nearly always: then nothing else is looked at.
-        firsts = np.frombuffer(self.data + self.parent, np.uint64)[:: HASH_BYTES // 8]
-        ordered = np.sort(firsts)
+        ordered = np.sort(np.frombuffer(self.data + self.parent, np.uint64)[::_WORDS])
         if not np.count_nonzero(ordered[1:] == ordered[:-1]):
             return
         unique = set(self.hashes())
@@ -77,11 +185,15 @@ class Chain(Record, frozen=True):
         return encode(self)
 
 
+#: Its name in the rooms that send and answer it.
+Chain = BlockHashes
+
+
 def hashes_in(data: bytes) -> list[bytes]:
     """Return hashes that stand back to back."""
     found: list[bytes] = np.frombuffer(data, _HASH).tolist()
     return found
 
 
-#: Returns the run that `Chain.encode` wrote; its hashes may be none, and then it raises ChainBroken.
-decode_chain = decoder(Chain)
+#: Returns the run that `BlockHashes.encode` wrote; what is no run raises ChainBroken.
+decode_chain = decoder(BlockHashes)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.blocks.chain import HASH_BYTES, Chain
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes, Chain
 from kvstore.blocks.codec import decode_count, decode_counts, encode
-from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.part import Part, as_part
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_COPY_THREADS, check_count, check_seconds, check_ttl
 from kvstore.client.connections import StoreConnections
@@ -617,7 +617,7 @@ class Client(HandoffVerbs):
                 f"hashes: wanted at most {MAX_CHAIN_BYTES // HASH_BYTES} in one call, got {len(hashes)}; "
                 "pass them in shorter runs"
             )
-        return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+        return hashes
 
     def _registered(self) -> EngineCopier:
         self._store.check_process()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvstore.blocks.chain import HASH_BYTES, Chain
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.memory.clears import group_of
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.eviction import EvictionPolicy
@@ -147,12 +147,12 @@ class BlockIndex:
             at += count
         return found
 
-    def hot_chains(self, max_blocks: int) -> list[Chain]:
+    def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
         ready = [slot for space in self.spaces.values() for slot in space.ready.values()]
         leaves = [slot for slot in ready if not self.num_children[slot]]
         leaves.sort(key=self._eviction.last_touch, reverse=True)
-        chains, seen = list[Chain](), set[int]()
+        chains, seen = list[BlockHashes](), set[int]()
         for leaf in leaves:
             space, path = self.space[leaf], list[int]()
             at: int | None = leaf
@@ -162,7 +162,7 @@ class BlockIndex:
             if self.parent[path[-1]] == space.namespace and len(seen.union(path)) <= max_blocks:
                 seen.update(path)
                 data = b"".join(self.block_hash[at] for at in reversed(path))
-                chains.append(Chain(space.namespace, space.namespace, 0, data))
+                chains.append(BlockHashes(space.namespace, space.namespace, 0, data))
         return chains
 
     # Writing.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind
 from kvstore.bounds import MAX_LEASES
 from kvstore.errors import LeaseReleased, PoolExhausted
@@ -50,7 +50,7 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def pin(self, chain: Chain, owner: str, deadline_s: float, kind: PinKind) -> Grant:
+    def pin(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> Grant:
         """Pin the readable prefix of a chain under a new lease, as far as the budgets go.
 
         Raises:
@@ -67,7 +67,7 @@ class LeaseTable:
         self.num_soft_pins += kind is PinKind.SOFT
         return Grant(lease_id, lease.slots.packed.packed, lease.generations, num_refused, self._epoch)
 
-    def grow(self, lease_id: int, chain: Chain, owner: str, deadline_s: float) -> Grant:
+    def grow(self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float) -> Grant:
         """Pin the readable prefix of a chain under a lease that is held, and renew it.
 
         Raises:
@@ -122,7 +122,7 @@ class LeaseTable:
         """
         return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])
 
-    def _take(self, chain: Chain, owner: str, deadline_s: float, kind: PinKind) -> tuple[_Lease, int]:
+    def _take(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> tuple[_Lease, int]:
         table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
         slots = found.part(0, self._num_affordable(found, kind))
         if kind is PinKind.SOFT:

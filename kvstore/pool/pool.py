@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count as count_from
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind, PoolStats, StoreTicket
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
@@ -86,7 +86,7 @@ class Pool:
 
     # Reading.
 
-    def lookup(self, chain: Chain) -> int:
+    def lookup(self, chain: BlockHashes) -> int:
         """Return how many leading blocks of the run are readable here. Changes nothing."""
         return self.num_ready(chain.namespace, chain.data)
 
@@ -95,7 +95,7 @@ class Pool:
         with self._step("lookup"):
             return self._table.index.num_ready(namespace, data)
 
-    def pin_prefix(self, chain: Chain, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
+    def pin_prefix(self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
 
         Args:
@@ -117,7 +117,7 @@ class Pool:
                 return self._leases.grow(lease_id, chain, owner, deadline_s)
             return self._leases.pin(chain, owner, deadline_s, PinKind.LEASE)
 
-    def pin(self, chain: Chain, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
+    def pin(self, chain: BlockHashes, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
         """Keep the readable prefix of a run here, strongly (HARD) or by preference (SOFT), until it is released.
 
         Returns:
@@ -159,7 +159,7 @@ class Pool:
 
     def prepare_store(
         self,
-        chain: Chain,
+        chain: BlockHashes,
         owner: str,
         *,
         num_parts: int = 1,
@@ -282,7 +282,7 @@ class Pool:
             calls = self._watches.take_calls()
         return _after(calls, num_lost)
 
-    def watch(self, chain: Chain, then: Callable[[int], None]) -> int:
+    def watch(self, chain: BlockHashes, then: Callable[[int], None]) -> int:
         """Be told when no block of a run is being written any more.
 
         Args:
@@ -415,7 +415,7 @@ class Pool:
             self._table.index.events.take()
             return [own for space in self._table.index.spaces.values() for own in space.ready]
 
-    def hot_chains(self, max_blocks: int) -> list[Chain]:
+    def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
             return self._table.index.hot_chains(max_blocks)

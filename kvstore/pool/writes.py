@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import PackedInts, StoreTicket
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
@@ -87,7 +87,7 @@ class WriteTable:
         ends = (min(write.terms.deadline_s, write.terms.parts_deadline_s) for write in self._writes.values())
         return len(self._parts) > 0 or min(ends, default=float("inf")) < float("inf")
 
-    def prepare(self, chain: Chain, hashes: list[bytes], terms: WriteTerms, *, needs_parent: bool) -> StoreTicket:
+    def prepare(self, chain: BlockHashes, hashes: list[bytes], terms: WriteTerms, *, needs_parent: bool) -> StoreTicket:
         """Claim a slot for each block that is not here, or join those who write it; see `Pool.prepare_store`."""
         table, index = self._table, self._table.index
         space = index.space_of(chain.namespace)
@@ -175,7 +175,7 @@ class WriteTable:
         )
 
     def _claim(
-        self, chain: Chain, hashes: list[bytes], found: list[int | None], terms: WriteTerms
+        self, chain: BlockHashes, hashes: list[bytes], found: list[int | None], terms: WriteTerms
     ) -> tuple[Sequence[int], int]:
         """Claim slots for the blocks that have none in `found`, and fill them in.
 

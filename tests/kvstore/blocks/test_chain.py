@@ -39,7 +39,7 @@ def test_round_trip(chain):
 
 @pytest.mark.parametrize("cut", [1, HASH_BYTES - 1, 5 * HASH_BYTES + 1, len(CHAIN.encode())])
 def test_cut_bytes_are_refused(cut):
-    with pytest.raises(ProtocolError, match="no Chain"):
+    with pytest.raises(ProtocolError, match="no BlockHashes"):
         decode_chain(CHAIN.encode()[:-cut])
 
 
@@ -54,7 +54,7 @@ def test_parts_of_a_hash_are_refused(num_bytes):
     [[bytes(31), bytes(32), 0], [bytes(32), bytes(33), 0], [bytes(32)] * 2 + [-1], [bytes(32)] * 2 + [1 << 32]],
 )
 def test_what_is_no_chain_is_refused(fields):
-    with pytest.raises(ProtocolError, match="no Chain"):
+    with pytest.raises(ProtocolError, match="no BlockHashes"):
         decode_chain(encode([*fields, b""]))
 
 

@@ -404,8 +404,9 @@ def test_common_prefix_needs_the_same_first_block():
     ],
 )
 def test_bad_runs_are_refused(args):
+    namespace, start, parent, data = args
     with pytest.raises(InvalidRequest, match="wanted"):
-        BlockHashes(*args)
+        BlockHashes(namespace, parent, start, data)
 
 
 def test_run_survives_pickling_and_prints_short():

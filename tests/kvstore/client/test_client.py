@@ -136,7 +136,7 @@ def test_what_is_no_block_hashes(world, unchanged, verb, hashes):
 def test_a_block_named_twice(world, unchanged, verb):
     cluster, worker = world
     good = cluster.hashes(3)
-    twice = BlockHashes(good.namespace_digest, 0, good.parent, good[0] + good[1] + good[0])
+    twice = BlockHashes(good.namespace_digest, good.parent, 0, good[0] + good[1] + good[0])
     with pytest.raises(ChainBroken):
         VERBS[verb](worker.client, twice)
 

@@ -100,7 +100,7 @@ HOLDERS = (
         "LMCache, Mooncake: what is looked up stays pinned",
         POOL,
         "            return self._table.index.num_ready(namespace, data)\n",
-        "            asked = Chain(namespace, namespace, 0, data)\n"
+        "            asked = BlockHashes(namespace, namespace, 0, data)\n"
         '            return len(self._leases.pin(asked, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
         MODEL,
     ),

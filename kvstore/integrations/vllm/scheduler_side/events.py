@@ -6,7 +6,8 @@ from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
 
-from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.hashing import Namespace
 
 
 def stored_event(space: Namespace, request: Any, hashes: BlockHashes) -> Any:

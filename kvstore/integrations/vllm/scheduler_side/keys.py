@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.token_bytes import ExtraKey
 
 #: Hashed at a stretch; meanwhile the scheduler's thread may wait for the interpreter.
