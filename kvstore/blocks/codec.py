@@ -11,15 +11,13 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from kvstore.blocks.indexes import IndexArray, ints_in, pack_ints
 from kvstore.bounds import DIGEST_BYTES, clip
 from kvstore.errors import ProtocolError
 
 _T = TypeVar("_T")
 
-#: Positions of blocks or slots. A field of this type travels as little-endian int32, back to back.
-IndexArray = npt.NDArray[np.int32]
 U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 #: MessagePack has no longer integers.
@@ -36,25 +34,12 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unkn
 
 def _to_wire(value: object) -> bytes:
     if isinstance(value, np.ndarray):
-        return np.asarray(value, "<i4").tobytes()
+        return pack_ints(value)
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
 def _from_wire(_: type, value: object) -> IndexArray:
-    if not isinstance(value, bytes) or len(value) % 4:
-        raise ValueError(f"wanted whole int32 values, got {clip(value)}")
-    return np.frombuffer(value, "<i4").astype(np.int32)
-
-
-def ints_in(packed: bytes) -> IndexArray:
-    """Return the integers in a field of bytes, which messages of small calls have in place of an array.
-
-    Raises:
-        ProtocolError: these are no whole integers.
-    """
-    if len(packed) % 4:
-        raise ProtocolError(f"wanted whole int32 values, got {len(packed)} bytes")
-    return np.frombuffer(packed, "<i4")
+    return ints_in(value).astype(np.int32)
 
 
 #: Returns a message as bytes.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, overload
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstore.blocks.codec import U32, U64, Epoch, IndexArray, Record, ints_in
+from kvstore.blocks.codec import U32, U64, Epoch, Record
+from kvstore.blocks.indexes import IndexArray, PackedInts, ints_in
 from kvstore.errors import ProtocolError
 
 
@@ -26,73 +22,12 @@ class PinKind(Enum):
     SOFT = 2
 
 
-class PackedInts(Sequence[int]):
-    """Small integers as the wire has them: an immutable sequence, equal to a tuple of the same integers.
-
-    Two thousand slots are one bytes object on their way from the pool to an index array of the engine.
-
-    Args:
-        packed: little-endian int32, back to back.
-    """
-
-    __slots__ = ("packed",)
-
-    def __init__(self, packed: bytes = b"") -> None:
-        self.packed = packed
-
-    @classmethod
-    def of(cls, values: Sequence[int] | npt.NDArray[np.intp]) -> PackedInts:
-        """Return the same integers packed; what is packed already is not copied."""
-        if isinstance(values, PackedInts):
-            return values
-        if isinstance(values, range):
-            values = np.arange(values.start, values.stop, values.step, dtype="<i4")
-        return cls(np.asarray(values, dtype="<i4").tobytes())
-
-    def __len__(self) -> int:
-        return len(self.packed) // 4
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        return tuple(self)[index] if isinstance(index, slice) else int(self._array()[index])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._array().tolist())
-
-    def __contains__(self, value: object) -> bool:
-        return value in self._array().tolist()
-
-    def __add__(self, other: Iterable[int]) -> tuple[int, ...]:
-        return (*self, *other)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, PackedInts):
-            return self.packed == other.packed
-        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        found = self._array()
-        return np.array(found, dtype, copy=copy)
-
-    def _array(self) -> npt.NDArray[np.int32]:
-        return np.frombuffer(self.packed, "<i4")
-
-
 class Grant(Record, frozen=True):
     """Pinned blocks: a prefix of what was asked for.
 
     Args:
         lease_id: names the pin to `release`; 0 when nothing was pinned.
-        packed_slots: slot of each pinned block, in chain order, as `PackedInts` packs them.
+        packed_slots: slot of each pinned block, in chain order, from `pack_ints`.
         generations: the life of each slot, little-endian uint32.
         num_refused: readable blocks behind them that the budget of pins had no room for.
         epoch: the life of the pool; leases of another one are void.
@@ -120,7 +55,7 @@ class StoreTicket(Record, frozen=True, kw_only=True):
 
     Args:
         write_id: names the write to `complete_store` and `abort_store`; 0 when there is nothing to write.
-        packed_indexes: positions in the chain that the caller has to write, ascending, as `PackedInts` packs them.
+        packed_indexes: positions in the chain that the caller has to write, ascending, from `pack_ints`.
         packed_slots: slot of each of them.
         num_resident: blocks that were there already, or are just being written by somebody else.
         num_refused: blocks at the end of the chain for which no slot could be had.

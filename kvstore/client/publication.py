@@ -10,7 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.blocks.codec import IndexArray, decode_count, decode_indexes, encode
+from kvstore.blocks.codec import decode_count, decode_indexes, encode
+from kvstore.blocks.indexes import IndexArray
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.save_load import CopyGuard
 from kvstore.client.stage_link import AttachedStage

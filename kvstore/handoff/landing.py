@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.blocks.chunking import plan_chunks, plan_stage_chunks
-from kvstore.blocks.codec import IndexArray
+from kvstore.blocks.indexes import IndexArray
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted
 from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.lanes import StageLane

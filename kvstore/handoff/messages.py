@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from kvstore.blocks.codec import U32, U64, Digest, Epoch, IndexArray, Record, decoder
+from kvstore.blocks.codec import U32, U64, Digest, Epoch, Record, decoder
+from kvstore.blocks.indexes import IndexArray
 from kvstore.errors import PeerLost
 from kvstore.remote.answers import sensible
 

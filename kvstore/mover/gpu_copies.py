@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.blocks.codec import IndexArray
+from kvstore.blocks.indexes import IndexArray
 from kvstore.errors import PeerLost, TransferError
 from kvstore.kernels.merging import merge_runs
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals

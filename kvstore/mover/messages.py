@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.blocks.codec import U32, U64, IndexArray, Record, decoder
+from kvstore.blocks.codec import U32, U64, Record, decoder
+from kvstore.blocks.indexes import IndexArray
 from kvstore.mover.transport import PeerDescription, ReadRequest
 
 

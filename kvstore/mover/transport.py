@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from kvstore.blocks.codec import U32, U64, IndexArray, Record
+from kvstore.blocks.codec import U32, U64, Record
+from kvstore.blocks.indexes import IndexArray
 from kvstore.kernels.merging import merge_runs
 
 

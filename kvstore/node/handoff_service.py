@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.blocks.codec import encode
-from kvstore.blocks.grants import PackedInts
+from kvstore.blocks.indexes import PackedInts
 from kvstore.bounds import check_seconds
 from kvstore.errors import ConfigError, InvalidRequest, StaleVersion
 from kvstore.handoff.fetcher import HandoffFetcher

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.blocks.chain import HASH_BYTES
-from kvstore.blocks.grants import PackedInts
+from kvstore.blocks.indexes import PackedInts
 
 _WORDS = HASH_BYTES // 8
 #: So many slots are compared at once.

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.grants import PackedInts, StoreTicket
+from kvstore.blocks.grants import StoreTicket
+from kvstore.blocks.indexes import pack_ints
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
 from kvstore.pool.block_index import NO_SLOTS, NOTHING, Space
@@ -25,7 +26,7 @@ from kvstore.pool.slots import SlotTable
 
 @functools.lru_cache(maxsize=64)
 def _positions(count: int) -> bytes:
-    return PackedInts.of(range(count)).packed
+    return pack_ints(range(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class WriteTable:
             table.unpin(pinned, stamp)
         return StoreTicket(
             write_id=write_id,
-            packed_indexes=PackedInts.of(indexes).packed,
+            packed_indexes=pack_ints(indexes),
             packed_slots=listed.packed.packed,
             num_resident=end - len(indexes),
             num_refused=len(hashes) - end,

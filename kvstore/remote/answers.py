@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore.blocks.codec import IndexArray
+from kvstore.blocks.indexes import IndexArray
 from kvstore.bounds import MAX_SLOTS, clip
 from kvstore.errors import PeerLost, ProtocolError
 from kvstore.mover.transport import PeerDescription

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvstore.blocks.chain import Chain
-from kvstore.blocks.codec import U32, U64, Epoch, IndexArray, Record, decoder
+from kvstore.blocks.codec import U32, U64, Epoch, Record, decoder
+from kvstore.blocks.indexes import IndexArray
 
 
 class PeerLease(Record, frozen=True, kw_only=True):

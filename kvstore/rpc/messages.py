@@ -7,8 +7,9 @@ import struct
 import msgspec
 
 from kvstore.blocks.chain import Chain
-from kvstore.blocks.codec import U16, U32, U64, Epoch, IndexArray, Record, decoder, ints_in
+from kvstore.blocks.codec import U16, U32, U64, Epoch, Record, decoder
 from kvstore.blocks.grants import Grant, StoreTicket
+from kvstore.blocks.indexes import IndexArray, ints_in
 
 #: By which a store knows the owner of the leases of another.
 OWNER_KEY_BYTES = 8
@@ -123,7 +124,7 @@ class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_field
 class Progress(Record, frozen=True):
     """One piece of the answer to a load: the slots of the blocks that became readable from `first` on.
 
-    They are packed as `PackedInts` packs them. The last piece carries the report.
+    They are packed by `pack_ints`. The last piece carries the report.
     """
 
     lease_id: U64

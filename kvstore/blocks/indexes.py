@@ -1,0 +1,86 @@
+"""Lists of block positions and slots: little-endian int32, back to back, wherever they travel or are kept.
+
+To compute with they are arrays; kernels take them as int64, see kvstore.kernels.merging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.bounds import clip
+from kvstore.errors import ProtocolError
+
+IndexArray = npt.NDArray[np.int32]
+_WIRE = np.dtype("<i4")
+
+
+def pack_ints(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
+    """Return small integers as they travel."""
+    if isinstance(values, range):
+        values = np.arange(values.start, values.stop, values.step, _WIRE)
+    return np.asarray(values, _WIRE).tobytes()
+
+
+def ints_in(packed: object) -> IndexArray:
+    """Return the integers that `pack_ints` packed, as an array over the same memory.
+
+    Raises:
+        ProtocolError: these are no whole integers.
+    """
+    if not isinstance(packed, bytes) or len(packed) % _WIRE.itemsize:
+        raise ProtocolError(f"wanted whole int32 values, got {clip(packed)}")
+    return np.frombuffer(packed, _WIRE)
+
+
+class PackedInts(Sequence[int]):
+    """Small integers as they travel: an immutable sequence, equal to a tuple of the same integers.
+
+    Two thousand slots are one bytes object on their way from the pool to an index array of the engine.
+
+    Args:
+        packed: from `pack_ints`.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes = b"") -> None:
+        self.packed = packed
+
+    @classmethod
+    def of(cls, values: Sequence[int] | npt.NDArray[np.intp]) -> PackedInts:
+        """Return the same integers packed; what is packed already is not copied."""
+        return values if isinstance(values, PackedInts) else cls(pack_ints(values))
+
+    def __len__(self) -> int:
+        return len(self.packed) // _WIRE.itemsize
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return tuple(self)[index] if isinstance(index, slice) else int(ints_in(self.packed)[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(ints_in(self.packed).tolist())
+
+    def __add__(self, other: Iterable[int]) -> tuple[int, ...]:
+        return (*self, *other)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedInts):
+            return self.packed == other.packed
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.array(ints_in(self.packed), dtype, copy=copy)
