@@ -113,9 +113,6 @@ class GpuCopier:
         spans: PlacedSpans,
         slots: Tensor,
         *,
-        begin: int = 0,
-        end: int | None = None,
-        first_slot: int = 0,
         stream: torch.cuda.Stream | None = None,
         max_ctas: int | None = None,
     ) -> None:
@@ -124,9 +121,6 @@ class GpuCopier:
         Args:
             spans: from `place`; tokens that are in no span are touched on neither side.
             slots: uint8 `[S, slot_bytes]`, on the engine's device or in pinned host memory.
-            begin: the first span that is copied.
-            end: the span after the last; default all.
-            first_slot: the number that slots[0] has in the spans.
             stream: where it runs; default the current one.
             max_ctas: cap on thread blocks.
 
@@ -134,16 +128,13 @@ class GpuCopier:
             ValueError: slots that cannot be reached, are too small or are not those of the spans; nothing was written.
             RuntimeError: the driver refused a launch.
         """
-        self._copy(True, spans, slots, begin, end, first_slot, stream, max_ctas)
+        self._copy(True, spans, slots, stream, max_ctas)
 
     def unpack(
         self,
         spans: PlacedSpans,
         slots: Tensor,
         *,
-        begin: int = 0,
-        end: int | None = None,
-        first_slot: int = 0,
         stream: torch.cuda.Stream | None = None,
         max_ctas: int | None = None,
     ) -> None:
@@ -151,25 +142,16 @@ class GpuCopier:
 
         It is fastest when the spans came from `Spans.to_unpack`.
         """
-        self._copy(False, spans, slots, begin, end, first_slot, stream, max_ctas)
+        self._copy(False, spans, slots, stream, max_ctas)
 
     def _copy(
-        self,
-        to_slots: bool,
-        placed: PlacedSpans,
-        slots: Tensor,
-        begin: int,
-        end: int | None,
-        first_slot: int,
-        stream: torch.cuda.Stream | None,
-        max_ctas: int | None,
+        self, to_slots: bool, placed: PlacedSpans, slots: Tensor, stream: torch.cuda.Stream | None, max_ctas: int | None
     ) -> None:
         check_slots(self.plan, slots)
-        check_window(self.plan, placed.spans, slots.shape[0], begin, end, first_slot, max_ctas)
+        check_window(self.plan, placed.spans, slots.shape[0], 0, None, 0, max_ctas)
         chosen = torch.cuda.current_stream(self.plan.device) if stream is None else stream
         with on_device(self._index):
-            work = self.prepare(to_slots, placed, slots, begin, end, first_slot, max_ctas)
-            self.launch_prepared(work, chosen.cuda_stream)
+            self.launch_prepared(self.prepare(to_slots, placed, slots, 0, None, 0, max_ctas), chosen.cuda_stream)
 
     def prepare(
         self,
