@@ -18,8 +18,7 @@ from kvstore.actors.session.handles import USE, is_connected
 from kvstore.actors.session.joining import check_goes_on
 from kvstore.actors.session.rays import RaySession, current_session
 from kvstore.actors.supervisor import alive_nodes
-from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part
 from kvstore.bounds import check_count, check_seconds
 from kvstore.config import StoreConfig

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvstore.api import Store as Store
     from kvstore.api import connect, node_store, start
-    from kvstore.blocks.chain import BlockHashes
-    from kvstore.blocks.hashing import Namespace
+    from kvstore.blocks.hashing import BlockHashes, Namespace
     from kvstore.blocks.part import Part
     from kvstore.blocks.shape import KVShape, Planes, SideTensor
     from kvstore.blocks.ticket import HandoffTicket
@@ -78,7 +77,7 @@ _MODULE_OF = {
     "HandoffRoute": "client.results",
     "HandoffTicket": "blocks.ticket",
     "Publication": "client.results",
-    "BlockHashes": "blocks.chain",
+    "BlockHashes": "blocks.hashing",
     "Namespace": "blocks.hashing",
     "EngineLayout": "engine.layout",
     "Part": "blocks.part",

@@ -16,7 +16,7 @@ from hashlib import sha256
 
 import numpy.typing as npt
 
-from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.chain import BlockHashes as BlockHashes  # Callers have both from here.
 from kvstore.blocks.shape import KVShape
 from kvstore.blocks.token_bytes import ExtraKey, brief, encode_key, encode_keys, keys_by_block, token_bytes
 from kvstore.errors import ConfigError, InvalidRequest

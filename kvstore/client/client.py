@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvstore.blocks.chain import HASH_BYTES, BlockHashes, Chain
+from kvstore.blocks.chain import HASH_BYTES, Chain
 from kvstore.blocks.codec import decode_count, decode_counts, encode
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part, as_part
 from kvstore.bounds import MAX_CHAIN_BYTES, MAX_COPY_THREADS, check_count, check_seconds, check_ttl
 from kvstore.client.connections import StoreConnections

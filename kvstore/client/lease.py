@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import check_ttl, clip
 from kvstore.errors import InvalidRequest, LeaseExpired, LeaseReleased
 from kvstore.runtime import clock

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
-from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
 from kvstore.integrations.transformers.first_token import AfterFirstToken, Once
 from kvstore.integrations.transformers.identity import (

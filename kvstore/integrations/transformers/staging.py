@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.shape import KVShape
 from kvstore.client.client import Client
 from kvstore.client.results import Job, LoadResult, MissReason

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest

@@ -14,8 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.integrations.vllm.handover import Desk
 

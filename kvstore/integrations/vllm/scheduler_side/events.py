@@ -6,8 +6,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
 
-from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 
 
 def stored_event(space: Namespace, request: Any, hashes: BlockHashes) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest

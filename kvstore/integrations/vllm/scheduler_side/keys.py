@@ -13,8 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.token_bytes import ExtraKey
 
 #: Hashed at a stretch; meanwhile the scheduler's thread may wait for the interpreter.

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 
-from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.integrations.vllm.link import StoreLink
 from kvstore.integrations.vllm.scheduler_side.keys import PromptHashes

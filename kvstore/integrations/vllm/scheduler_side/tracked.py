@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.integrations.vllm.handover import Handover
 from kvstore.integrations.vllm.scheduler_side.keys import hash_blocks
 from kvstore.integrations.vllm.scheduler_side.lookups import Question
