@@ -56,16 +56,11 @@ class Neighbours:
 
     def __init__(self, stage: StageMemory, slot_bytes: int, num_slots: int) -> None:
         self._stage, self._slot_bytes, self._num_slots = stage, slot_bytes, num_slots
-        self._totals = ReadTotals()
+        self.totals = ReadTotals()
         self._peers: dict[str, PeerDescription] = {}
         self._copies: dict[int, _Copy] = {}
         self._inbox: list[bytes] = []
         self._next = 0
-
-    @property
-    def totals(self) -> ReadTotals:
-        """What was copied."""
-        return self._totals
 
     def describe(self) -> bytes:
         """Return nothing: nobody elsewhere reads by this."""
@@ -113,9 +108,7 @@ class Neighbours:
     def release(self, handle: int) -> None:
         """Count a READ, and deliver its notification."""
         copy = self._copies.pop(handle)
-        self._totals.num_reads += 1
-        self._totals.num_descriptors += copy.num_runs
-        self._totals.num_bytes += copy.request.block_bytes * len(copy.request.local_slots)
+        self.totals += ReadTotals(1, copy.num_runs, copy.request.block_bytes * len(copy.request.local_slots))
         if copy.request.notification:
             self._inbox.append(copy.request.notification)
 

@@ -72,9 +72,8 @@ class LoopbackTransport:
     def release(self, handle: int) -> None:
         """Count the finished READ."""
         request = self._handles.pop(handle)
-        self.totals.num_reads += 1
-        self.totals.num_bytes += request.block_bytes * len(request.local_slots)
-        self.totals.num_descriptors += count_runs(request.local_slots, request.remote_slots)
+        num_runs = count_runs(request.local_slots, request.remote_slots)
+        self.totals += ReadTotals(1, num_runs, request.block_bytes * len(request.local_slots))
 
     def notifications(self) -> list[bytes]:
         """Return and empty the inbox."""

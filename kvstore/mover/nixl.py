@@ -284,9 +284,7 @@ class NixlTransport:
         except Exception:  # noqa: BLE001 - a failed READ has no telemetry, and is not counted.
             telemetry = None
         if telemetry is not None:
-            self.totals.num_reads += 1
-            self.totals.num_descriptors += int(telemetry.descCount)
-            self.totals.num_bytes += int(telemetry.totalBytes)
+            self.totals += ReadTotals(1, int(telemetry.descCount), int(telemetry.totalBytes))
         self._agent.releaseXferReq(handle)
 
     def notifications(self) -> list[bytes]:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -43,7 +43,7 @@ class _Read:
     def end_part(self, error: TransferError | None, counted: ReadTotals) -> None:
         """Note that a part can write no more, and what the engine counted for it."""
         with self.lock:
-            self.totals = _sum(self.totals, counted)
+            self.totals += counted
             self.error = self.error or error
             self.left -= 1
             if self.left == 0:
@@ -116,15 +116,9 @@ class _Reader:
                 return True  # Nothing more will be heard of it.
         except TransferError as failure:
             error = failure
-        before = replace(self.transport.totals)
+        before = self.transport.totals
         self.transport.release(handle)
-        after = self.transport.totals
-        counted = ReadTotals(
-            num_reads=after.num_reads - before.num_reads,
-            num_descriptors=after.num_descriptors - before.num_descriptors,
-            num_bytes=after.num_bytes - before.num_bytes,
-        )
-        read.end_part(error, counted)
+        read.end_part(error, self.transport.totals - before)
         return True
 
 
@@ -165,7 +159,7 @@ class ParallelTransport:
     @property
     def totals(self) -> ReadTotals:
         """What the engine counted over all finished READs; each part is one."""
-        return _sum(self._usual.totals, self._shared_totals)
+        return self._usual.totals + self._shared_totals
 
     def describe(self) -> bytes:
         """Return the metadata of all that peers read from."""
@@ -240,7 +234,7 @@ class ParallelTransport:
         if isinstance(read, int):
             self._usual.release(read)
         else:
-            self._shared_totals = _sum(self._shared_totals, read.totals)
+            self._shared_totals += read.totals
 
     def notifications(self) -> list[bytes]:
         """Return notifications of peers' finished READs since the last call."""
@@ -283,14 +277,6 @@ def node_transport(name: str, address: int, num_bytes: int, lane: str, num_reade
         readers,
         lambda description: num_readers > 1 and (lane == "tcp" or description.same_host),
         servers,
-    )
-
-
-def _sum(one: ReadTotals, two: ReadTotals) -> ReadTotals:
-    return ReadTotals(
-        num_reads=one.num_reads + two.num_reads,
-        num_descriptors=one.num_descriptors + two.num_descriptors,
-        num_bytes=one.num_bytes + two.num_bytes,
     )
 
 

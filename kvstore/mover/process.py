@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from kvstore.blocks.codec import decode_count, decode_text, encode
 from kvstore.errors import ProtocolError, RegistrationFailed, TransferError, TransferTimeout
@@ -178,12 +178,7 @@ class Mover:
             self._to_forget.add(peer)
             self._waking = {word: it for word, it in self._waking.items() if it.request.peer != peer}
         elif message.op is Op.MOVER_STATS:
-            totals, woken = self._transport.totals, self._woken_totals
-            answer = {
-                "num_reads": totals.num_reads - woken.num_reads,
-                "num_descriptors": totals.num_descriptors - woken.num_descriptors,
-                "num_bytes": totals.num_bytes - woken.num_bytes,
-            }
+            answer = asdict(self._transport.totals - self._woken_totals)
             self._send(Op.MOVER_STATS, encode(answer), Flag.REPLY, message.request)
         elif message.op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
             self._answer_of_slabs(message)
@@ -208,13 +203,11 @@ class Mover:
                     continue
             except TransferError as error:
                 logger.debug("mover: a lane was not woken: %s", error)
-            before, woken = replace(self._transport.totals), self._woken_totals
+            before = self._transport.totals
             self._transport.release(waking.handle)
             self._woken.remove(waking)
-            waking.handle, after = None, self._transport.totals
-            woken.num_reads += after.num_reads - before.num_reads
-            woken.num_descriptors += after.num_descriptors - before.num_descriptors
-            woken.num_bytes += after.num_bytes - before.num_bytes
+            waking.handle = None
+            self._woken_totals += self._transport.totals - before
 
     def _answer_of_slabs(self, message: Message) -> None:
         try:

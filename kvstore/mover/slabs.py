@@ -67,12 +67,7 @@ class Slabs:
     @property
     def totals(self) -> ReadTotals:
         """What the engine counted on all slabs."""
-        totals = ReadTotals()
-        for transport in self._all():
-            totals.num_reads += transport.totals.num_reads
-            totals.num_descriptors += transport.totals.num_descriptors
-            totals.num_bytes += transport.totals.num_bytes
-        return totals
+        return sum((transport.totals for transport in self._all()), ReadTotals())
 
     def describe(self) -> bytes:
         """Return the arena's agent metadata."""

@@ -62,13 +62,20 @@ class ReadRequest(Record, frozen=True):
             raise ValueError(f"{len(self.local_slots)} slots here, {len(self.remote_slots)} at the peer")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReadTotals:
     """What the engine itself counted over all finished READs of this transport."""
 
     num_reads: int = 0
     num_descriptors: int = 0
     num_bytes: int = 0
+
+    def __add__(self, other: ReadTotals) -> ReadTotals:
+        descriptors, num_bytes = self.num_descriptors + other.num_descriptors, self.num_bytes + other.num_bytes
+        return ReadTotals(self.num_reads + other.num_reads, descriptors, num_bytes)
+
+    def __sub__(self, other: ReadTotals) -> ReadTotals:
+        return self + ReadTotals(-other.num_reads, -other.num_descriptors, -other.num_bytes)
 
 
 class Transport(Protocol):
