@@ -15,7 +15,7 @@ from kvstore.kernels.merging import I64
 from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.runs import RunTable
 from kvstore.kernels.spans import Ids, Spans, slots_of_positions
-from kvstore.kernels.streams import own_stream
+from kvstore.kernels.streams import index_of, own_stream
 
 
 class DirectCopies:
@@ -32,7 +32,7 @@ class DirectCopies:
     def __init__(self, plan: CopyPlan, *, slots_per_piece: int | None = None) -> None:
         self._plan, self._table = plan, RunTable(plan, slots_per_piece)
         device = plan.device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._index = index_of(device)
         self._copies = own_stream(device)
         self._known: Tensor | None = None
 

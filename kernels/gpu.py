@@ -13,6 +13,7 @@ from kvstore.kernels.launch import Launch, Tables, check_slots, check_window, la
 from kvstore.kernels.module import load
 from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.spans import COLUMNS, Spans
+from kvstore.kernels.streams import index_of
 
 _MIN_ROWS = 1024
 
@@ -43,7 +44,7 @@ def runner(file: str, device: torch.device, stream: torch.cuda.Stream | None = N
 def _cuda_index(device: torch.device) -> int:
     if device.type != "cuda":
         raise ValueError(f"wanted a CUDA device, got {device}; kernels/reference.py copies CPU tensors")
-    return torch.cuda.current_device() if device.index is None else device.index
+    return index_of(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -120,17 +120,10 @@ def pack(tables: Sequence[Fragments], block_ids: I64, slots: Tensor, slot_ids: I
 
 
 def unpack(tables: Sequence[Fragments], slots: Tensor, slot_ids: I64, block_ids: I64, num_threads: int = 1) -> None:
-    """Copy slots into engine blocks: slot slot_ids[i] goes to block_ids[i].
+    """Copy slots into engine blocks: slot slot_ids[i] goes to block_ids[i]; arguments and errors as for `pack`.
 
-    Args:
-        tables: from `fragments_of`; the engine's tensors are written, in named blocks only.
-        slots: uint8 `[S, slot_bytes]` on the CPU, contiguous. Only read.
-        slot_ids: int64 `[n]`; a pair with a negative id touches nothing.
-        block_ids: int64 `[n]`, none of the used ones twice.
-        num_threads: among how many threads the blocks are divided where there is enough to copy.
-
-    Raises:
-        ValueError: ids or the slots' form do not fit; nothing was written.
+    The engine's tensors are written, in named blocks only, and the slots only read; none of the used block ids may
+    come twice.
     """
     ids, blocks = _pairs(slot_ids, _check_slots(tables, slots), block_ids, tables[0].num_blocks)
     sources = slots.data_ptr() + ids * slots.stride(0)

@@ -169,14 +169,21 @@ def _check_views(views: Sequence[Tensor], sizes: tuple[int, ...], tensor: Side) 
             )
     if len({view.data_ptr() for view in views}) != len(views):
         raise ValueError(f"plan_copy: wanted {len(views)} views in memory of their own, got some at one address")
+    if overlaps_itself(first):
+        raise ValueError(
+            f"plan_copy: wanted strides that do not overlap, got {first.stride()} for {list(first.shape)}; a copy "
+            "into an expanded view would write one place from many"
+        )
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements of a tensor may share memory, as those of an expanded view do."""
     extent = 1
-    for stride, size in sorted((s, n) for n, s in zip(first.shape, first.stride(), strict=True) if n > 1):
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride < extent:
-            raise ValueError(
-                f"plan_copy: wanted strides that do not overlap, got {first.stride()} for {list(first.shape)}; a copy "
-                "into an expanded view would write one place from many"
-            )
+            return True
         extent += stride * (size - 1)
+    return False
 
 
 def _section(

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from kvstore.kernels.merging import I64
-
-
-def starts_of(lengths: Sequence[int]) -> I64:
-    """Return where each sequence begins in a ragged list, and where the last one ends."""
-    return np.concatenate(([0], np.cumsum(np.asarray(lengths, np.int64)))).astype(np.int64)
-
 
 def num_pages(length: int, page_size: int) -> int:
     """Return how many pages a sequence of this length takes; none when it is empty."""

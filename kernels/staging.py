@@ -17,7 +17,7 @@ from kvstore.kernels.gpu import GpuCopier, PlacedSpans
 from kvstore.kernels.launch import check_slots, check_window
 from kvstore.kernels.merging import I64
 from kvstore.kernels.spans import Ids, Spans, slots_of_positions
-from kvstore.kernels.streams import own_stream
+from kvstore.kernels.streams import index_of, own_stream
 
 #: The first chunk of a save and the last of a load, which nothing overlaps with, are this part of a chunk at most.
 _SHORT_CHUNK = 4
@@ -76,7 +76,7 @@ class StagingRing:
         handles = [event.cuda_event for event in self._events]
         self._ready, self._drained = handles[:num_chunks], handles[num_chunks:]
         self._addresses = [buffer.data_ptr() for buffer in self._buffers]
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._index = index_of(device)
         self._next = 0
         self._started = _event()
         self._rows: Tensor | None = None

@@ -27,7 +27,7 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     Raises:
         RuntimeError: the driver refused.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = index_of(device)
     handle = ctypes.c_void_p()
     with on_device(index):
         status = libcuda().cuStreamCreateWithPriority(
@@ -42,6 +42,11 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     weakref.finalize(stream.raykv_owner, _destroy, handle.value, index).atexit = False
     owned: torch.cuda.Stream = stream
     return owned
+
+
+def index_of(device: torch.device) -> int:
+    """Return the index of a CUDA device, of the current one when it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _destroy(handle: int, index: int) -> None:

@@ -39,16 +39,6 @@ def gpu_uuids() -> list[str]:
     return found
 
 
-def can_access(reader: int, owner: int) -> bool:
-    """Whether one GPU can read another's memory directly, over NVLink or the bus; True for one and the same."""
-    if reader == owner:
-        return True
-    able = ctypes.c_int()
-    status = _driver().cuDeviceCanAccessPeer(ctypes.byref(able), ctypes.c_int(reader), ctypes.c_int(owner))
-    _check(status, "cuDeviceCanAccessPeer")
-    return bool(able.value)
-
-
 class DeviceSlab:
     """Device memory of this process, zeroed, that others may map.
 

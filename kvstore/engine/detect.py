@@ -13,6 +13,7 @@ from kvstore.blocks.part import WHOLE, Part
 from kvstore.blocks.shape import KVShape, Planes, SideTensor
 from kvstore.engine.layout import CacheForm, Caches, EngineLayout, described, flatten, num_tensors
 from kvstore.errors import LayoutMismatch
+from kvstore.kernels.plan import overlaps_itself
 from kvstore.kernels.reference import torch_dtype
 
 _Sizes: TypeAlias = tuple[dict[str, int], str]
@@ -153,15 +154,12 @@ def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> No
             f"detect_layout: wanted {len(tensors)} tensors in memory of their own, got some at one address; "
             "pass every layer once, without layers that share another layer's KV"
         )
-    extent = 1
-    for stride, size in sorted((s, n) for n, s in zip(first.shape, first.stride(), strict=True) if n > 1):
-        if stride < extent:
-            raise LayoutMismatch(
-                f"detect_layout: wanted strides that do not overlap, "
-                f"got {first.stride()} for {list(first.shape)}; "
-                "pass the cache itself, not an expanded or unfolded view"
-            )
-        extent += stride * (size - 1)
+    if overlaps_itself(first):
+        raise LayoutMismatch(
+            f"detect_layout: wanted strides that do not overlap, "
+            f"got {first.stride()} for {list(first.shape)}; "
+            "pass the cache itself, not an expanded or unfolded view"
+        )
 
 
 def _sizes(form: CacheForm, shape: KVShape) -> _Sizes:

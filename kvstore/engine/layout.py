@@ -113,19 +113,7 @@ def same_layout(caches: Caches, layout: EngineLayout) -> None:
     """
     form, tensors = flatten(caches)
     wanted = (layout.form, layout.tensor_shape, layout.stride_bytes, torch_dtype(layout.dtype), layout.device)
-    if tensors:
-        first = tensors[0]
-        dims, strides_of, dtype, device = first.shape, first.stride(), first.dtype, first.get_device()
     for index, tensor in enumerate(tensors):
-        # In every call of an engine, so without making texts and tuples for each.
-        if (
-            index
-            and tensor.shape == dims
-            and tensor.stride() == strides_of
-            and tensor.dtype is dtype
-            and tensor.get_device() == device
-        ):
-            continue
         strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
         got = (form, tuple(tensor.shape), strides, tensor.dtype, str(tensor.device))
         if got != wanted:
