@@ -11,6 +11,19 @@ I64 = npt.NDArray[np.int64]
 """Ids, positions, addresses and sizes, as numpy and the kernels take them."""
 
 
+def begins_of_runs(
+    targets: npt.NDArray[Any], sources: npt.NDArray[Any], lengths: I64 | int, *groups: I64
+) -> npt.NDArray[np.bool_]:
+    """Tell of each item whether it begins a run or follows the one before; arguments as for `merge_runs`."""
+    begins = np.ones(len(targets), np.bool_)
+    later, each = begins[1:], lengths if isinstance(lengths, int) else lengths[:-1]
+    np.not_equal(targets[1:], targets[:-1] + each, out=later)
+    later |= sources[1:] != sources[:-1] + each
+    for group in groups:
+        later |= group[1:] != group[:-1]
+    return begins
+
+
 def merge_runs(
     targets: npt.NDArray[Any], sources: npt.NDArray[Any], lengths: I64 | int, *groups: I64
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], I64]:
@@ -26,12 +39,9 @@ def merge_runs(
     Returns:
         (targets, sources, lengths) of the runs.
     """
-    count, each = len(targets), lengths if isinstance(lengths, int) else lengths[:-1]
-    begins = np.ones(count, np.bool_)
-    np.not_equal(targets[1:], targets[:-1] + each, out=begins[1:])
-    begins[1:] |= sources[1:] != sources[:-1] + each
-    for group in groups:
-        begins[1:] |= group[1:] != group[:-1]
-    first = np.flatnonzero(begins)
-    merged = np.diff(first, append=count) * lengths if isinstance(lengths, int) else np.add.reduceat(lengths, first)
+    first = np.flatnonzero(begins_of_runs(targets, sources, lengths, *groups))
+    if isinstance(lengths, int):
+        merged = (np.concatenate((first[1:], (len(targets),))) - first) * lengths
+    else:
+        merged = np.add.reduceat(lengths, first)
     return targets[first], sources[first], merged

@@ -130,10 +130,10 @@ def _runs(
     request: ReadRequest, target: int, target_stride: int, source: int, source_stride: int
 ) -> list[tuple[int, int, int]]:
     """Return (address here, address there, bytes), neighbours merged where slots have no gaps."""
-    size = request.block_bytes
-    # Other slots have gaps between them, so each is a run of its own.
-    groups = () if target_stride == source_stride == size else (np.arange(len(request.local_slots)),)
-    local, remote, counts = merge_runs(request.local_slots, request.remote_slots, 1, *groups)
+    local, remote, size = request.local_slots, request.remote_slots, request.block_bytes
+    counts = np.ones(len(local), np.int64)
+    if target_stride == source_stride == size:
+        local, remote, counts = merge_runs(local, remote, 1)
     here = target + local.astype(np.int64) * target_stride
     there = source + remote.astype(np.int64) * source_stride
     return list(zip(here.tolist(), there.tolist(), (counts * size).tolist(), strict=True))

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+
 from kvstore.blocks.codec import U32, U64, Record
 from kvstore.blocks.indexes import IndexArray
-from kvstore.kernels.merging import merge_runs
+from kvstore.kernels.merging import begins_of_runs
 
 
 class ReadState(Enum):
@@ -126,4 +128,4 @@ class Transport(Protocol):
 
 def count_runs(local_slots: IndexArray, remote_slots: IndexArray) -> int:
     """Return how many runs of blocks are neighbours, in order, on both sides."""
-    return len(merge_runs(local_slots, remote_slots, 1)[0])
+    return int(np.count_nonzero(begins_of_runs(local_slots, remote_slots, 1)))
