@@ -10,10 +10,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.blocks.codec import Record, decode_bytes, decode_count, decode_counts, encode
+from kvstore.blocks.indexes import IndexArray
 from kvstore.errors import KVStoreError, PeerLost, ProtocolError, TransferTimeout
 from kvstore.mover.messages import (
     AddPeer,
@@ -258,7 +256,7 @@ class MoverLink:
         peer: PeerDescription,
         on_done: OnDone,
         *,
-        chunk_ends: npt.NDArray[np.int32],
+        chunk_ends: IndexArray,
         timeout_s: float,
         may_wait: bool = True,
         generation: int = 0,
