@@ -18,7 +18,6 @@ from kvstore.blocks.shape import KVShape
 from kvstore.client.client import Client
 from kvstore.client.results import Job
 from kvstore.errors import (
-from kvstore.node import load_service
     ChainBroken,
     ConfigError,
     InvalidRequest,
@@ -32,6 +31,7 @@ from kvstore.node import load_service
     TransferError,
     TransferTimeout,
 )
+from kvstore.node import load_service
 
 NUM_BLOCKS = 12
 
