@@ -209,7 +209,7 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
     said = recorder.said
     say(f"recorded {sum(map(len, said.values()))} frames of {len(said)} senders")
     store, alone, misled = cluster.nodes["a"], cluster.nodes["no mover"], cluster.nodes["misled"]
-    peer = {"role": "peer", "token": store.token, "node": "x", "epoch": b"epoch--1".hex(), "owner": b"owner--1".hex()}
+    peer = {"role": "peer", "token": store.state.token, "node": "x", "epoch": b"epoch--1".hex(), "owner": b"owner--1".hex()}
     directory = cluster.directory.address()
     link = peer | {"role": "store", "token": directory.token}
     doors = {
@@ -221,12 +221,12 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
         "mover": Door(alone.control_path, {"role": "mover"}, said["mover"]),
     }
     liar = Liar(outcome.seed, {"protocol": peer, "epoch": LIAR_EPOCH.hex()}, without_agents(said["to peer"]))
-    resolve = misled.peers._resolve
+    resolve = misled.state.peers._resolve
 
     def resolve_misled(node: str) -> PeerAddress:
         return liar.address() if node == "liar" else resolve(node)
 
-    misled.peers._resolve = resolve_misled
+    misled.state.peers._resolve = resolve_misled
     healthy = Healthy(cluster.worker("a", 16, seed=7), cluster.worker("b", 16, seed=8), cluster)
     misled_client = Misled(cluster.worker("misled", 16, seed=9), cluster, outcome.seed)
     healthy.work(1)
