@@ -71,7 +71,7 @@ def test_every_clearing_takes_effect_whatever_clocks_say(cluster, monkeypatch, s
 def test_a_clearing_is_later_than_all_that_any_node_or_the_directory_knows(cluster):
     cores = [cluster.add(node, mover=False) for node in "ab"]
     stores, directory = {core.state.node_id: store_of(core) for core in cores}, directory_of(cluster.directory)
-    cores[0].versions.advance(SPACE.digest, 4)
+    cores[0].state.versions.advance(SPACE.digest, 4)
     cluster.directory.hear_clearing(SPACE.digest, 9)
     assert clear_everywhere(SPACE.digest, stores, directory) == 0
     assert [core.state.versions.get(SPACE.digest) for core in cores] == [10, 10]
