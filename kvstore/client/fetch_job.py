@@ -28,7 +28,8 @@ from kvstore.errors import (
     StoreUnavailable,
     TransferError,
 )
-from kvstore.rpc.client import Answers, ControlClient
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.exchange import Exchange
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import End, FetchRequest
 from kvstore.rpc.messages import STAGE_BIT
@@ -83,7 +84,7 @@ class Asked:
     """
 
     connection: ControlClient
-    pieces: Answers
+    pieces: Exchange
     at_s: float
     end: bytes = b""
 

@@ -27,7 +27,8 @@ from kvstore.errors import (
     StoreUnavailable,
     TransferError,
 )
-from kvstore.rpc.client import Answers, ControlClient
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.exchange import Exchange
 from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import (
     STAGE_BIT,
@@ -269,7 +270,7 @@ class Answer:
 
     def copy_out(
         self,
-        pieces: Answers,
+        pieces: Exchange,
         guard: CopyGuard,
         copier: EngineCopier | None,
         pages: EnginePages | None,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Generator
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.errors import JobAbandoned, TransferTimeout
-from kvstore.rpc.client import Answers, ControlClient
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.exchange import Exchange
 from kvstore.rpc.framing import Op
 from kvstore.runtime import clock
 from kvstore.runtime.job_future import JobFuture
@@ -69,8 +70,8 @@ def asking(connection: ControlClient, op: Op, payload: bytes, *, timeout_s: floa
     return answer
 
 
-def next_piece(pieces: Answers, check: Callable[[], None]) -> Steps[tuple[bool, bytes]]:
-    """Return the next piece of an answer, and whether it is the last; see `Answers` for what is raised.
+def next_piece(pieces: Exchange, check: Callable[[], None]) -> Steps[tuple[bool, bytes]]:
+    """Return the next piece of an answer, and whether it is the last; see `Exchange` for what is raised.
 
     Args:
         pieces: the answer.

@@ -15,7 +15,8 @@ from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.messages import PeerClaim, PeerClaimed, claimed_of
 from kvstore.handoff.records import NOT_READY, NOT_READY_IN_TIME
 from kvstore.remote.peers import Peer
-from kvstore.rpc.client import ControlClient, Question
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.exchange import Question
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import End, FetchRequest, Soon
 from kvstore.runtime import clock

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvstore.blocks.codec import decode_object, encode_object
 from kvstore.errors import ConfigError, KVStoreError, PeerLost, StoreNotRunning, StoreUnavailable
+from kvstore.rpc.channel import prepare_remote
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.framing import (
     RECEIVE_BYTES,
@@ -20,7 +21,6 @@ from kvstore.rpc.framing import (
     packets_of,
     unpack_error,
 )
-from kvstore.rpc.remote_socket import prepare_remote
 
 
 def connect_local(

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from kvstore.bounds import clip
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
 from kvstore.rpc.acceptor import Acceptor, peer_pidfd
+from kvstore.rpc.channel import prepare_remote
 from kvstore.rpc.connection import Connection, Handler, Role
 from kvstore.rpc.framing import (
     MAX_MESSAGE_BYTES,
@@ -33,7 +34,6 @@ from kvstore.rpc.framing import (
     decode_short,
     pack_error,
 )
-from kvstore.rpc.remote_socket import prepare_remote
 from kvstore.rpc.socket_files import SocketFile
 from kvstore.rpc.strangers import Strangers
 from kvstore.rpc.unread import Unread

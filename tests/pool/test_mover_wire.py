@@ -171,7 +171,7 @@ def test_what_another_mover_reports_counts_for_nothing(held, wait_until):
     stranger, fd = connect_local(held.core.control_path, {"role": "mover", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
     os.close(fd)
     stranger.send(Op.MOVER_DONE, done(held.read_id, 1))
-    assert stranger._sock.recv(100) == b"", "it is turned away"
+    assert stranger._channel.sock.recv(100) == b"", "it is turned away"
     stranger.close()
     assert not held.has_published()
     assert held.core.stats()["num_fenced_movers"] == 0

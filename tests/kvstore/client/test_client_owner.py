@@ -259,13 +259,13 @@ def test_what_is_no_key_is_refused(core, key):
 def test_an_exception_in_the_middle_of_a_call_does_not_shift_the_answers(core, worker, cluster):
     """As a signal's handler may raise one at any moment."""
     client = worker.client
-    read = client._store._calls._read
+    read = client._store._calls._channel.read
 
     def interrupt(timeout_s):
-        client._store._calls._read = read
+        client._store._calls._channel.read = read
         raise KeyboardInterrupt
 
-    client._store._calls._read = interrupt
+    client._store._calls._channel.read = interrupt
     with pytest.raises(KeyboardInterrupt):
         client.lease(cluster.hashes(10))
     assert len(client.lease(cluster.hashes(2))) == 2

@@ -248,7 +248,7 @@ def test_any_call_names_a_connection_that_broke(core, worker, cluster, monkeypat
     monkeypatch.setattr(store, "_connect", refuse)
     with store.for_jobs.taken() as broken:
         broken.call(Op.LEASE, encode(Ask(worker.client._chain(cluster.hashes(4)), 30.0)), timeout_s=5.0)
-        broken.unheard = 1
+        broken._channel.unheard = 1
         broken.close()
     assert store._broken.untold
     monkeypatch.setattr(store, "_connect", connect)

@@ -13,7 +13,7 @@ from directory_client import connect, tell
 from kvstore.blocks.chain import Chain
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.versions import NamespaceVersions
-from kvstore.rpc import remote_socket
+from kvstore.rpc import channel
 from poolcheck.chains import chain_of
 
 _SO_ATTACH_FILTER, _BPF_RETURN = 26, 0x06
@@ -28,9 +28,9 @@ def vanish(sock: socket.socket) -> None:
 
 @pytest.fixture(autouse=True)
 def _sooner(monkeypatch):
-    monkeypatch.setattr(remote_socket, "KEEP_IDLE_S", 1)
-    monkeypatch.setattr(remote_socket, "KEEP_INTERVAL_S", 1)
-    monkeypatch.setattr(remote_socket, "KEEP_PROBES", 2)
+    monkeypatch.setattr(channel, "KEEP_IDLE_S", 1)
+    monkeypatch.setattr(channel, "KEEP_INTERVAL_S", 1)
+    monkeypatch.setattr(channel, "KEEP_PROBES", 2)
 
 
 def test_the_directory_forgets_a_store_whose_host_vanished(directory, wait_until):
@@ -38,7 +38,7 @@ def test_the_directory_forgets_a_store_whose_host_vanished(directory, wait_until
     for client in (lost, other):
         tell(client, 1, chain_of("uv").hashes(), whole=True)
     assert directory.index.locate(chain_of("uv").hashes()) == [("lost", 2), ("other", 2)]
-    vanish(lost._sock)
+    vanish(lost._channel.sock)
     wait_until(lambda: directory.index.locate(chain_of("uv").hashes()) == [("other", 2)], 20)
     tell(other, 2)
     lost.close()

@@ -174,7 +174,7 @@ def test_nothing_more_is_pinned_for_a_client_that_hung_up(cluster, wait_until, g
     wait_until(lambda: gate.num_waiting == 1)
     connection = next(c for c in two.client._store._open if c is not two.client._store._calls)
     served = set(core._control._server._connections)
-    connection._sock.shutdown(2)
+    connection._channel.sock.shutdown(2)
     assert job.result(5).failed[0].reason is MissReason.STORE_LOST
     wait_until(lambda: any(connection.closed for connection in served))
     gate.opened.set()

@@ -173,8 +173,8 @@ def test_a_stream_of_answers(client):
 
 @pytest.mark.parametrize("awake_s", [0.05, 60.0])
 def test_a_reader_that_stays_awake_reads_and_gives_up_as_ever(client, monkeypatch, awake_s):
-    asked, read = [], client._read
-    monkeypatch.setattr(client, "_read", lambda timeout_s: (asked.append(timeout_s), read(timeout_s))[1])
+    asked, read = [], client._channel.read
+    monkeypatch.setattr(client._channel, "read", lambda timeout_s: (asked.append(timeout_s), read(timeout_s))[1])
     pieces = client.call_stream(Op.LOAD, b"", timeout_s=2.0)
     pieces.awake_s = awake_s
     assert [payload for _, payload in pieces] == [b"\0", b"\1", b"\2", b"last"]
@@ -253,7 +253,7 @@ def test_close_ends_the_call_of_another_thread(echo, client):
     assert ended.wait(2.0)
     thread.join(2.0)
     assert [type(error) for error in heard] == [PeerLost]
-    assert client._sock.fileno() == -1
+    assert client._channel.sock.fileno() == -1
 
 
 def test_a_call_waits_for_those_of_others_no_longer_than_for_its_own_answer(echo, client, wait_until):
@@ -493,8 +493,8 @@ def test_goodbye_is_heard_also_of_a_client_that_left_an_answer_unread(echo, wait
     """The kernel then says that the connection was reset, before it gives out what the client had said."""
     client = local(echo)
     owner = client.hello["owner"]
-    client._send(Op.LOOKUP, Flag.REQUEST, b"an answer that nobody reads")
-    client._send(Op.PIN, Flag.ONE_WAY, b"keeps the server busy until the client is gone")
+    client._channel.send(Op.LOOKUP, Flag.REQUEST, b"an answer that nobody reads")
+    client._channel.send(Op.PIN, Flag.ONE_WAY, b"keeps the server busy until the client is gone")
     wait_until(lambda: Op.PIN in echo.seen)
     client.send(Op.GOODBYE)
     client.close()

@@ -18,7 +18,7 @@ import pytest
 from kvstore.engine.host_copier import HostCopier
 from kvstore.errors import TransferError
 from kvstore.mover.transport import ReadState
-from kvstore.rpc.client import ControlClient
+from kvstore.rpc.channel import Channel
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import Flag, Op
 
@@ -76,19 +76,19 @@ class Faults:
 
     def on_the_wire(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Stand before every message between workers, stores and the directory."""
-        ask, answer = ControlClient._send, Connection.send
+        ask, answer = Channel.send, Connection.send
 
-        def asked(client: ControlClient, op: Op, flag: Flag, payload: bytes) -> int:
+        def asked(channel: Channel, op: Op, flag: Flag, payload: bytes) -> int:
             if op is not Op.PUBLISH and self.breaks(f"send {op.name}"):
-                client._sock.shutdown(socket.SHUT_RDWR)
-            return ask(client, op, flag, payload)
+                channel.sock.shutdown(socket.SHUT_RDWR)
+            return ask(channel, op, flag, payload)
 
         def answered(connection: Connection, op: Op, flag: Flag, *rest: Any) -> bool:
             if connection.role != "mover" and op is not Op.PUBLISH and self.breaks(f"answer {op.name}"):
                 connection.sock.shutdown(socket.SHUT_RDWR)
             return answer(connection, op, flag, *rest)
 
-        monkeypatch.setattr(ControlClient, "_send", asked)
+        monkeypatch.setattr(Channel, "send", asked)
         monkeypatch.setattr(Connection, "send", answered)
 
     def in_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:

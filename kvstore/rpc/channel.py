@@ -1,0 +1,169 @@
+"""The client's end of a socket: packets that go out, and what comes in, without sleeping or within a time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+from kvstore.errors import PeerLost, TransferTimeout
+from kvstore.rpc.framing import (
+    FRAGMENT_BYTES,
+    RECEIVE_BYTES,
+    REQUEST,
+    Decoder,
+    Flag,
+    Message,
+    Op,
+    encode_short,
+    packets_of,
+    short_reply,
+)
+from kvstore.runtime import clock
+from kvstore.runtime.forks import this_process
+
+#: A host that vanished says nothing, so an idle connection is probed: after so long, this often, so many times.
+KEEP_IDLE_S, KEEP_INTERVAL_S, KEEP_PROBES = 5, 2, 5
+
+
+def prepare_remote(sock: socket.socket) -> None:
+    """Send small messages at once, and fail within 15 s when the other host is gone; the same on both sides.
+
+    The kernel of a process that is merely stopped goes on answering.
+    """
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, KEEP_IDLE_S)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, KEEP_INTERVAL_S)
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, KEEP_PROBES)
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, 1000 * (KEEP_IDLE_S + KEEP_INTERVAL_S * KEEP_PROBES))
+
+
+class Channel:
+    """Sends and receives for one question at a time. Its owner decides which, and closes the socket behind it.
+
+    Attributes:
+        closed: set for good by the first failure, or by the owner.
+        request: the number of the last message that was sent.
+        unheard: the first question of which the whole answer was not taken; 0 while there is none.
+    """
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self.sock, self.name, self.closed = sock, name, False
+        self.request = self.unheard = 0
+        self._pid, self._is_stream = this_process(), sock.family != socket.AF_UNIX
+        self._decoder = Decoder()
+        # Filled again and again: a new buffer for each answer would come from the kernel, page by page.
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
+        self._backlog: list[Message] = []
+        self._timeout_s = -1.0  # Another one than any that is asked for, 0 included: the socket's is not known here.
+
+    def shut_down(self) -> bool:
+        """End the connection but keep its descriptor; False in a forked child, which only lets go of its copy."""
+        self.closed = True
+        if this_process() != self._pid:
+            self.sock.close()  # The connection goes on for the process that made it.
+            return False
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def send(self, op: Op, flag: Flag, payload: bytes) -> int:
+        """Send a message, and return its number.
+
+        Raises:
+            PeerLost: the connection broke; it is shut down.
+        """
+        self.request += 1
+        if flag is REQUEST:
+            self.unheard = self.unheard or self.request
+        try:
+            if len(payload) <= FRAGMENT_BYTES:
+                self.sock.sendall(encode_short(op, flag, self.request, payload))
+            else:
+                for packet in packets_of(Message(op, flag, self.request, payload)):
+                    self.sock.sendall(packet)
+        except OSError as error:
+            self.shut_down()
+            raise PeerLost(f"{self.name}: connection lost while sending {op.name}: {error}") from error
+        return self.request
+
+    def receive(
+        self, request: int, timeout_s: float, data: memoryview | None = None, *, awake_s: float = 0.0
+    ) -> Message:
+        """Return the next message of an answer; `data` came already. See `wait` for what is raised."""
+        deadline_s = clock.now_s() + timeout_s
+        while (message := self.take(request, data)) is None:
+            data = self.wait(deadline_s - clock.now_s(), awake_s)
+        return message
+
+    def receive_soon(self, request: int, wait_s: float, awake_s: float) -> Message | None:
+        """Return the next message of an answer if it comes soon: without sleeping for `awake_s`, then for `wait_s`."""
+        until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
+        while True:
+            is_awake = bool(until_s) and clock.now_s() < until_s
+            data = self.read(None if is_awake else wait_s)
+            if data is None and not is_awake:
+                return None
+            if data is not None and (message := self.take(request, data)) is not None:
+                return message
+
+    def short(self, data: memoryview, request: int) -> bytes | None:
+        """Return the payload of what came if that is the whole answer and no more, as it nearly always is."""
+        return short_reply(data, request) if self._decoder.is_between and not self._backlog else None
+
+    def take(self, request: int, data: memoryview | None) -> Message | None:
+        """Return the next message of an answer out of what came, `data` last."""
+        if data is not None:
+            self._backlog += self._decoder.stream(data) if self._is_stream else self._decoder.packets(data)
+        for i, message in enumerate(self._backlog):
+            if message.request == request:
+                return self._backlog.pop(i)
+        return None
+
+    def wait(self, timeout_s: float, awake_s: float = 0.0) -> memoryview:
+        """Return what comes next, until the next wait; for `awake_s` it is asked for without sleeping.
+
+        Raises:
+            PeerLost: as for `read`.
+            TransferTimeout: nothing came in time; the connection is shut down.
+        """
+        awake_s = min(awake_s, timeout_s)
+        until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
+        while until_s and clock.now_s() < until_s:
+            if (data := self.read(None)) is not None:
+                return data
+        data = self.read(timeout_s - awake_s)
+        if data is None:
+            self.shut_down()
+            raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed")
+        return data
+
+    def read(self, timeout_s: float | None) -> memoryview | None:
+        """Return what comes within a time, or is here if that is None; nothing if nothing does.
+
+        Raises:
+            PeerLost: the connection broke; it is shut down.
+        """
+        try:
+            if timeout_s is not None and not timeout_s <= self._timeout_s <= 1.2 * timeout_s:
+                self._set_timeout(timeout_s)
+            flags = socket.MSG_DONTWAIT if timeout_s is None else 0
+            data = self._received[: self.sock.recv_into(self._received, 0, flags)]
+        except (BlockingIOError, TimeoutError):
+            return None
+        except OSError as error:
+            self.shut_down()
+            raise PeerLost(f"{self.name}: connection lost: {error}") from error
+        if not data:
+            self.shut_down()
+            raise PeerLost(f"{self.name}: closed the connection; is the node store still running?")
+        return data
+
+    def _set_timeout(self, left_s: float) -> None:
+        # A kernel-side receive timeout saves a poll() per call against settimeout(). It is set a little longer
+        # than wanted, so that a run of calls with one timeout sets it once.
+        self._timeout_s = 1.1 * max(left_s, 1e-3)
+        value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)

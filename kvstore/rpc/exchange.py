@@ -1,0 +1,139 @@
+"""One question that a caller asks and hears later, and its answer: whole, or in pieces as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.rpc.channel import Channel
+from kvstore.rpc.framing import ERROR, PROGRESS, Message, unpack_error
+from kvstore.runtime import clock
+from kvstore.runtime.turns import Turn
+
+#: Whether this is the last piece of an answer, and its payload.
+Piece = tuple[bool, bytes]
+
+
+class Exchange:
+    """A question, and the pieces of its answer, each waited for when it is asked for. It has to be closed.
+
+    One that is closed before its last piece closes the connection, on which the rest would stay unread.
+
+    Args:
+        channel: on which it was asked.
+        turn: of the connection, held until `close`.
+        end_turn: ends that, and closes a connection that was shut down.
+        request: the number of the question.
+        timeout_s: bounds the wait for each piece.
+
+    Attributes:
+        is_finished: whether the last piece was taken.
+        until_s: when the next piece is late.
+        awake_s: for so long each next piece is asked for without sleeping; set by a reader that knows that it comes
+            soon.
+    """
+
+    def __init__(
+        self, channel: Channel, turn: Turn, end_turn: Callable[[Turn], None], request: int, timeout_s: float
+    ) -> None:
+        self.channel, self.request = channel, request
+        self._turn, self._end_turn, self._timeout_s = turn, end_turn, timeout_s
+        self.is_finished = self._closed = False
+        self.until_s, self.awake_s = clock.now_s() + timeout_s, 0.0
+
+    def __iter__(self) -> Exchange:
+        return self
+
+    def __next__(self) -> Piece:
+        """Return the next piece.
+
+        Raises:
+            KVStoreError: what the other side raised, of the same class; nothing follows.
+            PeerLost, TransferTimeout: as for `ControlClient.call`.
+        """
+        if self.is_finished or self._closed:
+            self.close()
+            raise StopIteration
+        try:
+            return self.hear(self.channel.receive(self.request, self._timeout_s, awake_s=self.awake_s))
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, wait_s: float) -> Piece | None:
+        """Return the next piece; None when it does not come within `wait_s`, which closes nothing.
+
+        Raises:
+            KVStoreError: what the other side raised, of the same class; nothing follows.
+            PeerLost: the connection broke.
+        """
+        try:
+            message = self.channel.take(self.request, None)
+            if message is None:
+                message = self.channel.receive_soon(self.request, wait_s, self.awake_s)
+            return None if message is None else self.hear(message)
+        except BaseException:
+            self.close()
+            raise
+
+    def hear(self, message: Message) -> Piece:
+        """Note that a piece was taken, and return it, or raise what it says. This closes nothing."""
+        self.is_finished = message.flag is not PROGRESS
+        if self.is_finished:
+            self.channel.unheard = 0
+        self.until_s = clock.now_s() + self._timeout_s
+        if message.flag is ERROR:
+            raise unpack_error(message.payload)
+        return self.is_finished, message.payload
+
+    def fileno(self) -> int:
+        """Return the descriptor that can be read when something came; it is open until this is closed."""
+        return self.channel.sock.fileno()
+
+    def close(self) -> None:
+        """Let the connection go; may be called again."""
+        if self._closed:
+            return
+        if not self.is_finished:
+            self.channel.shut_down()
+        self._end_turn(self._turn)
+        self._closed = True
+
+
+class Question:
+    """An exchange whose whole answer is taken when it is there. Whatever `take` raises, the caller has to close it.
+
+    Args:
+        exchange: from its begin on.
+        progress: called by the thread that takes, when there is word that the answer will be there soon.
+    """
+
+    def __init__(self, exchange: Exchange, progress: Callable[[], None]) -> None:
+        self._exchange, self._progress = exchange, progress
+        self.fileno, self.close = exchange.fileno, exchange.close
+
+    def take(self, wait_s: float = 0.0) -> bytes | None:
+        """Return the answer's payload; None while it is not all there.
+
+        It reads once: a thread that serves others as well is not held up by one that goes on sending.
+
+        Args:
+            wait_s: for so long the calling thread waits for more of it.
+
+        Raises:
+            KVStoreError: what the other side raised, of the same class.
+            PeerLost: the connection broke.
+        """
+        exchange, channel = self._exchange, self._exchange.channel
+        if (data := channel.read(wait_s or None)) is None:
+            return None
+        if (answer := channel.short(data, exchange.request)) is not None:
+            exchange.is_finished, channel.unheard = True, 0
+            return answer
+        message = channel.take(exchange.request, data)
+        while message is not None:
+            is_last, payload = exchange.hear(message)
+            if is_last:
+                return payload
+            self._progress()
+            message = channel.take(exchange.request, None)
+        return None
