@@ -140,7 +140,8 @@ def measured_client(engine: Engine, layout: str, count: int, rounds: int) -> Row
         median = statistics.median(seconds)
         rows.append(
             {
-                "what": "client", "layout": layout, "path": client._copier.path.value, "num_blocks": count, "way": name,
+                "what": "client", "layout": layout, "path": client._attached.engine.copier.path.value,
+                "num_blocks": count, "way": name,
                 "ms": round(median * 1e3, 3), "gb_per_s": round(moved / median / SECOND, 2),
             }
         )  # fmt: skip

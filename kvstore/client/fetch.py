@@ -1,143 +1,285 @@
-"""What a client does for hand-offs: the fetching half, and all."""
+"""What a fetch does, step by step, and which tickets it takes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import dataclass
 
+from kvstore.blocks.chunking import plan_stage_chunks
+from kvstore.blocks.codec import encode
+from kvstore.blocks.hashing import Namespace
+from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.blocks.ticket import HandoffTicket
-from kvstore.bounds import MAX_COPY_THREADS, check_count, check_seconds
-from kvstore.client.fetch_job import Asked, ask_fetch, check_ticket, failed_fetch, run_fetch
-from kvstore.client.publish import PublishVerbs
+from kvstore.bounds import MAX_COPY_THREADS, check_count
+from kvstore.client.attachment import Attachment
+from kvstore.client.load import TIMED_OUT_IN_QUEUE, Answer, failing_closed, failures
 from kvstore.client.results import FetchResult, Job
-from kvstore.client.save_load import TIMED_OUT_IN_QUEUE, CopyGuard
 from kvstore.client.stage_link import AttachedStage
-from kvstore.client.work import Steps, Work
-from kvstore.engine.copier import engine_pages, ordered
+from kvstore.client.work import Awaited, CopyGuard, Steps, Work
+from kvstore.config import StoreConfig
+from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.engine.side_tensors import check_skip
-from kvstore.errors import CopyStuck, KVStoreError, PeerLost, StoreUnavailable, TransferError
+from kvstore.errors import (
+    CopyStuck,
+    InvalidRequest,
+    KVStoreError,
+    LayoutMismatch,
+    NamespaceMismatch,
+    PeerLost,
+    StoreUnavailable,
+    TransferError,
+)
 from kvstore.rpc.client import ControlClient
+from kvstore.rpc.exchange import Exchange
 from kvstore.rpc.framing import Op
+from kvstore.rpc.handoff_messages import End, FetchRequest
+from kvstore.rpc.messages import STAGE_BIT
 from kvstore.runtime import clock
 
 
-class HandoffVerbs(PublishVerbs):
-    """Publishing and fetching; connections, jobs and the registered cache are the client's."""
+def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, int, int]) -> None:
+    """Refuse a ticket that this client cannot fetch, whatever its store says.
 
-    def fetch(
-        self,
-        ticket: HandoffTicket,
-        block_ids: object,
-        skip_prefix_tokens: int = 0,
-        *,
-        timeout_s: float | None = None,
-        num_copy_threads: int = 0,
-    ) -> Job[FetchResult]:
-        """Bring the blocks of a ticket into the engine's cache, wherever they were published.
+    Raises:
+        InvalidRequest: no ticket.
+        NamespaceMismatch: of another namespace.
+        LayoutMismatch: of another part of the blocks, or of blocks in another order of bytes.
+    """
+    if not isinstance(ticket, HandoffTicket):
+        raise InvalidRequest(f"ticket: wanted a HandoffTicket of Client.publish, got {type(ticket).__name__}")
+    if ticket.namespace != space.digest:
+        raise NamespaceMismatch(
+            f"wanted a ticket of namespace {space.digest.hex()[:12]} ({space.model!r}), got one of "
+            f"{ticket.namespace.hex()[:12]}; publish and fetch with one space"
+        )
+    wanted = (part, space.shape.block_bytes, BLOCK_ORDER_VERSION)
+    got = (ticket.part, ticket.block_bytes, ticket.block_order)
+    if got != wanted:
+        raise LayoutMismatch(
+            f"ticket: wanted (part, block bytes, byte order) {wanted}, got {got}; publish and fetch with clients "
+            "of the same part, and run one version of raykv everywhere"
+        )
 
-        A ticket is good for one fetch that delivers everything; one that failed may be tried again in time.
 
-        Args:
-            ticket: of `publish`.
-            block_ids: the engine's block for each of the ticket's.
-            skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is written,
-                whether or not they end at a block. Their blocks are moved all the same. See `Client.load`.
-            timeout_s: give up so long after this call; the configured transfer timeout when None.
-            num_copy_threads: see `Client.load`.
+def begin_fetch(
+    attached: Attachment,
+    ticket: HandoffTicket,
+    block_ids: object,
+    skip_tokens: int,
+    timeout_s: float | None,
+    num_copy_threads: int,
+) -> Job[FetchResult]:
+    """Begin `Client.fetch`, which says what the arguments are."""
+    copier, link = attached.registered().copier, attached.stage
+    store, shape, config = attached.store, attached.space.shape, attached.store.config
+    held, guard = contextlib.ExitStack(), CopyGuard()
+    work: Work[FetchResult] | None = None
+    try:
+        early, connection = None, None
+        if len(store.for_fetches):
+            connection = held.enter_context(store.for_fetches.taken())
+            if link.is_wanted and isinstance(ticket, HandoffTicket) and ticket.slab:
+                # Before all else: the store wakes meanwhile.
+                with contextlib.suppress(PeerLost):
+                    connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
+        check_ticket(ticket, attached.space, attached.part.ranks)
+        limit_s = attached.transfer_s(timeout_s)
+        check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
+        deadline_s = clock.now_s() + limit_s
+        stage = held.enter_context(link.using())
+        pages = engine_pages(block_ids, copier.layout, shape.block_size, 0, ticket.num_blocks)
+        check_skip(shape, skip_tokens, ticket.num_blocks)
+        num_skipped = min(skip_tokens // shape.block_size, ticket.num_blocks)
+        if connection is not None:
+            # First of all: what is left to do here takes as long as the store and its peer do to answer.
+            with contextlib.suppress(PeerLost):
+                early = _ask(held, connection, stage, ticket, config, limit_s)
+        pages = ordered(pages, copier, num_copy_threads)
+        copier.check_unchanged()
+        guard, asked = CopyGuard(pages.order), [] if early is None else [early]
 
-        Returns:
-            A job; its result names the usable prefix and each block that is not, with a reason. Blocks after the
-            usable prefix may hold anything.
+        def run() -> Steps[FetchResult]:
+            try:
+                if not asked:
+                    if (left_s := deadline_s - clock.now_s()) <= 0:
+                        return _failed(pages, ticket, num_skipped, TIMED_OUT_IN_QUEUE)
+                    connection = held.enter_context(store.for_fetches.taken())
+                    asked.append(_ask(held, connection, stage, ticket, config, left_s))
+                    yield asked[0].awaited()
+            except (StoreUnavailable, TransferError) as error:
+                return _failed(pages, ticket, num_skipped, f"store_lost: {error}")
+            with attached.noting_stuck():
+                result = yield from run_fetch(asked[0], copier, stage, pages, ticket, skip_tokens, guard, config)
+            if stage is not None and result.note.startswith("stage_lost"):
+                link.lose(stage)
+            return result
+
+        def give_back() -> None:
+            error = None if work is None or work.future.cancelled() else work.future.exception()
+            interrupt = None if work is None else work.interrupt
+            try:
+                with contextlib.suppress(KVStoreError), held:
+                    if isinstance(error, CopyStuck):
+                        raise error  # The stage stays mapped.
+                    if interrupt is not None:
+                        raise interrupt  # It may have come anywhere: the connection is closed.
+                    if error is not None and not isinstance(error, KVStoreError):
+                        raise error  # The same of a callback's, or a bug's.
+                    for each in asked:
+                        each.give_back()
+            except BaseException as raised:
+                if raised is not error and raised is not interrupt:
+                    raise
+
+        # One that has yet to connect is not run by a thread that waits for it: that takes as long as it takes.
+        work = Work(run, limit_s if early is not None else None, give_back)
+        start = attached.threads.start
+        if early is not None:
+            start = functools.partial(attached.threads.start_asked, awaited=early.awaited())
+        return attached.submit(work, f"fetch of {ticket.num_blocks} blocks", guard, start)
+    except BaseException:
+        if work is None:
+            with held:
+                raise
+        attached.call_off(work, guard)  # It gives back what is held: it may be using it.
+        raise
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A fetch that the store was asked for: over which connection, what it answers, and when that was.
+
+    `end` is what it has still to be told.
+    """
+
+    connection: ControlClient
+    pieces: Exchange
+    at_s: float
+    end: bytes = b""
+
+    def awaited(self) -> Awaited:
+        """Return what there is to wait for before the first piece is taken."""
+        return Awaited(self.pieces.fileno(), self.pieces.until_s)
+
+    def give_back(self) -> None:
+        """Tell the store that nothing more is copied; nobody waits for that.
 
         Raises:
-            NamespaceMismatch: the ticket is of another namespace; nothing changed.
-            LayoutMismatch: it is of another part or order of bytes; nothing changed.
-            InvalidRequest: another argument is wrong; nothing changed.
-            LayoutMismatch, InvalidRequest, KernelError: nothing can be copied to the cache, because it was resized, a
-                graph is being captured, or the device failed; nothing was copied, but the ticket may be used up.
+            PeerLost: the connection broke, which tells the store as well.
         """
-        copier, link = self._registered(), self._stage_link
-        held, guard = contextlib.ExitStack(), CopyGuard()
-        work: Work[FetchResult] | None = None
-        try:
-            early, connection = None, None
-            if len(self._store.for_fetches):
-                connection = held.enter_context(self._store.for_fetches.taken())
-                if link is not None and isinstance(ticket, HandoffTicket) and ticket.slab:
-                    # Before all else: the store wakes meanwhile.
-                    with contextlib.suppress(PeerLost):
-                        connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
-            check_ticket(ticket, self.space, self.part.ranks)
-            limit_s = self.config.transfer_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
-            check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
-            deadline_s = clock.now_s() + limit_s
-            stage = held.enter_context(link.using()) if link is not None else None
-            pages = engine_pages(block_ids, copier.layout, self.space.shape.block_size, 0, ticket.num_blocks)
-            check_skip(self.space.shape, skip_prefix_tokens, ticket.num_blocks)
-            num_skipped = min(skip_prefix_tokens // self.space.shape.block_size, ticket.num_blocks)
-            if connection is not None:
-                # First of all: what is left to do here takes as long as the store and its peer do to answer.
-                with contextlib.suppress(PeerLost):
-                    early = self._ask_fetch(held, connection, stage, ticket, limit_s)
-            pages = ordered(pages, copier, num_copy_threads)
-            copier.check_unchanged()
-            guard, asked = CopyGuard(pages.order), [] if early is None else [early]
+        if self.end:
+            self.connection.send(Op.HANDOFF_END, self.end)
 
-            def run() -> Steps[FetchResult]:
-                try:
-                    if not asked:
-                        if (left_s := deadline_s - clock.now_s()) <= 0:
-                            return failed_fetch(pages, ticket, num_skipped, TIMED_OUT_IN_QUEUE)
-                        connection = held.enter_context(self._store.for_fetches.taken())
-                        asked.append(self._ask_fetch(held, connection, stage, ticket, left_s))
-                        yield asked[0].awaited()
-                except (StoreUnavailable, TransferError) as error:
-                    return failed_fetch(pages, ticket, num_skipped, f"store_lost: {error}")
-                fetching = run_fetch(asked[0], copier, stage, pages, ticket, skip_prefix_tokens, guard, self.config)
-                with self._noting_stuck():
-                    result = yield from fetching
-                if link is not None and stage is not None and result.note.startswith("stage_lost"):
-                    link.lose(stage)
-                return result
 
-            def give_back() -> None:
-                error = None if work is None or work.future.cancelled() else work.future.exception()
-                interrupt = None if work is None else work.interrupt
-                try:
-                    with contextlib.suppress(KVStoreError), held:
-                        if isinstance(error, CopyStuck):
-                            raise error  # The stage stays mapped.
-                        if interrupt is not None:
-                            raise interrupt  # It may have come anywhere: the connection is closed.
-                        if error is not None and not isinstance(error, KVStoreError):
-                            raise error  # The same of a callback's, or a bug's.
-                        for each in asked:
-                            each.give_back()
-                except BaseException as raised:
-                    if raised is not error and raised is not interrupt:
-                        raise
+def _ask(
+    held: contextlib.ExitStack,
+    connection: ControlClient,
+    stage: AttachedStage | None,
+    ticket: HandoffTicket,
+    config: StoreConfig,
+    timeout_s: float,
+) -> Asked:
+    """Ask the store for the blocks of a ticket; it chooses between the stage, if there is one, and the arena.
 
-            # One that has yet to connect is not run by a thread that waits for it: that takes as long as it takes.
-            work = Work(run, limit_s if early is not None else None, give_back)
-            start = self._jobs.start
-            if early is not None:
-                start = functools.partial(self._jobs.start_asked, awaited=early.awaited())
-            return self._submit(work, f"fetch of {ticket.num_blocks} blocks", guard, pages.order, start)
-        except BaseException:
-            if work is None:
-                with held:
-                    raise
-            self._call_off(work, guard)  # It gives back what is held: it may be using it.
-            raise
+    Args:
+        held: closes the answer, until when the connection is taken.
+        connection: of this fetch alone.
+        stage: the stage of the engine's GPU.
+        ticket: what to fetch.
+        config: of the store.
+        timeout_s: give up after this long.
 
-    def _ask_fetch(
-        self,
-        held: contextlib.ExitStack,
-        connection: ControlClient,
-        stage: AttachedStage | None,
-        ticket: HandoffTicket,
-        timeout_s: float,
-    ) -> Asked:
-        asked = ask_fetch(connection, stage, ticket, self.config, timeout_s)
-        held.enter_context(contextlib.closing(asked.pieces))
-        return asked
+    Raises:
+        PeerLost: the connection broke; it is closed.
+    """
+    ttl_s, asked_s = config.lease_ttl_s, clock.now_s()
+    request = FetchRequest(
+        key=ticket.key,
+        namespace=ticket.namespace,
+        epoch=ticket.epoch,
+        node_id=ticket.node_id,
+        num_blocks=ticket.num_blocks,
+        ttl_s=ttl_s,
+        timeout_s=timeout_s,
+        from_slab=ticket.slab,
+        slab=stage.slab if stage else 0,
+        generation=stage.generation if stage else 0,
+        is_early=ticket.is_early,
+    )
+    pieces = connection.call_stream(Op.HANDOFF_FETCH, encode(request), timeout_s=timeout_s + config.call_timeout_s)
+    asked = Asked(connection, pieces, asked_s)
+    held.enter_context(contextlib.closing(pieces))
+    return asked
+
+
+def run_fetch(
+    asked: Asked,
+    copier: EngineCopier,
+    stage: AttachedStage | None,
+    pages: EnginePages,
+    ticket: HandoffTicket,
+    skip_tokens: int,
+    guard: CopyGuard,
+    config: StoreConfig,
+) -> Steps[FetchResult]:
+    """Copy out what is here while the rest is still on its way; then the slots are to be given back, see `Asked`.
+
+    Args:
+        asked: of `ask_fetch`.
+        copier: the engine's cache and the arena.
+        stage: the stage of the engine's GPU, if there is one.
+        pages: where the blocks' tokens lie in the engine.
+        ticket: what was asked for.
+        skip_tokens: tokens at the front that must not be written; their blocks are read all the same.
+        guard: stands before each copy.
+        config: of the store.
+    """
+    num_skipped = min(skip_tokens // pages.stored_block_size, ticket.num_blocks)
+    answer = Answer(reason="store_lost: the node store ended the fetch early")
+    told: list[FetchResult] = []
+
+    def queued() -> None:
+        told.append(_result(answer, pages, ticket, num_skipped))  # While the device is still at the last copy.
+
+    def steps() -> Steps[None]:
+        with contextlib.closing(asked.pieces):
+            if stage is not None and ticket.slab and not skip_tokens:
+                ends = plan_stage_chunks(ticket.num_blocks, max(1, config.stage_chunk_bytes // ticket.block_bytes))
+                with contextlib.suppress(KVStoreError):  # Then each piece is listed for itself.
+                    stage.copier.expect(pages, ends, to_slots=False)
+            stage_copier = stage.copier if stage else None
+            yield from answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier, queued)
+
+    def end(used: bool) -> bytes:
+        return encode(End(answer.number, used))
+
+    failure = yield from failing_closed(asked.connection, steps(), lambda: (Op.HANDOFF_END, end(used=False)))
+    if failure:
+        return _failed(pages, ticket, num_skipped, failure)
+    # The claim was made when the question had waited so long in the store, which got it after it was asked here.
+    claimed_s = asked.at_s + answer.report.waited_s
+    late = clock.now_s() > claimed_s + config.lease_ttl_s - config.lease_margin_s
+    asked.end = end(used=not late and answer.num_ready == ticket.num_blocks)
+    if late and answer.report.num_local:
+        # Copied straight out of the publisher's slots, which may have been reused meanwhile: nothing of it counts.
+        answer.num_ready = 0
+        answer.report.reason = "lease_expired: the copy took longer than the claim on the blocks"
+        return _result(answer, pages, ticket, num_skipped)
+    return told[0]
+
+
+def _result(answer: Answer, pages: EnginePages, ticket: HandoffTicket, num_skipped: int) -> FetchResult:
+    usable = max(num_skipped, answer.num_ready)
+    return FetchResult(
+        num_blocks=usable,
+        failed=failures(usable, pages, ticket.num_blocks, answer.reason),
+        route="gpu" if answer.number & STAGE_BIT else "host",
+        note=answer.report.note,
+        **answer.counts(),
+    )
+
+
+def _failed(pages: EnginePages, ticket: HandoffTicket, usable: int, reason: str) -> FetchResult:
+    """Return the result of a fetch that delivered nothing; the engine had its first blocks before."""
+    return FetchResult(num_blocks=usable, failed=failures(usable, pages, ticket.num_blocks, reason))

@@ -1,47 +1,93 @@
-"""A lease as its holder sees it: pinned blocks, released once, by hand or at the end of a with block."""
+"""Leases and pins: blocks that stay in the node's memory until they are given back."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
+from kvstore.blocks.codec import decode_count, encode
+from kvstore.blocks.grants import Grant
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import check_ttl, clip
-from kvstore.errors import InvalidRequest, LeaseExpired, LeaseReleased
+from kvstore.client.attachment import Attachment
+from kvstore.client.results import Pinned
+from kvstore.errors import InvalidRequest, KVStoreError, LeaseExpired, LeaseReleased
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Ask, AskPin, Renew, decode_grant
 from kvstore.runtime import clock
 from kvstore.runtime.forks import check_process, this_process
+
+T = TypeVar("T")
+
+
+def take_lease(attached: Attachment, hashes: BlockHashes, ttl_s: float) -> Lease:
+    """Ask for what `Client.lease` returns."""
+    check_ttl("ttl_s", ttl_s)
+    chain = attached.chain(hashes)
+    # Before the question, so that the lease never ends later here than in the store.
+    deadline_s = clock.now_s() + ttl_s - attached.store.config.lease_margin_s
+
+    def hold(grant: Grant) -> Lease:
+        slots = grant.slots
+        return Lease(attached, grant.lease_id, hashes[: len(slots)], slots, deadline_s)
+
+    return _granted(attached, Op.LEASE, encode(Ask(chain, ttl_s)), hold)
+
+
+def take_pin(attached: Attachment, hashes: BlockHashes, soft: bool, ttl_s: float | None) -> Pinned:
+    """Ask for what `Client.pin` returns."""
+    if ttl_s is not None and ttl_s != math.inf:
+        check_ttl("ttl_s", ttl_s)
+    question = encode(AskPin(attached.chain(hashes), soft, math.inf if ttl_s is None else ttl_s))
+    return _granted(
+        attached,
+        Op.PIN,
+        question,
+        lambda grant: Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused),
+    )
+
+
+def release(attached: Attachment, lease_id: int) -> bool:
+    """Give a lease or a pin back; whether the store still held it."""
+    return bool(decode_count(attached.store.call(Op.RELEASE, encode(lease_id))))
+
+
+def _granted(attached: Attachment, op: Op, question: bytes, hold: Callable[[Grant], T]) -> T:
+    """Ask for a grant, and give it back if an interrupt keeps it from the caller.
+
+    What was granted in an answer that nobody heard the store takes back, see `ControlClient.unheard`.
+    """
+    answer = b""
+    try:
+        answer = attached.store.call(op, question)
+        return hold(decode_grant(answer))
+    except BaseException:
+        if answer:
+            with contextlib.suppress(KVStoreError):
+                release(attached, decode_grant(answer).lease_id)
+        raise
 
 
 class Lease:
     """Blocks that cannot be evicted or overwritten until the lease ends.
 
     Args:
+        attached: of the client, which stays as long as this does.
+        lease_id: names it to the store; 0 when no block was here.
         hashes: the pinned blocks, a prefix of what was asked for.
         slots: slot of each in the node's arena.
-        deadline_s: of kvstore.runtime.clock, taken before the lease was asked for, so that it is
-            never later than the store's.
-        margin_s: by how much it is earlier.
-        release, renew: ask the store; see the methods of these names.
-        read: returns the bytes of a slot; raises StoreUnavailable when the client was closed.
-        is_open: whether the client is, and the life of its store goes on.
+        deadline_s: of kvstore.runtime.clock, never later than the store's.
     """
 
     def __init__(
-        self,
-        lease_id: int,
-        hashes: BlockHashes,
-        slots: Sequence[int],
-        deadline_s: float,
-        margin_s: float,
-        release: Callable[[int], bool],
-        renew: Callable[[int, float], bool],
-        read: Callable[[int], memoryview],
-        is_open: Callable[[], bool] = lambda: True,
+        self, attached: Attachment, lease_id: int, hashes: BlockHashes, slots: Sequence[int], deadline_s: float
     ) -> None:
         self.lease_id, self.hashes, self.slots = lease_id, hashes, slots
-        self._deadline_s, self._margin_s = deadline_s, margin_s
-        self._release, self._renew, self._read, self._is_open = release, renew, read, is_open
+        self._attached, self._deadline_s = attached, deadline_s
         self._released = self._is_told = lease_id == 0
         self._pid = this_process()
 
@@ -53,7 +99,7 @@ class Lease:
 
     def held(self) -> bool:
         """Whether it is neither released nor past its deadline, and its client open, as far as this process knows."""
-        return not self._released and clock.now_s() < self._deadline_s and self._is_open()
+        return not self._released and clock.now_s() < self._deadline_s and self._attached.is_open()
 
     def block(self, index: int) -> memoryview:
         """Return the bytes of block `index`, read-only, in the stored order; valid while the lease is held.
@@ -73,7 +119,7 @@ class Lease:
             raise InvalidRequest(
                 f"index: wanted the number of one of {len(self)} leased blocks, got {clip(index)}"
             ) from error
-        return self._read(slot)
+        return self._attached.block_in(slot)
 
     def renew(self, ttl_s: float = 30.0) -> bool:
         """Extend to `ttl_s` from now, never shortening; whether it was still held.
@@ -87,9 +133,10 @@ class Lease:
         if self._released:
             return False
         asked_s = clock.now_s()
-        held = self._renew(self.lease_id, ttl_s)
+        store = self._attached.store
+        held = bool(decode_count(store.call(Op.RENEW, encode(Renew(self.lease_id, ttl_s)))))
         if held:
-            self._deadline_s = max(self._deadline_s, asked_s + ttl_s - self._margin_s)
+            self._deadline_s = max(self._deadline_s, asked_s + ttl_s - store.config.lease_margin_s)
         return held
 
     def release(self) -> bool:
@@ -104,7 +151,7 @@ class Lease:
         if self._is_told:
             return False
         self._released = True  # First: when it is interrupted nobody knows what the store heard.
-        held = self._release(self.lease_id)
+        held = release(self._attached, self.lease_id)
         self._is_told = True
         return held
 
@@ -112,10 +159,7 @@ class Lease:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A forked child that leaves the block as well has nothing to give back.
         if this_process() == self._pid:

@@ -6,15 +6,15 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sized
-from typing import Protocol
 
 import numpy as np
 
 from kvstore.blocks.codec import decode_count, decode_indexes, encode
 from kvstore.blocks.indexes import IndexArray
 from kvstore.blocks.ticket import HandoffTicket
-from kvstore.client.save_load import CopyGuard
+from kvstore.client.connections import StoreConnections
 from kvstore.client.stage_link import AttachedStage
+from kvstore.client.work import CopyGuard
 from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.errors import CopyStuck, InvalidRequest, KernelError, KVStoreError, StoreUnavailable, TransferTimeout
 from kvstore.rpc.framing import Op
@@ -24,18 +24,6 @@ logger = logging.getLogger(__name__)
 
 #: For slots of a stage, by a store that was woken before it was asked.
 _AWAKE_S = 5e-4
-
-#: Tells the store what has no answer.
-Say = Callable[[Op, bytes], None]
-
-
-class Ask(Protocol):
-    """Asks the store."""
-
-    def __call__(
-        self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0
-    ) -> bytes:
-        """See `StoreConnections.call`."""
 
 
 def num_published(block_ids: object, engine_block_size: int, stored_block_size: int) -> int:
@@ -67,9 +55,7 @@ class Publishing:
         stored_block_size: tokens of a stored block.
         copier: between the engine's cache and the memory that the slots are in.
         stage: that memory; None for the arena.
-        keep: asks the store over the connection that keeps the blocks.
-        say: tells the store.
-        surely: tells it too, but not in vain: what was not answered is told again.
+        store: that keeps the blocks.
         ttl_s: how long they are kept once they are there.
         num_clears: of the namespace, from when publishing was asked for.
     """
@@ -84,15 +70,13 @@ class Publishing:
         stored_block_size: int,
         copier: EngineCopier,
         stage: AttachedStage | None,
-        keep: Ask,
-        say: Say,
-        surely: Say,
+        store: StoreConnections,
         ttl_s: float,
         num_clears: int,
     ) -> None:
         self.ticket, self._key, self._writer = ticket, ticket.key, secrets.randbits(64)
         self._block_ids, self._stored_block_size = block_ids, stored_block_size
-        self._copier, self.stage, self._keep, self._say, self._surely = copier, stage, keep, say, surely
+        self._copier, self.stage, self._store = copier, stage, store
         self._ttl_s, self._num_clears = ttl_s, num_clears
         self._slots: IndexArray = np.empty(0, np.int32)
 
@@ -135,7 +119,7 @@ class Publishing:
         stage, ahead = self.stage, _Ahead(self._expect)
         assert stage is not None, "the arena is copied to by `complete`"
         question = self._question(stage.slab, stage.generation)
-        slots = self._ask_slots(lambda op, payload: self._keep(op, payload, ahead.run, _AWAKE_S), question)
+        slots = self._ask_slots(lambda op, payload: self._store.call(op, payload, ahead.run, _AWAKE_S), question)
         try:
             ahead.check()
         except BaseException:
@@ -190,7 +174,7 @@ class Publishing:
                     self._copier.into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
             self._copier.check_unchanged()
             payload = encode(CompleteHandoff(self._key, self._writer, self._ttl_s))
-            kept = decode_count(self._keep(Op.HANDOFF_COMPLETE, payload))
+            kept = decode_count(self._store.call(Op.HANDOFF_COMPLETE, payload))
         except CopyStuck:
             raise
         except BaseException:
@@ -204,7 +188,7 @@ class Publishing:
         if stage.copier.await_begun(self.pages):
             # They were still being computed. A reader that waits for them is woken while they are packed.
             with contextlib.suppress(KVStoreError):
-                self._say(Op.HANDOFF_PACKING, encode(self._key))
+                self._store.say(Op.HANDOFF_PACKING, encode(self._key))
         stage.copier.finish(self.pages)
 
     def drop(self) -> None:
@@ -222,8 +206,8 @@ class Publishing:
         self._void()
 
     def _void(self) -> None:
-        """Tell the store that nothing of this writes any more."""
-        self._surely(Op.HANDOFF_ABORT, encode(AbortHandoff(self._key, self._writer)))
+        """Tell the store that nothing of this writes any more: not in vain, for only this publisher knows."""
+        self._store.tell_surely(Op.HANDOFF_ABORT, encode(AbortHandoff(self._key, self._writer)))
 
 
 class _Ahead:

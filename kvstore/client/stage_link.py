@@ -35,7 +35,7 @@ class AttachedStage:
 
 
 class StageLink:
-    """The stage of one client, if it wants one.
+    """The stage of one client. Without caches none is wanted, and there never is one.
 
     Args:
         ask: asks the node store: (op, payload, timeout in seconds).
@@ -47,9 +47,9 @@ class StageLink:
     def __init__(
         self,
         ask: Callable[[Op, bytes, float], bytes],
-        caches: RegisteredCache,
-        num_bytes: int,
-        peers: tuple[str, ...],
+        caches: RegisteredCache | None = None,
+        num_bytes: int = 0,
+        peers: tuple[str, ...] = (),
     ) -> None:
         self._ask, self._caches, self._num_bytes, self._peers = ask, caches, num_bytes, peers
         # The first while the store is asked, up to a minute, the other for a moment. The first is of a kind that one
@@ -90,11 +90,18 @@ class StageLink:
         return HandoffRoute(route="gpu", gb_per_s=rates)
 
     def use_caches(self, caches: RegisteredCache) -> None:
-        """Copy to and from other tensors from now on; jobs under way end as they began."""
+        """Copy to and from other tensors from now on, if a stage is wanted; jobs under way end as they began."""
         with self._lock:
+            if self._caches is None:
+                return
             self._caches = caches
         if (stage := self._stage) is not None:
             self.lose(stage)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether hand-offs are to go through a stage, attached now or not."""
+        return self._caches is not None
 
     @property
     def slab(self) -> int:
@@ -122,7 +129,8 @@ class StageLink:
                 self._is_attaching = False
 
     def _attach_alone(self) -> AttachedStage | None:
-        caches = self._caches
+        if (caches := self._caches) is None:
+            return None
         uuid = stage_uuid(caches.layout)
         if self._stage is not None or not uuid or self._closed:
             return self._stage
@@ -138,8 +146,10 @@ class StageLink:
 
     def take(self) -> AttachedStage | None:
         """Keep the stage mapped for a job, until `leave`; None when there is none now."""
-        if (stage := self._take_attached()) is not None or self._closed or time.monotonic() <= self._retry_s:
+        if (stage := self._take_attached()) is not None or self._closed or not self.is_wanted:
             return stage
+        if time.monotonic() <= self._retry_s:
+            return None
         # Its mover died: the next one is up after a second or two.
         self._retry_s = time.monotonic() + _RETRY_S
         try:

@@ -8,9 +8,11 @@ import math
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Generic, NamedTuple, TypeVar
 
+from kvstore.engine.copier import CopyOrder
 from kvstore.errors import JobAbandoned, TransferTimeout
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.exchange import Exchange
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 #: Nearly every answer comes sooner. One that takes longer depends on others, and no thread waits for it.
 _PATIENCE_S = 2e-3
+#: A call that gives a job up looks so often whether its copy has ended.
+_LOOK_AGAIN_S = 1e-3
 
 
 class Awaited(NamedTuple):
@@ -88,6 +92,41 @@ def next_piece(pieces: Exchange, check: Callable[[], None]) -> Steps[tuple[bool,
 
 def nothing() -> None:
     """Come after work that leaves nothing to give back."""
+
+
+class CopyGuard:
+    """Stands between a job and the engine's blocks: once abandoned, no copy begins any more.
+
+    Args:
+        order: of the job's copies, where they go on beside the thread that began them.
+    """
+
+    def __init__(self, order: CopyOrder | None = None) -> None:
+        #: Held by `with` alone, and `check` called under it first, while the engine's blocks, or the decision to
+        #: publish them, are touched. Of Python's own: an interrupt behind a function that takes it leaves it locked.
+        self.copying = threading.Lock()
+        self.order = order
+        self._abandoned = False
+
+    def check(self) -> None:
+        """Refuse to go on after `abandon`.
+
+        Raises:
+            JobAbandoned: the owner gave the job up.
+        """
+        if self._abandoned:
+            raise JobAbandoned("the job was abandoned by its owner; the engine's blocks are its own again")
+
+    def abandon(self, timeout_s: float) -> bool:
+        """Let no copy begin any more, and wait for those that run; False when one outlasts the time."""
+        self._abandoned = True
+        deadline_s = clock.now_s() + timeout_s
+        # Looked at and never taken here: an interrupt could leave it locked. A copy that comes now meets `check`.
+        while self.copying.locked():
+            if (left_s := deadline_s - clock.now_s()) <= 0:
+                return False
+            time.sleep(min(left_s, _LOOK_AGAIN_S))
+        return self.order is None or self.order.settle(max(0.0, deadline_s - clock.now_s()))
 
 
 class _Taker:

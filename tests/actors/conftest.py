@@ -111,7 +111,7 @@ class Engine:
         from kvstore.rpc.messages import Prepare, decode_ticket
 
         self.held = self.client.lease(leased, ttl_s=600)
-        request = encode(Prepare(self.client._chain(written), 1))
+        request = encode(Prepare(self.client._attached.chain(written), 1))
         ticket = decode_ticket(self.client._store._calls.call(Op.PREPARE_STORE, request, timeout_s=5))
         return len(self.held), len(ticket.slots)
 

@@ -101,7 +101,7 @@ def overwritten_at_once(source, target):
     late = torch.cuda.Stream()
     with torch.cuda.stream(late):
         torch.cuda._sleep(3 * LONG_CYCLES)
-    source.client._stage_link._stage.copier._streams[True].wait_stream(late)
+    source.client._attached.stage._stage.copier._streams[True].wait_stream(late)
     torch.cuda._sleep(LONG_CYCLES)
     computed.record()
     ticket = source.client.publish(ids)

@@ -200,13 +200,15 @@ def test_kv_of_cleared_weights_is_found(desk):
 
 def test_a_save_that_leaves_blocks_out_at_once_is_found(desk, monkeypatch):
     """Leaving them to whoever writes them takes the time of waiting for him."""
-    from kvstore.client import client, save_load
+    from kvstore.client import save
+
+    run_save = save.run_save
 
     def hasty(*args, **kwargs):
-        result = yield from save_load.run_save(*args, **kwargs)
+        result = yield from run_save(*args, **kwargs)
         return dataclasses.replace(result, num_blocks=max(result.num_blocks - 1, 0))
 
-    monkeypatch.setattr(client, "run_save", hasty)
+    monkeypatch.setattr(save, "run_save", hasty)
     desk.work(200)
     desk.end()
     assert "save of" in desk.findings[0]

@@ -159,7 +159,7 @@ def start_loader(cluster, hashes, num_threads, timeout_s=10.0, *options):
     script = str(Path(__file__).with_name("loader.py"))
     arguments = (
         client._store.path,
-        client._chain(hashes).encode().hex(),
+        client._attached.chain(hashes).encode().hex(),
         num_threads,
         timeout_s,
         client.slot_bytes,
@@ -244,7 +244,7 @@ def test_a_store_that_was_restarted_has_a_new_epoch_and_takes_no_old_descriptor(
     hashes = saved(cluster, eventually)
     epoch = cluster.stats("source")["epoch"]
     old_client = cluster.engines["source"].client
-    old = reader.ask("remember", node="source", chain=old_client._chain(hashes).encode().hex())
+    old = reader.ask("remember", node="source", chain=old_client._attached.chain(hashes).encode().hex())
     assert old["epoch"] == epoch
     assert reader.ask("read_as_remembered") == "", "while that life lasts, it can be read"
     cluster.send("source", signal.SIGKILL)

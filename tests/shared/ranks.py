@@ -87,7 +87,7 @@ class Rank:
         def hang(*args: Any) -> None:
             time.sleep(120)
 
-        self.client._copier.into_slots = hang
+        self.client._attached.engine.copier.into_slots = hang
         self.client.save(hashes, self.engine_blocks(hashes)).result(None)
 
     def load(self, hashes: Any, skip: int = 0) -> Any:

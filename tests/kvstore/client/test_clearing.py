@@ -25,13 +25,13 @@ def core(cluster):
 @contextmanager
 def held_up(client):
     """Hold up every copy into slots; yields what lets them go."""
-    go, copy = threading.Event(), client._copier.into_slots
+    go, copy = threading.Event(), client._attached.engine.copier.into_slots
 
     def late(*args):
         assert go.wait(20)
         copy(*args)
 
-    client._copier.into_slots = late
+    client._attached.engine.copier.into_slots = late
     try:
         yield go
     finally:
@@ -88,7 +88,7 @@ def test_parts_of_one_block_are_of_one_version_or_it_is_not_stored(cluster, core
         assert late.result(10).num_blocks == 0
     assert reader.load(hashes, range(3)).num_blocks == 0
     # The other rank's part of the new weights makes them whole.
-    for layer in second._caches.caches:
+    for layer in second._attached.engine.caches.caches:
         layer.fill_(2.0)
     assert second.save(hashes, [0, 1, 2]).result(10).num_blocks == 3
     assert new.result(10).num_blocks == 3
@@ -99,14 +99,14 @@ def test_parts_of_one_block_are_of_one_version_or_it_is_not_stored(cluster, core
 def test_what_is_published_is_of_the_version_of_the_call(cluster, core, monkeypatch):
     """As for a save: between the call and its first question the namespace is cleared."""
     worker = cluster.worker("a")
-    get = worker.client._clears.get
+    get = worker.client._attached.clears.get
 
     def get_and_clear(namespace):
         count = get(namespace)
         core.state.pool_service.clear(namespace)
         return count
 
-    monkeypatch.setattr(worker.client._clears, "get", get_and_clear)
+    monkeypatch.setattr(worker.client._attached.clears, "get", get_and_clear)
     with pytest.raises(StaleVersion, match="publish what is computed anew"):
         worker.client.publish([0, 1])
     assert core.pool.stats().num_writing == 0
@@ -143,7 +143,7 @@ def test_namespaces_of_a_group_are_cleared_together_and_no_number_of_clearings_i
 
 def test_a_ray_caller_may_name_the_count_from_before_it_computed(cluster, core):
     worker, hashes = cluster.worker("a"), cluster.hashes(3)
-    chain, before = worker.client._chain(hashes), core.state.pool_service.current.num_clears(cluster.space.digest)
+    chain, before = worker.client._attached.chain(hashes), core.state.pool_service.current.num_clears(cluster.space.digest)
     core.state.pool_service.clear(cluster.space.digest)
     ticket = core.state.pool_service.prepare_store(chain, "ray:x", ttl_s=5.0, num_clears=before)
     assert (ticket.write_id, len(ticket.slots), ticket.num_clears) == (0, 0, before + 1)
@@ -158,8 +158,8 @@ def test_a_version_far_ahead_is_refused_at_every_door_and_clearing_goes_on(clust
         core.state.pool_service.clear(space.digest, far)
     peer = core.state.peers.get("a")
     lease = PeerLease(
-        chain=worker.client._chain(hashes), block_bytes=space.shape.block_bytes, slot_format=BLOCK_ORDER_VERSION,
-        namespace_version=far, ttl_s=5.0,
+        chain=worker.client._attached.chain(hashes), block_bytes=space.shape.block_bytes,
+        slot_format=BLOCK_ORDER_VERSION, namespace_version=far, ttl_s=5.0,
     )  # fmt: skip
     with pytest.raises(PeerLost, match="InvalidRequest: version: wanted an int from 0"):
         peer.lease(lease, 2.0)

@@ -395,7 +395,7 @@ def test_an_aborted_save_leaves_nothing(world, unchanged, monkeypatch):
     def fail(pages, indexes, slots):
         raise RuntimeError("the copy failed")
 
-    monkeypatch.setattr(worker.client._copier, "into_slots", fail)
+    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", fail)
     with pytest.raises(RuntimeError, match="the copy failed"):
         worker.save(cluster.hashes(4, seed=3), range(4))
 
@@ -476,8 +476,8 @@ class Gate:
 
 def test_a_job_is_not_abandoned_while_it_copies(world, unchanged, monkeypatch):
     cluster, worker = world
-    gate = Gate(worker.client._copier.out_of_slots)
-    monkeypatch.setattr(worker.client._copier, "out_of_slots", gate)
+    gate = Gate(worker.client._attached.engine.copier.out_of_slots)
+    monkeypatch.setattr(worker.client._attached.engine.copier, "out_of_slots", gate)
     job = worker.client.load(cluster.hashes(3), [0, 1, 2])
     assert gate.entered.wait(5)
     assert not job.abandon(0.05)
@@ -491,7 +491,7 @@ def test_an_abandoned_load_writes_nothing_any_more(cluster):
     worker = cluster.worker("a", 8)
     hashes = cluster.hashes(3)
     worker.save(hashes, range(3))
-    copier = worker.client._copier
+    copier = worker.client._attached.engine.copier
     gate = Gate(lambda: None)
     taken = worker.client._store.for_jobs.taken
 
@@ -509,7 +509,7 @@ def test_an_abandoned_load_writes_nothing_any_more(cluster):
     assert result.num_blocks == 0
     assert "abandoned" in result.failed[0].detail
     assert worker.bytes() == before
-    assert copier is worker.client._copier
+    assert copier is worker.client._attached.engine.copier
 
 
 def test_an_abandoned_load_gives_its_pins_back_at_once(cluster, wait_until, monkeypatch):
@@ -556,8 +556,8 @@ def test_slots_claimed_for_a_save_that_did_not_hear_of_them_come_back(cluster, w
 def test_a_client_that_is_closed_in_the_middle_of_a_copy_keeps_its_slots(cluster, wait_until, monkeypatch):
     core = cluster.add("a")
     worker = cluster.worker("a", 8)
-    gate = Gate(worker.client._copier.into_slots)
-    monkeypatch.setattr(worker.client._copier, "into_slots", gate)
+    gate = Gate(worker.client._attached.engine.copier.into_slots)
+    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", gate)
     job = worker.client.save(cluster.hashes(3), range(3))
     assert gate.entered.wait(5)
     worker.client.close(0.1)
@@ -571,11 +571,11 @@ def test_a_client_that_is_closed_in_the_middle_of_a_copy_keeps_its_slots(cluster
 
 def test_a_copy_that_outlasts_a_close_by_far_keeps_its_slots_to_its_end(cluster, wait_until, monkeypatch, caplog):
     """The thread that waits for it says so again and again."""
-    monkeypatch.setattr("kvstore.client.client._LATE_S", 0.01)
+    monkeypatch.setattr("kvstore.client.attachment._LATE_S", 0.01)
     core = cluster.add("a", mover=False)
     worker = cluster.worker("a", 8)
-    gate = Gate(worker.client._copier.into_slots)
-    monkeypatch.setattr(worker.client._copier, "into_slots", gate)
+    gate = Gate(worker.client._attached.engine.copier.into_slots)
+    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", gate)
     job = worker.client.save(cluster.hashes(3), range(3))
     assert gate.entered.wait(5)
     worker.client.close(0.0)
@@ -616,14 +616,14 @@ def test_who_closes_a_client_that_loses_its_store_waits_for_the_end_of_its_memor
 
     def start_late(thread):
         if thread.name == "raykv-unmap":
-            start(threading.Thread(target=client._end_jobs, args=(ended,), daemon=True))
+            start(threading.Thread(target=client._attached.end_jobs, args=(ended,), daemon=True))
             time.sleep(0.2)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_late)
-    client._lose()
+    client._attached.lose()
     assert ended.wait(5)
-    assert client._unmapped
+    assert client._attached.is_unmapped
 
 
 class NoThreads:
@@ -645,7 +645,7 @@ def test_a_client_is_closed_whole_where_no_thread_can_be_started(cluster, monkey
     worker.save(hashes, range(3))
     worker.client.pin(hashes)
     assert core.pool.stats().num_pinned == 3
-    monkeypatch.setattr("kvstore.client.client.threading", NoThreads)
+    monkeypatch.setattr("kvstore.client.attachment.threading", NoThreads)
     worker.client.close(5.0)
     wait_until(lambda: core.pool.stats().num_pinned == 0)
     worker.client.close()
@@ -655,7 +655,7 @@ def test_a_client_is_closed_whole_where_no_thread_can_be_started(cluster, monkey
 
 def test_a_client_is_made_where_no_thread_can_be_started(cluster, monkeypatch):
     cluster.add("a", mover=False)
-    monkeypatch.setattr("kvstore.client.client.threading", NoThreads)
+    monkeypatch.setattr("kvstore.client.attachment.threading", NoThreads)
     worker = cluster.worker("a")
     monkeypatch.undo()
     worker.save(cluster.hashes(2), range(2))

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from kvstore.client import stage_verbs
+from kvstore.client import attachment
 from kvstore.client.results import Pinned
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import CopyStuck, InvalidRequest, PeerLost, ProtocolError, StoreUnavailable, TransferTimeout
@@ -297,11 +297,11 @@ def test_a_client_whose_copies_are_stuck_is_not_collected_and_keeps_its_slots(co
     def stick(*args):
         raise CopyStuck("the device does not come to an end")
 
-    monkeypatch.setattr(stage_verbs, "_with_stuck_copies", set())
-    monkeypatch.setattr(worker.client._copier, "into_slots", stick)
+    monkeypatch.setattr(attachment, "_with_stuck_copies", set())
+    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", stick)
     with pytest.raises(CopyStuck):
         worker.save(cluster.hashes(3, seed=3), range(3))
-    assert stage_verbs._with_stuck_copies == {worker.client}
+    assert attachment._with_stuck_copies == {worker.client._attached}
     num_connections = len(core._control._server._connections)
     cluster.clients.remove(worker.client)
     del worker

@@ -15,7 +15,7 @@ import pytest
 
 import kvstore.kernels
 from kvstore.blocks.codec import encode
-from kvstore.client import client as client_module
+from kvstore.client import attachment
 from kvstore.client.job_threads import JobThreads
 from kvstore.client.stage_link import AttachedStage, StageLink
 from kvstore.client.work import Awaited, Work
@@ -139,7 +139,7 @@ def test_one_that_was_interrupted(cluster, worker, is_given_back, monkeypatch, e
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker.client._jobs, "await_callbacks", interrupt)
+    monkeypatch.setattr(worker.client._attached.threads, "await_callbacks", interrupt)
     with pytest.raises(KeyboardInterrupt):
         worker.client.close()
     monkeypatch.undo()
@@ -209,10 +209,10 @@ def test_in_a_handler_while_its_thread_learns_that_the_store_has_ended(cluster, 
         start(thread)
 
     if where == "under the lock":
-        monkeypatch.setattr(client_module, "JobThreads", lambda: (close_once(), JobThreads())[1])
+        monkeypatch.setattr(attachment, "JobThreads", lambda: (close_once(), JobThreads())[1])
     else:
         monkeypatch.setattr(threading.Thread, "start", interrupted)
-    in_time(worker.client._lose)
+    in_time(worker.client._attached.lose)
     assert closed
 
 
@@ -221,11 +221,11 @@ def test_after_the_store_has_ended_where_no_thread_can_be_started(worker, monkey
         def start(self):
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(client_module.threading, "Thread", NoThread)
-    worker.client._lose()
+    monkeypatch.setattr(attachment.threading, "Thread", NoThread)
+    worker.client._attached.lose()
     monkeypatch.undo()
     in_time(worker.client.close, 5.0)
-    assert worker.client._unmapped
+    assert worker.client._attached.is_unmapped
 
 
 def test_a_lease_of_a_closed_client_is_not_held(worker, cluster):
@@ -247,7 +247,7 @@ def test_any_call_names_a_connection_that_broke(core, worker, cluster, monkeypat
 
     monkeypatch.setattr(store, "_connect", refuse)
     with store.for_jobs.taken() as broken:
-        broken.call(Op.LEASE, encode(Ask(worker.client._chain(cluster.hashes(4)), 30.0)), timeout_s=5.0)
+        broken.call(Op.LEASE, encode(Ask(worker.client._attached.chain(cluster.hashes(4)), 30.0)), timeout_s=5.0)
         broken._channel.unheard = 1
         broken.close()
     assert store._broken.untold
@@ -349,14 +349,14 @@ def test_work_whose_connection_was_closed_goes_on_to_its_end(wait_until):
 )
 def test_a_job_is_abandoned_with_any_time(worker, cluster, monkeypatch, timeout, is_refused):
     copies, goes_on = threading.Event(), threading.Event()
-    copy = worker.client._copier.into_slots
+    copy = worker.client._attached.engine.copier.into_slots
 
     def held(*args):
         copies.set()
         assert goes_on.wait(10)
         return copy(*args)
 
-    monkeypatch.setattr(worker.client._copier, "into_slots", held)
+    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", held)
     job = worker.client.save(cluster.hashes(2, seed=5), [0, 1])
     assert copies.wait(5)
     if is_refused:
@@ -374,8 +374,10 @@ def test_a_job_is_abandoned_with_any_time(worker, cluster, monkeypatch, timeout,
 
 def test_a_task_that_is_cancelled_leaves_the_job_to_others(worker, cluster, monkeypatch):
     goes_on = threading.Event()
-    copy = worker.client._copier.into_slots
-    monkeypatch.setattr(worker.client._copier, "into_slots", lambda *args: (goes_on.wait(10), copy(*args)))
+    copy = worker.client._attached.engine.copier.into_slots
+    monkeypatch.setattr(
+        worker.client._attached.engine.copier, "into_slots", lambda *args: (goes_on.wait(10), copy(*args))
+    )
 
     async def wait():
         # More than there are threads that copy: the last ones are queued.
@@ -536,7 +538,7 @@ def test_callbacks_of_a_store_that_has_ended_are_waited_for(cluster, core, worke
     job = worker.client.save(cluster.hashes(4), range(4))
     job.result(5)
     job.add_done_callback(lambda _: (goes_on.wait(5), ended.append(1)))
-    worker.client._lose()
+    worker.client._attached.lose()
     threading.Timer(0.2, goes_on.set).start()
     worker.client.close()
     assert ended
@@ -544,20 +546,22 @@ def test_callbacks_of_a_store_that_has_ended_are_waited_for(cluster, core, worke
 
 def test_a_job_of_a_store_that_has_ended_is_waited_for(worker, cluster, monkeypatch):
     copies, goes_on, seen = threading.Event(), threading.Event(), []
-    copy = worker.client._copier.into_slots
+    copy = worker.client._attached.engine.copier.into_slots
     monkeypatch.setattr(
-        worker.client._copier, "into_slots", lambda *args: (copies.set(), goes_on.wait(20), copy(*args))[2]
+        worker.client._attached.engine.copier,
+        "into_slots",
+        lambda *args: (copies.set(), goes_on.wait(20), copy(*args))[2],
     )
     job = worker.client.save(cluster.hashes(2, seed=5), [0, 1])
     assert copies.wait(5)
-    monkeypatch.setattr(worker.client, "_unmap", lambda **_: seen.append(job.done()))
-    worker.client._lose()
+    monkeypatch.setattr(worker.client._attached, "unmap", lambda **_: seen.append(job.done()))
+    worker.client._attached.lose()
     threading.Timer(0.2, goes_on.set).start()
     worker.client.close()
     assert seen
     assert all(seen), "the memory that it copies to was unmapped"
     monkeypatch.undo()
-    worker.client._unmap(copies_are_over=True)
+    worker.client._attached.unmap(copies_are_over=True)
 
 
 def test_a_stage_that_comes_when_its_client_was_closed_meanwhile_is_unmapped(monkeypatch):
@@ -603,7 +607,7 @@ def test_in_a_handler_while_its_thread_pins_the_memory(worker, monkeypatch):
             raise InvalidRequest("of this test")
 
     monkeypatch.setattr(kvstore.kernels, "host_register", Driver(), raising=False)
-    mapping = worker.client._mapping
+    mapping = worker.client._attached.mapping
 
     def pin():
         with pytest.raises(InvalidRequest):

@@ -71,7 +71,7 @@ class Place:
         """What is left of a call that was interrupted."""
         stats = self.core.pool.stats()
         left = {
-            "jobs": len(self.client._jobs),
+            "jobs": len(self.client._attached.threads),
             "written": stats.num_writing,
             "pinned": stats.num_hard_pinned,
             "fetches": self.core.stats()["num_handoff_fetches"],
@@ -141,7 +141,7 @@ def test_a_start_that_is_interrupted_waits_for_its_copy_and_delivers_nothing(clu
     place = Place(cluster)
     place.prepare(name)
     place.refill()
-    copier, running = place.client._copier, []
+    copier, running = place.client._attached.engine.copier, []
     verb = "out_of_slots" if name in ("load", "fetch") else "into_slots"
     copy = getattr(copier, verb)
 
@@ -152,7 +152,7 @@ def test_a_start_that_is_interrupted_waits_for_its_copy_and_delivers_nothing(clu
         running.append("ended")
 
     monkeypatch.setattr(copier, verb, slowly)
-    with Interrupter(1, "_submit", "return job") as interrupter, pytest.raises(KeyboardInterrupt):
+    with Interrupter(1, "submit", "return job") as interrupter, pytest.raises(KeyboardInterrupt):
         place.run(name)
     assert interrupter.where
     assert len(running) in (0, 2), "no copy runs any more"
@@ -195,7 +195,7 @@ def test_a_question_from_within_another_one_of_the_same_thread_is_refused(cluste
             place.client.pin(place.known)
         refused.append(1)
 
-    answer = place.client._store.call(Op.LOOKUP, place.client._chain(place.known).encode(), ask)
+    answer = place.client._store.call(Op.LOOKUP, place.client._attached.chain(place.known).encode(), ask)
     assert refused
     assert answer
     assert place.client.unpin(place.client.pin(place.known))
@@ -251,12 +251,12 @@ def test_a_fetch_that_is_interrupted_where_it_tells_its_failure_is_over_for_the_
         wait_until(lambda: job._work._taker is not None)  # The thread that waits for it: before that it is parked.
         source.publish(range(N), ticket=ticket)
 
-    monkeypatch.setattr(target._copier, "out_of_slots", refuse)
+    monkeypatch.setattr(target._attached.engine.copier, "out_of_slots", refuse)
     ticket = target.prepare_ticket(N)
     job = target.fetch(ticket, range(N), timeout_s=10)
     publishing = threading.Thread(target=publish, daemon=True)
     publishing.start()
-    with Interrupter(1, "run_fetch", "connection.send(Op.HANDOFF_END") as interrupter, pytest.raises(KeyboardInterrupt):
+    with Interrupter(1, "failing_closed", "connection.send(") as interrupter, pytest.raises(KeyboardInterrupt):
         job.result(10)
     assert interrupter.where
     publishing.join(5)

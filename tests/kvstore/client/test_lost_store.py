@@ -57,7 +57,7 @@ def test_a_store_of_another_life_at_the_same_place_is_not_mistaken_for_it(cluste
         assert worker.load(hashes, range(3)).failed[0].reason is MissReason.STORE_LOST
         with pytest.raises(StoreUnavailable, match="restarted"):
             worker.client.lookup(hashes)
-        wait_until(lambda: worker.client._unmapped)
+        wait_until(lambda: worker.client._attached.is_unmapped)
         assert cluster.worker("a", 8).load(hashes, range(3)).num_blocks == 0
     finally:
         os.unlink(path)
@@ -84,7 +84,7 @@ def test_a_store_that_only_does_not_answer_is_not_given_up(cluster, monkeypatch)
             assert worker.client.lookup(hashes, timeout_s=3.0).num_local == 3
             break
         assert time.monotonic() < deadline_s
-    assert not worker.client._lost
+    assert not worker.client._attached.is_lost
     assert worker.load(hashes, range(3)).num_blocks == 3
 
 
@@ -95,6 +95,6 @@ def test_a_load_that_gets_no_connection_in_time_fails_closed(cluster):
     with standing_still(core):
         late = worker.load(hashes, range(3))
     assert (late.num_blocks, [failure.reason for failure in late.failed]) == (0, [MissReason.STORE_LOST] * 3)
-    assert not worker.client._lost
+    assert not worker.client._attached.is_lost
     worker.save(hashes, range(3))
     assert worker.load(hashes, range(3)).num_blocks == 3

@@ -8,7 +8,8 @@ from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import encode
 from kvstore.blocks.grants import PackedInts, StoreTicket
 from kvstore.blocks.part import as_part
-from kvstore.client.save_load import CopyGuard, run_save
+from kvstore.client.save import run_save
+from kvstore.client.work import CopyGuard
 from kvstore.rpc.framing import Op
 from kvstore.runtime import clock
 

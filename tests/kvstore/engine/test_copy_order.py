@@ -6,6 +6,7 @@ tests/kvstore/client/test_cuda_client.py.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -50,9 +51,9 @@ class LateCopier(HostCopier):
 
     def __init__(self, client, caches):
         client.register_kv_caches(caches)
-        super().__init__(client._copier.cache, client._arena, client.slot_bytes, client.num_slots)
+        super().__init__(client._attached.engine.copier.cache, client._attached.arena, client.slot_bytes, client.num_slots)
         self.late, self.go, self.at_finish, self.fails = [], threading.Event(), lambda: None, None
-        client._copier = self
+        client._attached.engine = dataclasses.replace(client._attached.engine, copier=self)
 
     def order(self):
         return Order()
@@ -250,7 +251,7 @@ def test_a_machine_without_a_driver_says_so(cluster):
     cluster.add("a", mover=False)
     client = cluster.client("a")
     with pytest.raises(ConfigError, match="wanted the CUDA driver"):
-        client._mapping.pinned(client.slot_bytes, client.num_slots, 0)
+        client._attached.mapping.pinned(client.slot_bytes, client.num_slots, 0)
 
 
 @pytest.mark.parametrize(

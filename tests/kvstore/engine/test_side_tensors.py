@@ -121,10 +121,10 @@ def test_side_tensors_that_do_not_fit_are_refused_and_nothing_changes(node, side
     client = Client(node.nodes["a"].control_path, Namespace(model="refused", shape=SCALED))
     node.clients.append(client)
     client.register_kv_caches(caches, "PBTHD", side_caches=good)
-    before = client._copier
+    before = client._attached.engine.copier
     with pytest.raises(LayoutMismatch, match=message):
         client.register_kv_caches(caches, "PBTHD", side_caches=sides)
-    assert client._copier is before
+    assert client._attached.engine.copier is before
 
 
 def test_side_tensors_of_a_shape_without_any_are_refused():

@@ -86,7 +86,7 @@ def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(
     if asked_again:  # by a thread, after the time for which a source keeps a question
         monkeypatch.setattr("kvstore.handoff.source_claim._MOST_WAIT_S", 0.02)
     computed, heard = threading.Event(), []
-    monkeypatch.setattr(source.client._stage_link._stage.copier, "computed", computed)
+    monkeypatch.setattr(source.client._attached.stage._stage.copier, "computed", computed)
     packing, link = held_packing(source.client), cluster.nodes["b"].state.mover
     expect_read = link.expect_read
     publication = source.client.begin_publish(range(10))
@@ -218,10 +218,10 @@ def test_a_source_that_was_restarted_has_nothing_and_nothing_is_read(cluster, wa
 def test_a_fetch_that_is_given_up_before_it_began_leaves_nothing(cluster, warm, wait_until):
     source, target = warm
     given = []
-    jobs, target.client._jobs = target.client._jobs, kept_work(given)
+    jobs, target.client._attached.threads = target.client._attached.threads, kept_work(given)
     ticket, before = source.client.publish(range(6)), target.bytes()
     assert target.client.fetch(ticket, list(range(6))).abandon()
-    target.client._jobs = jobs
+    target.client._attached.threads = jobs
     see_done(given[0])
     assert target.bytes() == before
     source.client.withdraw(ticket)

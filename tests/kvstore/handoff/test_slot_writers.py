@@ -27,8 +27,12 @@ class SlowCopies:
     """Holds the copies of a client's publications until `go` is set."""
 
     def __init__(self, client):
-        self.begun, self.go, self._copy = threading.Event(), threading.Event(), client._copier.into_slots
-        client._copier.into_slots = self.copy
+        self.begun, self.go, self._copy = (
+            threading.Event(),
+            threading.Event(),
+            client._attached.engine.copier.into_slots,
+        )
+        client._attached.engine.copier.into_slots = self.copy
 
     def copy(self, *args):
         self.begun.set()
@@ -110,7 +114,7 @@ def test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket(c
         raise CopyStuck("a device that does not come to them")
 
     with monkeypatch.context() as patch:
-        patch.setattr(publisher.client._copier, "into_slots", stuck)
+        patch.setattr(publisher.client._attached.engine.copier, "into_slots", stuck)
         with pytest.raises(CopyStuck):
             publisher.client.publish(range(4))
         publication = publisher.client.begin_publish(range(4))
@@ -237,10 +241,10 @@ def test_copies_that_are_queued_in_part_have_ended_when_their_failure_is_heard(
     stream.refuses_events = refuses_events
     copier = stage_copier(stream, lambda: written.append(core.pool.stats().num_writing))
     client = publisher.client
-    monkeypatch.setattr(client._copier, "order", lambda: CudaOrder(stream, stream))
+    monkeypatch.setattr(client._attached.engine.copier, "order", lambda: CudaOrder(stream, stream))
     monkeypatch.setattr("kvstore.engine.stage_copier.job_spans", lambda *args: SimpleNamespace())
-    monkeypatch.setattr(client._copier, "into_slots", copier.into_slots)
-    monkeypatch.setattr(client._copier, "finish", copier.finish)
+    monkeypatch.setattr(client._attached.engine.copier, "into_slots", copier.into_slots)
+    monkeypatch.setattr(client._attached.engine.copier, "finish", copier.finish)
     publication = client.begin_publish(range(4))
     deadline_s = time.monotonic() + 5
     while stream.num_asked < 5:
@@ -260,13 +264,13 @@ def test_copies_that_are_queued_in_part_and_never_end_keep_their_slots(cluster, 
     core, stream = cluster.nodes["a"], Stream()
     copier, client = stage_copier(stream, lambda: None), publisher.client
     monkeypatch.setattr("kvstore.engine.cuda_order._DEVICE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(client._copier, "order", lambda: CudaOrder(stream, stream))
+    monkeypatch.setattr(client._attached.engine.copier, "order", lambda: CudaOrder(stream, stream))
     monkeypatch.setattr("kvstore.engine.stage_copier.job_spans", lambda *args: SimpleNamespace())
-    monkeypatch.setattr(client._copier, "into_slots", copier.into_slots)
-    monkeypatch.setattr(client._copier, "finish", copier.finish)
+    monkeypatch.setattr(client._attached.engine.copier, "into_slots", copier.into_slots)
+    monkeypatch.setattr(client._attached.engine.copier, "finish", copier.finish)
     publication = client.begin_publish(range(4))
     with pytest.raises(CopyStuck):
         publication.job.result(5)
-    assert client._stuck
+    assert client._attached.is_stuck
     assert core.pool.stats().num_writing == 4
     stream.go.set()

@@ -14,6 +14,7 @@ import pytest
 
 import kvstore
 from kvstore.client.results import MissReason
+from kvstore.client.stage_link import StageLink
 from kvstore.config import StoreConfig
 from kvstore.engine.host_copier import HostCopier
 from kvstore.errors import ConfigError, CopyStuck, InvalidRequest, KernelError, RegistrationFailed, StoreUnavailable
@@ -100,8 +101,10 @@ class Order:
 
 def held_packing(client):
     """Hold the end of what a client packs, or all of it where that goes to the arena, until the event is set."""
-    link, go = client._stage_link, threading.Event()
-    copier, name = (client._copier, "into_slots") if link is None else (link._stage.copier, "finish")
+    link, go = client._attached.stage, threading.Event()
+    copier, name = (
+        (client._attached.engine.copier, "into_slots") if not link.is_wanted else (link._stage.copier, "finish")
+    )
     pack = getattr(copier, name)
     setattr(copier, name, lambda *args: (go.wait(10), pack(*args)))
     return go
@@ -193,7 +196,7 @@ def test_blocks_go_from_stage_to_stage_and_leave_nothing(cluster, pair, stages, 
     result = fetch(target, ticket, range(40, 50))
     assert (result.num_blocks, result.route, result.note, result.num_peer) == (10, "gpu", "", 10)
     assert all(same(source, range(10), target, range(40, 50)))
-    assert [worker.client._stage_link._stage.copier.num_expected for worker in pair] == [10, 10]
+    assert [worker.client._attached.stage._stage.copier.num_expected for worker in pair] == [10, 10]
     nothing_held(cluster, wait_until)
     assert reason(fetch(target, ticket, range(10))) is MissReason.USED
 
@@ -505,7 +508,7 @@ def fail(*args):
 
 def test_copies_that_fail_after_the_ticket_was_given_out_void_it(cluster, pair, caplog, wait_until):
     source, target = pair
-    source.client._stage_link._stage.copier.finish = fail
+    source.client._attached.stage._stage.copier.finish = fail
     publication = source.client.begin_publish(range(10))
     with pytest.raises(KernelError):
         publication.job.result(10)
@@ -520,7 +523,7 @@ def test_copies_that_fail_after_the_ticket_was_given_out_void_it(cluster, pair, 
 @pytest.mark.parametrize("step", ["check_unchanged", "expect", "begin_into_slots"])
 def test_copies_that_cannot_be_queued_are_refused_at_once_and_leave_nothing(cluster, pair, wait_until, step):
     source, target = pair
-    copier = source.client._stage_link._stage.copier
+    copier = source.client._attached.stage._stage.copier
     setattr(copier, step, lambda *args, **more: fail())
     for publish in (source.client.publish, source.client.begin_publish):
         with pytest.raises(KernelError):
@@ -542,7 +545,7 @@ def test_blocks_that_are_not_the_engines_leave_nothing_in_the_stage(cluster, pai
 def test_only_publish_holds_the_engine_back_and_neither_waits_for_the_copies(cluster, pair, wait_until, verb):
     source, target = pair
     order, packing = Order(), held_packing(source.client)
-    source.client._stage_link._stage.copier.order = lambda: order
+    source.client._attached.stage._stage.copier.order = lambda: order
     published = getattr(source.client, verb)(range(10))
     assert order.asked == (["hold"] if verb == "publish" else [])
     ticket = published if verb == "publish" else published.ticket
@@ -555,29 +558,29 @@ def test_only_publish_holds_the_engine_back_and_neither_waits_for_the_copies(clu
 
 def test_copies_that_are_queued_are_over_before_the_job_counts_as_abandoned(cluster, pair, wait_until):
     source, target = pair
-    order, given, jobs = Order(), [], source.client._jobs
-    source.client._stage_link._stage.copier.order = lambda: order
-    source.client._jobs = kept_work(given)
+    order, given, jobs = Order(), [], source.client._attached.threads
+    source.client._attached.stage._stage.copier.order = lambda: order
+    source.client._attached.threads = kept_work(given)
     publication = source.client.begin_publish(range(10))
     assert publication.job.abandon()
     assert order.asked == ["settle"]
-    source.client._jobs = jobs
+    source.client._attached.threads = jobs
     see_done(given[0])
     assert publication.job.result(0) == publication.ticket
     assert fetch(target, publication.ticket, range(10)).num_blocks == 10
     nothing_held(cluster, wait_until)
-    assert source.client._stage_link._stage.num_users == 0
+    assert source.client._attached.stage._stage.num_users == 0
 
 
 def test_a_client_that_is_closed_meanwhile_waits_for_what_it_queued(cluster, pair, monkeypatch, wait_until):
     source, _ = pair
-    stage, ended = source.client._stage_link._stage, []
+    stage, ended = source.client._attached.stage._stage, []
     monkeypatch.setattr(stage.copier, "finish", ended.append)
 
     def closed(*args):
         raise StoreUnavailable("closed")
 
-    monkeypatch.setattr(source.client, "_submit", closed)
+    monkeypatch.setattr(source.client._attached, "submit", closed)
     with pytest.raises(StoreUnavailable):
         source.client.publish(range(10))
     wait_until(lambda: (len(ended), stage.num_users) == (1, 0))
@@ -590,10 +593,10 @@ def test_copies_that_are_stuck_keep_their_slots_and_the_stage_mapped(cluster, pa
     def stuck(pages):
         raise CopyStuck("the device did not come to it")
 
-    stage = source.client._stage_link._stage
+    stage = source.client._attached.stage._stage
     stage.copier.finish = stuck
     ticket = source.client.publish(range(10))
-    wait_until(lambda: source.client._stuck)
+    wait_until(lambda: source.client._attached.is_stuck)
     assert reason(fetch(target, ticket, range(10), timeout_s=0.3)) is MissReason.TIMEOUT
     source.client.close()
     (theirs,) = cluster.nodes["a"]._control.handoffs.stages.all()
@@ -642,19 +645,19 @@ def test_blocks_of_a_ticket_that_names_a_stage_are_found_in_the_arena(cluster, p
     if where == "another GPU":
         assert target.client.attach_handoff(64 * BLOCK).route == "gpu"
     elif where == "the same GPU":
-        target.client._stage_link = source.client._stage_link
+        target.client._attached.stage = source.client._attached.stage
     ticket = named(source.client, 10, slab=source.client.handoff_slab)
     if why == "full":
         filling = source.client.publish(range(60))
         assert filling.slab
     else:
-        link = source.client._stage_link
-        source.client._stage_link = None
+        link = source.client._attached.stage
+        source.client._attached.stage = StageLink(source.client._store.ask)
     assert source.client.begin_publish(range(60, 70), ticket=ticket).job.result(10) == ticket
     if why == "full":
         assert source.client.withdraw(filling)
     else:
-        source.client._stage_link = link
+        source.client._attached.stage = link
     result = fetch(target, ticket, range(10))
     assert (result.num_blocks, result.failed, result.route) == (10, (), "host")
     assert all(same(source, range(60, 70), target, range(10)))
@@ -701,7 +704,7 @@ def test_slots_of_a_client_that_is_closed_while_it_publishes_stay_until_their_co
     """Beside the publication, when its copies are queued and their end is not waited for yet."""
     source, closed = pair[0], threading.Event()
     pool, go_on = cluster.nodes["a"]._control.handoffs.stages.all()[0].pool, held_packing(source.client)
-    copier = source.client._stage_link._stage.copier
+    copier = source.client._attached.stage._stage.copier
     begin = copier.begin_into_slots
 
     def begun(*args):

@@ -110,7 +110,7 @@ def test_what_was_saved_is_not_absent_until_it_is_evicted_or_cleared(cluster):
     cluster.check()
     core.state.pool_service.clear(cluster.space.digest, 1)
     assert absent(client, cluster.hashes(8, seed))
-    assert not any(client._presence._memory[HEAD_BYTES:])
+    assert not any(client._attached._presence._memory[HEAD_BYTES:])
     cluster.check()
 
 
@@ -119,11 +119,11 @@ def test_what_is_only_being_written_is_absent_and_so_is_a_write_that_failed(clus
     client = cluster.client("a")
     client.map_presence()
     hashes = cluster.hashes(2)
-    ticket = core.state.pool_service.prepare_store(client._chain(hashes), "somebody", 1, 0)
+    ticket = core.state.pool_service.prepare_store(client._attached.chain(hashes), "somebody", 1, 0)
     assert absent(client, hashes)
     core.pool.abort_store(ticket.write_id, "somebody")
     assert absent(client, hashes)
-    ticket = core.state.pool_service.prepare_store(client._chain(hashes), "somebody", 1, 0)
+    ticket = core.state.pool_service.prepare_store(client._attached.chain(hashes), "somebody", 1, 0)
     core.pool.complete_store(ticket.write_id, "somebody", count=1)
     assert not absent(client, hashes)
     core.pool.complete_store(ticket.write_id, "somebody")
@@ -205,7 +205,7 @@ def test_a_directory_that_ended_is_no_word_of_being_alone_and_the_next_one_is_as
     wait_until(
         lambda: (
             core.state.hints.publish_soon(),
-            core.state.hints.locate(client._chain(hashes)),
+            core.state.hints.locate(client._attached.chain(hashes)),
             core.state.hints.is_alone(),
         )[2]
     )

@@ -629,8 +629,8 @@ def test_connections_that_a_live_process_closed_are_forgotten_once_they_hold_not
     known = num_pidfds()
     hello = {"role": "client", "protocol": PROTOCOL_VERSION}
     idle, leasing, writing = (connect_local(core.control_path, hello, timeout_s=5.0) for _ in range(3))
-    leasing[0].call(Op.LEASE, encode(Ask(worker.client._chain(stored), 1.0)), timeout_s=5.0)
-    writing[0].call(Op.PREPARE_STORE, encode(Prepare(worker.client._chain(other), 1)), timeout_s=5.0)
+    leasing[0].call(Op.LEASE, encode(Ask(worker.client._attached.chain(stored), 1.0)), timeout_s=5.0)
+    writing[0].call(Op.PREPARE_STORE, encode(Prepare(worker.client._attached.chain(other), 1)), timeout_s=5.0)
     assert num_pidfds() == known + 3 > before
     for connection, fd in (idle, leasing, writing):
         os.close(fd)

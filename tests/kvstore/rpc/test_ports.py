@@ -366,7 +366,7 @@ def test_a_run_that_is_too_long_costs_its_peer_the_connection(store, num_hashes)
 
 
 def test_a_client_refuses_a_run_that_is_too_long_by_itself(store, monkeypatch):
-    monkeypatch.setattr("kvstore.client.client.MAX_CHAIN_BYTES", 64)
+    monkeypatch.setattr("kvstore.client.attachment.MAX_CHAIN_BYTES", 64)
     with pytest.raises(InvalidRequest, match="at most 2 in one call"):
         store.worker.client.lookup(store.hashes)
     assert store.worker.client.lookup(store.hashes[:2]).num_local == 2

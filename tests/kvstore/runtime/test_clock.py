@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client import save_load
+from kvstore.client import load
 from kvstore.client.results import MissReason
 from kvstore.runtime import clock
 
@@ -58,17 +58,17 @@ def test_nothing_that_grants_or_uses_leases_looks_at_another_clock(repo_root: Pa
 
 def test_what_a_reader_that_slept_copied_out_is_a_miss(workers, suspend, monkeypatch):
     one, _, hashes = workers
-    copy_out = save_load.Answer.copy_out
+    copy_out = load.Answer.copy_out
 
     def slow(self, *args, **more):
         yield from copy_out(self, *args, **more)
         suspend(3600.0)
 
-    monkeypatch.setattr(save_load.Answer, "copy_out", slow)
+    monkeypatch.setattr(load.Answer, "copy_out", slow)
     result = one.load(hashes, range(4))
     assert result.num_blocks == 0
     assert {failure.reason for failure in result.failed} == {MissReason.LEASE_EXPIRED}
-    monkeypatch.setattr(save_load.Answer, "copy_out", copy_out)
+    monkeypatch.setattr(load.Answer, "copy_out", copy_out)
     assert one.load(hashes, range(4)).num_blocks == 4
 
 

@@ -8,17 +8,17 @@ CLEARINGS: tuple[Mutant, ...] = (
     bug(
         "a save is of the version that its thread finds",
         "ours: the count was taken with the first question",
-        "kvstore.client.client",
+        "kvstore.client.save",
         "deadline_s, num_clears)",
-        "deadline_s, self._clears.get(chain.namespace))",
+        "deadline_s, attached.clears.get(chain.namespace))",
         f"{CLEARING}::test_a_save_that_waits_for_a_thread_while_its_namespace_is_cleared_stores_nothing",
     ),
     bug(
         "a rank's part is of the version that its thread finds",
         "ours: parts of old and of new weights became one block",
-        "kvstore.client.client",
+        "kvstore.client.save",
         "deadline_s, num_clears)",
-        "deadline_s, self._clears.get(chain.namespace))",
+        "deadline_s, attached.clears.get(chain.namespace))",
         f"{CLEARING}::test_parts_of_one_block_are_of_one_version_or_it_is_not_stored",
     ),
     bug(

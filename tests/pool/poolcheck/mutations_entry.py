@@ -27,7 +27,7 @@ ENTRY: tuple[Mutant, ...] = (
     bug(
         "tensors are looked at before the copy alone",
         "ours: a tensor is replaced between the call and its copy",
-        "kvstore.client.save_load",
+        "kvstore.client.save",
         "                    copier.check_unchanged()\n                answer",
         "                answer",
         f"{REGISTERED}::test_tensors_that_are_replaced_while_a_job_copies_are_refused_too",

@@ -115,7 +115,7 @@ HOLDERS = (
     bug(
         "leak on a fault in a save",
         "LMCache: half-written memory is never given back",
-        "kvstore.client.save_load",
+        "kvstore.client.save",
         (
             "                with contextlib.suppress(KVStoreError):\n"
             "                    yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)\n"

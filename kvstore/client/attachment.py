@@ -1,0 +1,351 @@
+"""What a client has of one life of its store: connections, mapped memory, the jobs that use both, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.blocks.chain import HASH_BYTES, Chain
+from kvstore.blocks.codec import decode_counts, encode
+from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.part import Part
+from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds
+from kvstore.client.connections import StoreConnections
+from kvstore.client.job_threads import JobThreads
+from kvstore.client.results import HandoffRoute, Job
+from kvstore.client.stage_link import StageLink
+from kvstore.client.work import CopyGuard, Work
+from kvstore.config import parse_bytes
+from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
+from kvstore.errors import CopyStuck, InvalidRequest, KVStoreError, NamespaceMismatch, StoreUnavailable
+from kvstore.memory.mapping import ArenaMapping
+from kvstore.memory.presence_view import PresenceView, map_clears
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Attach
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+_LATE_S = 600.0
+#: A copy that has begun is waited for in turns of so long.
+_CALL_OFF_S = 5.0
+#: Of the whole process, which is to be ended: what was collected would be unmapped while a device may still write to
+#: it, and its slots given back.
+_with_stuck_copies: set[Attachment] = set()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Engine:
+    """The cache that an engine registered, and what copies between it and the arena."""
+
+    copier: EngineCopier
+
+    def pages(self, block_ids: object, chain: Chain, num_threads: int = 0) -> EnginePages:
+        """Say where a chain's tokens lie, and have the copies come after what the calling thread's stream has."""
+        pages = engine_pages(block_ids, self.copier.layout, self.copier.cache.shape.block_size, chain.start, len(chain))
+        return ordered(pages, self.copier, num_threads)
+
+
+class Attachment:
+    """A client's hold on one life of its store.
+
+    Every job and every lease refers to it. So it is collected when nothing uses what it has, and gives that back.
+
+    Args:
+        control_path: the node store's socket.
+        space, part: of the client.
+
+    Attributes:
+        store: the connections.
+        clears: how often namespaces were cleared; reads the store's memory.
+        stage: the link to the stage of the cache's GPU; nothing is attached before `StageLink.attach`.
+        threads: those of jobs.
+        engine: None until a cache is registered; see `registered`.
+        is_lost: whether that life of the store has ended.
+        is_stuck: whether copies of a job never ended, so that nothing they may use is given back.
+
+    Raises:
+        StoreNotRunning, IncompatibleStore, ConfigError: see `Client`.
+    """
+
+    def __init__(self, control_path: str, space: Namespace, part: Part) -> None:
+        self.space, self.part = space, part
+        self.is_lost = self.is_unmapped = self.is_stuck = False
+        # Of a kind that one thread may take twice: the handler of a signal may close this.
+        self._lock = threading.RLock()
+        #: Of the life of the store that has ended, and set when its memory is unmapped.
+        self._threads_of_lost: JobThreads | None = None
+        self._unmapped_lost = threading.Event()
+        lose = weakref.WeakMethod(self.lose)
+        self.store = StoreConnections(control_path, lambda: (call := lose()) and call())
+        self.arena = self.store.arena
+        self.mapping = ArenaMapping(self.arena)
+        try:
+            request = Attach(space.digest, space.shape.block_bytes)
+            answer = decode_counts(self.store.call(Op.ATTACH, encode(request)))
+            self.clears = map_clears(control_path, self.store.epoch, timeout_s=self.store.call_timeout_s)
+        except KVStoreError:
+            self.store.close(jobs_are_over=False)
+            self.arena.close()
+            raise
+        self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
+        self.engine: Engine | None = None
+        self.stage = StageLink(self.store.ask)
+        self._presence: PresenceView | None = None
+        with contextlib.suppress(RuntimeError):  # No thread can be started: pages come one by one, when they are used.
+            threading.Thread(target=self.arena.populate, name="raykv-populate", daemon=True).start()
+        self.threads = JobThreads()
+        # Not at the end of the process, which says all, and by which jobs may not be over.
+        weakref.finalize(self, _end_collected, self.store, self.mapping).atexit = False
+
+    def register(self, engine: Engine) -> None:
+        """Copy to and from another cache from now on; jobs under way end as they began."""
+        self.engine = engine
+        self.stage.use_caches(engine.copier.cache)
+
+    def registered(self) -> Engine:
+        """Return the registered cache.
+
+        Raises:
+            InvalidRequest: there is none.
+            StoreUnavailable: there is none any more, for the client was closed.
+            ForkedClient: this is a child of the process that made the client.
+        """
+        self.store.check_process()
+        if self.engine is None:
+            self.store.check_open()
+            raise InvalidRequest("no cache is registered; call register_kv_caches(...) first")
+        return self.engine
+
+    def attach_stage(self, staging: str | int, peers: Sequence[str]) -> HandoffRoute:
+        """Attach another stage in place of the one there was; see `Client.attach_handoff`."""
+        caches = self.registered().copier.cache
+        self.stage.close()
+        self.stage = StageLink(self.store.ask, caches, parse_bytes(staging), tuple(peers))
+        return self.stage.attach()
+
+    def chain(self, hashes: BlockHashes) -> Chain:
+        """Return hashes as a message has them.
+
+        Raises:
+            InvalidRequest: they are no hashes, or too many.
+            NamespaceMismatch: they are of another namespace.
+            ForkedClient: this is a child of the process that made the client.
+        """
+        self.store.check_process()
+        if not isinstance(hashes, BlockHashes):
+            raise InvalidRequest(
+                f"hashes: wanted BlockHashes of space.block_hashes() or space.wrap(), got {type(hashes).__name__}"
+            )
+        if hashes.namespace_digest != self.space.digest:
+            raise NamespaceMismatch(
+                f"wanted hashes of namespace {self.space.digest.hex()[:12]} ({self.space.model!r}), got some of "
+                f"{hashes.namespace_digest.hex()[:12]}; make them with this client's space"
+            )
+        if len(hashes.data) > MAX_CHAIN_BYTES:
+            raise InvalidRequest(
+                f"hashes: wanted at most {MAX_CHAIN_BYTES // HASH_BYTES} in one call, got {len(hashes)}; "
+                "pass them in shorter runs"
+            )
+        return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+
+    def transfer_s(self, timeout_s: float | None) -> float:
+        """Return the time of a transfer: the configured one when none is given."""
+        return self.store.config.transfer_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+
+    def map_presence(self) -> None:
+        """Map what `is_absent` reads; may be called again.
+
+        Raises:
+            StoreUnavailable: the node store is gone, or was restarted, or the client was closed.
+        """
+        self.store.check_open()
+        if self._presence is None:
+            self._presence = PresenceView(self.store.path, self.store.epoch, timeout_s=self.store.call_timeout_s)
+
+    def is_absent(self, chain: Chain, *, remote: bool) -> bool:
+        """Whether nothing of a chain is stored, as far as mapped memory says that; see `Client.is_surely_absent`."""
+        presence = self._presence
+        if presence is None or not self.is_open() or chain.start or not len(chain):
+            return False
+        return presence.is_absent(chain.data[:HASH_BYTES], remote=remote)
+
+    def is_open(self) -> bool:
+        """Whether the client is open, and that life of the store goes on."""
+        return not (self.is_lost or self.store.has_ended)
+
+    def block_in(self, slot: int) -> memoryview:
+        """Return the bytes of the block in a slot, read-only.
+
+        Raises:
+            StoreUnavailable: the client was closed, or that life of the store has ended.
+        """
+        self.store.check_open()
+        if self.is_lost:
+            raise StoreUnavailable("the node store of this lease is gone; make a new client and take a new lease")
+        start = slot * self.slot_bytes
+        return self.arena.memory[start : start + self.space.shape.block_bytes].toreadonly()
+
+    # Jobs.
+
+    def submit(
+        self, work: Work[Any], what: str, guard: CopyGuard, start: Callable[[Work[Any]], None] | None = None
+    ) -> Job[Any]:
+        """Have a job done.
+
+        Whatever is raised, nothing of the job touches the engine's blocks any more, and it gives back what it holds.
+
+        Args:
+            work: of the job; its steps refer to this attachment.
+            what: the job, for messages.
+            guard: stands before its copies.
+            start: says by which threads, where those that copy are not meant.
+        """
+        threads, order = self.threads, guard.order
+
+        def abandon(timeout_s: float) -> bool:
+            is_given_up = guard.abandon(timeout_s)
+            threads.wake(work)
+            return is_given_up
+
+        try:
+            # Before it is started: an interrupt from then on has to end it.
+            wait_on = order.wait_on if order is not None else None
+            job: Job[Any] = Job(work.future, what, abandon, wait_on, work, threads.call)
+            if order is not None:
+                work.future.add_done_callback(lambda _: order.end())
+            self.store.check_open()
+            (start or threads.start)(work)
+            return job
+        except BaseException:
+            self.call_off(work, guard, threads)
+            raise
+
+    def call_off(self, work: Work[Any], guard: CopyGuard, threads: JobThreads | None = None) -> None:
+        """Let nothing of work touch the engine's blocks any more, however far its start came, and have it end.
+
+        It may have ended already. What it holds it gives back by itself: that is not done here, for it may use it.
+        """
+        threads = self.threads if threads is None else threads
+        work.is_called_off = True
+        work.future.cancel()
+        is_given_up = guard.abandon(0.0)
+        threads.wake(work)
+        threads.settle(work)
+        while not is_given_up and not work.future.done():  # A copy has to end before the caller goes on.
+            is_given_up = guard.abandon(_CALL_OFF_S)
+
+    @contextlib.contextmanager
+    def noting_stuck(self) -> Iterator[None]:
+        """Keep everything for as long as the process lives if copies are stuck in the body."""
+        try:
+            yield
+        except CopyStuck:
+            self.is_stuck = True
+            _with_stuck_copies.add(self)
+            raise
+
+    # The end.
+
+    def lose(self) -> None:
+        """That life of the store has ended: unmap its memory, or the next life may find no room beside it."""
+
+        def unmap(threads: JobThreads) -> None:
+            with contextlib.ExitStack() as steps:
+                # From the last to the first; each is done whatever the others raise.
+                steps.callback(self._unmapped_lost.set)
+                steps.callback(self.unmap, copies_are_over=True)
+                steps.callback(self.stage.close)
+                steps.callback(threads.shutdown)  # Those that run fail; the ones after them never reach the memory.
+                steps.callback(self.clears.leave)
+                if self._presence is not None:
+                    steps.callback(self._presence.close)
+
+        with self._lock:
+            if self.is_lost:
+                return
+            self.is_lost = True
+            threads, self.threads = self.threads, JobThreads()
+            self._threads_of_lost = threads
+        # Not under the lock, which the thread takes.
+        try:
+            threading.Thread(target=unmap, args=(threads,), name="raykv-unmap", daemon=True).start()
+        except RuntimeError:  # No thread can be started: `close` unmaps it.
+            self._unmapped_lost.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for running jobs, give everything back and unmap the arena; see `Client.close`."""
+        timeout_s = min(check_seconds("timeout_s", timeout_s, math.inf), threading.TIMEOUT_MAX)
+        if self.store.is_inherited():
+            self.store.close(jobs_are_over=False)
+            if self._presence is not None:
+                self._presence.close()
+            return
+        self.store.end()
+        if self.store.was_closed:
+            return
+        # Each step may be done again, by a call after one that was interrupted.
+        ended, deadline_s = threading.Event(), clock.now_s() + timeout_s
+        try:
+            threading.Thread(target=self.end_jobs, args=(ended,), name="raykv-ending", daemon=True).start()
+        except RuntimeError:  # No thread can be started, as when Python ends.
+            self.end_jobs(ended, timeout_s)
+        ended.wait(max(0.0, deadline_s - clock.now_s()))
+        for threads in (self.threads, self._threads_of_lost):
+            if threads is not None:
+                threads.await_callbacks(max(0.0, deadline_s - clock.now_s()))
+        if self._presence is not None:
+            self._presence.close()
+        self.stage.close()
+        self.clears.leave()
+        if not (have_ended := ended.is_set()):
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._unmap_late, args=(ended,), name="raykv-unmap", daemon=True).start()
+        self.unmap(copies_are_over=have_ended)
+        self.store.close(jobs_are_over=have_ended and not self.is_stuck)  # Last: from then on nothing is done again.
+
+    def end_jobs(self, ended: threading.Event, timeout_s: float | None = None) -> None:
+        """Take no job any more, and set `ended` when none runs and the memory of a lost store is unmapped."""
+        if not self.threads.shutdown(timeout_s):
+            return
+        if (lost := self._threads_of_lost) is not None:
+            if not lost.shutdown(timeout_s):
+                return
+            self._unmapped_lost.wait(_CALL_OFF_S if timeout_s is None else timeout_s)
+        ended.set()
+
+    def unmap(self, *, copies_are_over: bool) -> None:
+        """Unmap the arena, once; what copies may still use stays."""
+        with self._lock:
+            if self.is_unmapped:
+                return
+            self.is_unmapped = True
+            engine, self.engine = self.engine, self.engine if self.is_lost else None
+        copies_are_over = copies_are_over and not self.is_stuck
+        if engine is not None and copies_are_over:
+            engine.copier.close()
+        self.mapping.close(copies_are_over=copies_are_over)
+
+    def _unmap_late(self, ended: threading.Event) -> None:
+        """Unmap and give back what jobs still copied from or to when the client was closed before they were over."""
+        while not ended.wait(_LATE_S):
+            logger.warning("jobs of a closed client still run; what they hold is given back when they end")
+        if not self.is_stuck:
+            self.mapping.close(copies_are_over=True)
+            self.store.say_goodbye()
+
+
+def _end_collected(store: StoreConnections, mapping: ArenaMapping) -> None:
+    """Give back what a client held that nobody has any more: no job of it runs, or its thread would have it."""
+    if store.was_closed:
+        return
+    store.end()
+    store.close(jobs_are_over=True, waits=False)  # A collection may come anywhere.
+    if not store.is_inherited():
+        mapping.close(copies_are_over=True)

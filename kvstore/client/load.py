@@ -1,0 +1,305 @@
+"""What a load does, step by step: it asks once, and copies out what comes while the rest is on its way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import encode
+from kvstore.blocks.hashing import BlockHashes
+from kvstore.bounds import MAX_COPY_THREADS, check_count
+from kvstore.client.attachment import Attachment
+from kvstore.client.results import BlockFailure, Job, LoadResult, MissReason
+from kvstore.client.work import CopyGuard, Steps, Work, next_piece
+from kvstore.config import StoreConfig
+from kvstore.engine.copier import EngineCopier, EnginePages
+from kvstore.engine.side_tensors import check_skip
+from kvstore.errors import (
+    CopyStuck,
+    JobAbandoned,
+    KVStoreError,
+    RegistrationFailed,
+    StoreDraining,
+    StoreUnavailable,
+    TransferError,
+)
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.exchange import Exchange
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import STAGE_BIT, AskLoad, LoadReport, decode_progress
+from kvstore.runtime import clock
+
+_COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
+#: Between stages the pieces of an answer follow each other faster than that.
+_AWAKE_S = 1e-3
+#: Of a job that was never begun.
+TIMED_OUT_IN_QUEUE = "timeout: its time ended before a thread of this client was free for it"
+
+
+def begin_load(
+    attached: Attachment,
+    hashes: BlockHashes,
+    block_ids: object,
+    skip_tokens: int,
+    timeout_s: float | None,
+    on_queued: Callable[[], None] | None,
+    num_copy_threads: int,
+) -> Job[LoadResult]:
+    """Begin `Client.load`, which says what the arguments are."""
+    engine, chain = attached.registered(), attached.chain(hashes)
+    limit_s = attached.transfer_s(timeout_s)
+    check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
+    pages = engine.pages(block_ids, chain, num_copy_threads)
+    engine.copier.check_unchanged()
+    check_skip(attached.space.shape, skip_tokens, len(chain))
+    chain.check_unique()
+    return _begin(
+        attached, engine.copier, chain, pages, skip_tokens, limit_s, f"load of {len(chain)} blocks", on_queued
+    )
+
+
+def begin_prefetch(attached: Attachment, hashes: BlockHashes, timeout_s: float | None) -> Job[LoadResult]:
+    """Begin `Client.prefetch`, a load without an engine."""
+    chain = attached.chain(hashes)
+    chain.check_unique()
+    return _begin(attached, None, chain, None, 0, attached.transfer_s(timeout_s), f"prefetch of {len(chain)} blocks")
+
+
+def _begin(
+    attached: Attachment,
+    copier: EngineCopier | None,
+    chain: Chain,
+    pages: EnginePages | None,
+    skip_tokens: int,
+    timeout_s: float,
+    what: str,
+    on_queued: Callable[[], None] | None = None,
+) -> Job[LoadResult]:
+    guard = CopyGuard(pages.order if pages is not None else None)
+    num_skipped, config = skip_tokens // attached.space.shape.block_size, attached.store.config
+    deadline_s = clock.now_s() + timeout_s
+
+    def run() -> Steps[LoadResult]:
+        if num_skipped >= len(chain):
+            return LoadResult(num_blocks=len(chain))
+        if (left_s := deadline_s - clock.now_s()) <= 0:
+            return _failed(num_skipped, pages, len(chain), TIMED_OUT_IN_QUEUE)
+        try:
+            with attached.store.for_jobs.taken() as connection, attached.noting_stuck():
+                loading = run_load(connection, copier, chain, pages, skip_tokens, guard, config, left_s, on_queued)
+                return (yield from loading)
+        except (StoreUnavailable, TransferError) as error:
+            return _failed(num_skipped, pages, len(chain), f"store_lost: {error}")
+
+    return attached.submit(Work(run), what, guard)
+
+
+def run_load(
+    connection: ControlClient,
+    copier: EngineCopier | None,
+    chain: Chain,
+    pages: EnginePages | None,
+    skip_tokens: int,
+    guard: CopyGuard,
+    config: StoreConfig,
+    timeout_s: float,
+    on_queued: Callable[[], None] | None = None,
+) -> Steps[LoadResult]:
+    """Ask once, copy out what becomes readable while the rest is still on its way, give the lease back.
+
+    Args:
+        connection: of this job alone.
+        copier: the engine's cache; None only brings the blocks into this node's memory.
+        chain: the blocks wanted.
+        pages: where their tokens lie in the engine; None without a copier.
+        skip_tokens: tokens at the front that must not be written; blocks that lie in them are not asked for.
+        guard: stands before each copy.
+        config: of the store.
+        timeout_s: for fetching.
+        on_queued: called when all blocks are leased and their copies queued; see `Client.load`.
+    """
+    first = skip_tokens // pages.stored_block_size if pages is not None else 0
+    ttl_s = config.lease_ttl_s
+    valid_until_s = clock.now_s() + ttl_s - config.lease_margin_s
+    answer = Answer(reason="store_lost: the node store ended the load early")
+
+    def queued() -> None:
+        is_whole = first + answer.num_ready == len(chain) and not answer.reason
+        if on_queued is not None and is_whole and clock.now_s() < valid_until_s:
+            if copier is not None:
+                copier.check_unchanged()
+            on_queued()
+
+    def steps() -> Steps[None]:
+        question = encode(AskLoad(chain.tail(first), ttl_s, timeout_s))
+        pieces = connection.call_stream(Op.LOAD, question, timeout_s=timeout_s + config.call_timeout_s)
+        yield from answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
+        with contextlib.suppress(StoreUnavailable, TransferError):  # The bytes are in place, whatever became of it.
+            connection.send(Op.RELEASE, encode(answer.number))
+
+    failure = yield from failing_closed(connection, steps(), lambda: (Op.RELEASE, encode(answer.number)))
+    if failure:
+        answer.num_ready, answer.report = 0, LoadReport(reason=failure)
+    if clock.now_s() > valid_until_s:
+        # The store may have reused slots while they were copied out: nothing of it counts.
+        answer.num_ready, answer.report.reason = 0, "lease_expired"
+    usable = first + answer.num_ready
+    return LoadResult(num_blocks=usable, failed=failures(usable, pages, len(chain), answer.reason), **answer.counts())
+
+
+def failing_closed(
+    connection: ControlClient, steps: Steps[None], give_back: Callable[[], tuple[Op, bytes]]
+) -> Steps[str]:
+    """Do the steps of a job that copies out; return why nothing of it counts, or nothing when they went well.
+
+    What was copied before a failure may be incomplete, so none of it counts.
+
+    Args:
+        connection: of this job alone.
+        steps: ask, and copy.
+        give_back: returns what tells the store that nothing more is copied.
+    """
+    try:
+        yield from steps
+    except RegistrationFailed as error:
+        # Nothing is wrong with the store, but nothing of it can be copied now.
+        with contextlib.suppress(KVStoreError):
+            connection.send(*give_back())
+        return f"not_pinned: {error}"
+    except CopyStuck:
+        raise  # No result says that blocks are the engine's again.
+    except StoreDraining as error:
+        return f"draining: {error}"
+    except (StoreUnavailable, TransferError) as error:
+        return f"store_lost: {error}"
+    except JobAbandoned as error:
+        # The rest of the answer is not waited for: the connection goes, and with it what the store gave over it.
+        connection.close()
+        return f"abandoned: {error}"
+    except KVStoreError:
+        with contextlib.suppress(KVStoreError):
+            connection.send(*give_back())
+        raise
+    except BaseException:
+        connection.close()  # An interrupt, or an error of the caller's: the store takes back what it gave over it.
+        raise
+    return ""
+
+
+class Answer:
+    """What the store said so far in its streamed answer to a load or a fetch.
+
+    Args:
+        reason: why nothing came, as long as no report did.
+    """
+
+    def __init__(self, reason: str) -> None:
+        #: The lease or fetch that the store began, 0 until it said so.
+        self.number = 0
+        #: Blocks that are in place, from the first that was asked for.
+        self.num_ready = 0
+        self.report = LoadReport(reason=reason)
+
+    @property
+    def reason(self) -> str:
+        """Why not everything came; empty when it did."""
+        return self.report.reason
+
+    def copy_out(
+        self,
+        pieces: Exchange,
+        guard: CopyGuard,
+        copier: EngineCopier | None,
+        pages: EnginePages | None,
+        first: int = 0,
+        skip_tokens: int = 0,
+        stage_copier: EngineCopier | None = None,
+        queued: Callable[[], None] = lambda: None,
+    ) -> Steps[None]:
+        """Copy each piece out of its slots while the next is on its way; returns when all is in place.
+
+        Args:
+            pieces: the answer; closed here, because it holds the connection.
+            guard: stands before each copy.
+            copier: the engine's cache; None copies nothing.
+            pages: where the tokens lie in the engine.
+            first: the stored block of the job that the answer counts from.
+            skip_tokens: tokens at the front of the job that must not be written.
+            stage_copier: the engine's cache and the stage of its GPU, for slots that are there.
+            queued: called at the end of the answer, when all copies are queued and before they are waited for.
+
+        Raises:
+            LayoutMismatch: the engine's tensors were replaced meanwhile.
+        """
+        with contextlib.closing(pieces), _Finishing(copier, stage_copier, pages):
+            while not pieces.is_finished:
+                _, payload = yield from next_piece(pieces, guard.check)
+                progress = decode_progress(payload)
+                self.number = progress.lease_id
+                slots = progress.slots
+                if count := len(slots):
+                    chosen = stage_copier if self.number & STAGE_BIT else copier
+                    if chosen is not None and pages is not None:
+                        at = first + progress.first
+                        indexes = np.arange(at, at + count, dtype=np.int64)
+                        with guard.copying:
+                            guard.check()
+                            chosen.out_of_slots(pages, indexes, slots.astype(np.int64), skip_tokens)
+                        if chosen is stage_copier:
+                            pieces.awake_s = _AWAKE_S
+                    self.num_ready = progress.first + count
+                if progress.report is not None:
+                    self.report = progress.report
+            if pages is not None and pages.order is not None:
+                pages.order.end()
+            queued()
+        if copier is not None:
+            copier.check_unchanged()
+
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of a result that tell what it cost."""
+        counts = {name: getattr(self.report, name) for name in _COUNTS}
+        return {**counts, "peers": tuple(self.report.peers), "read_s": self.report.read_s}
+
+
+class _Finishing:
+    """Calls `finish` however the body ends, so that a device is through with it before slots or blocks are let go."""
+
+    def __init__(
+        self, copier: EngineCopier | None, stage_copier: EngineCopier | None, pages: EnginePages | None
+    ) -> None:
+        self._copier, self._stage_copier, self._pages = copier, stage_copier, pages
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._pages is None:
+            return
+        try:
+            if self._stage_copier is not None:
+                self._stage_copier.finish(self._pages)
+        finally:
+            if self._copier is not None:
+                self._copier.finish(self._pages)
+
+
+def _failed(usable: int, pages: EnginePages | None, total: int, reason: str) -> LoadResult:
+    return LoadResult(num_blocks=usable, failed=failures(usable, pages, total, reason))
+
+
+def failures(usable: int, pages: EnginePages | None, total: int, reason: str) -> tuple[BlockFailure, ...]:
+    """Return the failures of blocks [usable, total), all for one reason."""
+    if usable >= total:
+        return ()
+    names = {kind.value for kind in MissReason}
+    word = reason.split(":", 1)[0]
+    kind = MissReason(word) if word in names else MissReason.OTHER if reason else MissReason.NOT_FOUND
+    return tuple(
+        BlockFailure(index=i, block_ids=pages.of_block(i) if pages else (), reason=kind, detail=reason)
+        for i in range(usable, total)
+    )

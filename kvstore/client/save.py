@@ -1,0 +1,128 @@
+"""What a save does, step by step: it claims slots, copies and publishes, and waits for blocks that others write."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import numpy as np
+
+from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import decode_count, encode
+from kvstore.blocks.hashing import BlockHashes
+from kvstore.blocks.part import Part
+from kvstore.client.attachment import Attachment
+from kvstore.client.results import Job, SaveResult
+from kvstore.client.work import Awaited, CopyGuard, Steps, Work, asking
+from kvstore.engine.copier import EngineCopier, EnginePages
+from kvstore.errors import CopyStuck, KVStoreError
+from kvstore.rpc.client import ControlClient
+from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Ask, Prepare, WriteEnd, decode_ticket
+from kvstore.runtime import clock
+
+logger = logging.getLogger(__name__)
+
+#: Before a save looks again for blocks that others did not write after all.
+_PAUSE_S = 0.02
+
+
+def begin_save(attached: Attachment, hashes: BlockHashes, block_ids: object) -> Job[SaveResult]:
+    """Begin `Client.save`, which says what the arguments are."""
+    engine, chain = attached.registered(), attached.chain(hashes)
+    copier, store, part = engine.copier, attached.store, attached.part
+    num_clears = attached.clears.get(chain.namespace)  # Of now: a clearing may come before a thread does.
+    chain.check_unique()
+    pages = engine.pages(block_ids, chain)
+    copier.check_unchanged()
+    guard, limit_s = CopyGuard(pages.order), store.call_timeout_s
+    deadline_s = clock.now_s() + store.config.transfer_timeout_s
+
+    def run() -> Steps[SaveResult]:
+        with store.for_jobs.taken() as connection, attached.noting_stuck():
+            saving = run_save(connection, copier, chain, pages, part, guard, limit_s, deadline_s, num_clears)
+            return (yield from saving)
+
+    return attached.submit(Work(run), f"save of {len(chain)} blocks", guard)
+
+
+def run_save(
+    connection: ControlClient,
+    copier: EngineCopier,
+    chain: Chain,
+    pages: EnginePages,
+    part: Part,
+    guard: CopyGuard,
+    call_timeout_s: float,
+    deadline_s: float,
+    num_clears: int,
+) -> Steps[SaveResult]:
+    """Claim slots, copy, publish; wait for blocks that others are writing, and write them if those give up.
+
+    A rank of several copies its part and waits for the others' parts; a block that they gave up is not tried again.
+
+    Args:
+        connection: of this job alone.
+        copier: the engine's cache.
+        chain: the blocks to store.
+        pages: where their tokens lie in the engine.
+        part: the part of each block that the engine holds.
+        guard: stands before each copy.
+        call_timeout_s: for each call.
+        deadline_s: until when others are waited for, of kvstore.runtime.clock.
+        num_clears: of the namespace, from when the save was asked for.
+
+    Raises:
+        ChainBroken: the chain's parent is not stored; nothing changed.
+        JobAbandoned: given up; what had been copied completely may be findable.
+        KernelError: the copies failed; nothing of them is stored.
+        LayoutMismatch: the engine's tensors were replaced meanwhile; likewise.
+        KVStoreError: the store failed.
+    """
+    # Written in an earlier round. What is evicted while others are waited for is written again, and counts once.
+    earlier: set[int] = set()
+    request = encode(Prepare(chain, part.num_parts, part.index, num_clears))
+    while True:
+        answer = yield from asking(connection, Op.PREPARE_STORE, request, timeout_s=call_timeout_s)
+        ticket = decode_ticket(answer)
+        indexes, slots = ticket.arrays()
+        num_published, num_blocks = 0, len(chain) - ticket.num_refused
+        if ticket.num_clears != num_clears:
+            logger.info(
+                "a save of %d blocks is dropped: their namespace was cleared since it was asked for", len(chain)
+            )
+            return SaveResult(num_blocks=0, num_written=0, num_refused=0)
+        if ticket.write_id:
+            end = encode(WriteEnd.of(ticket))
+            try:
+                with guard.copying:
+                    guard.check()
+                    copier.into_slots(pages, indexes.astype(np.int64), slots.astype(np.int64))
+                    copier.check_unchanged()
+                answer = yield from asking(connection, Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
+                num_published = decode_count(answer)
+            except (CopyStuck, GeneratorExit):
+                raise  # Its slots may still be written: they stay taken until this process ends.
+            except BaseException:
+                # A write that was published after all, with its answer lost, is not touched by this.
+                with contextlib.suppress(KVStoreError):
+                    yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)
+                raise
+        lost = num_published < len(indexes)
+        written = (indexes if part.num_parts > 1 else indexes[:num_published]).tolist()
+        if lost or ticket.num_awaited:
+            left_s = max(0.0, deadline_s - clock.now_s())
+            question = encode(Ask(chain.head(num_blocks), left_s))
+            answer = yield from asking(connection, Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
+            num_stored = decode_count(answer)
+            if num_stored < num_blocks and not lost and clock.now_s() < deadline_s:
+                earlier.update(written)
+                # A pause: where too many saves wait, the store answers at once.
+                yield Awaited(connection.fileno(), min(deadline_s, clock.now_s() + _PAUSE_S))
+                continue
+            num_blocks = num_stored
+        num_written = len(written)
+        if earlier or part.num_parts > 1:
+            end_index = num_blocks if part.num_parts > 1 else len(chain) - ticket.num_refused
+            num_written = sum(index < end_index for index in earlier.union(written))
+        return SaveResult(num_blocks=num_blocks, num_written=num_written, num_refused=ticket.num_refused)
