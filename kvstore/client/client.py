@@ -19,16 +19,7 @@ from kvstore.bounds import check_seconds
 from kvstore.client import fetch, lease, load, publish, save
 from kvstore.client.attachment import Attachment, Engine
 from kvstore.client.lease import Lease
-from kvstore.client.results import (
-    FetchResult,
-    HandoffRoute,
-    Job,
-    LoadResult,
-    Match,
-    Pinned,
-    Publication,
-    SaveResult,
-)
+from kvstore.client.results import FetchResult, HandoffRoute, Job, LoadResult, Match, Pinned, Publication, SaveResult
 from kvstore.engine.cuda_copier import CopyPath
 from kvstore.engine.detect import detect_layout
 from kvstore.engine.layout import EngineLayout

@@ -11,16 +11,7 @@ from kvstore.blocks.codec import decode_object, encode_object
 from kvstore.errors import ConfigError, KVStoreError, PeerLost, StoreNotRunning, StoreUnavailable
 from kvstore.rpc.channel import prepare_remote
 from kvstore.rpc.client import ControlClient
-from kvstore.rpc.framing import (
-    RECEIVE_BYTES,
-    SOCKET_BUFFER_BYTES,
-    Decoder,
-    Flag,
-    Message,
-    Op,
-    packets_of,
-    unpack_error,
-)
+from kvstore.rpc.framing import RECEIVE_BYTES, SOCKET_BUFFER_BYTES, Decoder, Flag, Message, Op, packets_of, unpack_error
 
 
 def connect_local(
