@@ -209,7 +209,13 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
     said = recorder.said
     say(f"recorded {sum(map(len, said.values()))} frames of {len(said)} senders")
     store, alone, misled = cluster.nodes["a"], cluster.nodes["no mover"], cluster.nodes["misled"]
-    peer = {"role": "peer", "token": store.state.token, "node": "x", "epoch": b"epoch--1".hex(), "owner": b"owner--1".hex()}
+    peer = {
+        "role": "peer",
+        "token": store.state.token,
+        "node": "x",
+        "epoch": b"epoch--1".hex(),
+        "owner": b"owner--1".hex(),
+    }
     directory = cluster.directory.address()
     link = peer | {"role": "store", "token": directory.token}
     doors = {

@@ -88,7 +88,7 @@ def test_parts_of_one_block_are_of_one_version_or_it_is_not_stored(cluster, core
         assert late.result(10).num_blocks == 0
     assert reader.load(hashes, range(3)).num_blocks == 0
     # The other rank's part of the new weights makes them whole.
-    for layer in second._attached.engine.caches.caches:
+    for layer in second._attached.engine.copier.cache.caches:
         layer.fill_(2.0)
     assert second.save(hashes, [0, 1, 2]).result(10).num_blocks == 3
     assert new.result(10).num_blocks == 3
@@ -143,7 +143,10 @@ def test_namespaces_of_a_group_are_cleared_together_and_no_number_of_clearings_i
 
 def test_a_ray_caller_may_name_the_count_from_before_it_computed(cluster, core):
     worker, hashes = cluster.worker("a"), cluster.hashes(3)
-    chain, before = worker.client._attached.chain(hashes), core.state.pool_service.current.num_clears(cluster.space.digest)
+    chain, before = (
+        worker.client._attached.chain(hashes),
+        core.state.pool_service.current.num_clears(cluster.space.digest),
+    )
     core.state.pool_service.clear(cluster.space.digest)
     ticket = core.state.pool_service.prepare_store(chain, "ray:x", ttl_s=5.0, num_clears=before)
     assert (ticket.write_id, len(ticket.slots), ticket.num_clears) == (0, 0, before + 1)

@@ -51,7 +51,9 @@ class LateCopier(HostCopier):
 
     def __init__(self, client, caches):
         client.register_kv_caches(caches)
-        super().__init__(client._attached.engine.copier.cache, client._attached.arena, client.slot_bytes, client.num_slots)
+        super().__init__(
+            client._attached.engine.copier.cache, client._attached.arena, client.slot_bytes, client.num_slots
+        )
         self.late, self.go, self.at_finish, self.fails = [], threading.Event(), lambda: None, None
         client._attached.engine = dataclasses.replace(client._attached.engine, copier=self)
 

@@ -148,7 +148,7 @@ def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_re
     _, other = pair
     made = []
     found = encode(StageFound(3, 1, "01", b"", b"", 0, 0, 512, 8, 1))
-    link = StageLink(lambda *_: found, other.client._attached.engine.caches, 1 << 20, ())
+    link = StageLink(lambda *_: found, other.client._attached.engine.copier.cache, 1 << 20, ())
 
     def make(caches: RegisteredCache, _):
         caches.registered.check()
@@ -165,12 +165,12 @@ def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_re
         other.client.register_kv_caches(other.caches)
         stage = link.take()
         assert stage is not None
-        assert made == [other.client._attached.engine.caches]
+        assert made == [other.client._attached.engine.copier.cache]
         link.leave(stage)
         other.client.register_kv_caches([cache.clone() for cache in other.caches])
         assert made[1:] == ["closed"]
         assert link.take() is not stage
-        assert made[2:] == [other.client._attached.engine.caches]
+        assert made[2:] == [other.client._attached.engine.copier.cache]
     other.client._attached.stage = StageLink(other.client._store.ask)
 
 
