@@ -10,9 +10,8 @@ import select
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from kvstore.engine.copier import CopyOrder
 from kvstore.errors import JobAbandoned, TransferTimeout
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.exchange import Exchange
@@ -20,6 +19,9 @@ from kvstore.rpc.framing import Op
 from kvstore.runtime import clock
 from kvstore.runtime.job_future import JobFuture
 from kvstore.runtime.parking import LONGEST_SLEEP_S
+
+if TYPE_CHECKING:
+    from kvstore.engine.copier import CopyOrder  # With it comes torch, which results need not wait for.
 
 logger = logging.getLogger(__name__)
 

@@ -8,17 +8,15 @@ hash, and `EnginePages` says where in the engine each of its tokens lies.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvstore.engine.layout import EngineLayout
+from kvstore.engine.registered import RegisteredCache
 from kvstore.errors import InvalidRequest
 from kvstore.kernels.merging import I64
 from kvstore.kernels.spans import Paging, Spans, block_spans, position_spans
-
-if TYPE_CHECKING:  # It loads torch, which a client without a cache needs not.
-    from kvstore.engine.registered import RegisteredCache
 
 
 class CopyOrder(Protocol):
