@@ -7,19 +7,21 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.grants import Grant
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import check_ttl, clip
-from kvstore.client.attachment import Attachment
 from kvstore.client.results import Pinned
 from kvstore.errors import InvalidRequest, KVStoreError, LeaseExpired, LeaseReleased
 from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import Ask, AskPin, Renew, decode_grant
 from kvstore.runtime import clock
 from kvstore.runtime.forks import check_process, this_process
+
+if TYPE_CHECKING:
+    from kvstore.client.attachment import Attachment  # With it comes torch.
 
 T = TypeVar("T")
 
