@@ -66,6 +66,8 @@ def _strict(decode: Callable[[Any], _T], name: str) -> Callable[[bytes | memoryv
 
 decode_bytes = decoder(bytes)
 decode_text = decoder(str)
+#: Of a lease, or a READ: a truth value is none.
+decode_id: Callable[[bytes], int] = decoder(U64)
 #: A count, or whether something was so.
 decode_count: Callable[[bytes], int] = decoder(U64 | bool)  # type: ignore[arg-type]
 decode_indexes: Callable[[bytes], IndexArray] = decoder(IndexArray)

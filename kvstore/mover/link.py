@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kvstore.blocks.codec import Record, decode_bytes, decode_count, decode_counts, encode
+from kvstore.blocks.codec import Record, decode_bytes, decode_counts, decode_id, encode
 from kvstore.blocks.indexes import IndexArray
 from kvstore.errors import KVStoreError, PeerLost, ProtocolError, TransferTimeout
 from kvstore.mover.messages import (
@@ -161,7 +161,7 @@ class MoverLink:
         elif op is Op.MOVER_DONE:
             self._done(decode_mover_done(payload))
         elif op is Op.MOVER_TERMINAL:
-            self._ended({decode_count(payload)})
+            self._ended({decode_id(payload)})
         elif op is Op.MOVER_NOTIFICATIONS:
             notified(decode_bytes(payload))
         elif op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
@@ -195,9 +195,20 @@ class MoverLink:
         error = unpack_error(done.error) if done.error else None
         with self._reads_lock:
             on_done, num_blocks = self._reads.get(done.read_id, (None, done.num_blocks))
-            if done.num_blocks > num_blocks or (error is None and done.num_blocks == 0):
+            if on_done is None:
+                is_right = True  # Of a READ that nobody waits for any more.
+            elif error is not None:
+                # It is the last that is said of it: else nothing would wait for its end, or ask for it.
+                is_right = done.last and done.num_blocks <= num_blocks
+            elif done.last:
+                is_right = done.terminal and done.num_blocks == num_blocks
+            else:
+                is_right = 0 < done.num_blocks <= num_blocks
+            if not is_right:
                 raise ProtocolError(
-                    f"READ {done.read_id}: wanted 1 to {num_blocks} blocks in place, got {done.num_blocks}"
+                    f"READ {done.read_id}: wanted a report on 1 to {num_blocks} blocks in place, on all of them when it is "
+                    f"the last, got one on {done.num_blocks}, last: {done.last}, terminal: {done.terminal}, "
+                    f"failed: {error is not None}"
                 )
             if done.last and on_done is not None:
                 del self._reads[done.read_id]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.blocks.codec import decode_count, encode
+from kvstore.blocks.codec import decode_id, encode
 from kvstore.blocks.grants import Grant
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import clip
@@ -127,7 +127,7 @@ class PeerControl:
         return encode(PeerTransport(own.generation, own.agent, own.address, self._service.slot_bytes, num_slots))
 
     def _release_lease(self, connection: Connection, message: Message) -> bytes:
-        self._release(decode_count(message.payload), connection.owner)
+        self._release(decode_id(message.payload), connection.owner)
         return b""
 
     def _release(self, lease_id: int, owner: str) -> None:

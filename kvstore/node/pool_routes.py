@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvstore.blocks.chain import decode_chain
-from kvstore.blocks.codec import decode_count, encode
+from kvstore.blocks.codec import decode_id, encode
 from kvstore.blocks.grants import Grant, PinKind
 from kvstore.bounds import check_seconds
 from kvstore.errors import ConfigError
@@ -70,7 +70,7 @@ class PoolRoutes:
         self._service.current.release_pins(connection.owner)
 
     def _release(self, connection: Connection, message: Message) -> bytes:
-        return encode(self._service.release(decode_count(message.payload), connection.owner))
+        return encode(self._service.release(decode_id(message.payload), connection.owner))
 
     def _renew(self, connection: Connection, message: Message) -> bytes:
         asked = decode_renew(message.payload)

@@ -238,7 +238,7 @@ class PeerRead:
 
     def _on_blocks(self, segment: _Segment, done: MoverDone) -> None:
         """Publish a chunk that counts, pin it for the client and tell it; on the control thread."""
-        count = None if done.last else done.num_blocks
+        count = done.num_blocks  # Of the last chunk all: the link to the mover has seen to it.
         num_published = self._pool.complete_store(segment.write_id, self._owner, count=count)
         self._num_published += num_published
         self._arrivals.add(done, num_published)

@@ -10,12 +10,12 @@ import pytest
 
 from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, PeerLost
 from kvstore.mover.messages import MoverDone
 from kvstore.mover.transport import ReadState
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.connection import Connection
-from kvstore.rpc.framing import Op
+from kvstore.rpc.framing import Op, pack_error
 from poolcheck.wire_faults import Spoil, WireFaults
 
 NUM_BLOCKS, NUM_SLOTS = 6, 16
@@ -196,14 +196,31 @@ def test_a_report_on_a_read_of_the_mover_before_counts_for_nothing(held, wait_un
     [
         (Op.MOVER_DONE, lambda read_id: done(read_id, NUM_BLOCKS + 1)),
         (Op.MOVER_DONE, lambda read_id: done(read_id, 0, last=False)),
+        (Op.MOVER_DONE, lambda read_id: done(read_id, 1)),
+        (Op.MOVER_DONE, lambda read_id: done(read_id, NUM_BLOCKS, terminal=False)),
+        (Op.MOVER_DONE, lambda read_id: done(read_id, 1, last=False, terminal=False, error=pack_error(PeerLost("x")))),
         (Op.MOVER_DONE, lambda read_id: done(read_id, 1)[:-1]),
         (Op.MOVER_DONE, lambda read_id: done(read_id, 1, error=b"no error in JSON")),
         (Op.MOVER_TERMINAL, lambda read_id: b""),
+        (Op.MOVER_TERMINAL, lambda read_id: encode(True)),
         (Op.MOVER_NOTIFICATIONS, lambda read_id: encode(b"half of one")),
         (Op.MOVER_STATS, lambda read_id: encode([1])),
         (Op.MOVER_READ, lambda read_id: b""),
     ],
-    ids=["too many", "none", "cut", "error", "terminal", "notification", "stats", "question"],
+    ids=[
+        "too many",
+        "none",
+        "few",
+        "not terminal",
+        "error and more",
+        "cut",
+        "error",
+        "terminal",
+        "a truth value",
+        "notification",
+        "stats",
+        "question",
+    ],
 )
 def test_a_mover_that_says_what_cannot_be_is_replaced_and_nothing_is_published(held, wait_until, op, word):
     held.nodes.cluster.movers["b"].mover._send(op, word(held.read_id))
