@@ -260,7 +260,8 @@ class RemoteFetch:
         if self._landing.lane is not None or not arrived:
             self._give_back(found.claim_id, used=arrived)
         if error is not None:
-            self._note_failure(error)
+            if self._read.is_peers_fault():
+                self._note_failure(error)
             raise error
         if not arrived:
             return "lease_expired: the blocks came after the claim on them was over, so they do not count"

@@ -206,8 +206,8 @@ class MoverLink:
                 is_right = 0 < done.num_blocks <= num_blocks
             if not is_right:
                 raise ProtocolError(
-                    f"READ {done.read_id}: wanted a report on 1 to {num_blocks} blocks in place, on all of them when it is "
-                    f"the last, got one on {done.num_blocks}, last: {done.last}, terminal: {done.terminal}, "
+                    f"READ {done.read_id}: wanted a report on 1 to {num_blocks} blocks in place, the last on all, "
+                    f"got one on {done.num_blocks}, last: {done.last}, terminal: {done.terminal}, "
                     f"failed: {error is not None}"
                 )
             if done.last and on_done is not None:

@@ -26,6 +26,8 @@ from kvstore.runtime import clock
 
 #: The mover reports by itself when time is up; after this a mover that does not is waited for no longer.
 _MOVER_GRACE_S = 1.0
+#: A READ that ended with its time says nothing of the peer, unless nothing of it came for so long.
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class CoveredRead:
         self._read_id = 0
         #: After this the mover is taken for one that does not report.
         self.late_s = 0.0
+        self._heard_s = self._ended_s = 0.0
         self.has_ended = False
         #: Why it failed.
         self.error: KVStoreError | None = None
@@ -118,11 +121,15 @@ class CoveredRead:
         check_slots(request.remote_slots, peer, request.block_bytes)
         now_s = clock.now_s()
         left_s = max(min(cover.until_s, cover.deadline_s, now_s + timeout_s) - now_s, 0.0)
-        self._cover, self.late_s = cover, now_s + left_s + _MOVER_GRACE_S
+        self._cover, self._heard_s, self.late_s = cover, now_s, now_s + left_s + _MOVER_GRACE_S
         self._read_id = self._mover.read(
             request, peer, self._on_done, chunk_ends=chunk_ends, timeout_s=max(left_s, 1e-3), may_wait=may_wait,
             generation=generation,
         )  # fmt: skip
+
+    def is_peers_fault(self) -> bool:
+        """Whether the failure is to be held against the peer: not if the READ was only given too little time."""
+        return not isinstance(self.error, TransferTimeout) or self._ended_s - self._heard_s >= _PATIENCE_S
 
     def is_late(self, now_s: float) -> bool:
         """Whether the mover has not reported in time."""
@@ -133,7 +140,7 @@ class CoveredRead:
         with self._lock:
             if self.has_ended:
                 return
-            self.has_ended = True
+            self.has_ended, self._ended_s = True, clock.now_s()
             self.error = TransferTimeout("the mover did not report on a READ in time")
             if self._mover.abandon(self._read_id):
                 self.given_up_id = self._read_id
@@ -145,11 +152,14 @@ class CoveredRead:
             if self.has_ended:
                 return
             assert self._cover is not None, "posted"
+            self._ended_s = clock.now_s()
             if error is not None:
                 self.error = error
                 self.given_up_id = 0 if done.terminal else done.read_id
-            elif self._cover.holds():
-                self._on_blocks(done)
+            else:
+                self._heard_s = self._ended_s
+                if self._cover.holds():
+                    self._on_blocks(done)
             self.has_ended = has_ended = done.last or error is not None
         if has_ended:
             self._on_end()

@@ -233,6 +233,9 @@ class PeerRead:
             for segment in self._segments:
                 segment.read.give_up()
         if self._error is not None:
+            failed = [segment.read for segment in self._segments if segment.read.error is not None]
+            if failed and not any(read.is_peers_fault() for read in failed):
+                return f"timeout: {self._error}"  # Raised, it would have the peer left alone, by all of this node.
             raise self._error
         return "" if self._num_published == self._num_wanted else "lease_expired"
 

@@ -148,6 +148,23 @@ def test_after_giving_up_no_report_counts(case, monkeypatch):
     assert case.pool.stats().num_free == 8
 
 
+@pytest.mark.parametrize(("nothing_for_s", "is_fault"), [(0.5, False), (1.5, True)])
+def test_a_read_that_ends_with_its_time_is_the_peers_fault_only_if_nothing_came_for_long(
+    case, monkeypatch, nothing_for_s, is_fault
+):
+    begun_s = clock.now_s()
+    monkeypatch.setattr(clock, "now_s", lambda: begun_s + 9.0)
+    case.mover.says(2)
+    monkeypatch.setattr(clock, "now_s", lambda: begun_s + 9.0 + nothing_for_s)
+    case.mover.says(2, TransferTimeout("late"), terminal=False)
+    assert case.read.is_peers_fault() is is_fault
+
+
+def test_another_failure_is_the_peers_fault(case):
+    case.mover.says(0, PeerLost("gone"))
+    assert case.read.is_peers_fault()
+
+
 def test_giving_up_what_has_ended_changes_nothing(case):
     case.mover.says(4, last=True)
     case.read.give_up()

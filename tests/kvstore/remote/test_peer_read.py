@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 
 from kvstore.client.results import MissReason
 from kvstore.errors import PeerLost
+from kvstore.mover.transport import ReadState
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.peers import Peer
 from kvstore.runtime import clock as leases
@@ -154,3 +157,33 @@ def test_a_read_that_ends_after_its_lease_publishes_nothing(cluster, monkeypatch
     assert result.num_blocks == 0
     assert two.bytes() == before
     assert cluster.nodes["b"].pool.stats().num_idle == 0
+
+
+class SlowLane:
+    """A lane on which every READ takes a while."""
+
+    def __init__(self, transport):
+        self._transport, self._ends_s = transport, {}
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def post(self, request):
+        handle = self._transport.post(request)
+        self._ends_s[handle] = time.monotonic() + 0.2
+        return handle
+
+    def poll(self, handle):
+        return ReadState.RUNNING if time.monotonic() < self._ends_s[handle] else self._transport.poll(handle)
+
+
+def test_a_load_with_little_time_does_not_have_its_peer_left_alone(cluster):
+    cluster.add("a")
+    core = cluster.add("b", wrap=SlowLane)
+    one, two = cluster.worker("a", 8, seed=1), cluster.worker("b", 8, seed=2)
+    hashes = cluster.hashes(4)
+    one.save(hashes, range(4))
+    assert two.load(hashes, range(4), timeout_s=0.05).num_blocks == 0
+    assert core.state.peers.is_usable("a")
+    assert two.load(hashes, range(4), timeout_s=20.0).num_blocks == 4
+    assert all(two.block(i) == one.block(i) for i in range(4))
