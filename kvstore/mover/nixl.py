@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from kvstore.bounds import clip
 from kvstore.config import set_ucx_defaults
 from kvstore.errors import PeerLost, RegistrationFailed, TransferError, TransferTimeout
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, count_runs
@@ -188,9 +189,13 @@ class NixlTransport:
         self.forget_peer(peer)
         try:
             remote = self._agent.loadRemoteMD(description.agent)
+            # A name that is no text is an error of this peer, not of this process.
+            name = remote.decode() if isinstance(remote, bytes) else str(remote)
         except Exception as error:
             raise translate_error(error, f"metadata of {peer}") from error
-        name = remote.decode() if isinstance(remote, bytes) else str(remote)
+        if any(name == known for known, _, _ in self._peers.values()):
+            # Forgotten with this one, it would be gone for the other as well.
+            raise PeerLost(f"metadata of {peer}: its agent {clip(name)} is that of another peer")
         self._peers[peer] = (name, description, {})
 
     def forget_peer(self, peer: str) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 
 from kvstore.blocks.codec import decode_count, decode_text, encode
-from kvstore.errors import ProtocolError, RegistrationFailed, TransferError, TransferTimeout
+from kvstore.errors import PeerLost, ProtocolError, RegistrationFailed, TransferError, TransferTimeout
 from kvstore.mover.messages import (
     MoverDone,
     MoverRead,
@@ -89,7 +89,9 @@ class Mover:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._jobs: dict[str, deque[_Job]] = {}
-        self._told_of: set[str] = set()
+        self._told_of: dict[str, PeerDescription] = {}
+        #: Peers whose connection broke, until they are added anew: their movers may live on.
+        self._broken: set[str] = set()
         self._to_add: dict[str, PeerDescription] = {}
         #: Lives of peers that are over, until no READ of theirs goes on.
         self._to_forget: set[str] = set()
@@ -174,7 +176,7 @@ class Mover:
         elif message.op is Op.MOVER_ADD_PEER:
             self._add_peer(message)
         elif message.op is Op.MOVER_FORGET_PEER:
-            self._told_of.discard(peer := decode_text(message.payload))
+            self._told_of.pop(peer := decode_text(message.payload), None)
             self._to_forget.add(peer)
             self._waking = {word: it for word, it in self._waking.items() if it.request.peer != peer}
         elif message.op is Op.MOVER_STATS:
@@ -226,7 +228,7 @@ class Mover:
     def _add_peer(self, message: Message) -> None:
         added = decode_add_peer(message.payload)
         peer = added.peer
-        self._told_of.add(peer)
+        self._told_of[peer] = added.description
         if peer in self._to_forget:
             self._to_forget.remove(peer)  # It is still there: a READ of it goes on.
             return
@@ -252,15 +254,19 @@ class Mover:
                 self._send(Op.MOVER_NOTIFICATIONS, encode(b"".join(notes)))
 
     def _forget_peers(self) -> None:
-        busy = {*self._jobs, *(left.peer for left in self._abandoned.values())}
-        busy.update(waking.request.peer for waking in self._woken)
-        for peer in self._to_forget - busy:
+        for peer in self._to_forget - self._busy_peers() - self._jobs.keys():
             self._to_forget.discard(peer)
+            self._broken.discard(peer)
             if self._to_add.pop(peer, None) is None:
                 try:
                     self._transport.forget_peer(peer)
                 except TransferError as error:
                     logger.debug("mover: %s", error)
+
+    def _busy_peers(self) -> set[str]:
+        """Return the peers of which something that was posted before goes on."""
+        left = {left.peer for left in self._abandoned.values()}
+        return left | {waking.request.peer for waking in self._woken}
 
     def _advance_job(self, job: _Job) -> None:
         read = job.read
@@ -276,6 +282,9 @@ class Mover:
             if read.request.peer in self._to_add:
                 self._transport.add_peer(read.request.peer, self._to_add[read.request.peer])
                 del self._to_add[read.request.peer]
+            elif read.request.peer in self._broken - self._busy_peers() and read.request.peer in self._told_of:
+                self._transport.add_peer(read.request.peer, self._told_of[read.request.peer])
+                self._broken.discard(read.request.peer)
         while job.next_chunk < len(job.ends) and len(job.running) < _WINDOW:
             last = job.next_chunk == len(job.ends) - 1
             if last and job.running and read.request.notification:
@@ -349,6 +358,8 @@ class Mover:
 
     def _fail(self, job: _Job, error: TransferError) -> None:
         self._jobs[job.read.request.peer].remove(job)
+        if isinstance(error, PeerLost):
+            self._broken.add(job.read.request.peer)
         left = [handle for handle, _ in job.running if not self._is_terminal(handle)]
         self._tell(job, last=True, terminal=not left, error=pack_error(error))
         if left:

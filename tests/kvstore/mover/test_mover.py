@@ -325,7 +325,7 @@ def test_of_a_peer_that_has_a_new_life_the_earlier_ones_are_forgotten(pair, wait
     other = read_of(pair, "b/0000/1")
     wait_until(lambda: sorted(pair.transport._peers) == [*kept, other])
     mover = pair.movers[-1][0]
-    assert mover._told_of == {*kept, other}
+    assert set(mover._told_of) == {*kept, other}
     assert mover._to_forget == set()
     read_of(pair, f"a/{3:016x}/1")
 
@@ -389,6 +389,19 @@ def test_a_chunk_that_was_in_place_before_another_failed_is_told(pair, monkeypat
     ]
     assert heard[-1][0].terminal
     assert pair.transport._handles == {}
+
+
+def test_a_peer_whose_connection_broke_is_added_anew(pair, monkeypatch):
+    added, add = [], pair.transport.add_peer
+    monkeypatch.setattr(
+        pair.transport, "add_peer", lambda peer, description: (added.append(peer), add(peer, description))
+    )
+    for fails in (PeerLost("it disconnected"), None, None):
+        pair.transport.fail_poll = fails
+        _, heard, ended = pair.read([0], [1])
+        assert ended.wait(3)
+        assert type(heard[-1][1]) is type(fails)
+    assert added == ["p", "p"], "once at first, and once after it was lost"
 
 
 def test_an_error_while_an_earlier_chunk_still_runs_is_not_terminal(pair, wait_until):

@@ -275,3 +275,28 @@ transport.close()
 def test_an_idle_agent_does_not_spin():
     done = subprocess.run([sys.executable, "-c", IDLE], timeout=60, check=True, capture_output=True, text=True)
     assert float(done.stdout) < 0.1
+
+
+def test_an_agent_whose_name_is_no_text_is_refused_with_a_type(sides):
+    reader, _ = sides
+    slab = np.zeros(SLOT_BYTES, np.uint8)
+    other = NixlTransport("A" * 12, slab.ctypes.data, slab.nbytes)
+    agent = other.describe()
+    assert b"A" * 12 in agent
+    peer = PeerDescription(
+        agent=agent.replace(b"A" * 12, b"\xff" * 12), address=slab.ctypes.data, slot_bytes=SLOT_BYTES, num_slots=1
+    )
+    with pytest.raises(TransferError, match="metadata of odd"):
+        reader.transport.add_peer("odd", peer)
+    other.close()
+
+
+def test_a_peer_with_the_agent_of_another_one_is_refused_and_the_other_stays(sides):
+    reader, source = sides
+    with pytest.raises(PeerLost, match="that of another peer"):
+        reader.transport.add_peer("copycat", source.description())
+    reader.transport.forget_peer("copycat")
+    slots = np.arange(2, dtype=np.int32)
+    request = ReadRequest(peer="p", block_bytes=BLOCK_BYTES, local_slots=slots, remote_slots=slots)
+    reader.transport.read_and_wait(request, 5.0)
+    assert (reader.slots[:2, :BLOCK_BYTES] == source.slots[:2, :BLOCK_BYTES]).all()
