@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvstore.bounds import clip
 from kvstore.config import set_ucx_defaults
 from kvstore.errors import PeerLost, RegistrationFailed, TransferError, TransferTimeout
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, count_runs
@@ -193,9 +192,6 @@ class NixlTransport:
             name = remote.decode() if isinstance(remote, bytes) else str(remote)
         except Exception as error:
             raise translate_error(error, f"metadata of {peer}") from error
-        if any(name == known for known, _, _ in self._peers.values()):
-            # Forgotten with this one, it would be gone for the other as well.
-            raise PeerLost(f"metadata of {peer}: its agent {clip(name)} is that of another peer")
         self._peers[peer] = (name, description, {})
 
     def forget_peer(self, peer: str) -> None:
@@ -206,6 +202,8 @@ class NixlTransport:
             return
         for handle in known[2].values():
             self._agent.releasedDlistH(handle)
+        if any(known[0] == name for name, _, _ in self._peers.values()):
+            return  # Another peer gave the same agent: forgotten with this one, it would be gone for that one as well.
         try:
             self._agent.invalidateRemoteMD(known[0])
         except Exception as error:
