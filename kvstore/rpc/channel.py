@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from typing import NoReturn
 
 from kvstore.errors import PeerLost, TransferTimeout
 from kvstore.rpc.framing import (
@@ -95,19 +96,30 @@ class Channel:
         """Return the next message of an answer; `data` came already. See `wait` for what is raised."""
         deadline_s = clock.now_s() + timeout_s
         while (message := self.take(request, data)) is None:
-            data = self.wait(deadline_s - clock.now_s(), awake_s)
+            # Looked at here too: one that goes on sending what nobody asked for never lets a wait end.
+            if (left_s := deadline_s - clock.now_s()) <= 0.0 and data is not None:
+                self._give_up()
+            data = self.wait(left_s, awake_s)
         return message
+
+    def _give_up(self) -> NoReturn:
+        self.shut_down()
+        raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed")
 
     def receive_soon(self, request: int, wait_s: float, awake_s: float) -> Message | None:
         """Return the next message of an answer if it comes soon: without sleeping for `awake_s`, then for `wait_s`."""
         until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
+        end_s = clock.now_s() + max(awake_s, 0.0) + wait_s
         while True:
             is_awake = bool(until_s) and clock.now_s() < until_s
-            data = self.read(None if is_awake else wait_s)
+            left_s = min(wait_s, end_s - clock.now_s())
+            data = self.read(None if is_awake or left_s <= 0.0 else left_s)
             if data is None and not is_awake:
                 return None
             if data is not None and (message := self.take(request, data)) is not None:
                 return message
+            if not is_awake and clock.now_s() >= end_s:
+                return None
 
     def short(self, data: memoryview, request: int) -> bytes | None:
         """Return the payload of what came if that is the whole answer and no more, as it nearly always is."""
@@ -116,7 +128,12 @@ class Channel:
     def take(self, request: int, data: memoryview | None) -> Message | None:
         """Return the next message of an answer out of what came, `data` last."""
         if data is not None:
-            self._backlog += self._decoder.stream(data) if self._is_stream else self._decoder.packets(data)
+            came = self._decoder.stream(data) if self._is_stream else self._decoder.packets(data)
+            if any(message.request > self.request for message in came):
+                self.shut_down()
+                raise PeerLost(f"{self.name}: it answers what was not asked; the connection was closed")
+            # What belongs to an earlier question nobody waits for any more: kept, it would be looked through each time.
+            self._backlog += [message for message in came if message.request >= request]
         for i, message in enumerate(self._backlog):
             if message.request == request:
                 return self._backlog.pop(i)
@@ -136,8 +153,7 @@ class Channel:
                 return data
         data = self.read(timeout_s - awake_s)
         if data is None:
-            self.shut_down()
-            raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed")
+            self._give_up()
         return data
 
     def read(self, timeout_s: float | None) -> memoryview | None:
