@@ -20,6 +20,8 @@ from kvstore.blocks.indexes import PackedInts
 _WORDS = HASH_BYTES // 8
 #: So many slots are compared at once.
 _STRETCH = 256
+#: So many hashes are compared at first, and so many times as many each time they were the same.
+_FIRST_STRETCH, _GROWTH = 16, 8
 
 
 @dataclass(slots=True, eq=False)
@@ -99,12 +101,22 @@ class Run:
         most = min(self.num_ready - place, len(data) // HASH_BYTES - at)
         if most <= 1:
             return 1
-        begin, end = place * HASH_BYTES, (place + most) * HASH_BYTES
-        if data.startswith(self.data[begin:end], at * HASH_BYTES):
+        # Neither compares much more than what is shared, however long the rest of the run is, so that a message costs
+        # no more than its length whatever its order: a view is no copy, its comparison ends with the first
+        # difference, and the place of that is looked for in stretches that grow.
+        ours = memoryview(self.data)
+        if data.startswith(ours[place * HASH_BYTES : (place + most) * HASH_BYTES], at * HASH_BYTES):
             return most
-        ours = np.frombuffer(self.data, np.uint64, most * _WORDS, begin)
-        theirs = np.frombuffer(data, np.uint64, most * _WORDS, at * HASH_BYTES)
-        return int((ours != theirs).argmax()) // _WORDS
+        count, stretch = 1, _FIRST_STRETCH
+        while True:
+            end = min(count + stretch, most)
+            begin, their_begin = (place + count) * HASH_BYTES, (at + count) * HASH_BYTES
+            if not data.startswith(ours[begin : (place + end) * HASH_BYTES], their_begin):
+                break
+            count, stretch = end, stretch * _GROWTH
+        own_words = np.frombuffer(self.data, np.uint64, (end - count) * _WORDS, begin)
+        words = np.frombuffer(data, np.uint64, (end - count) * _WORDS, their_begin)
+        return count + int((own_words != words).argmax()) // _WORDS
 
     def num_same(self, place: int, slots: Sequence[int | None], at: int) -> int:
         """Return how many slots from `at` on are those from `place` on here; they are the same there."""
