@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
+from kvstore.errors import ChainBroken
 from kvstore.memory.clears import group_of
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.eviction import EvictionPolicy
@@ -156,14 +157,52 @@ class BlockIndex:
         for leaf in leaves:
             space, path = self.space[leaf], list[int]()
             at: int | None = leaf
-            while at is not None:
+            while at is not None and len(path) < max_blocks:
                 path.append(at)
-                at = space.ready.get(self.parent[at])
-            if self.parent[path[-1]] == space.namespace and len(seen.union(path)) <= max_blocks:
+                # Nothing is above a root, whatever name a block has.
+                parent = self.parent[at]
+                at = space.ready.get(parent) if parent != space.namespace else None
+            is_whole = bool(path) and self.parent[path[-1]] == space.namespace
+            if is_whole and len(seen) + sum(at not in seen for at in path) <= max_blocks:
                 seen.update(path)
                 data = b"".join(self.block_hash[at] for at in reversed(path))
                 chains.append(BlockHashes(space.namespace, space.namespace, 0, data))
         return chains
+
+    def check_acyclic(self, namespace: bytes, hashes: list[bytes], first_parent: bytes) -> None:
+        """Make sure that no block would hang on itself once those of a run are here that are not yet.
+
+        Whose blocks hang on each other in a circle all have children, so none of them would ever be evicted.
+
+        Args:
+            namespace: of the run.
+            hashes: of the run, none of them twice.
+            first_parent: the hash before its first.
+
+        Raises:
+            ChainBroken: one would; nothing changed.
+        """
+        space = self.space_of(namespace)
+        # A circle goes on from a block of the run to one that hangs on it and is here.
+        if not space.orphans or space.orphans.keys().isdisjoint(hashes):
+            return
+        ready, writing = space.ready, space.writing
+        parents = zip(hashes, [first_parent, *hashes[:-1]], strict=True)
+        above = {own: parent for own, parent in parents if own not in ready and own not in writing}
+        known = {namespace}
+        for own in above:
+            at: bytes | None = own
+            path = set[bytes]()
+            while at is not None and at not in known:
+                if at in path:
+                    raise ChainBroken(
+                        f"wanted a run that hangs on none of its own blocks, got one whose block {at.hex()[:8]} would "
+                        "hang on itself; pass the chain from its root, with hashes of one Namespace"
+                    )
+                path.add(at)
+                slot = ready.get(at, writing.get(at))
+                at = above.get(at) if slot is None else self.parent[slot]
+            known |= path
 
     # Writing.
 

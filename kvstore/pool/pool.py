@@ -187,7 +187,7 @@ class Pool:
 
         Raises:
             ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
-                here (and `needs_parent`); nothing changed.
+                here (and `needs_parent`), or a block would hang on itself; nothing changed.
             InvalidRequest: `part` is not one of `num_parts`, or a deadline is not a number; nothing changed.
         """
         chain.check_unique()

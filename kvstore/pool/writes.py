@@ -98,6 +98,7 @@ class WriteTable:
                 f"wanted a run that begins at the root or after a resident block, got one that begins at "
                 f"block {chain.start} whose parent is not resident; pass the chain from its root"
             )
+        index.check_acyclic(chain.namespace, hashes, chain.parent)
         found = list(map(ready.get, hashes))
         # Pinned before anything is evicted to make room.
         here = [slot for slot in found if slot is not None] if found.count(None) < len(found) else []

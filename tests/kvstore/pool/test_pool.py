@@ -446,6 +446,75 @@ def test_a_run_that_cannot_be_attached_is_refused_with_nothing_changed():
     assert len(ticket.slots) == 2
 
 
+def run_on(parent: bytes, *own: bytes) -> Chain:
+    """Return blocks that say of themselves that they hang on another, as any client can."""
+    return Chain(NAMESPACES[0], parent, 1, b"".join(own))
+
+
+def stored(pool: Pool, run: Chain, owner: str = "w") -> None:
+    ticket = pool.prepare_store(run, owner, needs_parent=False)
+    pool.complete_store(ticket.write_id, owner)
+    pool.check_integrity()
+
+
+A, B, C, D = (bytes([number]) * 32 for number in range(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("before", "closing"),
+    [
+        ([run_on(B, A)], run_on(A, B)),
+        ([run_on(C, A, B)], run_on(B, C)),
+        ([run_on(C, A)], run_on(A, B, C)),
+        # Closed by a block in the middle of a run whose last is here.
+        ([run_on(B, A, D)], run_on(A, B, D)),
+        # By the way of a block of the run that is here and hangs on another than the run says.
+        ([run_on(C, B)], run_on(A, B, C)),
+    ],
+    ids=["two", "behind a run", "before a run", "in a run", "through a run"],
+)
+def test_blocks_that_hang_on_each_other_are_refused_and_everything_stays_evictable(before, closing):
+    pool = Pool(4)
+    for run in before:
+        stored(pool, run)
+    stats = pool.stats()
+    with pytest.raises(ChainBroken, match="hang on itself"):
+        pool.prepare_store(closing, "w", needs_parent=False)
+    assert pool.stats() == stats
+    pool.check_integrity()
+    assert len(store(pool, "abcd")) == 4
+
+
+def test_a_parent_that_is_here_may_hang_on_the_run_that_names_it():
+    pool = Pool(4)
+    first = pool.prepare_store(run_on(D, A), "first", needs_parent=False)
+    stored(pool, run_on(A, B))
+    pool.abort_store(first.write_id, "first")
+    with pytest.raises(ChainBroken, match="hang on itself"):
+        pool.prepare_store(run_on(B, A), "w")
+    pool.check_integrity()
+    assert len(store(pool, "abcd")) == 4
+
+
+def test_a_block_comes_back_between_those_that_stayed():
+    pool = Pool(8)
+    root = pool.prepare_store(chain_of("ab"), "w1")
+    stored(pool, chain_of("abcd", start=2))
+    pool.abort_store(root.write_id, "w1")
+    stored(pool, chain_of("abcde"))
+    assert resident(pool, "abcde") == 5
+
+
+def test_a_block_named_as_its_namespace_does_not_hold_a_drain_up():
+    pool = Pool(8)
+    stored(pool, Chain(NAMESPACES[0], NAMESPACES[0], 0, A))
+    stored(pool, run_on(A, NAMESPACES[0]))
+    stored(pool, run_on(A, B))
+    chains = pool.hot_chains(8)
+    assert Chain(NAMESPACES[0], NAMESPACES[0], 0, A + B) in chains
+    assert len(store(pool, "abcdefgh")) == 8
+
+
 def test_the_parent_of_a_write_is_not_evicted_to_make_room_for_it():
     pool = Pool(2)
     store(pool, "a")
