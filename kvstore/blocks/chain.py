@@ -9,13 +9,15 @@ import numpy as np
 
 from kvstore.blocks.codec import U32, Digest, Record, decoder, encode
 from kvstore.blocks.token_bytes import brief
-from kvstore.bounds import DIGEST_BYTES
+from kvstore.bounds import DIGEST_BYTES, clip
 from kvstore.errors import ChainBroken, InvalidRequest, NamespaceMismatch
 
 HASH_BYTES = DIGEST_BYTES
 """Bytes of one block hash and of a namespace digest."""
 _HASH = np.dtype(f"V{HASH_BYTES}")
 _WORDS = HASH_BYTES // 8
+#: The largest index of a block that a message can say.
+_LAST_END = (1 << 32) - 1
 
 
 class BlockHashes(Record, frozen=True):
@@ -28,7 +30,7 @@ class BlockHashes(Record, frozen=True):
         data: the hashes back to back, 32 bytes each; may be empty.
 
     Raises:
-        InvalidRequest: a length or type is wrong.
+        InvalidRequest: a length or type is wrong, or the run ends beyond what a message can say.
         ChainBroken: the data are not whole hashes, or parent and start disagree about where the root is.
     """
 
@@ -51,6 +53,12 @@ class BlockHashes(Record, frozen=True):
             )
         if type(self.start) is not int or self.start < 0:
             raise InvalidRequest(f"BlockHashes: wanted start as an int >= 0, got {self.start!r}; count blocks from 0")
+        # Its end too: what follows it begins there, and has to be said to the directory and to peers.
+        if self.start + len(self) > _LAST_END:
+            raise InvalidRequest(
+                f"BlockHashes: wanted the run to end at block {_LAST_END} at most, got {len(self)} blocks from "
+                f"{clip(self.start)} on; count blocks from the root of their chain"
+            )
         if (self.start == 0) != (self.parent == self.namespace):
             raise ChainBroken(
                 "BlockHashes: wanted the namespace digest as parent exactly at start 0, "

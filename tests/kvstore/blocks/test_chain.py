@@ -2,7 +2,7 @@ import pytest
 
 from kvstore.blocks.chain import HASH_BYTES, Chain, decode_chain
 from kvstore.blocks.codec import encode
-from kvstore.errors import ChainBroken, ProtocolError
+from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, ProtocolError
 
 NAMESPACE = b"n" * 32
 HASHES = [bytes([i]) * 32 for i in range(1, 6)]
@@ -56,6 +56,21 @@ def test_parts_of_a_hash_are_refused(num_bytes):
 def test_what_is_no_chain_is_refused(fields):
     with pytest.raises(ProtocolError, match="no BlockHashes"):
         decode_chain(encode([*fields, b""]))
+
+
+@pytest.mark.parametrize(("start", "count"), [(2**32 - 1, 1), (2**32 - 3, 3), (2**32 - 2, 2), (2**32, 0), (2**70, 0)])
+def test_a_run_that_ends_where_no_message_can_say_it_is_refused(start, count):
+    """A store that took it would ask its peers what they cannot decode, and they would cut it off for everybody."""
+    with pytest.raises(InvalidRequest, match="wanted the run to end at block 4294967295 at most"):
+        Chain(NAMESPACE, HASHES[-1], start, b"".join(HASHES[:count]))
+
+
+def test_a_run_that_ends_where_no_message_can_say_it_is_refused_on_the_wire():
+    ends_last = Chain(NAMESPACE, HASHES[-1], 2**32 - 3, b"".join(HASHES[:2]))
+    assert decode_chain(ends_last.encode()) == ends_last
+    assert ends_last.tail(2).start == 2**32 - 1
+    with pytest.raises(KVStoreError, match="wanted the run to end at block 4294967295 at most"):
+        decode_chain(encode([NAMESPACE, HASHES[-1], 2**32 - 1, HASHES[0]]))
 
 
 def test_a_block_named_twice_is_refused():
