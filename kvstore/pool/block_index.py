@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.errors import ChainBroken
 from kvstore.memory.clears import group_of
@@ -260,6 +262,23 @@ class BlockIndex:
         self.events.add(True, hashes)
 
     # Taking out.
+
+    def num_kept(self, ref_count: Sequence[int]) -> int:
+        """Return how many ready blocks that nobody reads cannot go, for one that is read or written hangs on them."""
+        kept = set[int]()
+        held = np.flatnonzero(np.asarray(ref_count)).tolist()
+        for space in self.spaces.values():
+            held += space.writing.values()
+        for slot in held:
+            at: int | None = slot
+            while at is not None:
+                space, parent = self.space[at], self.parent[at]
+                at = space.ready.get(parent) if parent != space.namespace else None
+                # Above one that is read it goes on from there by itself.
+                if at is None or ref_count[at] or at in kept:
+                    break
+                kept.add(at)
+        return len(kept)
 
     def evict(self, slot: int) -> bytes:
         """Take a ready block out that has no children.

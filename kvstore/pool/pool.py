@@ -213,7 +213,7 @@ class Pool:
             deadline_s: when they come back whether the writer lives or not; it must have stopped before.
 
         Raises:
-            PoolExhausted: there are not that many; nothing is claimed, though blocks may have been evicted for it.
+            PoolExhausted: there are not that many; nothing is claimed or evicted.
             InvalidRequest: fewer than one block, or the deadline is not a number; nothing changed.
         """
         if num_blocks < 1:

@@ -54,10 +54,25 @@ class SlotTable:
             self.index.forget(run.whole)
         return run
 
-    def _take(self, wanted: int) -> Run:
+    def num_obtainable(self, wanted: int) -> int:
+        """Return how many slots a claim of so many would get; not more than that are looked for. Evicts nothing."""
+        columns, most = self.columns, min(wanted, self.num_slots)
+        self._sweep_for(most)
+        num_short = most - columns.num_free
+        if num_short <= 0:
+            return most
+        num_held = columns.num_pinned + columns.num_writing + columns.num_quarantined
+        num_idle = self.num_slots - columns.num_free - num_held
+        return columns.num_free + min(num_short, num_idle - self.index.num_kept(columns.ref_count))
+
+    def _sweep_for(self, wanted: int) -> None:
         columns = self.columns
         while columns.num_free < wanted and self.sweep(wanted - columns.num_free):
             pass  # Some of it is read. What is evicted afterwards was not cleared.
+
+    def _take(self, wanted: int) -> Run:
+        columns = self.columns
+        self._sweep_for(wanted)
         claimed = columns.take_free(wanted)
         was_short = len(claimed) < wanted
         if was_short:

@@ -159,13 +159,13 @@ class WriteTable:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
         table = self._table
         self._sweep_writing(num_blocks - table.columns.num_free)
-        run = table.claim_anonymous(num_blocks)
-        if len(run.slots) < num_blocks:
-            table.columns.end_aborted(run.slots)
+        # Counted before anything is evicted: nobody loses a block for slots that nobody gets.
+        if (num_there := table.num_obtainable(num_blocks)) < num_blocks:
             raise PoolExhausted(
-                f"wanted {num_blocks} slots, got {len(run.slots)}: the others are pinned or being written; release "
+                f"wanted {num_blocks} slots, got {num_there}: the others are pinned or being written; release "
                 "leases or add capacity"
             )
+        run = table.claim_anonymous(num_blocks)
         write_id, generations = self._new_id(), table.columns.lives(run.whole)
         self._writes[write_id] = _Write(terms, [], run.slots, generations, NO_SLOTS, 0, [], NOTHING)
         return StoreTicket(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 import threading
 
 import pytest
@@ -386,6 +388,51 @@ def test_a_reservation_is_whole_or_refused():
         pool.reserve(0, "w")
     assert pool.release_owner("w") == 1
     assert pool.abort_store(ticket.write_id, "w") == 0
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("wanted", [5, 9, 1 << 20, (1 << 32) - 1])
+def test_a_reservation_that_cannot_be_whole_evicts_nothing(wanted):
+    pool = Pool(8, max_pinned=8)
+    store(pool, "abcd")
+    store(pool, "xyz")
+    pool.pin_prefix(chain_of("abc", start=2), "r", 1e9)
+    pool.prepare_store(chain_of("xw", start=1), "w")
+    pool.drain_events()
+    before = pool.stats()
+    # None is free. `d`, `z` and `y` could go; `c`, `w` and `x` are held, and `a` and `b` stay above them.
+    with pytest.raises(PoolExhausted, match=f"wanted {wanted} slots, got 3"):
+        pool.reserve(wanted, "f")
+    assert (pool.stats(), pool.drain_events()) == (before, [])
+    pool.check_integrity()
+    assert len(pool.reserve(3, "f").slots) == 3
+    pool.check_integrity()
+    assert (resident(pool, "abcd"), resident(pool, "xyz")) == (3, 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_reservation_gets_what_is_there_to_the_last_slot(seed):
+    rng = random.Random(seed)
+    pool = Pool(12, max_pinned=12)
+    for turn in range(8):
+        tokens = "".join(rng.choices("ab", k=rng.randrange(1, 6)))
+        ticket = pool.prepare_store(chain_of(tokens), f"w{turn}")
+        if rng.random() < 0.8:
+            pool.complete_store(ticket.write_id, f"w{turn}")
+        if rng.random() < 0.4:
+            pool.pin_prefix(chain_of(tokens, start=rng.randrange(len(tokens))), "r", 1e9)
+        if rng.random() < 0.1:
+            pool.begin_clear(NAMESPACES[0])
+    num_ready = len(pool.resident_hashes())
+    with pytest.raises(PoolExhausted) as refused:
+        pool.reserve(13, "f")
+    num_there = int(re.search(r"got (\d+)", str(refused.value))[1])
+    with pytest.raises(PoolExhausted):
+        pool.reserve(num_there + 1, "f")
+    assert len(pool.resident_hashes()) == num_ready
+    pool.check_integrity()
+    if num_there:
+        assert len(pool.reserve(num_there, "f").slots) == num_there
     pool.check_integrity()
 
 
