@@ -20,6 +20,11 @@ MAX_NAMESPACES = 1 << 16
 MAX_CHAIN_BYTES = 4 << 20
 #: The most leases and pins of a pool at once, whatever they hold: each takes some hundred bytes, and ends with time.
 MAX_LEASES = 1 << 18
+#: The most blocks of all leases and pins of a pool together, and of all its unfinished writes with what these keep, a
+#: block counted as often as it is held. Each takes some twenty bytes; one run more is let in when it is nearly used up.
+MAX_HELD_BLOCKS = 1 << 24
+#: The most parts in which a block is written: one for each rank of an engine.
+MAX_PARTS = 1024
 #: The most threads that a caller may want for one copy; a copier takes fewer where that is better.
 MAX_COPY_THREADS = 1024
 MAX_OWNER_CHARS = 200

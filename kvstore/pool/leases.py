@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind
-from kvstore.bounds import MAX_LEASES
+from kvstore.bounds import MAX_HELD_BLOCKS, MAX_LEASES
 from kvstore.errors import LeaseReleased, PoolExhausted
+from kvstore.pool.owners import IdsByOwner
 from kvstore.pool.slot_lists import SlotList, join
 from kvstore.pool.slots import SlotTable
 
@@ -42,6 +43,9 @@ class LeaseTable:
         self._table, self._epoch, self._new_id = table, epoch, new_id
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         self._leases: dict[int, _Lease] = {}
+        self._by_owner = IdsByOwner()
+        # Of all leases together: each keeps its slots and their lives.
+        self._num_blocks = 0
         #: Slots with a hard pin, and how many each has.
         self.hard_pins: Counter[int] = Counter()
         #: How many leases are soft pins.
@@ -54,8 +58,9 @@ class LeaseTable:
         """Pin the readable prefix of a chain under a new lease, as far as the budgets go.
 
         Raises:
-            PoolExhausted: there are too many leases; nothing changed.
+            PoolExhausted: there are too many leases, or too many blocks under them; nothing changed.
         """
+        self._check_room()
         if len(self._leases) >= MAX_LEASES:
             raise PoolExhausted(
                 f"wanted at most {MAX_LEASES} leases and pins of a store at once, got one more; release those that are "
@@ -64,6 +69,8 @@ class LeaseTable:
         lease_id = self._new_id()
         lease, num_refused = self._take(chain, owner, deadline_s, kind)
         self._leases[lease_id] = lease
+        self._by_owner.add(owner, lease_id)
+        self._num_blocks += len(lease.slots)
         self.num_soft_pins += kind is PinKind.SOFT
         return Grant(lease_id, lease.slots.packed.packed, lease.generations, num_refused, self._epoch)
 
@@ -72,11 +79,14 @@ class LeaseTable:
 
         Raises:
             LeaseReleased: `owner` does not hold that lease; nothing changed.
+            PoolExhausted: there are too many blocks under leases; nothing changed.
         """
         lease = self.find(lease_id, owner)
         if lease is None:
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
+        self._check_room()
         more, num_refused = self._take(chain, owner, deadline_s, lease.kind)
+        self._num_blocks += len(more.slots)
         lease.slots = join([lease.slots, more.slots])
         lease.generations += more.generations
         lease.deadline_s = max(lease.deadline_s, deadline_s)
@@ -104,16 +114,16 @@ class LeaseTable:
 
     def release_owner(self, owner: str) -> int:
         """Drop all leases of an owner; returns how many."""
-        return self._drop_all([i for i, lease in self._leases.items() if lease.owner == owner])
+        return self._drop_all(self._by_owner.of(owner))
 
     def release_pins(self, owner: str) -> int:
         """Drop the hard and soft pins of an owner; returns how many."""
         pins = (PinKind.HARD, PinKind.SOFT)
-        return self._drop_all([i for i, lease in self._leases.items() if lease.owner == owner and lease.kind in pins])
+        return self._drop_all([i for i in self._by_owner.of(owner) if self._leases[i].kind in pins])
 
     def holds(self, owner: str) -> bool:
         """Whether an owner has a lease."""
-        return any(lease.owner == owner for lease in self._leases.values())
+        return owner in self._by_owner
 
     def expire(self, now_s: float) -> int:
         """Drop every lease whose deadline has passed; returns how many.
@@ -121,6 +131,13 @@ class LeaseTable:
         Looks at each of them: renewing changes deadlines, and no order of them would be kept by it.
         """
         return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])
+
+    def _check_room(self) -> None:
+        if self._num_blocks >= MAX_HELD_BLOCKS:
+            raise PoolExhausted(
+                f"wanted leases and pins of at most {MAX_HELD_BLOCKS} blocks of a store at once, got "
+                f"{self._num_blocks} and more; release those that are not needed, and pin the blocks of a prompt once"
+            )
 
     def _take(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> tuple[_Lease, int]:
         table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
@@ -146,6 +163,8 @@ class LeaseTable:
 
     def _drop(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id)
+        self._by_owner.drop(lease.owner, lease_id)
+        self._num_blocks -= len(lease.slots)
         if lease.kind is PinKind.SOFT:
             self.num_soft_pins -= 1
             living = self._table.columns.still_living(lease.slots, lease.generations)
@@ -163,6 +182,8 @@ class LeaseTable:
     def check(self, refs: Counter[int]) -> None:
         """Add what leases hold to `refs`, and assert that the quota and the soft pins are theirs."""
         hard, soft = Counter[int](), Counter[int]()
+        self._by_owner.check({lease_id: lease.owner for lease_id, lease in self._leases.items()})
+        assert self._num_blocks == sum(len(lease.slots) for lease in self._leases.values()), "blocks under leases"
         for lease in self._leases.values():
             if lease.kind is PinKind.SOFT:
                 soft.update(self._table.columns.still_living(lease.slots, lease.generations))

@@ -19,6 +19,7 @@ from itertools import count as count_from
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind, PoolStats, StoreTicket
+from kvstore.bounds import MAX_PARTS, check_count
 from kvstore.errors import InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
 from kvstore.memory.presence import PresenceCounts
@@ -188,12 +189,15 @@ class Pool:
         Raises:
             ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
                 here (and `needs_parent`), or a block would hang on itself; nothing changed.
-            InvalidRequest: `part` is not one of `num_parts`, or a deadline is not a number; nothing changed.
+            InvalidRequest: `part` is not one of `num_parts`, or those are too many, or a deadline is not a number;
+                nothing changed.
+            PoolExhausted: there are too many blocks in unfinished writes; nothing changed.
         """
         chain.check_unique()
         hashes = chain.hashes()
         if not (isinstance(part, int) and isinstance(num_parts, int) and 0 <= part < num_parts):
             raise InvalidRequest(f"part: wanted a number below num_parts, got {part!r} of {num_parts!r}")
+        check_count("num_parts", num_parts, 1, MAX_PARTS)
         _check_deadline(deadline_s)
         _check_deadline(parts_deadline_s)
         terms = WriteTerms(

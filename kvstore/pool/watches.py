@@ -8,7 +8,7 @@ from itertools import takewhile
 
 #: Each takes about a kilobyte, and a caller may ask for any number of them.
 _MOST_WATCHES = 4096
-#: Of all watches together: each takes some 300 bytes, and a caller may name any blocks that it likes.
+#: Of all watches together: each takes some 500 bytes, and a caller may name any blocks that it likes.
 _MOST_BLOCKS = 1 << 22
 
 
@@ -25,7 +25,8 @@ class WatchTable:
     """The watches of one pool. What they say is said after the pool's lock is let go, see `take_calls`."""
 
     _watches: dict[int, _Watch] = field(default_factory=dict)
-    _by_hash: dict[bytes, list[int]] = field(default_factory=dict)
+    #: Dictionaries, because a watch leaves them at once however many others wait for the block; in order.
+    _by_hash: dict[bytes, dict[int, None]] = field(default_factory=dict)
     _calls: list[Callable[[], None]] = field(default_factory=list)
     _num_blocks: int = 0
 
@@ -44,7 +45,7 @@ class WatchTable:
         if not pending:
             self._fire(watch_id)
         for own in pending:
-            self._by_hash.setdefault(own, []).append(watch_id)
+            self._by_hash.setdefault(own, {})[watch_id] = None
 
     def drop(self, watch_id: int) -> None:
         """End a watch before its time: it says how things stand."""
@@ -52,7 +53,7 @@ class WatchTable:
             return
         for own in watch.pending:
             watching = self._by_hash[own]
-            watching.remove(watch_id)
+            del watching[watch_id]
             if not watching:
                 del self._by_hash[own]
         watch.lost |= watch.pending

@@ -16,9 +16,11 @@ from itertools import islice
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import StoreTicket
 from kvstore.blocks.indexes import pack_ints
+from kvstore.bounds import MAX_HELD_BLOCKS
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
 from kvstore.pool.block_index import NO_SLOTS, NOTHING, Space
+from kvstore.pool.owners import IdsByOwner
 from kvstore.pool.part_runs import PartRuns
 from kvstore.pool.slot_lists import Segment, SlotList
 from kvstore.pool.slots import SlotTable
@@ -55,6 +57,11 @@ class _Write:
     space: Space
     num_done: int = 0
 
+    @property
+    def num_held(self) -> int:
+        """Of how many blocks this keeps something."""
+        return len(self.slots) + len(self.pinned)
+
 
 class WriteTable:
     """The unfinished writes of one pool.
@@ -77,6 +84,9 @@ class WriteTable:
     ) -> None:
         self._table, self._epoch, self._new_id, self._on_settled = table, epoch, new_id, on_settled
         self._writes: dict[int, _Write] = {}
+        self._by_owner = IdsByOwner()
+        # Of all writes together.
+        self._num_blocks = 0
         self._parts = PartRuns(table.columns)
         self._clears = clears
 
@@ -98,6 +108,7 @@ class WriteTable:
                 f"wanted a run that begins at the root or after a resident block, got one that begins at "
                 f"block {chain.start} whose parent is not resident; pass the chain from its root"
             )
+        self._check_room()
         index.check_acyclic(chain.namespace, hashes, chain.parent)
         found = list(map(ready.get, hashes))
         # Pinned before anything is evicted to make room.
@@ -134,9 +145,11 @@ class WriteTable:
         if indexes:
             write_id, generations = self._new_id(), table.columns.lives(listed)
             own = hashes if len(indexes) == len(hashes) else [hashes[i] for i in indexes]
+            if terms.num_parts > 1:  # Ranks that write the same blocks keep one copy of their hashes.
+                own = [index.block_hash[slot] for slot in slots]
             segments = index.segments(slots) if terms.num_parts > 1 else []
             self._parts.come(segments, terms.part)
-            self._writes[write_id] = _Write(terms, own, slots, generations, pinned, stamp, segments, space)
+            self._begin(write_id, _Write(terms, own, slots, generations, pinned, stamp, segments, space))
         elif here:
             table.unpin(pinned, stamp)
         return StoreTicket(
@@ -158,6 +171,7 @@ class WriteTable:
     def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
         table = self._table
+        self._check_room()
         self._sweep_writing(num_blocks - table.columns.num_free)
         # Counted before anything is evicted: nobody loses a block for slots that nobody gets.
         if (num_there := table.num_obtainable(num_blocks)) < num_blocks:
@@ -167,7 +181,7 @@ class WriteTable:
             )
         run = table.claim_anonymous(num_blocks)
         write_id, generations = self._new_id(), table.columns.lives(run.whole)
-        self._writes[write_id] = _Write(terms, [], run.slots, generations, NO_SLOTS, 0, [], NOTHING)
+        self._begin(write_id, _Write(terms, [], run.slots, generations, NO_SLOTS, 0, [], NOTHING))
         return StoreTicket(
             write_id=write_id,
             packed_indexes=_positions(num_blocks),
@@ -266,11 +280,11 @@ class WriteTable:
 
     def release_owner(self, owner: str) -> int:
         """Abort all writes of an owner that is gone; returns how many."""
-        return self._abort_all([i for i, write in self._writes.items() if write.terms.owner == owner])
+        return self._abort_all(self._by_owner.of(owner))
 
     def holds(self, owner: str) -> bool:
         """Whether an owner has an unfinished write."""
-        return any(write.terms.owner == owner for write in self._writes.values())
+        return owner in self._by_owner
 
     def expire(self, now_s: float) -> int:
         """Give up blocks whose parts did not all come, and writes past their own deadline; returns how many writes."""
@@ -309,8 +323,22 @@ class WriteTable:
             self.abort(write_id, self._writes[write_id])
         return len(write_ids)
 
+    def _check_room(self) -> None:
+        if self._num_blocks >= MAX_HELD_BLOCKS:
+            raise PoolExhausted(
+                f"wanted unfinished writes of at most {MAX_HELD_BLOCKS} blocks of a store at once, with those that "
+                f"they keep, got {self._num_blocks} and more; let some end first"
+            )
+
+    def _begin(self, write_id: int, write: _Write) -> None:
+        self._writes[write_id] = write
+        self._by_owner.add(write.terms.owner, write_id)
+        self._num_blocks += write.num_held
+
     def _end(self, write_id: int) -> None:
         write = self._writes.pop(write_id)
+        self._by_owner.drop(write.terms.owner, write_id)
+        self._num_blocks -= write.num_held
         if len(write.pinned):
             self._table.unpin(write.pinned, write.stamp)
 
@@ -318,6 +346,8 @@ class WriteTable:
         """Add what writes pin to `refs`, and assert that every slot being written has a writer."""
         index, columns = self._table.index, self._table.columns
         writers: Counter[int] = Counter()
+        self._by_owner.check({write_id: write.terms.owner for write_id, write in self._writes.items()})
+        assert self._num_blocks == sum(write.num_held for write in self._writes.values()), "blocks of writes"
         for write in self._writes.values():
             refs.update(write.pinned)
             writers.update(write.slots[write.num_done :])
