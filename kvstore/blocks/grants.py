@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from kvstore.blocks.codec import U32, U64, Epoch, Record
-from kvstore.blocks.indexes import IndexArray, PackedInts, ints_in
+from kvstore.blocks.indexes import IndexArray, PackedInts, check_below, checked_slots, ints_in
 from kvstore.errors import ProtocolError
 
 
@@ -49,6 +51,15 @@ class Grant(Record, frozen=True):
         ints_in(self.packed_slots)
         return PackedInts(self.packed_slots)
 
+    def slots_of(self, num_blocks: int, num_slots: int) -> PackedInts:
+        """Return the slots of a grant that another process made; arguments as for `checked_slots`.
+
+        Raises:
+            ProtocolError: these are not of those blocks and that memory.
+        """
+        checked_slots(ints_in(self.packed_slots), num_blocks, num_slots)
+        return PackedInts(self.packed_slots)
+
 
 class StoreTicket(Record, frozen=True, kw_only=True):
     """What `prepare_store` claimed.
@@ -87,18 +98,33 @@ class StoreTicket(Record, frozen=True, kw_only=True):
         """The slots, one by one."""
         return PackedInts(self.packed_slots)
 
-    def arrays(self) -> tuple[IndexArray, IndexArray]:
+    def arrays(self, num_blocks: int, num_slots: int) -> tuple[IndexArray, IndexArray]:
         """Return (positions, slots) of a ticket that another process made.
 
+        Args:
+            num_blocks: that were asked for.
+            num_slots: of the memory that the slots are in.
+
         Raises:
-            ProtocolError: these are not as many.
+            ProtocolError: these are not as many, or not of those blocks and that memory, or the counts do not add up.
         """
         if len(self.packed_indexes) != len(self.packed_slots):
             raise ProtocolError(
                 f"wanted as many slots as positions, got {len(self.packed_slots)} bytes of them and "
                 f"{len(self.packed_indexes)}"
             )
-        return ints_in(self.packed_indexes), ints_in(self.packed_slots)
+        indexes, slots = ints_in(self.packed_indexes), ints_in(self.packed_slots)
+        counts = (len(indexes), self.num_resident, self.num_refused)
+        if sum(counts) != num_blocks or self.num_awaited > self.num_resident or bool(self.write_id) != bool(counts[0]):
+            raise ProtocolError(
+                f"wanted a ticket for {num_blocks} blocks, got one for {counts[0]} to write, {counts[1]} that are "
+                f"here ({self.num_awaited} of them awaited) and {counts[2]} refused, as write {self.write_id}; run one "
+                "version of raykv everywhere"
+            )
+        check_below("positions", indexes, num_blocks - self.num_refused)
+        if np.any(indexes[1:] <= indexes[:-1]):
+            raise ProtocolError("wanted ascending positions, got others; run one version of raykv everywhere")
+        return indexes, checked_slots(slots, len(indexes), num_slots, is_whole=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from kvstore.errors import ProtocolError
 
 IndexArray = npt.NDArray[np.int32]
 _WIRE = np.dtype("<i4")
+_BROKEN = "run one version of raykv everywhere, and make a new client"
 
 
 def pack_ints(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
@@ -34,6 +35,37 @@ def ints_in(packed: object) -> IndexArray:
     if not isinstance(packed, bytes) or len(packed) % _WIRE.itemsize:
         raise ProtocolError(f"wanted whole int32 values, got {clip(packed)}")
     return np.frombuffer(packed, _WIRE)
+
+
+def checked_slots(slots: IndexArray, num_blocks: int, num_slots: int, *, is_whole: bool = False) -> IndexArray:
+    """Return slots that a store named, once it is known that they are some: a copy would go wherever they say.
+
+    Args:
+        slots: of an answer.
+        num_blocks: so many at most were asked for.
+        num_slots: of the memory that they are in.
+        is_whole: there has to be one for each block, and all different, because they are written.
+
+    Raises:
+        ProtocolError: they are too many, or too few, or not all there.
+    """
+    if len(slots) > num_blocks or (is_whole and len(slots) < num_blocks):
+        raise ProtocolError(f"wanted slots for {num_blocks} blocks, got {len(slots)} of them; {_BROKEN}")
+    check_below("slots", slots, num_slots)
+    if is_whole and len(np.unique(slots)) < len(slots):
+        raise ProtocolError(f"wanted a slot of its own for each block, got one for several; {_BROKEN}")
+    return slots
+
+
+def check_below(name: str, values: IndexArray, end: int) -> None:
+    """Make sure that all of some integers are in [0, end).
+
+    Raises:
+        ProtocolError: they are not.
+    """
+    # Those below 0 are the largest.
+    if len(values) and int(np.maximum.reduce(values.view(np.uint32))) >= end:
+        raise ProtocolError(f"wanted {name} from 0 to {end - 1}, got {values.min()} to {values.max()}; {_BROKEN}")
 
 
 class PackedInts(Sequence[int]):

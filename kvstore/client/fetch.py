@@ -236,7 +236,7 @@ def run_fetch(
         config: of the store.
     """
     num_skipped = min(skip_tokens // pages.stored_block_size, ticket.num_blocks)
-    answer = Answer(reason="store_lost: the node store ended the fetch early")
+    answer = Answer(ticket.num_blocks, reason="store_lost: the node store ended the fetch early")
     told: list[FetchResult] = []
 
     def queued() -> None:

@@ -34,7 +34,7 @@ def take_lease(attached: Attachment, hashes: BlockHashes, ttl_s: float) -> Lease
     deadline_s = clock.now_s() + ttl_s - attached.store.config.lease_margin_s
 
     def hold(grant: Grant) -> Lease:
-        slots = grant.slots
+        slots = grant.slots_of(len(chain), attached.num_slots)
         return Lease(attached, grant.lease_id, hashes[: len(slots)], slots, deadline_s)
 
     return _granted(attached, Op.LEASE, encode(Ask(chain, ttl_s)), hold)

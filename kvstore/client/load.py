@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import encode
 from kvstore.blocks.hashing import BlockHashes
-from kvstore.bounds import MAX_COPY_THREADS, check_count
+from kvstore.bounds import MAX_COPY_THREADS, MAX_SLOTS, check_count
 from kvstore.client.attachment import Attachment
 from kvstore.client.results import BlockFailure, Job, LoadResult, MissReason
 from kvstore.client.work import CopyGuard, Steps, Work, next_piece
@@ -22,6 +22,7 @@ from kvstore.errors import (
     CopyStuck,
     JobAbandoned,
     KVStoreError,
+    ProtocolError,
     RegistrationFailed,
     StoreDraining,
     StoreUnavailable,
@@ -125,7 +126,7 @@ def run_load(
     first = skip_tokens // pages.stored_block_size if pages is not None else 0
     ttl_s = config.lease_ttl_s
     valid_until_s = clock.now_s() + ttl_s - config.lease_margin_s
-    answer = Answer(reason="store_lost: the node store ended the load early")
+    answer = Answer(len(chain) - first, reason="store_lost: the node store ended the load early")
 
     def queued() -> None:
         is_whole = first + answer.num_ready == len(chain) and not answer.reason
@@ -194,10 +195,12 @@ class Answer:
     """What the store said so far in its streamed answer to a load or a fetch.
 
     Args:
+        num_blocks: that were asked for.
         reason: why nothing came, as long as no report did.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, num_blocks: int, reason: str) -> None:
+        self._num_blocks = num_blocks
         #: The lease or fetch that the store began, 0 until it said so.
         self.number = 0
         #: Blocks that are in place, from the first that was asked for.
@@ -234,15 +237,20 @@ class Answer:
 
         Raises:
             LayoutMismatch: the engine's tensors were replaced meanwhile.
+            ProtocolError: these are no slots of the blocks that were asked for.
         """
         with contextlib.closing(pieces), _Finishing(copier, stage_copier, pages):
             while not pieces.is_finished:
                 _, payload = yield from next_piece(pieces, guard.check)
                 progress = decode_progress(payload)
                 self.number = progress.lease_id
-                slots = progress.slots
+                chosen = stage_copier if self.number & STAGE_BIT else copier
+                slots = progress.slots_after(
+                    self.num_ready, self._num_blocks, MAX_SLOTS if chosen is None else chosen.num_slots
+                )
                 if count := len(slots):
-                    chosen = stage_copier if self.number & STAGE_BIT else copier
+                    if chosen is None and copier is not None:
+                        raise ProtocolError("wanted slots in the arena, got some in a stage that this client has not")
                     if chosen is not None and pages is not None:
                         at = first + progress.first
                         indexes = np.arange(at, at + count, dtype=np.int64)

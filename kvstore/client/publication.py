@@ -10,13 +10,21 @@ from collections.abc import Callable, Sized
 import numpy as np
 
 from kvstore.blocks.codec import decode_count, decode_indexes, encode
-from kvstore.blocks.indexes import IndexArray
+from kvstore.blocks.indexes import IndexArray, checked_slots
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.connections import StoreConnections
 from kvstore.client.stage_link import AttachedStage
 from kvstore.client.work import CopyGuard
 from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
-from kvstore.errors import CopyStuck, InvalidRequest, KernelError, KVStoreError, StoreUnavailable, TransferTimeout
+from kvstore.errors import (
+    CopyStuck,
+    InvalidRequest,
+    KernelError,
+    KVStoreError,
+    ProtocolError,
+    StoreUnavailable,
+    TransferTimeout,
+)
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import AbortHandoff, CompleteHandoff, PrepareHandoff
 
@@ -135,8 +143,10 @@ class Publishing:
 
     def _ask_slots(self, ask: Callable[[Op, bytes], bytes], question: bytes) -> IndexArray:
         try:
-            return decode_indexes(ask(Op.HANDOFF_PREPARE, question))
-        except TransferTimeout:
+            slots = decode_indexes(ask(Op.HANDOFF_PREPARE, question))
+            copier = self._copier if self.stage is None else self.stage.copier
+            return checked_slots(slots, self.ticket.num_blocks, copier.num_slots, is_whole=True)
+        except (TransferTimeout, ProtocolError):
             self._void()  # They may be granted all the same, and only this publisher knows that it does not write.
             raise
 

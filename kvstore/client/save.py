@@ -15,7 +15,7 @@ from kvstore.client.attachment import Attachment
 from kvstore.client.results import Job, SaveResult
 from kvstore.client.work import Awaited, CopyGuard, Steps, Work, asking
 from kvstore.engine.copier import EngineCopier, EnginePages
-from kvstore.errors import CopyStuck, KVStoreError
+from kvstore.errors import CopyStuck, KVStoreError, ProtocolError
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import Ask, Prepare, WriteEnd, decode_ticket
@@ -77,6 +77,7 @@ def run_save(
         JobAbandoned: given up; what had been copied completely may be findable.
         KernelError: the copies failed; nothing of them is stored.
         LayoutMismatch: the engine's tensors were replaced meanwhile; likewise.
+        ProtocolError: the store named blocks or slots that are none; nothing is stored.
         KVStoreError: the store failed.
     """
     # Written in an earlier round. What is evicted while others are waited for is written again, and counts once.
@@ -85,13 +86,17 @@ def run_save(
     while True:
         answer = yield from asking(connection, Op.PREPARE_STORE, request, timeout_s=call_timeout_s)
         ticket = decode_ticket(answer)
-        indexes, slots = ticket.arrays()
-        num_published, num_blocks = 0, len(chain) - ticket.num_refused
         if ticket.num_clears != num_clears:
             logger.info(
                 "a save of %d blocks is dropped: their namespace was cleared since it was asked for", len(chain)
             )
             return SaveResult(num_blocks=0, num_written=0, num_refused=0)
+        try:
+            indexes, slots = ticket.arrays(len(chain), copier.num_slots)
+        except ProtocolError:
+            connection.close()  # The store takes back what it gave over it.
+            raise
+        num_published, num_blocks = 0, len(chain) - ticket.num_refused
         if ticket.write_id:
             end = encode(WriteEnd.of(ticket))
             try:
@@ -115,6 +120,8 @@ def run_save(
             question = encode(Ask(chain.head(num_blocks), left_s))
             answer = yield from asking(connection, Op.AWAIT_STORE, question, timeout_s=left_s + call_timeout_s)
             num_stored = decode_count(answer)
+            if num_stored > num_blocks:
+                raise ProtocolError(f"wanted word of {num_blocks} blocks, got one of {num_stored} that are stored")
             if num_stored < num_blocks and not lost and clock.now_s() < deadline_s:
                 earlier.update(written)
                 # A pause: where too many saves wait, the store answers at once.

@@ -90,6 +90,8 @@ class EngineCopier(Protocol):
     """
 
     cache: RegisteredCache
+    #: Of the memory that slots are in.
+    num_slots: int
 
     @property
     def layout(self) -> EngineLayout:

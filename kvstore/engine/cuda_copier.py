@@ -91,6 +91,7 @@ class CudaCopier(EngineCopier):
         path: CopyPath = CopyPath.AUTO,
     ) -> None:
         self.cache, self._plan, self._pinning = cache, cache.plan, pinning
+        self.num_slots = num_slots
         self._slots = torch.from_numpy(arena.bytes_view())[: slot_bytes * num_slots].view(num_slots, slot_bytes)
         self.path = chosen_path(path, RunTable(self._plan).mean_run_bytes)
         self._broken: str = ""

@@ -36,6 +36,7 @@ class HostCopier(EngineCopier):
         from kvstore.kernels import host_copy
 
         self.cache, self._kernels, plan = cache, host_copy, cache.plan
+        self.num_slots = num_slots
         self._paging = plan.paging
         sizes = (plan.paging.engine_block_size, plan.paging.stored_block_size)
         self._same_size = sizes[0] == sizes[1]

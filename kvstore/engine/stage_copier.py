@@ -86,6 +86,7 @@ class StageCopier(StageSide):
         assert device.index is not None, "a tensor's device has an index"
         self._device_index = device.index
         num_slots, slot_bytes = stage.num_slots, stage.slot_bytes
+        self.num_slots = num_slots
         with kernel_errors("mapping the stage of a GPU"), torch.cuda.device(device):
             self._mapped = MappedSlab(device.index, stage.handle)
             self._slots = _as_tensor(self._mapped.address, num_slots * slot_bytes, device).view(num_slots, slot_bytes)

@@ -9,7 +9,8 @@ import msgspec
 from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import U16, U32, U64, Epoch, Record, decoder
 from kvstore.blocks.grants import Grant, StoreTicket
-from kvstore.blocks.indexes import IndexArray, ints_in
+from kvstore.blocks.indexes import IndexArray, checked_slots, ints_in
+from kvstore.errors import ProtocolError
 
 #: By which a store knows the owner of the leases of another.
 OWNER_KEY_BYTES = 8
@@ -140,6 +141,22 @@ class Progress(Record, frozen=True):
             ProtocolError: these are no whole integers.
         """
         return ints_in(self.packed_slots)
+
+    def slots_after(self, num_ready: int, num_blocks: int, num_slots: int) -> IndexArray:
+        """Return the slots, of an answer that goes on where the last piece ended.
+
+        Args:
+            num_ready: blocks of the pieces before.
+            num_blocks: that were asked for.
+            num_slots: of the memory that the slots are in.
+
+        Raises:
+            ProtocolError: these are not of the next blocks and that memory.
+        """
+        slots = self.slots
+        if len(slots) and self.first != num_ready:
+            raise ProtocolError(f"wanted slots from block {num_ready} on, got some from block {self.first} on")
+        return checked_slots(slots, num_blocks - num_ready, num_slots)
 
 
 decode_attach = decoder(Attach)

@@ -43,7 +43,9 @@ def save(*answers, part=None):
         assert op is wanted
         return SimpleNamespace(take=lambda wait_s: answer, close=lambda: None)
 
-    copier = SimpleNamespace(into_slots=lambda pages, indexes, slots: None, check_unchanged=lambda: None)
+    copier = SimpleNamespace(
+        into_slots=lambda pages, indexes, slots: None, check_unchanged=lambda: None, num_slots=1 << 20
+    )
     steps = run_save(
         SimpleNamespace(ask=ask, fileno=lambda: 0), copier, CHAIN, None, part or as_part(None), CopyGuard(),
         1.0, clock.now_s() + 60.0, 0,

@@ -84,9 +84,9 @@ def test_arrays_of_another_length_are_refused_where_they_are_used():
     with pytest.raises(ProtocolError, match="whole int32"):
         _ = Grant(1, b"12345").slots
     with pytest.raises(ProtocolError, match="as many slots as positions"):
-        StoreTicket(write_id=1, packed_indexes=bytes(8), packed_slots=bytes(4)).arrays()
+        StoreTicket(write_id=1, packed_indexes=bytes(8), packed_slots=bytes(4)).arrays(2, 9)
     with pytest.raises(ProtocolError, match="whole int32"):
-        StoreTicket(write_id=1, packed_indexes=bytes(5), packed_slots=bytes(5)).arrays()
+        StoreTicket(write_id=1, packed_indexes=bytes(5), packed_slots=bytes(5)).arrays(1, 9)
     with pytest.raises(ProtocolError, match="whole int32"):
         _ = messages.Progress(1, 0, b"123").slots
 
