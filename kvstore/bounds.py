@@ -11,8 +11,9 @@ MAX_SLOTS = 1 << 23
 #: The smallest block. The first one that attaches decides how the arena is divided, and a slip must not make slots of
 #: a few bytes.
 MIN_BLOCK_BYTES = 512
-#: The largest; what an arena has no room for is refused where it is divided.
-MAX_BLOCK_BYTES = 1 << 40
+#: The largest: what a peer, a mover and a ticket can be told of. What an arena has no room for is refused where it is
+#: divided.
+MAX_BLOCK_BYTES = (1 << 32) - 1
 #: The most namespaces that one life of a store attaches.
 MAX_NAMESPACES = 1 << 16
 #: The longest run of blocks in one message, or argument, of a worker, a peer or a Ray caller: 131,072 blocks.

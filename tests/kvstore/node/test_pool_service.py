@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import decode_count, encode
+from kvstore.bounds import MAX_BLOCK_BYTES
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ChainBroken, ConfigError, InvalidRequest, PoolExhausted, ProtocolError, StaleTicket
+from kvstore.remote.messages import PeerLease, decode_peer_lease
 from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import FetchRequest
@@ -334,6 +337,19 @@ def test_blocks_of_no_size_divide_nothing(cluster, ask, core, block_bytes):
         fresh.state.pool_service.attach(b"n" * 32, block_bytes)
     assert not fresh.state.pool_service.is_attached
     assert fresh.state.pool_service.attach(b"n" * 32, 1024)["slot_bytes"] == 1024
+
+
+def test_a_block_is_no_larger_than_what_a_peer_can_be_told_of(cluster):
+    """A load of a larger one would cost this store its peer, for everybody."""
+    fresh, most = cluster.add("fresh"), MAX_BLOCK_BYTES
+    lease = PeerLease(chain=run_of(cluster.hashes(2)), block_bytes=most, slot_format=1, namespace_version=0, ttl_s=1.0)
+    assert decode_peer_lease(encode(lease)) == lease
+    with pytest.raises(ProtocolError):
+        decode_peer_lease(encode(msgspec.structs.replace(lease, block_bytes=most + 1)))
+    with pytest.raises(InvalidRequest, match=f"block_bytes: wanted an integer from 512 to {most}, got {most + 1}"):
+        fresh.state.pool_service.attach(b"n" * 32, most + 1)
+    with pytest.raises(ConfigError, match="capacity"):
+        fresh.state.pool_service.attach(b"n" * 32, most)
 
 
 @pytest.mark.parametrize("namespace", [b"", b"n" * 5, b"n" * 33, "n" * 32, None])
