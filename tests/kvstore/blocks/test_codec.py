@@ -26,6 +26,14 @@ def test_ints(values):
     assert back.flags.writeable
 
 
+@pytest.mark.parametrize("num_bytes", [0, 7, 9, 16])
+def test_the_life_of_a_store_has_eight_bytes(num_bytes):
+    decode = codec.decoder(codec.Epoch)
+    assert decode(encode(b"12345678")) == b"12345678"
+    with pytest.raises(ProtocolError):
+        decode(encode(bytes(num_bytes)))
+
+
 def test_integers_travel_with_the_lowest_byte_first():
     assert encode(np.array([1, 258], ">i8")).endswith(b"\x01\x00\x00\x00\x02\x01\x00\x00")
 

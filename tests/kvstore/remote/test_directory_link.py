@@ -10,15 +10,18 @@ import pytest
 from directory_client import connect
 
 from kvstore.blocks.chain import Chain
+from kvstore.blocks.codec import encode
 from kvstore.errors import PeerLost
 from kvstore.memory.presence import ALONE_AT
 from kvstore.pool.pool import Pool
+from kvstore.remote import directory_link
 from kvstore.remote.directory import DirectoryServer
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.peers import PeerAddress
 from kvstore.remote.sole_node import Solitude
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc.framing import Op
+from kvstore.rpc.messages import Found
 from kvstore.runtime import clock
 from poolcheck.chains import chain_of, store
 
@@ -292,3 +295,10 @@ def test_only_so_much_is_remembered(own_hints):
     for i in range(5000):
         own_hints.remember(i.to_bytes(2, "little"), [("b", 1)])
     assert sum(own_hints.recall(i.to_bytes(2, "little")) != [] for i in range(5000)) <= 1024
+
+
+def test_of_what_a_directory_answers_no_node_has_more_than_was_asked_for_and_few_nodes_are_looked_at():
+    found = Found([("much", 9), ("none", 0), ("less", 2), *((f"n{i}", 1) for i in range(1000))], "only")
+    nodes, only = directory_link._located(encode(found), 3)
+    assert nodes[:3] == [("much", 3), ("less", 2), ("n0", 1)]
+    assert (len(nodes), only) == (directory_link._MAX_NODES - 1, "only")

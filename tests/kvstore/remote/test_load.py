@@ -1,0 +1,80 @@
+"""One load that needs peers: what it pins, and how many there may be."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.pool.pool import Pool
+from kvstore.remote import fetch
+from kvstore.remote.load import Load
+from kvstore.rpc.messages import decode_progress
+from poolcheck.chains import LATER_S, chain_of, store
+
+
+def load_of(pool: Pool, versions: list[int], told: list) -> Load:
+    """Return a load of three blocks that began under version 0; versions are those that it finds, one after another."""
+    chain = chain_of("abc")
+    lease = pool.pin_prefix(chain, "r", LATER_S)
+    return Load(
+        chain=chain, block_bytes=1024, owner="r", lease_id=lease.lease_id, ttl_s=30.0, deadline_s=LATER_S, pool=pool,
+        version_now=lambda: versions.pop(0) if len(versions) > 1 else versions[0], version=0,
+        send=lambda payload, is_last: told.append((decode_progress(payload), is_last)),
+    )  # fmt: skip
+
+
+def test_what_became_readable_is_pinned_and_told():
+    pool, told = Pool(8), []
+    load = load_of(pool, [0], told)
+    store(pool, "abc")
+    assert load.pin_more(limit=2) == 2
+    assert load.pin_more() == 1
+    assert [(len(progress.slots), progress.first, is_last) for progress, is_last in told] == [
+        (2, 0, False),
+        (1, 2, True),
+    ]
+
+
+def test_blocks_that_were_stored_after_a_clearing_are_not_told_though_they_were_pinned():
+    pool, told = Pool(8), []
+    load = load_of(pool, [0], told)
+    store(pool, "abc")
+    pin = pool.pin_prefix
+
+    class Cleared:
+        """A pool with which a clearing comes between the question for the version and the pin."""
+
+        def pin_prefix(self, *args):
+            load.version_now = lambda: 1
+            return pin(*args)
+
+    load.pool = Cleared()
+    assert load.is_current()
+    assert load.pin_more() == 0
+    assert (told, load.num_ready) == ([], 0)
+    assert pool.release(load.lease_id, "r")
+    assert pool.stats().num_pinned == 0
+
+
+@pytest.mark.parametrize(("begun", "is_let_in"), [([], True), ([5], True), ([6], False), ([3, 3], False)])
+def test_loads_have_so_many_bytes_of_chains_together(monkeypatch, begun, is_let_in):
+    monkeypatch.setattr(fetch, "_MOST_BYTES", 8 * 32)
+    hints = SimpleNamespace(publish_soon=None)
+    made = fetch.Fetcher(SimpleNamespace(), hints, *[None] * 5)
+    submitted, ended = [], []
+    monkeypatch.setattr(made, "_submit", submitted.append)
+
+    def begin(num_blocks):
+        load = SimpleNamespace(chain=SimpleNamespace(data=bytes(32 * num_blocks)), end=ended.append)
+        made.begin(load)
+        return load
+
+    for num_blocks in begun:
+        begin(num_blocks)
+    assert len(submitted) == len(begun)
+    last = begin(3)
+    assert (last in submitted, [reason.split(":")[0] for reason in ended]) == (is_let_in, [] if is_let_in else ["busy"])
+    # What has ended counts no more.
+    for load in [*submitted, last][: len(begun) + 1]:
+        load.on_end()
+    assert begin(8) in submitted
+    made.stop()
