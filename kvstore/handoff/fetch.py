@@ -94,7 +94,7 @@ class RemoteFetch:
         if self._peer is None:
             self._landing.forget()
             return False
-        self._landing.reserve()
+        self._landing.reserve(is_claimed=False)
         self._claim.look()  # Slots take as long to choose as the source to answer.
         return True
 
@@ -132,7 +132,10 @@ class RemoteFetch:
         peer = self._peer
         if isinstance(found, KVStoreError) or peer is None:
             return False
-        if found.reason or self._landing.no_room or self._client_left or found.namespace_version > self._version:
+        if found.reason or self._client_left or found.namespace_version > self._version:
+            return False
+        self._landing.reserve(is_claimed=True)
+        if self._landing.no_room:
             return False
         source = self._landing.known_source(peer, found)
         if source is None:
@@ -173,7 +176,7 @@ class RemoteFetch:
             return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
         connection = peers.take_spare(peer)
         self._peer = peer
-        self._landing.reserve()  # First: from then on the control thread goes on.
+        self._landing.reserve(is_claimed=False)  # First: from then on the control thread goes on.
         self._claim.ask(peer, connection, to_host=self._landing.lane is None)
         return None
 
@@ -191,6 +194,7 @@ class RemoteFetch:
             return found.reason
         if landing.lane is not None and not found.slab:
             landing.leave_stage()
+        landing.reserve(is_claimed=True)
         if landing.no_room:
             self._claim.give_back(found.claim_id, used=False)
             return landing.no_room

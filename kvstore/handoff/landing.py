@@ -99,13 +99,20 @@ class Landing:
         assert self._pool is not None, "chosen"
         return self._pool
 
-    def reserve(self) -> None:
-        """Reserve the slots, once; `no_room` says why not, since the answer to the claim is still on its way."""
+    def reserve(self, *, is_claimed: bool) -> None:
+        """Reserve the slots, once; `no_room` says why not.
+
+        Args:
+            is_claimed: the source has the blocks. Before it has said so only free slots are taken, while its answer
+                is on its way: blocks are evicted for a ticket that is good, and for no other.
+        """
         if self._write_id or self.no_room:
             return
         try:
-            ticket = self._chosen().reserve(self._request.num_blocks, self._owner)
+            ticket = self._chosen().reserve(self._request.num_blocks, self._owner, may_evict=is_claimed)
         except KVStoreError as error:
+            if not is_claimed:
+                return
             reason = "pool_full" if isinstance(error, PoolExhausted) else type(error).__name__
             self.no_room = f"{reason}: {error}"
         else:
@@ -122,7 +129,7 @@ class Landing:
         self.lane, self._write_id, self.no_room = None, 0, ""
         self.why_host = "the stage of the publisher had no room"
         self._pool = self._context.pool()
-        self.reserve()
+        self.reserve(is_claimed=True)
 
     def known_source(self, peer: Peer, claimed: PeerClaimed) -> tuple[str, PeerDescription] | None:
         """Return (name, description) of the claimed blocks' memory if it is known without asking."""

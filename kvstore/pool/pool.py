@@ -208,13 +208,16 @@ class Pool:
                 return self._writes.refuse(chain.namespace)
             return self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
 
-    def reserve(self, num_blocks: int, owner: str, *, deadline_s: float = _NEVER_S) -> StoreTicket:
+    def reserve(
+        self, num_blocks: int, owner: str, *, deadline_s: float = _NEVER_S, may_evict: bool = True
+    ) -> StoreTicket:
         """Claim slots for blocks that have no names: nobody can find them, and `abort_store` gives them back.
 
         Args:
             num_blocks: all of them or none.
             owner: who writes; only it can give them back.
             deadline_s: when they come back whether the writer lives or not; it must have stopped before.
+            may_evict: take those of blocks that nobody holds as well as free ones.
 
         Raises:
             PoolExhausted: there are not that many; nothing is claimed or evicted.
@@ -224,7 +227,8 @@ class Pool:
             raise InvalidRequest(f"num_blocks: wanted at least 1, got {num_blocks}")
         _check_deadline(deadline_s)
         with self._step("reserve"):
-            return self._writes.reserve(num_blocks, WriteTerms(owner=owner, deadline_s=deadline_s))
+            terms = WriteTerms(owner=owner, deadline_s=deadline_s)
+            return self._writes.reserve(num_blocks, terms, may_evict=may_evict)
 
     def complete_store(
         self,

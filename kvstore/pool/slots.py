@@ -54,13 +54,15 @@ class SlotTable:
             self.index.forget(run.whole)
         return run
 
-    def num_obtainable(self, wanted: int) -> int:
+    def num_obtainable(self, wanted: int, *, may_evict: bool) -> int:
         """Return how many slots a claim of so many would get; not more than that are looked for. Evicts nothing."""
         columns, most = self.columns, min(wanted, self.num_slots)
         self._sweep_for(most)
         num_short = most - columns.num_free
         if num_short <= 0:
             return most
+        if not may_evict:
+            return columns.num_free
         num_held = columns.num_pinned + columns.num_writing + columns.num_quarantined
         num_idle = self.num_slots - columns.num_free - num_held
         return columns.num_free + min(num_short, num_idle - self.index.num_kept(columns.ref_count))

@@ -168,13 +168,13 @@ class WriteTable:
         """Return a ticket for nothing, to a writer of blocks from before the last clearing."""
         return StoreTicket(write_id=0, num_clears=self._clears.get(namespace), epoch=self._epoch)
 
-    def reserve(self, num_blocks: int, terms: WriteTerms) -> StoreTicket:
+    def reserve(self, num_blocks: int, terms: WriteTerms, *, may_evict: bool) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
         table = self._table
         self._check_room()
         self._sweep_writing(num_blocks - table.columns.num_free)
         # Counted before anything is evicted: nobody loses a block for slots that nobody gets.
-        if (num_there := table.num_obtainable(num_blocks)) < num_blocks:
+        if (num_there := table.num_obtainable(num_blocks, may_evict=may_evict)) < num_blocks:
             raise PoolExhausted(
                 f"wanted {num_blocks} slots, got {num_there}: the others are pinned or being written; release "
                 "leases or add capacity"

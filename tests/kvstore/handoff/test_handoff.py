@@ -313,6 +313,27 @@ def test_no_room_at_the_reader_is_a_reason_and_the_ticket_stays_good(cluster, wa
     assert all(same(source, range(20), target, range(60, 80)))
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_fetch_of_what_is_not_there_evicts_nothing(cluster, is_known, wait_until):
+    """Room is made when the source has the blocks: anybody can name a ticket that does not exist."""
+    cluster.add("a")
+    core = cluster.add("b", capacity_bytes=1 << 16)
+    source, target = cluster.worker("a", seed=1), cluster.worker("b", seed=2)
+    hashes = cluster.hashes(60)
+    if is_known:
+        assert fetch(target, source.client.publish([1]), [61]).num_blocks == 1
+    assert target.save(hashes, range(60)).num_blocks == 60
+    ticket = source.client.publish(range(20))
+    source.client.withdraw(ticket)
+    assert fetch(target, ticket, range(60, 80)).num_blocks == 0
+    assert (core.pool.stats().num_evicted, target.client.lookup(hashes, remote=False).num_local) == (0, 60)
+    assert fetch(target, source.client.publish(range(20)), range(60, 80)).num_blocks == 20
+    assert all(same(source, range(20), target, range(60, 80)))
+    assert core.pool.stats().num_evicted > 0
+    wait_until(lambda: core.pool.stats().num_writing == 0)
+    core.pool.check_integrity()
+
+
 def test_a_cleared_namespace_takes_hand_offs_along(cluster, pair, wait_until):
     source, target = pair
     tickets = [source.client.publish([1, 2]) for _ in range(2)]
