@@ -193,19 +193,26 @@ class Store:
         return {"num_handed_over": handed_over, **left}
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts of every node's store by node id, and what the supervisor could not do."""
+        """Return the counts of every node's store by node id, and what the supervisor could not do.
+
+        Under "problems" by node id; where the supervisor itself does not answer, under "supervisor" why. Under
+        "starting" by node id: nodes whose store is being made just now.
+        """
         nodes: dict[str, Any] = {}
         for node, handle in self._handles().items():
             try:
                 nodes[node] = call(f"store of node {node}", handle.stats, timeout_s=_CALL_S)
             except KVStoreError as error:
                 nodes[node] = {"error": str(error)}
-        supervisor = find_actor(actor_name(self.config.name, "supervisor"))
-        return {
-            "name": self.config.name,
-            "nodes": nodes,
-            "problems": call("supervisor", supervisor.problems, timeout_s=_CALL_S),
-        }
+        found: dict[str, Any] = {"name": self.config.name, "nodes": nodes, "problems": {}, "starting": {}}
+        try:
+            # It restarts by itself, and no node needs it to serve: what they said counts all the same.
+            supervisor = find_actor(actor_name(self.config.name, "supervisor"))
+            found["problems"] = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
+            found["starting"] = call("supervisor", supervisor.unfinished, timeout_s=_CALL_S)
+        except KVStoreError as error:
+            found["problems"] = {**found["problems"], "supervisor": str(error)}
+        return found
 
     def close(self) -> None:
         """End this handle; the store goes on. May be called again.

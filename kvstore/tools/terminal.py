@@ -37,16 +37,24 @@ def show_status(stats: dict[str, Any], capacity_bytes: int) -> None:
     )
     for node in sorted({*nodes, *stats["without_store"]}):
         out.print(f"\nnode [bold]{node}[/]")
-        for label, text in _node_lines(nodes.get(node, {"error": "no store"})):
+        said = nodes.get(node, {"error": "no store"})
+        if "error" in said and node in stats["starting"] and node not in stats["problems"]:
+            said = {"starting": stats["starting"][node]}
+        for label, text in _node_lines(said):
             out.print(f"  [bright_black]{label:<9}[/] {text}")
         if node in stats["problems"]:
             out.print(f"  [red]problem[/]   {escape(stats['problems'][node])}")
+    if "supervisor" in stats["problems"]:
+        out.print(f"\n[red]problem[/] supervisor: {escape(stats['problems']['supervisor'])}")
 
 
 def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the lines of one node: a label and text with rich's markup."""
     if "error" in node:
         yield "error", f"[red]{escape(node['error'])}[/]"
+        return
+    if "starting" in node:
+        yield "starting", f"[yellow]{escape(node['starting'])}[/]"
         return
     yield "host", f"{node['host']}   epoch {node['epoch']}{'   [yellow]draining[/]' if node['draining'] else ''}"
     pool, nixl, mover = node["pool"], node["nixl"], node["mover_pid"] or "[red]gone[/]"

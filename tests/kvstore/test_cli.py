@@ -204,12 +204,12 @@ NODE = {
 }  # fmt: skip
 
 
-def connected(monkeypatch, nodes: dict, problems: dict) -> None:
+def connected(monkeypatch, nodes: dict, problems: dict, starting: dict | None = None) -> None:
     class Store:
         config = kvstore.StoreConfig(capacity_bytes=1 << 30)
 
         def stats(self):
-            return {"name": "default", "nodes": nodes, "problems": problems}
+            return {"name": "default", "nodes": nodes, "problems": problems, "starting": starting or {}}
 
         def node_ids(self):
             return ["n1", "n2"]
@@ -245,6 +245,28 @@ def test_a_store_that_does_not_answer_is_exit_status_1(monkeypatch):
     result = run("status")
     assert result.exit_code == 1
     assert "no answer within 10 s" in result.stdout
+
+
+def test_a_node_whose_store_is_being_made_is_no_error(monkeypatch):
+    """Ray hands out an actor before it answers: until then the supervisor alone knows of it."""
+    made = {"n1": "its store is still being made", "n2": "its store is still being made"}
+    connected(monkeypatch, {"n1": NODE, "n2": {"error": "no answer within 10 s"}}, {}, made)
+    result = run("status")
+    assert result.exit_code == 1, "it does not serve yet"
+    assert "starting" in result.stdout
+    assert result.stdout.count("its store is still being made") == 1, "the one that answers serves"
+    assert "error" not in result.stdout
+    connected(monkeypatch, {"n1": NODE}, {}, made)
+    assert "no store" not in run("status").stdout
+    connected(monkeypatch, {"n1": NODE}, {"n2": "wanted memory"}, made)
+    assert "starting" not in run("status").stdout, "it was tried before"
+
+
+def test_a_supervisor_that_is_away_is_said_and_is_no_failure(monkeypatch):
+    connected(monkeypatch, {"n1": NODE, "n2": NODE}, {"supervisor": "it restarts [now]"})
+    result = run("status")
+    assert result.exit_code == 0
+    assert "supervisor: it restarts [now]" in result.stdout
 
 
 def checks(monkeypatch, *found: Check) -> None:

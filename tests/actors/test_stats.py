@@ -1,0 +1,61 @@
+"""What `Store.stats` says of a store of which something is away, without a cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.actors import cluster
+from kvstore.actors.cluster import Store
+from kvstore.actors.session.rays import RaySession
+from kvstore.config import StoreConfig
+from kvstore.errors import PeerLost, StoreNotRunning, TransferTimeout
+
+
+class Actor:
+    """Each of its questions is answered by what it has for it; an error is raised."""
+
+    def __init__(self, **answers):
+        for question, answer in answers.items():
+            setattr(self, question, answer)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    def call(name, answer, timeout_s):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    nodes = {"n1": Actor(stats={"pid": 1}), "n2": Actor(stats=PeerLost("the store of n2 is gone"))}
+    monkeypatch.setattr(cluster, "call", call)
+    monkeypatch.setattr(Store, "_handles", lambda _: nodes)
+    return Store(StoreConfig(capacity_bytes=1 << 20), RaySession("h:1", "s"))
+
+
+@pytest.mark.parametrize(
+    "error", [PeerLost("the supervisor restarts"), TransferTimeout("no answer"), StoreNotRunning("no supervisor")]
+)
+def test_what_the_nodes_said_counts_while_the_supervisor_is_away(store, monkeypatch, error):
+    supervisor = Actor(problems=error, unfinished=error)
+    if isinstance(error, StoreNotRunning):
+
+        def find(name):
+            raise error
+    else:
+
+        def find(name):
+            return supervisor
+
+    monkeypatch.setattr(cluster, "find_actor", find)
+    stats = store.stats()
+    assert stats["nodes"] == {"n1": {"pid": 1}, "n2": {"error": "the store of n2 is gone"}}
+    assert stats["problems"] == {"supervisor": str(error)}
+    assert stats["starting"] == {}
+
+
+def test_what_the_supervisor_says(store, monkeypatch):
+    supervisor = Actor(problems={"n3": "no memory"}, unfinished={"n2": "its store is still being made"})
+    monkeypatch.setattr(cluster, "find_actor", lambda _: supervisor)
+    stats = store.stats()
+    assert stats["problems"] == {"n3": "no memory"}
+    assert stats["starting"] == {"n2": "its store is still being made"}
