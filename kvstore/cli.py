@@ -178,7 +178,8 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
     try:
         with progress() as say:
             say(f"starting store {name!r}")
-            store = start_store(capacity, address=named or "auto", **settings)
+            # What RAY_ADDRESS says is not passed on as address=, or errors would call it an option.
+            store = start_store(capacity, address=address or (None if named else "auto"), **settings)
     except StoreNotRunning as error:
         if named:
             raise

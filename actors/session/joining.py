@@ -116,9 +116,10 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
         check_goes_on(session, "call ray.shutdown() and start again", deadline_s - time.monotonic())
         return Joined(session, False, False, "this process was connected to it")
     named = address or os.environ.get("RAY_ADDRESS") or None
+    called = "address" if address else "RAY_ADDRESS"
     if named and "://" in named:
         raise ConfigError(
-            f"wanted the host:port of a Ray cluster, got {named!r}: a store's clients need a Ray node on their "
+            f"{called}: wanted the host:port of a Ray cluster, got {named!r}: a store's clients need a Ray node on their "
             "machine; run this process on a node of the cluster, with `ray job submit` for example"
         )
     if named == LOCAL and not may_start:
@@ -139,7 +140,7 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
         return Joined(current_session(), True, True, why, passed_by)
     assert named is not None
     with _token_shown():
-        check_answers(named, deadline_s)
+        check_answers(named, deadline_s, called)
         check_node(named, deadline_s)
         try:
             _init_ray(RAY_NAMESPACE, address=named)
@@ -242,11 +243,16 @@ def _addresses_of(host: str) -> set[str]:
     return {address, node_address()} if address.startswith("127.") else {address}
 
 
-def check_answers(address: str, deadline_s: float = math.inf) -> None:
+def check_answers(address: str, deadline_s: float = math.inf, called: str = "address") -> None:
     """Refuse a host:port where no GCS answers: ray.init would go on trying for a minute, or for ever.
 
     What listens there has to greet as an HTTP/2 server does, which another program does not, and to answer a question
     that every GCS knows, both in time. A token is shown only when it asks for one and Ray is to show it.
+
+    Args:
+        address: what was named.
+        deadline_s: by which the answer is there.
+        called: who named it, for the error: the argument, or a variable of the environment.
 
     Raises:
         StoreNotRunning: nobody listens there, or not a GCS that works.
@@ -255,7 +261,7 @@ def check_answers(address: str, deadline_s: float = math.inf) -> None:
     host, _, port = address.rpartition(":")
     # Not isdigit() alone, to which "²" is one; nor int() of thousands of them, which Python refuses.
     if not host or not (port.isascii() and port.isdigit() and len(port) < 10) or int(port) > _MAX_PORT:
-        raise ConfigError(f"address: wanted the host:port of a Ray cluster, 'auto' or 'local', got {clip(address)}")
+        raise ConfigError(f"{called}: wanted the host:port of a Ray cluster, 'auto' or 'local', got {clip(address)}")
     timeout_s = max(0.1, min(_CONNECT_S, deadline_s - time.monotonic()))
     try:
         _reach(host, int(port), timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 from collections.abc import Callable, Sized
 
@@ -40,12 +41,20 @@ def num_published(block_ids: object, engine_block_size: int, stored_block_size: 
     Raises:
         InvalidRequest: there are no engine blocks, or no whole stored ones in them.
     """
-    count = len(block_ids) if isinstance(block_ids, Sized) else 0
+    if not isinstance(block_ids, Sized):
+        raise InvalidRequest(
+            f"block_ids: wanted a list of engine blocks, got {type(block_ids).__name__}; pass the ids of a "
+            "request's blocks, in order"
+        )
+    count = len(block_ids)
     num_blocks, left = divmod(count * engine_block_size, stored_block_size)
     if not num_blocks or left:
+        # The fewest whose tokens are whole stored blocks, and so many more at a time.
+        step = math.lcm(engine_block_size, stored_block_size) // engine_block_size
         raise InvalidRequest(
-            f"block_ids: wanted a flat list of integers, whole blocks of {stored_block_size} tokens, got {count} "
-            f"engine blocks of {engine_block_size} tokens; publish more or fewer of them"
+            f"block_ids: wanted at least {step} engine block{'s, and a multiple of that' if step > 1 else ''}, got "
+            f"{count}; engine blocks of {engine_block_size} tokens are published as whole blocks of "
+            f"{stored_block_size}, so publish more or fewer of them"
         )
     return num_blocks
 

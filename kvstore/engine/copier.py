@@ -181,8 +181,9 @@ def engine_pages(
     wanted = -(-(offset_tokens + num_blocks * stored_block_size) // engine) if num_blocks else 0
     if len(ids) != wanted:
         raise InvalidRequest(
-            f"block_ids: wanted {wanted}, blocks of {engine} tokens for {num_blocks} stored blocks of "
-            f"{stored_block_size} tokens from the {offset_tokens}th token of the first block on, got {len(ids)}"
+            f"block_ids: wanted {wanted} engine blocks, got {len(ids)}; pass every block of {engine} tokens that holds "
+            f"one of {num_blocks} stored blocks of {stored_block_size} tokens, of which the first begins at token "
+            f"{offset_tokens} of its engine block"
         )
     # Of ufuncs, because the methods of arrays take a way through Python.
     ids = ids.astype(np.int64)

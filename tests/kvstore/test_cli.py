@@ -163,6 +163,16 @@ def test_start_passes_what_it_was_given(monkeypatch):
     assert seen == {"capacity": "2GiB", "name": "a", "address": "h:1", "lane": "tcp", "block_bytes": 65536}
 
 
+@pytest.mark.parametrize("words", [("status",), ("start",), ("stop",)])
+def test_a_wrong_ray_address_is_not_called_an_option(monkeypatch, words):
+    monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere")
+    result = run(*words)
+    assert result.exit_code == 2
+    assert "ConfigError: RAY_ADDRESS: wanted the host:port of a Ray cluster" in result.stderr
+    assert "--address: wanted" in run(*words, "--address", "nowhere").stderr
+
+
 def test_local_and_address_exclude_each_other():
     result = run("start", "--local", "--address", "127.0.0.1:1")
     assert result.exit_code == 2

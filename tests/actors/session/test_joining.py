@@ -141,6 +141,17 @@ def test_a_join_that_fails_leaves_the_mode_of_tokens_as_it_was(gcs, monkeypatch)
     assert "RAY_AUTH_MODE" not in os.environ
 
 
+@pytest.mark.parametrize("by", ["address", "RAY_ADDRESS"])
+def test_an_address_of_no_use_is_called_what_the_caller_called_it(monkeypatch, by):
+    monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for address in ("nowhere", "http://nowhere:1"):
+        if by == "RAY_ADDRESS":
+            monkeypatch.setenv(by, address)
+        with pytest.raises(ConfigError, match=f"^{by}: wanted the host:port of a Ray cluster.*, got '{address}'"):
+            joining.join_ray(address if by == "address" else None, may_start=True)
+
+
 def test_a_recorded_address_counts_only_while_a_ray_of_this_user_is_there(gcs, monkeypatch, tmp_path):
     one, file = gcs("hello"), tmp_path / "ray_current_cluster"
     monkeypatch.setattr(rays, "get_ray_address_file", lambda folder: str(file))

@@ -667,3 +667,19 @@ def test_only_what_pin_returned_can_be_unpinned(cluster):
     for wrong in (hashes, None, 3):
         with pytest.raises(InvalidRequest, match=r"wanted what pin\(\) returned"):
             worker.client.unpin(wrong)
+
+
+def test_too_few_engine_blocks_are_refused_with_how_many_are_wanted(cluster):
+    cluster.add("a", mover=False)
+    worker = cluster.worker("a")
+    for publish in (worker.client.publish, worker.client.begin_publish):
+        with pytest.raises(InvalidRequest, match="block_ids: wanted at least 1 engine block.*, got 0; "):
+            publish([])
+        with pytest.raises(InvalidRequest, match="block_ids: wanted a list of engine blocks, got int; "):
+            publish(7)
+    for verb in (worker.client.save, worker.client.load):
+        with pytest.raises(InvalidRequest, match="block_ids: wanted 4 engine blocks, got 2; "):
+            verb(cluster.hashes(4), [0, 1])
+    ticket = worker.client.publish([0, 1, 2])
+    with pytest.raises(InvalidRequest, match="block_ids: wanted 3 engine blocks, got 1; "):
+        worker.client.fetch(ticket, [3])
