@@ -87,14 +87,15 @@ def begin_fetch(
         limit_s = attached.transfer_s(timeout_s)
         check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
         deadline_s = clock.now_s() + limit_s
-        stage = held.enter_context(link.using())
+        stage = held.enter_context(link.using(limit_s))
         pages = engine_pages(block_ids, copier.layout, shape.block_size, 0, ticket.num_blocks)
         check_skip(shape, skip_tokens, ticket.num_blocks)
         num_skipped = min(skip_tokens // shape.block_size, ticket.num_blocks)
         if connection is not None:
             # First of all: what is left to do here takes as long as the store and its peer do to answer.
             with contextlib.suppress(PeerLost):
-                early = _ask(held, connection, stage, ticket, config, limit_s)
+                left_s = max(0.0, deadline_s - clock.now_s())
+                early = _ask(held, connection, stage, ticket, config, left_s)
         pages = ordered(pages, copier, num_copy_threads)
         copier.check_unchanged()
         guard, asked = CopyGuard(pages.order), [] if early is None else [early]

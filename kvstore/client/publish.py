@@ -117,7 +117,8 @@ def _begin_in_stage(
         What `_complete_later` takes.
     """
     link = attached.stage
-    if (stage := link.take()) is None:
+    # Not for longer than for a call: the arena serves as well.
+    if (stage := link.take(attached.store.call_timeout_s)) is None:
         return None
     completing: Work[HandoffTicket] | None = None
     try:

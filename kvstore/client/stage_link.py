@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _MAKE_WITHIN_S = 40.0
 _RETRY_S = 1.0
+#: Who hands blocks off waits for a stage no longer than this, nor than this part of its own time: the rest is for the
+#: way through host memory.
+_WAIT_S, _WAIT_SHARE = 1.0, 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +36,15 @@ class AttachedStage:
     copier: StageSide
     num_users: int = 0
     is_lost: bool = False
+
+
+class _Asked:
+    """The question for a stage, while the store makes that; `answer` stays empty where it made none."""
+
+    __slots__ = ("answer", "done", "uuid")
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid, self.answer, self.done = uuid, b"", threading.Event()
 
 
 class StageLink:
@@ -58,6 +71,7 @@ class StageLink:
         self._is_attaching = False
         self._stage: AttachedStage | None = None
         self._retry_s = 0.0
+        self._asked: _Asked | None = None
         self._closed = False
 
     def attach(self) -> HandoffRoute:
@@ -118,24 +132,26 @@ class StageLink:
         logger.warning("hand-offs of this client go through host memory: %s", why_not)
         return HandoffRoute(route="host", why_not=why_not, gb_per_s=rates or {})
 
-    def _attach(self) -> AttachedStage | None:
+    def _attach(self, asked: _Asked | None = None) -> AttachedStage | None:
         with self._attaching:
             if self._is_attaching:
                 return None  # In the handler of a signal, whose thread is at it: hand-offs go through host memory.
             try:
                 self._is_attaching = True
-                return self._attach_alone()
+                return self._attach_alone(asked)
             finally:
                 self._is_attaching = False
 
-    def _attach_alone(self) -> AttachedStage | None:
+    def _attach_alone(self, asked: _Asked | None) -> AttachedStage | None:
         if (caches := self._caches) is None:
             return None
         uuid = stage_uuid(caches.layout)
         if self._stage is not None or not uuid or self._closed:
             return self._stage
-        question = encode(AskStage(uuid, self._num_bytes, caches.shape.block_bytes))
-        found = decode_stage(self._ask(Op.HANDOFF_STAGE, question, _MAKE_WITHIN_S))
+        if asked is not None and asked.uuid != uuid:
+            return None  # Other tensors were registered since, on another GPU: the next job asks anew.
+        answer = self._ask_stage(uuid, caches) if asked is None else asked.answer
+        found = decode_stage(answer)
         stage = AttachedStage(found.slab, found.generation, make_stage_copier(caches, found))
         with self._lock:
             if not self._closed and self._caches is caches:
@@ -144,19 +160,72 @@ class StageLink:
         stage.copier.close()  # Closed meanwhile, or other tensors were registered: the next job attaches it anew.
         return None
 
-    def take(self) -> AttachedStage | None:
-        """Keep the stage mapped for a job, until `leave`; None when there is none now."""
+    def _ask_stage(self, uuid: str, caches: RegisteredCache) -> bytes:
+        return self._ask(
+            Op.HANDOFF_STAGE, encode(AskStage(uuid, self._num_bytes, caches.shape.block_bytes)), _MAKE_WITHIN_S
+        )
+
+    def take(self, within_s: float = math.inf) -> AttachedStage | None:
+        """Keep the stage mapped for a job, until `leave`; None when there is none now.
+
+        Args:
+            within_s: the job's time. One that is attached anew is waited for no longer than for a part of it.
+        """
         if (stage := self._take_attached()) is not None or self._closed or not self.is_wanted:
             return stage
-        if time.monotonic() <= self._retry_s:
+        wait_s = 0.0
+        if (asked := self._asked) is None:
+            if self._is_attaching or time.monotonic() <= self._retry_s:
+                return None
+            # Its mover died: the next one is up after a second or two, and takes long over its stage, perhaps.
+            self._retry_s = time.monotonic() + _RETRY_S
+            if (asked := self._begin_to_ask()) is None:
+                return None
+            wait_s = min(_WAIT_S, _WAIT_SHARE * within_s)
+        # Those that come while another one waits do not wait as well.
+        if not asked.done.wait(wait_s):
             return None
-        # Its mover died: the next one is up after a second or two.
-        self._retry_s = time.monotonic() + _RETRY_S
-        try:
-            self._attach()
-        except KVStoreError as error:
-            logger.warning("hand-offs of this client go through host memory for now: %s", error)
+        self._asked = None
+        if asked.answer:
+            try:
+                self._attach(asked)
+            except KVStoreError as error:
+                logger.warning("hand-offs of this client go through host memory for now: %s", error)
         return self._take_attached()
+
+    def _begin_to_ask(self) -> _Asked | None:
+        """Have the store asked for a stage on a thread of its own; None where there is no GPU, or no thread.
+
+        Asked alone: what is mapped is mapped by who takes the stage, on a thread that knows what its GPU does now.
+        """
+        caches = self._caches
+        if caches is None or not (uuid := stage_uuid(caches.layout)):
+            return None
+        asked = _Asked(uuid)
+
+        def ask() -> None:
+            try:
+                asked.answer = self._ask_stage(uuid, caches)
+            except KVStoreError as error:
+                if not self._closed:
+                    logger.warning("hand-offs of this client go through host memory for now: %s", error)
+            except Exception:
+                logger.exception("a stage could not be asked for")
+            finally:
+                if not asked.answer and self._asked is asked:
+                    self._asked = None  # The next job asks again.
+                asked.done.set()
+
+        self._asked = asked
+        try:
+            threading.Thread(target=ask, name="raykv-stage", daemon=True).start()
+        except BaseException as error:
+            self._asked = None
+            if not isinstance(error, RuntimeError):
+                raise
+            logger.warning("hand-offs of this client go through host memory for now: %s", error)
+            return None
+        return asked
 
     def _take_attached(self) -> AttachedStage | None:
         with self._lock:  # One with the look at it: else it may be lost, and unmapped, between.
@@ -165,9 +234,9 @@ class StageLink:
             return stage
 
     @contextlib.contextmanager
-    def using(self) -> Iterator[AttachedStage | None]:
-        """Keep the stage mapped for a job; None when there is none now."""
-        stage = self.take()
+    def using(self, within_s: float = math.inf) -> Iterator[AttachedStage | None]:
+        """Keep the stage mapped for a job; None when there is none now; see `take`."""
+        stage = self.take(within_s)
         try:
             yield stage
         except CopyStuck:

@@ -302,6 +302,40 @@ def test_the_readers_mover_takes_its_stage_along_and_the_next_one_has_another(cl
     nothing_held(cluster, wait_until)
 
 
+def test_who_fetches_or_publishes_does_not_wait_for_a_stage_that_takes_long_to_make(
+    cluster, pair, stages, monkeypatch, wait_until
+):
+    """The next mover's stage comes when it comes: until then the arena serves, and nobody's time is spent on it."""
+    source, target = pair
+    make, goes_on = cluster.make_stage, threading.Event()
+
+    def make_late(*args):
+        assert goes_on.wait(30)
+        return make(*args)
+
+    tickets = [source.client.publish(range(4), ttl_s=60) for _ in range(2)]
+    cluster.make_stage = make_late
+    cluster.kill_mover("b")
+    cluster.start_mover("b")
+    assert wait_until(lambda: fetch(target, tickets[0], range(4)).num_blocks) == 4, "the loss is noticed"
+    asked, ask = [], target.client._stage_link._ask
+    monkeypatch.setattr(target.client._stage_link, "_ask", lambda *args: (asked.append(args[0]), ask(*args))[1])
+
+    begun_s = time.monotonic()
+    job = target.client.fetch(tickets[1], range(4), timeout_s=0.5)
+    assert time.monotonic() - begun_s < 0.5
+    assert job.result(5).route == "host"
+    begun_s = time.monotonic()
+    ticket = target.client.publish(range(2))
+    assert time.monotonic() - begun_s < 2.0, "as long as a call may take"
+    assert ticket.slab == 0, "the arena serves"
+    time.sleep(1.1)  # When it is tried again, if nobody has been asked.
+    assert target.client.publish(range(2)).slab == 0
+    assert len(asked) == 1, "one question waits for the stage, whoever wants that"
+    goes_on.set()
+    assert wait_until(lambda: (t := target.client.publish(range(2))).slab and t), "attached when it was there"
+
+
 def test_what_was_claimed_in_one_movers_stage_is_not_read_into_the_next_ones(cluster, pair, wait_until):
     source, target = pair
     other, reader = cluster.worker("b", seed=3), cluster.worker("a", seed=4)
