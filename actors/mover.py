@@ -12,7 +12,7 @@ from kvstore.memory.arena import attach_arena
 from kvstore.mover.gpu_stage import make_stage
 from kvstore.mover.process import Mover as MoverLoop
 from kvstore.mover.slabs import Slabs
-from kvstore.rpc.connect import connect_local
+from kvstore.rpc.connect import connect_local, greeting_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class Mover:
         from kvstore.mover.parallel import node_transport
 
         hello = {"role": "mover", "protocol": PROTOCOL_VERSION}
-        client, fd = connect_local(control_path, hello, timeout_s=config.call_timeout_s)
-        self._arena = attach_arena(fd, int(client.hello["arena_bytes"]))
+        client, file = connect_local(control_path, hello, timeout_s=config.call_timeout_s)
+        self._arena = attach_arena(file, greeting_of(client).arena_bytes)
         self._arena.populate()
         arena = node_transport(name, self._arena.address, self._arena.num_bytes, config.lane, num_copy_threads())
         self._slabs = Slabs(name, arena, self._arena.address, make_stage)

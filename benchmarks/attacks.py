@@ -72,7 +72,7 @@ def serve() -> None:
 def look_up(path: str) -> None:
     """Be the healthy client: a time for each lookup, all of them told when a line is read."""
     client, fd = connect_local(path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=WITHIN_S)
-    os.close(fd)
+    fd.close()
     times_ms, question = list[float](), CHAIN.encode()
     while True:
         began_s = time.perf_counter()
@@ -131,7 +131,7 @@ class Target:
         """Connect as a worker."""
         hello = {"role": "client", "protocol": PROTOCOL_VERSION}
         client, fd = connect_local(self.ports["path"], hello, timeout_s=WITHIN_S)
-        os.close(fd)
+        fd.close()
         return client
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 
-from kvstore.bounds import MIN_BLOCK_BYTES
+from kvstore.bounds import MIN_BLOCK_BYTES, clip
 from kvstore.errors import ConfigError
 
 #: Version of the control messages and of the meaning of their fields; both sides must agree exactly.
@@ -149,9 +149,20 @@ class StoreConfig:
         """Return the settings that `to_json` wrote.
 
         Raises:
-            ConfigError: a key is unknown or a value cannot work.
+            ConfigError: a key is unknown or a value cannot work, or these are no settings at all.
         """
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"settings: wanted what StoreConfig.to_json wrote, got {clip(text)}; run one version of raykv "
+                "everywhere"
+            ) from error
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"settings: wanted the JSON object that StoreConfig.to_json wrote, got {clip(text)}; run one version "
+                "of raykv everywhere"
+            )
         StoreConfig.check_names(values)
         return StoreConfig(**values)
 

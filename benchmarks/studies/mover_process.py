@@ -22,6 +22,7 @@ import signal
 import socket
 import statistics
 import time
+from io import FileIO
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -45,7 +46,7 @@ def _transport(lane: str, fd: int) -> tuple[Any, Any]:
     set_ucx_lane(lane)
     from kvstore.mover.nixl import NixlTransport
 
-    arena = attach_arena(fd, BLOCK_BYTES * NUM_BLOCKS)
+    arena = attach_arena(FileIO(fd), BLOCK_BYTES * NUM_BLOCKS)
     arena.populate()
     # One agent with a progress thread, as one inside a node store would be.
     transport = NixlTransport(f"bench-{secrets.token_hex(6)}", arena.address, arena.num_bytes, separate_reader=False)

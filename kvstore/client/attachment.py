@@ -90,8 +90,8 @@ class Attachment:
             request = Attach(space.digest, space.shape.block_bytes)
             answer = decode_counts(self.store.call(Op.ATTACH, encode(request)))
             self.clears = map_clears(control_path, self.store.epoch, timeout_s=self.store.call_timeout_s)
-        except KVStoreError:
-            self.store.close(jobs_are_over=False)
+        except BaseException as error:  # An interrupt, too: it does not wait for the store.
+            self.store.close(jobs_are_over=False, waits=isinstance(error, KVStoreError))
             self.arena.close()
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])

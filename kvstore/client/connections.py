@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 
 from kvstore.client.idle_connections import BrokenConnections, IdleConnections
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
@@ -29,7 +29,7 @@ from kvstore.errors import (
 )
 from kvstore.memory.arena import attach_arena
 from kvstore.rpc.client import ControlClient
-from kvstore.rpc.connect import connect_local
+from kvstore.rpc.connect import connect_local, greeting_of
 from kvstore.rpc.framing import OWNER_KEY_DIGITS, Op
 from kvstore.rpc.retelling import PAUSES_S, Retelling
 from kvstore.runtime import clock
@@ -61,6 +61,7 @@ class StoreConnections:
     Raises:
         StoreNotRunning: nobody answers at the path.
         IncompatibleStore: the store runs another protocol version.
+        ProtocolError, ConfigError: its greeting is none of a store of this version.
     """
 
     def __init__(self, path: str, on_lost: Callable[[], None]) -> None:
@@ -76,27 +77,38 @@ class StoreConnections:
         self.for_lookups = IdleConnections(self.connect, self._broken)
         self._retelling = Retelling(self.call, lambda: self._is_lost)
         self.call_timeout_s = _HELLO_TIMEOUT_S
-        self._calls, fd = self._connect()
-        hello = self._calls.hello
-        self.node_id, self.epoch = str(hello["node"]), str(hello["epoch"])
-        self.config = StoreConfig.from_json(str(hello["config"]))
-        self.call_timeout_s = self.config.call_timeout_s
-        self.arena = attach_arena(fd, int(hello["arena_bytes"]))
+        self._calls, file = self._connect()
+        try:
+            greeting = greeting_of(self._calls)
+            self.node_id, self.epoch = greeting.node, greeting.epoch
+            self.config = StoreConfig.from_json(greeting.config)
+            self.call_timeout_s = self.config.call_timeout_s
+            self.arena = attach_arena(file, greeting.arena_bytes)
+        except BaseException:
+            file.close()
+            self._calls.close()
+            raise
 
     def _connect(
         self, replaces: ControlClient | None = None, since: int = 0, timeout_s: float | None = None
-    ) -> tuple[ControlClient, int]:
+    ) -> tuple[ControlClient, FileIO]:
         hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": self._key}
         if replaces is not None:
             hello |= {"replaces": replaces.hello["connection"], "since": since}
         limit_s = self.call_timeout_s if timeout_s is None else timeout_s
-        connection, fd = connect_local(
+        connection, file = connect_local(
             self.path, hello, timeout_s=max(limit_s, _LEAST_S), call_timeout_s=self.call_timeout_s
         )
-        with self._lock:
-            # Those that a timeout or an abandoned load closed are of no use to anybody any more.
-            self._open = [*(known for known in self._open if not known.closed), connection]
-        return connection, fd
+        try:
+            greeting_of(connection)  # What is no store's is found out where it is opened, and not where it is used.
+            with self._lock:
+                # Those that a timeout or an abandoned load closed are of no use to anybody any more.
+                self._open = [*(known for known in self._open if not known.closed), connection]
+            return connection, file
+        except BaseException:
+            file.close()
+            connection.close()
+            raise
 
     def connect(
         self, replaces: ControlClient | None = None, since: int = 0, timeout_s: float | None = None
@@ -115,7 +127,7 @@ class StoreConnections:
         """
         check_process(self._pid)
         try:
-            connection, fd = self._connect(replaces, since, timeout_s)
+            connection, file = self._connect(replaces, since, timeout_s)
         except StoreNotRunning as error:
             if isinstance(error.__cause__, BlockingIOError):
                 raise TransferTimeout(str(error)) from error
@@ -123,7 +135,7 @@ class StoreConnections:
             if _is_nobody_there(error) and all(known.has_ended() for known in list(self._open)):
                 self._lose()
             raise
-        os.close(fd)
+        file.close()
         if connection.hello["epoch"] != self.epoch:
             connection.close()
             self._lose()
@@ -284,8 +296,8 @@ class StoreConnections:
             last = self._calls
             named = (last, last.unheard or last.next_question) if last.closed else (None, 0)
             try:
-                connection, fd = self._connect(*named)
-                os.close(fd)
+                connection, file = self._connect(*named)
+                file.close()
                 try:
                     connection.send(op)
                     return

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -182,22 +183,21 @@ def check_memory(fd: int) -> None:
         )
 
 
-def attach_arena(fd: int, num_bytes: int) -> Arena:
-    """Map a slab whose descriptor came from its node store; `fd` is closed, however this ends.
+def attach_arena(file: FileIO, num_bytes: int) -> Arena:
+    """Map a slab whose descriptor came from its node store; it is closed, however this ends.
 
     So no forked child of this process keeps the slab's pages: it has neither the mapping nor a descriptor.
 
     Raises:
         ConfigError: the file has another size than the store says, or is no memory of a store.
     """
-    try:
+    with file:
+        fd = file.fileno()
         check_memory(fd)
         got = os.fstat(fd).st_size
         if got != num_bytes:
             raise ConfigError(f"arena: wanted {num_bytes} bytes, got a file of {got}; reconnect to the store")
         return Arena(-1, num_bytes, *_map(fd, num_bytes))
-    finally:
-        os.close(fd)
 
 
 def _map(fd: int, num_bytes: int) -> tuple[memoryview, mmap.mmap]:

@@ -37,16 +37,16 @@ class PresenceView:
     """
 
     def __init__(self, control_path: str, epoch: str, *, timeout_s: float) -> None:
-        self._connection, fd = connect_local(control_path, _HELLO, timeout_s=timeout_s)
+        self._connection, file = connect_local(control_path, _HELLO, timeout_s=timeout_s)
         try:
-            check_memory(fd)
-            size, flags = os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
+            with file:
+                fd = file.fileno()
+                check_memory(fd)
+                size, flags = os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
+                memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
         except BaseException:
             self._connection.close()
             raise
-        finally:
-            os.close(fd)
         withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), size)
         self._memory: mmap.mmap | None = memory
         self._mask = size - HEAD_BYTES - 1
@@ -98,13 +98,11 @@ def map_clears(control_path: str, epoch: str, *, timeout_s: float) -> ClearCount
         StoreNotRunning: nobody answers.
         StoreUnavailable: it is another life of the store.
     """
-    connection, fd = connect_local(control_path, _HELLO, timeout_s=timeout_s)
-    connection.close()
-    try:
-        check_memory(fd)
-        memory = mmap.mmap(fd, HEAD_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
+    connection, file = connect_local(control_path, _HELLO, timeout_s=timeout_s)
+    with file:
+        connection.close()
+        check_memory(file.fileno())
+        memory = mmap.mmap(file.fileno(), HEAD_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     _check_epoch(memory, epoch)
     return ClearCounts(memoryview(memory)[CLEARS_AT : CLEARS_AT + CLEARS_BYTES])
 

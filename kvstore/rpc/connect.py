@@ -5,18 +5,50 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import Any
+from io import FileIO
+from typing import Annotated, Any
+
+import msgspec
 
 from kvstore.blocks.codec import decode_object, encode_object
-from kvstore.errors import ConfigError, KVStoreError, PeerLost, StoreNotRunning, StoreUnavailable
+from kvstore.bounds import clip
+from kvstore.errors import ConfigError, KVStoreError, PeerLost, ProtocolError, StoreNotRunning, StoreUnavailable
 from kvstore.rpc.channel import prepare_remote
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.framing import RECEIVE_BYTES, SOCKET_BUFFER_BYTES, Decoder, Flag, Message, Op, packets_of, unpack_error
 
+_FD = struct.Struct("i")
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What a node store says of itself to the processes of its machine; one of another version may say more."""
+
+    protocol: int
+    epoch: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    node: str
+    connection: str
+    config: str
+    arena_bytes: Annotated[int, msgspec.Meta(gt=0)]
+
+
+def greeting_of(client: ControlClient) -> Greeting:
+    """Return what a node store said when a connection to it began.
+
+    Raises:
+        ProtocolError: a field is missing, or none of this protocol.
+    """
+    try:
+        return msgspec.convert(client.hello, Greeting)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"{client.name}: wanted the greeting of a store of this version, got another one: {clip(str(error), 200)}; "
+            "run one version of raykv everywhere"
+        ) from error
+
 
 def connect_local(
     path: str, hello: dict[str, Any], *, timeout_s: float, call_timeout_s: float | None = None
-) -> tuple[ControlClient, int]:
+) -> tuple[ControlClient, FileIO]:
     """Connect to a node store on this machine.
 
     Args:
@@ -26,13 +58,15 @@ def connect_local(
         call_timeout_s: for what is sent afterwards; the same when None.
 
     Returns:
-        (the connection with its `hello` answer, the arena's descriptor, which the caller owns).
+        (the connection with its `hello` answer, the arena's file, which the caller closes). It is no bare descriptor,
+        which would be nobody's where an error or an interrupt comes between the calls that hand it on.
 
     Raises:
         StoreNotRunning: nobody listens there.
         StoreUnavailable: this process has no descriptor left.
         ConfigError: what listens there is a process of another user; it was told nothing.
         IncompatibleStore: the store has another protocol version or configuration.
+        ProtocolError: what answered is no store.
     """
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -52,26 +86,46 @@ def connect_local(
             "runs Ray"
         )
     client = ControlClient(sock, f"node store at {path}")
-    fds: list[int] = []
+    received: list[Any] = []
+    files: list[FileIO] = []
     try:
-        for packet in packets_of(Message(Op.HELLO, Flag.REQUEST, 0, encode_object(hello))):
-            sock.sendall(packet)
-        data, fds, _, _ = socket.recv_fds(sock, RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError as error:
-        client.close()
-        raise StoreNotRunning(f"the node store at {path} does not answer ({error})") from error
-    message = Decoder().packet(data) if data else None
-    if message is None or message.flag is Flag.ERROR or not fds:
-        for fd in fds:
-            os.close(fd)
-        client.close()
+        try:
+            for packet in packets_of(Message(Op.HELLO, Flag.REQUEST, 0, encode_object(hello))):
+                sock.sendall(packet)
+            # An interrupt comes between two instructions, and these lists are filled by one each: what the kernel gave
+            # is in them whatever comes, and is closed.
+            room = (socket.CMSG_SPACE(_FD.size),)
+            received.extend(map(sock.recvmsg, (RECEIVE_BYTES,), room, (socket.MSG_CMSG_CLOEXEC,)))
+            files.extend(map(FileIO, _fds_in(received)))
+        except OSError as error:
+            raise StoreNotRunning(f"the node store at {path} does not answer ({error})") from error
+        message = Decoder().packet(received[0][0]) if received[0][0] else None
         if message is not None and message.flag is Flag.ERROR:
             raise unpack_error(message.payload)
-        raise StoreNotRunning(f"the node store at {path} closed the connection")
-    client.hello = decode_object(message.payload)
-    if call_timeout_s is not None:
-        _prepare(sock, call_timeout_s)
-    return client, fds[0]
+        if message is None or not files:
+            raise StoreNotRunning(f"the node store at {path} closed the connection")
+        client.hello = decode_object(message.payload)
+        if call_timeout_s is not None:
+            _prepare(sock, call_timeout_s)
+        return client, files[0]
+    except BaseException:
+        for file in files:
+            file.close()
+        for fd in _fds_in(received)[len(files) :]:
+            os.close(fd)
+        client.close()
+        raise
+
+
+def _fds_in(received: list[Any]) -> list[int]:
+    """Return the descriptors that came with what `recvmsg` returned."""
+    return [
+        fd
+        for _, ancillary, *_ in received
+        for level, kind, data in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (fd,) in _FD.iter_unpack(data[: len(data) // _FD.size * _FD.size])
+    ]
 
 
 def connect_remote(host: str, port: int, hello: dict[str, Any], *, timeout_s: float) -> ControlClient:

@@ -161,7 +161,7 @@ class StoreUnderTest:
                     client, arena_fd = connect_local(path, hello, timeout_s=min(1.0, seconds))
                 except KVStoreError:
                     break
-                os.close(arena_fd)
+                arena_fd.close()
                 taken.append(held.enter_context(contextlib.closing(client)))
             time.sleep(max(0.0, deadline_s - time.monotonic()))
         return len(taken)

@@ -673,7 +673,7 @@ def test_too_few_engine_blocks_are_refused_with_how_many_are_wanted(cluster):
     cluster.add("a", mover=False)
     worker = cluster.worker("a")
     for publish in (worker.client.publish, worker.client.begin_publish):
-        with pytest.raises(InvalidRequest, match="block_ids: wanted at least 1 engine block.*, got 0; "):
+        with pytest.raises(InvalidRequest, match=r"block_ids: wanted at least 1 engine block.*, got 0; "):
             publish([])
         with pytest.raises(InvalidRequest, match="block_ids: wanted a list of engine blocks, got int; "):
             publish(7)

@@ -44,7 +44,7 @@ def standing_still(core):
             connection, fd = connect_local(
                 core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=30.0
             )
-            os.close(fd)
+            fd.close()
             connection.close()
 
     core._control._hello = stand

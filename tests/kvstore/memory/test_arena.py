@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_nobody_changes_the_size(slab, num_bytes):
 
 
 def test_two_mappings_are_the_same_memory(slab):
-    other = attach_arena(os.dup(slab.fd), NUM_BYTES)
+    other = attach_arena(FileIO(os.dup(slab.fd)), NUM_BYTES)
     try:
         assert other.address != slab.address
         slab.bytes_view()[-3:] = 7
@@ -119,7 +120,7 @@ def test_a_forked_child_has_no_mapping(slab):
 def test_a_file_of_another_size_is_refused_and_closed(slab, wanted):
     fd = os.dup(slab.fd)
     with pytest.raises(ConfigError) as caught:
-        attach_arena(fd, wanted)
+        attach_arena(FileIO(fd), wanted)
     assert str(wanted) in str(caught.value)
     assert str(NUM_BYTES) in str(caught.value)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -137,7 +138,7 @@ def test_close_unmaps():
 
 def test_mappings_begin_where_huge_pages_can():
     arena = create_arena(3 << 20)
-    other = attach_arena(os.dup(arena.fd), 3 << 20)
+    other = attach_arena(FileIO(os.dup(arena.fd)), 3 << 20)
     assert arena.address % (2 << 20) == other.address % (2 << 20) == 0
     arena.memory[-1] = 7
     assert other.memory[-1] == 7

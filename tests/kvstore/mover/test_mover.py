@@ -96,7 +96,7 @@ class Pair:
 
     def start(self, name="own"):
         client, fd = connect_local(self.path, {}, timeout_s=2.0)
-        os.close(fd)
+        fd.close()
         self.slab = np.zeros(NUM_SLOTS * SLOT_BYTES, np.uint8)
         self.transport = Stubborn(name, self.slab, self.network)
         self.link.set_slots(SLOT_BYTES, NUM_SLOTS)

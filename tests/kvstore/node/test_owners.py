@@ -156,7 +156,7 @@ def test_a_worker_that_cannot_be_watched_may_read_but_not_write(old_kernel, clus
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
-    os.close(fd)
+    fd.close()
     from kvstore.blocks.chain import decode_chain
 
     chain = decode_chain(bytes.fromhex(encoded(hashes)))

@@ -39,7 +39,7 @@ def worker(core, cluster):
 def ask(core, worker):
     """Ask over a connection of its own."""
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
-    os.close(fd)
+    fd.close()
     yield lambda op, payload: client.call(op, payload, timeout_s=5.0)
     client.close()
 
@@ -106,7 +106,7 @@ def test_two_ranks_write_parts_over_two_connections(core, worker, cluster, ask):
     """Rule 4 at the socket: part and number of parts travel, and a reader never sees half."""
     hashes = cluster.hashes(3)
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
-    os.close(fd)
+    fd.close()
 
     def other(op, payload):
         return client.call(op, payload, timeout_s=5.0)
@@ -303,7 +303,7 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
     ticket = prepare(ask, hashes)
     told: list[int] = []
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
-    os.close(fd)
+    fd.close()
 
     def wait():
         told.append(decode_count(client.call(Op.AWAIT_STORE, encode(Ask(run_of(hashes), 5.0)), timeout_s=9.0)))
@@ -381,7 +381,7 @@ def test_who_waited_for_a_save_is_forgotten_when_it_is_told_or_gone(core, worker
     assert len(waiting) == 0
     ticket = prepare(ask, hashes[2:])
     other, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
-    os.close(fd)
+    fd.close()
     other.send(Op.AWAIT_STORE, encode(Ask(run_of(hashes), 86400.0)))
     wait_until(lambda: len(waiting) == 1)
     other.close()

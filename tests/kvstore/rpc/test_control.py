@@ -97,7 +97,7 @@ def client(request, echo):
 
 def local(echo) -> ControlClient:
     client, fd = connect_local(echo.path, {}, timeout_s=2.0)
-    os.close(fd)
+    fd.close()
     return client
 
 
@@ -336,7 +336,7 @@ def test_payloads_of_garbage_are_errors_and_change_nothing(cluster, op, payload)
     worker.save(cluster.hashes(2), range(2))
     before = core.stats()["pool"]
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
-    os.close(fd)
+    fd.close()
     with pytest.raises(KVStoreError):
         client.call(op, payload, timeout_s=2.0)
     assert core.stats()["pool"] == before
@@ -394,7 +394,7 @@ def test_a_worker_cannot_do_what_peers_and_movers_do(cluster):
     core = cluster.add("a")
     for op in _OF_PEERS + _OF_OTHERS:
         client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
-        os.close(fd)
+        fd.close()
         with pytest.raises(ProtocolError, match=f"does not serve {op.name} to a client"):
             client.call(op, b"", timeout_s=2.0)
         client.close()
@@ -633,7 +633,7 @@ def test_connections_that_a_live_process_closed_are_forgotten_once_they_hold_not
     writing[0].call(Op.PREPARE_STORE, encode(Prepare(worker.client._attached.chain(other), 1)), timeout_s=5.0)
     assert num_pidfds() == known + 3 > before
     for connection, fd in (idle, leasing, writing):
-        os.close(fd)
+        fd.close()
         connection.close()  # As a call that timed out does: without a word.
 
     wait_until(lambda: num_pidfds() == known + 2)
@@ -647,7 +647,7 @@ def test_connections_that_a_live_process_closed_are_forgotten_once_they_hold_not
 def test_chain_errors_cross_the_socket(cluster):
     core = cluster.add("a")
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
-    os.close(fd)
+    fd.close()
     with pytest.raises(ChainBroken):
         client.call(Op.LOOKUP, encode([bytes(32), bytes(32), 0, b"short"]), timeout_s=2.0)
     client.close()

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from io import FileIO
 
 import msgspec
 import pytest
@@ -85,7 +86,7 @@ def local(store, **more):
     client, fd = connect_local(
         store.control_path, {"role": "client", "protocol": PROTOCOL_VERSION} | more, timeout_s=5.0
     )
-    os.close(fd)
+    fd.close()
     return client
 
 
@@ -404,8 +405,8 @@ def test_only_sealed_memory_of_a_store_is_mapped(store):
     os.close(write_fd)
     for fd in (plain, read_fd):
         with pytest.raises(ConfigError, match="sealed memory"):
-            attach_arena(fd, 1 << 16)
-    attach_arena(os.dup(store.state.arena.fd), store.state.arena.num_bytes).close()
+            attach_arena(FileIO(fd), 1 << 16)
+    attach_arena(FileIO(os.dup(store.state.arena.fd)), store.state.arena.num_bytes).close()
 
 
 def test_a_surprise_while_a_connection_is_taken_does_not_make_the_store_deaf(store, monkeypatch):

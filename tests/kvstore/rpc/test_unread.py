@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import socket
 import weakref
 
@@ -55,7 +54,7 @@ class Streamer:
         if kind == "remote":
             return connect_remote("127.0.0.1", self.server.port, {}, timeout_s=5.0)
         client, fd = connect_local(self.path, {}, timeout_s=5.0)
-        os.close(fd)
+        fd.close()
         return client
 
     @property
