@@ -43,13 +43,14 @@ from ray.core.generated import (
 
 from kvstore.actors.calls import RAY_NAMESPACE, check_not_forked, node_address
 from kvstore.actors.session.keeper import KEEPER
+from kvstore.actors.session.leftovers import end_children, ray_children
 from kvstore.actors.session.rays import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
 from kvstore.bounds import clip
-from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable, WrongCluster
+from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, StoreUnavailable, WrongCluster
 
 LOCAL = "local"
 AUTO = "auto"
-#: What ray.init raises where it does not succeed.
+#: What ray.init raises where another call of it, of the program itself, was first.
 _INIT_FAILURES = (OSError, RuntimeError, ValueError, AssertionError, AttributeError, KeyError, ray_errors.RayError)
 #: How long one waits until what an earlier call began, and gave up, has ended.
 _SETTLE_S = 60.0
@@ -119,8 +120,8 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
     called = "address" if address else "RAY_ADDRESS"
     if named and "://" in named:
         raise ConfigError(
-            f"{called}: wanted the host:port of a Ray cluster, got {named!r}: a store's clients need a Ray node on their "
-            "machine; run this process on a node of the cluster, with `ray job submit` for example"
+            f"{called}: wanted the host:port of a Ray cluster, got {named!r}: a store's clients need a Ray node on "
+            "their machine; run this process on a node of the cluster, with `ray job submit` for example"
         )
     if named == LOCAL and not may_start:
         raise ConfigError(
@@ -144,7 +145,7 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
         check_node(named, deadline_s)
         try:
             _init_ray(RAY_NAMESPACE, address=named)
-        except _INIT_FAILURES as error:
+        except Exception as error:
             raise StoreNotRunning(
                 f"no Ray cluster lets this process in at {named!r}: {error}; if something runs there, does it want "
                 "another token (~/.ray/auth_token, RAY_AUTH_TOKEN), or has this process another RAY_AUTH_MODE?"
@@ -473,10 +474,12 @@ def _begin_ray(deadline_s: float) -> None:
         KEEPER.do(
             lambda: _init_ray(OWN_RAY_NAMESPACE, address=LOCAL, include_dashboard=False), ray.shutdown, deadline_s
         )
-    except _INIT_FAILURES as error:
+    except KVStoreError:
+        raise
+    except Exception as error:  # Ray raises a plain one where its node is late.
         raise StoreUnavailable(
             f"wanted to begin a Ray for this process, got {type(error).__name__}: {error}; see its logs in the folder "
-            "ray of RAY_TMPDIR, or join one with address="
+            "ray of RAY_TMPDIR, try again when this machine has less to do, or join one with address="
         ) from error
     finally:
         ray_log.removeFilter(_without_sigterm)
@@ -488,6 +491,8 @@ def _without_sigterm(record: logging.LogRecord) -> bool:
 
 
 def _init_ray(namespace: str, **options: Any) -> None:
+    begins = options.get("address") == LOCAL
+    before = ray_children() if begins else set()
     try:
         ray.init(log_to_driver=False, configure_logging=False, namespace=namespace, **options)
     except BaseException as error:
@@ -495,4 +500,6 @@ def _init_ray(namespace: str, **options: Any) -> None:
         # itself has called ray.init meanwhile, that is what failed this one.
         if not ray.is_initialized() or not isinstance(error, _INIT_FAILURES):
             ray.shutdown()
+            if begins:
+                end_children(ray_children() - before)  # Of a node that did not come up Ray knows nothing any more.
         raise

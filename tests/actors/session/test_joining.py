@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent import futures
@@ -12,10 +15,10 @@ import grpc
 import pytest
 from ray.core.generated import gcs_pb2, gcs_service_pb2
 
-from kvstore.actors.session import joining, rays
+from kvstore.actors.session import joining, leftovers, rays
 from kvstore.actors.session.joining import check_answers, check_named, find_ray, join_ray
 from kvstore.actors.session.rays import LocalRay
-from kvstore.errors import ConfigError, StoreNotRunning
+from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable
 
 TOKEN = "Bearer secret"
 CLUSTER = gcs_service_pb2.GetClusterIdReply(cluster_id=b"x" * 28).SerializeToString()
@@ -150,6 +153,45 @@ def test_an_address_of_no_use_is_called_what_the_caller_called_it(monkeypatch, b
             monkeypatch.setenv(by, address)
         with pytest.raises(ConfigError, match=f"^{by}: wanted the host:port of a Ray cluster.*, got '{address}'"):
             joining.join_ray(address if by == "address" else None, may_start=True)
+
+
+def test_a_local_ray_that_is_late_is_a_typed_error_and_leaves_no_process(monkeypatch):
+    """Ray raises a plain Exception then, and forgets what it has begun."""
+    package = os.path.join(os.path.dirname(joining.ray.__file__), "core", "late")
+    waits = "import signal, time; signal.signal(signal.SIGTERM, signal.{}); print(flush=True); time.sleep(60)"
+    began = []
+
+    def begin(how, *words):
+        child = subprocess.Popen([sys.executable, "-c", waits.format(how), *words], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        began.append(child)
+        return child
+
+    def init(**_):
+        begin("SIG_DFL", package)
+        begin("SIG_IGN", package)
+        begin("SIG_DFL", "of the program itself, which begins it at the same time")
+        raise Exception("The current node timed out during startup.")
+
+    before = begin("SIG_DFL", package)
+    monkeypatch.setattr(leftovers, "_END_S", 0.3)
+    monkeypatch.setattr(joining, "ensure_token", lambda: None)
+    monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(joining.ray, "init", init)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(StoreUnavailable, match=r"got Exception: The current node timed out .*; .*try again"):
+            joining.join_ray("local", may_start=True, deadline_s=time.monotonic() + 30)
+        _, late, stubborn, own = began
+        assert late.wait(5) is not None
+        assert stubborn.wait(5) is not None
+        assert own.poll() is before.poll() is None, "they are others'"
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        for child in began:
+            child.kill()
+            child.wait(5)
+            child.stdout.close()
 
 
 def test_a_recorded_address_counts_only_while_a_ray_of_this_user_is_there(gcs, monkeypatch, tmp_path):
