@@ -174,8 +174,8 @@ class Store:
             StoreNotRunning: the node has no store.
             InvalidRequest: a time over a day, or no time at all; nothing changed.
         """
-        check_seconds("timeout_s", timeout_s)
-        check_count("hand_over_bytes", hand_over_bytes, 0, 1 << 62)
+        timeout_s = check_seconds("timeout_s", timeout_s)
+        hand_over_bytes = check_count("hand_over_bytes", hand_over_bytes, 0, 1 << 62)
         deadline_s = time.monotonic() + timeout_s
         handles = self._handles()
         if node_id not in handles:

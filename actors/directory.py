@@ -61,7 +61,7 @@ class Directory:
             InvalidRequest: this is no namespace, or no version that a store counted; nothing was noted.
         """
         check_digest("namespace", namespace)
-        check_count("version", version, 0, _MAX_VERSION)  # None would count on, which only stores may.
+        version = check_count("version", version, 0, _MAX_VERSION)  # None would count on, which only stores may.
         return self._server.hear_clearing(namespace, version)
 
     def nodes(self) -> list[str]:

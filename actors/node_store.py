@@ -100,7 +100,7 @@ class NodeStore:
     @ray.method(concurrency_group=READY)
     def ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena."""
-        check_seconds("timeout_s", timeout_s)
+        timeout_s = check_seconds("timeout_s", timeout_s)
         return self._core.wait_ready(timeout_s)
 
     def settings(self) -> str:
@@ -210,13 +210,13 @@ class NodeStore:
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
         """Grant nothing to workers any more; returns hot chains for a peer to adopt."""
-        check_count("max_bytes", max_bytes, 0, 1 << 62)
+        max_bytes = check_count("max_bytes", max_bytes, 0, 1 << 62)
         return self._core.begin_drain(max_bytes)
 
     @ray.method(concurrency_group=DRAIN)
     def adopt(self, chains: list[bytes], timeout_s: float) -> int:
         """Fetch chains from other nodes; returns how many blocks are here now."""
-        check_seconds("timeout_s", timeout_s)
+        timeout_s = check_seconds("timeout_s", timeout_s)
         if not isinstance(chains, list):
             raise InvalidRequest(f"chains: wanted what begin_drain() returned, got {type(chains).__name__}")
         for chain in chains:
@@ -229,7 +229,7 @@ class NodeStore:
     @ray.method(concurrency_group=DRAIN)
     def drain(self, timeout_s: float) -> dict[str, int]:
         """Grant nothing any more and wait for leases and writes to end; returns what is left."""
-        check_seconds("timeout_s", timeout_s)
+        timeout_s = check_seconds("timeout_s", timeout_s)
         return self._core.drain(timeout_s)
 
     def undrain(self) -> None:

@@ -56,7 +56,7 @@ def start(
     """
     from kvstore.actors import starting
 
-    check_seconds("timeout_s", timeout_s)
+    timeout_s = check_seconds("timeout_s", timeout_s)
     if address is not None:
         check_text("address", address)
     if "capacity_bytes" in settings:
@@ -87,7 +87,7 @@ def connect(name: str = "default", *, address: str | None = None, timeout_s: flo
     """
     from kvstore.actors import starting
 
-    check_seconds("timeout_s", timeout_s)
+    timeout_s = check_seconds("timeout_s", timeout_s)
     check_text("name", name)
     if address is not None:
         check_text("address", address)

@@ -1,6 +1,11 @@
-"""Bounds on numbers that come from outside: from peers, workers and Ray callers. What is beyond them is refused."""
+"""Bounds on numbers that come from outside: from peers, workers and Ray callers. What is beyond them is refused.
+
+What the checks return is of Python's own type, and callers go on with that: a subclass cannot be sent.
+"""
 
 from __future__ import annotations
+
+import math
 
 from kvstore.errors import InvalidRequest
 
@@ -50,7 +55,7 @@ def check_bytes(name: str, value: object, most: int) -> bytes:
     """
     if not isinstance(value, bytes) or len(value) > most:
         raise InvalidRequest(f"{name}: wanted at most {most} bytes, got {clip(value)}")
-    return value
+    return bytes(value)
 
 
 def check_seconds(name: str, value: object, most_s: float = MAX_TTL_S) -> float:
@@ -61,7 +66,7 @@ def check_seconds(name: str, value: object, most_s: float = MAX_TTL_S) -> float:
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most_s:
         raise InvalidRequest(f"{name}: wanted a number of seconds from 0 to {most_s:g}, got {clip(value)}")
-    return value
+    return _plain(value)
 
 
 def check_ttl(name: str, value: object, most_s: float = MAX_TTL_S) -> float:
@@ -72,7 +77,15 @@ def check_ttl(name: str, value: object, most_s: float = MAX_TTL_S) -> float:
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most_s:
         raise InvalidRequest(f"{name}: wanted a number of seconds above 0, at most {most_s:g}, got {clip(value)}")
-    return value
+    return _plain(value)
+
+
+def _plain(seconds: float) -> float:
+    # NumPy's float64 is a float to isinstance, and nothing that can be sent.
+    try:
+        return float(seconds)
+    except OverflowError:
+        return math.inf  # Allowed only where no time is too long.
 
 
 def check_count(name: str, value: object, least: int, most: int) -> int:
@@ -83,7 +96,7 @@ def check_count(name: str, value: object, least: int, most: int) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InvalidRequest(f"{name}: wanted an integer from {least} to {most}, got {clip(value)}")
-    return value
+    return int(value)
 
 
 def check_text(name: str, value: object) -> str:
@@ -94,7 +107,7 @@ def check_text(name: str, value: object) -> str:
     """
     if not isinstance(value, str):
         raise InvalidRequest(f"{name}: wanted text, got {clip(value)}")
-    return value
+    return value if type(value) is str else str.__str__(value)
 
 
 def check_digest(name: str, value: object) -> bytes:
@@ -105,4 +118,4 @@ def check_digest(name: str, value: object) -> bytes:
     """
     if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
         raise InvalidRequest(f"{name}: wanted {DIGEST_BYTES} bytes, got {clip(value)}")
-    return value
+    return bytes(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import overload
 
+import msgspec
 import numpy as np
 
 from kvstore.blocks.codec import U32, Digest, Record, decoder, encode
@@ -59,6 +60,9 @@ class BlockHashes(Record, frozen=True):
                 f"BlockHashes: wanted the run to end at block {_LAST_END} at most, got {len(self)} blocks from "
                 f"{clip(self.start)} on; count blocks from the root of their chain"
             )
+        for name, value in (("namespace", self.namespace), ("parent", self.parent), ("data", self.data)):
+            if type(value) is not bytes:  # A subclass cannot be sent.
+                msgspec.structs.force_setattr(self, name, bytes(value))
         if (self.start == 0) != (self.parent == self.namespace):
             raise ChainBroken(
                 "BlockHashes: wanted the namespace digest as parent exactly at start 0, "

@@ -68,24 +68,24 @@ class HandoffTicket:
     is_early: bool = False
 
     def __post_init__(self) -> None:
-        _check_bytes("epoch", self.epoch, _EPOCH_BYTES)
-        _check_bytes("nonce", self.nonce, NONCE_BYTES)
-        _check_bytes("namespace", self.namespace, DIGEST_BYTES)
-        check_count("num_blocks", self.num_blocks, 1, _MOST_U32)
-        check_count("block_bytes", self.block_bytes, 1, _MOST_U32)
-        check_count("block_order", self.block_order, 0, _MOST_U16)
-        check_count("slab", self.slab, 0, _MOST_U32)
-        if not isinstance(self.node_id, str) or len(self.node_id) > _MOST_U16 // 4:
-            raise InvalidRequest(f"node_id: wanted the id of a node as a str, got {clip(self.node_id)}")
-        expires_s = self.expires_s
-        if not isinstance(expires_s, int | float) or isinstance(expires_s, bool) or not math.isfinite(expires_s):
-            raise InvalidRequest(f"expires_s: wanted seconds since 1970, got {clip(expires_s)}")
+        plain: dict[str, object] = {
+            "epoch": _check_bytes("epoch", self.epoch, _EPOCH_BYTES),
+            "nonce": _check_bytes("nonce", self.nonce, NONCE_BYTES),
+            "namespace": _check_bytes("namespace", self.namespace, DIGEST_BYTES),
+            "num_blocks": check_count("num_blocks", self.num_blocks, 1, _MOST_U32),
+            "block_bytes": check_count("block_bytes", self.block_bytes, 1, _MOST_U32),
+            "block_order": check_count("block_order", self.block_order, 0, _MOST_U16),
+            "slab": check_count("slab", self.slab, 0, _MOST_U32),
+            "node_id": _check_node(self.node_id),
+            "expires_s": _check_expiry(self.expires_s),
+        }
         if not isinstance(self.part, tuple) or len(self.part) != len(_WHOLE):
             raise InvalidRequest(f"part: wanted (tp_rank, tp_size, pp_rank, pp_size), got {clip(self.part)}")
-        for number in self.part:
-            check_count("part", number, 0, _MOST_U16)
+        plain["part"] = tuple(check_count("part", number, 0, _MOST_U16) for number in self.part)
         if not isinstance(self.is_early, bool):
             raise InvalidRequest(f"is_early: wanted True or False, got {clip(self.is_early)}")
+        for name, value in plain.items():  # Of subclasses only what Python itself has can be sent.
+            object.__setattr__(self, name, value)
 
     @property
     def num_bytes(self) -> int:
@@ -135,10 +135,31 @@ class HandoffTicket:
         return HandoffTicket(**dict(zip(_FIELDS, fields, strict=True)))  # type: ignore[arg-type]
 
 
-def _check_bytes(name: str, value: object, num_bytes: int) -> None:
+def _check_node(value: object) -> str:
+    text = str.__str__(value) if isinstance(value, str) else None
+    if text is None or len(text) > _MOST_U16 // 4 or any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidRequest(
+            f"node_id: wanted the id of a node as a str without lone surrogates, got {clip(value)}; pass what "
+            "Store.node_ids or a client says"
+        )
+    return text
+
+
+def _check_expiry(value: object) -> float:
+    try:
+        seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        seconds = math.inf
+    if not math.isfinite(seconds):
+        raise InvalidRequest(f"expires_s: wanted seconds since 1970, got {clip(value)}")
+    return seconds
+
+
+def _check_bytes(name: str, value: object, num_bytes: int) -> bytes:
     if not isinstance(value, bytes) or len(value) != num_bytes:
         advice = "; bytes.fromhex() makes bytes of hexadecimal digits" if isinstance(value, str) else ""
         raise InvalidRequest(f"{name}: wanted {num_bytes} bytes, got {clip(value)}{advice}")
+    return bytes(value)
 
 
 def expiry_after(ttl_s: float) -> float:

@@ -85,7 +85,7 @@ def begin_fetch(
                     connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
         check_ticket(ticket, attached.space, attached.part.ranks)
         limit_s = attached.transfer_s(timeout_s)
-        check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
+        num_copy_threads = check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
         deadline_s = clock.now_s() + limit_s
         stage = held.enter_context(link.using(limit_s))
         pages = engine_pages(block_ids, copier.layout, shape.block_size, 0, ticket.num_blocks)

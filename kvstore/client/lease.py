@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def take_lease(attached: Attachment, hashes: BlockHashes, ttl_s: float) -> Lease:
     """Ask for what `Client.lease` returns."""
-    check_ttl("ttl_s", ttl_s)
+    ttl_s = check_ttl("ttl_s", ttl_s)
     chain = attached.chain(hashes)
     # Before the question, so that the lease never ends later here than in the store.
     deadline_s = clock.now_s() + ttl_s - attached.store.config.lease_margin_s
@@ -42,9 +42,9 @@ def take_lease(attached: Attachment, hashes: BlockHashes, ttl_s: float) -> Lease
 
 def take_pin(attached: Attachment, hashes: BlockHashes, soft: bool, ttl_s: float | None) -> Pinned:
     """Ask for what `Client.pin` returns."""
-    if ttl_s is not None and ttl_s != math.inf:
-        check_ttl("ttl_s", ttl_s)
-    question = encode(AskPin(attached.chain(hashes), soft, math.inf if ttl_s is None else ttl_s))
+    is_forever = ttl_s is None or (isinstance(ttl_s, float) and ttl_s == math.inf)
+    keep_s = math.inf if is_forever else check_ttl("ttl_s", ttl_s)
+    question = encode(AskPin(attached.chain(hashes), bool(soft), keep_s))
     return _granted(
         attached,
         Op.PIN,
@@ -131,7 +131,7 @@ class Lease:
             InvalidRequest: `ttl_s` is no time above 0, or over a day.
         """
         check_process(self._pid)
-        check_ttl("ttl_s", ttl_s)
+        ttl_s = check_ttl("ttl_s", ttl_s)
         if self._released:
             return False
         asked_s = clock.now_s()

@@ -53,7 +53,7 @@ def begin_load(
     """Begin `Client.load`, which says what the arguments are."""
     engine, chain = attached.registered(), attached.chain(hashes)
     limit_s = attached.transfer_s(timeout_s)
-    check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
+    num_copy_threads = check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
     pages = engine.pages(block_ids, chain, num_copy_threads)
     engine.copier.check_unchanged()
     check_skip(attached.space.shape, skip_tokens, len(chain))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
-from kvstore.bounds import check_ttl
+from kvstore.bounds import check_count, check_ttl
 from kvstore.client.attachment import Attachment
 from kvstore.client.fetch import check_ticket
 from kvstore.client.publication import Publishing, num_published
@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 def prepare_ticket(attached: Attachment, num_blocks: int, ttl_s: float | None) -> HandoffTicket:
     """Return what `Client.prepare_ticket` returns."""
     attached.store.check_open()
-    if not isinstance(num_blocks, int) or not 1 <= num_blocks < 1 << 32:
-        raise InvalidRequest(f"num_blocks: wanted a number of stored blocks in [1, 2**32), got {num_blocks!r}")
+    num_blocks = check_count("num_blocks", num_blocks, 1, (1 << 32) - 1)
     if attached.stage.is_wanted:
         _wake_store(attached)
     return _ticket(attached, num_blocks, _keep_s(attached, ttl_s), attached.stage.slab, is_early=True)
