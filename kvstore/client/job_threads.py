@@ -115,6 +115,8 @@ class JobThreads:
 
     def shutdown(self, timeout_s: float | None = None) -> bool:
         """Wait for all work, whether that ended in time; nothing is taken any more. Callbacks are not waited for."""
+        for threads in (self._copying, self._publishing, self._parking):
+            threads.hurry()  # This may be asked for by who interrupted the start of one of their threads.
         with self._all_ended:
             self._closed = True
             if not self._all_ended.wait_for(lambda: not self._works, timeout_s):

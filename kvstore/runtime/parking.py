@@ -34,6 +34,8 @@ class Parking:
         self._pid = this_process()
         self._epoll: select.epoll | None = None
         self._wake_fd = -1
+        #: What no thread watches yet: the first of its threads that takes it out does, any other one ends.
+        self._unbegun: dict[select.epoll, None] = {}
         #: By descriptor: a number of its own, and what is called.
         self._parked: dict[int, tuple[int, Callable[[], None]]] = {}
         #: Of each that was parked, also of those that are gone: (until, number, descriptor).
@@ -62,8 +64,10 @@ class Parking:
             OSError, RuntimeError: there is no descriptor or thread for it; nothing is parked.
             ValueError: `fd` was closed; likewise.
         """
+        self.hurry()
         with self._lock:
-            epoll = self._epoll if self._epoll is not None else self._start()
+            is_new = self._epoll is None
+            epoll = self._epoll if self._epoll is not None else self._make()
             # What is parked there still had a descriptor that was closed by others, and whose number is this one's now.
             left_behind = self._take(fd)
             number = next(self._numbers)
@@ -84,7 +88,16 @@ class Parking:
                 if left_behind is not None:
                     self._left_behind.append(left_behind)
                     os.eventfd_write(self._wake_fd, 1)
+        if is_new:
+            # Not under the lock, which the thread takes: a handler of a signal that comes meanwhile may wait for it.
+            self._start(epoll, fd, number)
         return partial(self._leave, fd, number)
+
+    def hurry(self) -> None:
+        """See to it that what is parked is watched, though the start of the thread may have been interrupted."""
+        for epoll in tuple(self._unbegun):
+            with contextlib.suppress(RuntimeError):  # No thread can be started: the one who begins it says so.
+                threading.Thread(target=self._run, args=(epoll,), name="raykv-waiting", daemon=True).start()
 
     def close(self) -> None:
         """End the thread once nothing is parked any more; may be called again."""
@@ -97,17 +110,37 @@ class Parking:
             if self._epoll is not None:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def _start(self) -> select.epoll:
+    def _make(self) -> select.epoll:
         with contextlib.ExitStack() as undo:
             wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, wake_fd)
             epoll = undo.enter_context(select.epoll())
             epoll.register(wake_fd, select.EPOLLIN)
-            # It takes the lock before it looks at anything here.
-            threading.Thread(target=self._run, args=(epoll,), name="raykv-waiting", daemon=True).start()
             undo.pop_all()
+        self._unbegun[epoll] = None
         self._epoll, self._wake_fd = epoll, wake_fd
         return epoll
+
+    def _start(self, epoll: select.epoll, fd: int, number: int) -> None:
+        """Start the thread; where that fails what was parked with this number is parked no more, and others go on."""
+        try:
+            threading.Thread(target=self._run, args=(epoll,), name="raykv-waiting", daemon=True).start()
+        except BaseException:
+            with self._lock:
+                self._take(fd, number)
+                if epoll not in self._unbegun:
+                    raise  # An interrupt: it runs all the same.
+                del self._unbegun[epoll]
+                others = [*self._left_behind, *(self._take(each) for each in tuple(self._parked))]
+                self._left_behind.clear()
+                self._deadlines.clear()
+                self._epoll, self._sleeps_until_s = None, math.inf
+                epoll.close()
+                os.close(self._wake_fd)
+            for then in others:
+                if then is not None:
+                    then()
+            raise
 
     def _leave(self, fd: int, number: int) -> None:
         with self._lock:
@@ -124,9 +157,10 @@ class Parking:
         return found[1]
 
     def _run(self, epoll: select.epoll) -> None:
-        with self._lock:
-            if self._epoll is not epoll:  # An interrupt came while this was started.
-                return
+        try:
+            del self._unbegun[epoll]
+        except KeyError:
+            return  # Another thread watches it, or nobody is to: its start was interrupted.
         wait_s = 0.0
         while True:
             ready = epoll.poll(wait_s)

@@ -1,5 +1,6 @@
 """One thread that watches for all that waits."""
 
+import contextlib
 import functools
 import gc
 import math
@@ -278,3 +279,54 @@ def test_its_thread_ends_although_something_was_left_behind_when_it_was_closed()
     assert gone_on == [2]
     os.close(read_fd)
     os.close(write_fd)
+
+
+@pytest.mark.parametrize("where", ["before it runs", "when it may run"])
+def test_the_handler_of_a_signal_that_comes_while_the_thread_is_started_waits_for_what_is_parked(
+    parking, monkeypatch, where
+):
+    start, seen, called = threading.Thread.start, [], threading.Event()
+    with contextlib.ExitStack() as opened:
+        pairs = [tuple(opened.enter_context(end) for end in socket.socketpair()) for _ in range(2)]
+
+        def handler():
+            monkeypatch.undo()
+            mine = threading.Event()
+            parking.park(pairs[1][0].fileno(), far(), mine.set)
+            pairs[1][1].send(b"x")
+            seen.append(mine.wait(5))
+
+        def interrupted(thread):
+            if where == "before it runs":
+                handler()
+            start(thread)
+            if where == "when it may run":
+                handler()
+
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        parking.park(pairs[0][0].fileno(), far(), called.set)
+        assert seen == [True]
+        pairs[0][1].send(b"x")
+        assert called.wait(5)
+        assert sum(thread.name == "raykv-waiting" for thread in threading.enumerate()) <= 1
+
+
+def test_what_others_parked_goes_on_where_the_thread_cannot_be_started(parking, monkeypatch):
+    start, called = threading.Thread.start, threading.Event()
+    with contextlib.ExitStack() as opened:
+        pairs = [tuple(opened.enter_context(end) for end in socket.socketpair()) for _ in range(2)]
+
+        def refuse(thread):
+            monkeypatch.setattr(parking, "hurry", lambda: None)
+            parking.park(pairs[1][0].fileno(), far(), called.set)
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            parking.park(pairs[0][0].fileno(), far(), lambda: pytest.fail("its caller was told that it is not parked"))
+        assert called.is_set()
+        assert len(parking) == 0
+        monkeypatch.setattr(threading.Thread, "start", start)
+        again = threading.Event()
+        parking.park(pairs[0][0].fileno(), clock.now_s(), again.set)
+        assert again.wait(5)

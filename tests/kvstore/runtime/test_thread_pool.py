@@ -134,11 +134,99 @@ import os, sys, time
 from kvstore.runtime.thread_pool import ThreadPool
 pool = ThreadPool(1, "raykv-test")
 pool.run(lambda: time.sleep(0.1))
-with pool._lock:
-    child = os.fork()
-    if not child:
-        sys.exit(7)
+child = os.fork()
+if not child:
+    sys.exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.split() == ["7"]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("where", ["before it runs", "when it may run"])
+@pytest.mark.parametrize("waits_for", ["a step of its own", "the end of all"])
+def test_the_handler_of_a_signal_that_comes_while_a_thread_is_started_waits_for_what_it_does(
+    monkeypatch, most, where, waits_for
+):
+    pool, start, ran, seen = ThreadPool(most, "raykv-test"), threading.Thread.start, threading.Event(), []
+
+    def handler():
+        monkeypatch.undo()
+        if waits_for == "a step of its own":
+            mine = threading.Event()
+            assert pool.run(mine.set)
+            seen.append(mine.wait(5))
+        else:
+            closing = threading.Thread(target=lambda: pool.close(wait=True))
+            closing.start()
+            closing.join(5)
+            seen.append(not closing.is_alive() and ran.is_set())
+
+    def interrupted(thread):
+        if where == "before it runs":
+            handler()
+        start(thread)
+        if where == "when it may run":
+            handler()
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    assert pool.run(ran.set)
+    assert seen == [True]
+    assert ran.wait(LIMIT_S)
+    pool.close(wait=True)
+    assert not pool._threads
+
+
+def test_a_handler_at_any_instruction_waits_for_what_the_threads_do():
+    """As of a signal, but at each one in turn: this thread is held there for as long as the handler waits."""
+    own = threading.get_ident()
+    for at in range(1, 400):
+        pool, left, seen, ran = ThreadPool(2, "raykv-test"), [at], [], threading.Event()
+
+        def handler(frame, event, arg, pool=pool, left=left, seen=seen):
+            if threading.get_ident() != own or "runtime" not in frame.f_code.co_filename:
+                return handler
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left[0] -= 1
+                if not left[0]:
+                    sys.settrace(None)
+                    mine = threading.Event()
+                    seen.append(pool.run(mine.set) and mine.wait(5))
+                    return None
+            return handler
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(handler)
+            assert pool.run(ran.set)
+        finally:
+            sys.settrace(before)
+        assert ran.wait(LIMIT_S), at
+        pool.close(wait=True)
+        if not seen:
+            break
+        assert seen == [True], at
+    assert 30 < at < 399
+
+
+def test_many_threads_hand_over_at_once_while_it_is_closed():
+    for _ in range(50):
+        pool, done, taken, go = ThreadPool(3, "raykv-test"), [], [], threading.Event()
+
+        def hand_over(pool=pool, done=done, taken=taken, go=go):
+            go.wait(LIMIT_S)
+            for _ in range(20):
+                taken.append(pool.run(lambda: done.append(1)))
+
+        givers = [threading.Thread(target=hand_over) for _ in range(4)]
+        for giver in givers:
+            giver.start()
+        go.set()
+        pool.close(wait=True)
+        for giver in givers:
+            giver.join(LIMIT_S)
+        pool.close(wait=True)
+        assert len(done) == sum(taken)
+        assert not pool._threads
