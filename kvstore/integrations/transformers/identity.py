@@ -19,6 +19,7 @@ from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
 from kvstore.integrations.transformers.modules import each_module, modules_digest, name_of, sources_of
+from kvstore.integrations.transformers.tensors import tensor_digest
 
 SUPPORTED = (
     "supported are decoder-only models in eval mode whose DynamicCache has one plain DynamicLayer per layer: full "
@@ -36,8 +37,6 @@ _ATTENTION = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\
 
 _QUANTISES_ALL_TOKENS = ("torch.ao.nn.quantized.dynamic", "torch.nn.quantized.dynamic")
 """Modules with one scale for the activations of all tokens that they are given at once."""
-
-_PIECE_BYTES = 64 << 20
 
 _OLDEST = (5, 23)
 """Earlier versions of `generate` do not go on from a filled cache in every mode: 5.0 computes chunks from 0 again."""
@@ -228,7 +227,7 @@ def weights_digest(model: Any) -> str:
     _check_no_more(model)
     first = {id(tensor): (name, tensor) for name, tensor in reversed(named)}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="raykv-digest") as threads:
-        digests = dict(zip(first, threads.map(lambda pair: _tensor_digest(*pair), first.values()), strict=True))
+        digests = dict(zip(first, threads.map(lambda pair: tensor_digest(*pair), first.values()), strict=True))
     return sha256(json.dumps([(name, digests[id(tensor)]) for name, tensor in named]).encode()).hexdigest()
 
 
@@ -253,21 +252,6 @@ def _check_no_more(model: Any) -> None:
             f"wanted weights that are parameters and buffers, got {len(found)} others ({found[0]} is one), of which no "
             "digest can be taken; pass model_id= with a name that only these weights have"
         )
-
-
-def _tensor_digest(name: str, tensor: torch.Tensor) -> str:
-    # Quantised and distributed tensors keep scales or shards where this would not see them.
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.is_meta:
-        where = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
-        raise UnsupportedModel(
-            f"wanted weights that lie in memory as plain tensors, got {name} {where}, of which no digest can be taken; "
-            "pass model_id= with a name that only these weights have"
-        )
-    digest = sha256(json.dumps([str(tensor.dtype), list(tensor.shape)]).encode())
-    flat = tensor.detach().reshape(-1)
-    for piece in torch.split(flat, max(1, _PIECE_BYTES // tensor.element_size())):
-        digest.update(piece.cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def config_of(model: Any) -> dict[str, Any]:
