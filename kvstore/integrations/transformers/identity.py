@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import chain
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.errors import ConfigError, InvalidRequest, UnsupportedModel
-from kvstore.integrations.transformers.modules import each_module, modules_digest, name_of, sources_of
+from kvstore.integrations.transformers.kinds import name_of
+from kvstore.integrations.transformers.modules import configs_in, configs_of, modules_digest, sources_of
 from kvstore.integrations.transformers.tensors import tensor_digest
 
 SUPPORTED = (
@@ -256,31 +257,42 @@ def _check_no_more(model: Any) -> None:
 
 def config_of(model: Any) -> dict[str, Any]:
     """Return the settings of a model's config that can change KV, and of configs that modules have besides."""
-    found, seen = _fields_of(model.config), {id(each) for each in _configs_in(model.config)}
+    found, seen = _fields_of(model.config), {id(each) for each in configs_in(model.config)}
     others = []
-    for module in each_module(model):
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig) and id(config) not in seen:
+    for config in configs_of(model):
+        if id(config) not in seen:
             seen.add(id(config))
             others.append(_fields_of(config))
     return found | ({"of modules": others} if others else {})
 
 
-def _configs_in(config: Any) -> Iterator[Any]:
-    yield config
-    for each in vars(config).values():
-        if isinstance(each, PreTrainedConfig):
-            yield from _configs_in(each)
-
-
 def _fields_of(config: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    try:
+        fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    except Exception as error:  # Values of a config may be anything, with a repr or a to_dict of their own.
+        raise UnsupportedModel(
+            f"wanted a config whose settings JSON can hold, got {_unlike_json(config)}, and to_json_string of "
+            f"{type(config).__name__} said {type(error).__name__}; take it out of the config, which is in every id"
+        ) from error
     configs = (config, config.get_text_config(decoder=True))
     attention = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
     others = sorted(name for name in attention if not _ATTENTION.fullmatch(name))
     return {key: value for key, value in fields.items() if key not in _NOT_OF_KV} | (
         {"attention": others} if others else {}
     )
+
+
+def _unlike_json(config: Any) -> str:
+    """Return the name and class of the first setting without which JSON can hold the others."""
+    for name, value in vars(config).items():
+        others = copy.copy(config)
+        try:
+            delattr(others, name)
+            others.to_json_string(use_diff=False)
+        except Exception:  # noqa: BLE001 - another one cannot be held, or this one cannot be missing.
+            continue
+        return f"{name} of {type(value).__name__}"
+    return "several that it cannot"
 
 
 def _rope_kinds(config: Any) -> list[str]:

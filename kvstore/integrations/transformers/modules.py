@@ -1,4 +1,4 @@
-"""What the modules of a model are: their classes, their plain settings, and the source of classes of a user's own.
+"""What the modules of a model are: their classes, their settings, and the code of all of them.
 
 A config says how a model was to be built. It may be edited afterwards, and modules may be replaced; what runs is them.
 """
@@ -6,36 +6,109 @@ A config says how a model was to be built. It may be edited afterwards, and modu
 from __future__ import annotations
 
 import inspect
-import json
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
-from hashlib import sha256
-from types import CodeType, FunctionType
+from itertools import chain
+from operator import is_
+from types import FunctionType
 from typing import Any
 
-import numpy
 import torch
+from transformers import PreTrainedConfig
 
 from kvstore.errors import UnsupportedModel
+from kvstore.integrations.transformers.kinds import is_known, name_of, state_of_tensor
+from kvstore.integrations.transformers.values import Reader, UnclearError, digest_of
 
-_NOT_OF_KV = {"training", "gradient_checkpointing", "name_or_path", "loss_type", "max_seq_len_cached"}
+_NOT_OF_KV = {
+    "gradient_checkpointing", "name_or_path", "loss_type", "max_seq_len_cached", "generation_config",
+    # How transformers compiles, shards, loads, ties and saves a model; attention of its own is in no id.
+    "_attn_implementation", "_compiled_call", "_compiled_call_impl", "_ep_plan", "_fsdp_plan", "_is_hf_initialized",
+    "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules", "_pp_plan",
+    "_skip_keys_device_placement", "_tp_plan", "_tp_size", "_use_kernels", "_device_mesh", "_weight_conversions",
+    "all_tied_weights_keys", "hf_device_map", "_loss_function",
+} | set(vars(torch.nn.Module()))  # fmt: skip
 """Settings of modules that say where a model came from or how it is trained, or that change while it runs."""
-
-_KNOWN = ("torch", "transformers", "builtins", "typing", "abc")
-"""Packages whose classes are told by their names: they come with a version, and users do not write them."""
-
-_PLAIN = (int, float, str, bool, type(None), torch.dtype, numpy.generic, Enum)
 
 
 def modules_digest(model: Any) -> str:
-    """Return SHA-256, in hex, over the name, class and plain settings of each module, by each of its names."""
-    tree = [
-        (name, name_of(type(module)), _code_of_graph(module), sorted(_settings_of(module).items()))
+    """Return SHA-256, in hex, over the name, class and settings of each module, by each of its names.
+
+    What is unclear counts by its class alone: `sources_of` refuses it.
+    """
+    return digest_of(_tree(model, Reader(_covered_by(model), _by_class)))
+
+
+def sources_of(model: Any) -> dict[str, Any]:
+    """Return digests of the code and the settings of all modules, by name of the module.
+
+    Two programs may each have a class of one name, with another `forward`; and so may two modules of one model. Of
+    classes of torch and transformers that counts which a program has put in the place of their own.
+
+    Args:
+        model: whose modules they are.
+
+    Raises:
+        UnsupportedModel: something cannot be told from others of its kind; pass model_id.
+    """
+    reader = Reader(_covered_by(model))
+    try:
+        tree = _tree(model, reader)
+        return {"settings": digest_of(tree), "code": _code_of(model, reader, needs_source=True)}
+    except UnclearError as error:
+        raise UnsupportedModel(
+            f"wanted plain values and code that can be told from others, got {error.where}: {error.what}. Plain are "
+            "numbers, texts, None, enums, arrays, tensors, and tuples, lists, dicts and sets of them; an object of "
+            "another kind, or a variable that is set later, could hold anything. Make it one of these, or pass "
+            "model_id= with a name that only this model has, code and weights"
+        ) from error
+
+
+def _by_class(value: object, _: str, __: str) -> Any:
+    return ["unclear", name_of(type(value))]
+
+
+def _by_identity(value: object, where: str, _: str) -> Any:
+    state = state_of_tensor(value) if isinstance(value, torch.Tensor) else []
+    return ["unclear", name_of(type(value)), id(value), where, *state]
+
+
+def _covered_by(model: Any) -> dict[int, str]:
+    """Return names of what is in an id by itself: modules, parameters, buffers, and configs."""
+    first = {id(each): each for config in configs_of(model) for each in configs_in(config)}
+    configs = ((f"config {at}", each) for at, each in enumerate(first.values()))
+    named = chain(model.named_modules(), model.named_parameters(), model.named_buffers(), configs)
+    return {id(each): name for name, each in named}
+
+
+def configs_of(model: Any) -> Iterator[PreTrainedConfig]:
+    """Yield the configs that the modules of a model have, under whatever name, as often as they have them."""
+    for module in each_module(model):
+        for each in (getattr(module, "config", None), *vars(module).values()):
+            if isinstance(each, PreTrainedConfig):
+                yield each
+
+
+def configs_in(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a config and all in it."""
+    yield config
+    for each in vars(config).values():
+        if isinstance(each, PreTrainedConfig):
+            yield from configs_in(each)
+
+
+def _tree(model: Any, reader: Reader) -> list[Any]:
+    return [
+        (
+            name,
+            name_of(type(module)),
+            _code_of_graph(module),
+            [(key, reader.read(value, f"{name}.{key}" if name else key)) for key, value in _settings_of(module)],
+        )
         for name, module in model.named_modules(remove_duplicate=False)
     ]
-    return _digest(tree)
 
 
 def _code_of_graph(module: torch.nn.Module) -> str:
@@ -43,27 +116,58 @@ def _code_of_graph(module: torch.nn.Module) -> str:
     return module.code if isinstance(module, torch.fx.GraphModule) else ""
 
 
-def sources_of(model: Any) -> dict[str, list[str]]:
-    """Return digests of the code of all classes that are neither of torch nor of transformers, by name of the module.
+def _settings_of(module: torch.nn.Module) -> list[tuple[str, object]]:
+    is_graph = isinstance(module, torch.fx.GraphModule)  # All of it is in its code.
+    return [
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if name not in _NOT_OF_KV and not (is_graph and (name[0] == "_" or name in ("meta", "graph")))
+    ]
 
-    Two programs may each have a class of one name, with another `forward`; and so may two modules of one model. Of
-    classes of these libraries that counts which a program has put in the place of their own.
 
-    Args:
-        model: whose modules they are.
-
-    Raises:
-        UnsupportedModel: there is no source that tells a class from others of its name; pass model_id.
-    """
+def _code_of(model: Any, reader: Reader, *, needs_source: bool) -> dict[str, list[str]]:
     found, digests = dict[str, list[str]](), dict[type, str]()
     for name, module in model.named_modules(remove_duplicate=False):
-        kinds = type(module).__mro__
-        for kind in kinds:
+        for kind in type(module).__mro__:
             if kind not in digests:
-                digests[kind] = _patches_digest(kind) if _is_known(kind.__module__) else _source_digest(kind)
-        if own := [digests[kind] for kind in kinds if digests[kind]]:
-            found[name] = own
+                held = reader.read_class(kind, name_of(kind))
+                lines = _source_of(kind) if needs_source and not is_known(kind.__module__) else []
+                digests[kind] = digest_of([lines, held])
+        found[name] = [digests[kind] for kind in type(module).__mro__]
     return found
+
+
+def _source_of(kind: type) -> list[str]:
+    """Return the lines of a class.
+
+    Raises:
+        UnsupportedModel: they cannot be read, or may be another class's.
+    """
+    try:
+        lines, first = inspect.getsourcelines(kind)
+        path = inspect.getsourcefile(kind)
+    except (OSError, TypeError):
+        pass
+    else:
+        codes = [inspect.unwrap(each).__code__ for each in _own_functions(kind)]
+        # Where a file has two classes of a name, Python may find the source of the other one.
+        if all(first <= each.co_firstlineno < first + len(lines) for each in codes if each.co_filename == path):
+            return lines
+    raise UnsupportedModel(
+        f"wanted classes whose source can be read, got {name_of(kind)} without one that says all (it has no file, or "
+        "another class of its name is in it), so that another class of that name could not be told from it; pass "
+        "model_id= with a name that only this model has, code and weights"
+    )
+
+
+def _own_functions(kind: type) -> Iterator[FunctionType]:
+    """Yield the functions that were defined in a class, without what makes methods and properties of them."""
+    for name, value in vars(kind).items():
+        given = next(
+            (getattr(value, each, None) for each in ("fget", "__func__", "func") if hasattr(value, each)), value
+        )
+        if isinstance(given, FunctionType) and given.__qualname__ == f"{kind.__qualname__}.{name}":
+            yield given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +179,8 @@ class _Mark:
         kind: its class.
         children: names of the modules in it.
         num_attributes: of all kinds.
-        names: of its plain settings.
+        names: of its settings.
         values: of these.
-        others: names of its settings that are not plain.
-        kinds: of these.
     """
 
     module: weakref.ref[torch.nn.Module]
@@ -87,8 +189,6 @@ class _Mark:
     num_attributes: int
     names: tuple[str, ...]
     values: tuple[object, ...]
-    others: tuple[str, ...]
-    kinds: tuple[type, ...]
 
     def is_of(self, module: torch.nn.Module) -> bool:
         held = vars(module)
@@ -97,8 +197,7 @@ class _Mark:
             and type(module) is self.kind
             and len(held) == self.num_attributes
             and tuple(module._modules) == self.children
-            and tuple(map(held.get, self.names)) == self.values
-            and tuple(type(held.get(name)) for name in self.others) == self.kinds
+            and all(map(is_, map(held.get, self.names), self.values))
         )
 
 
@@ -110,49 +209,44 @@ class ModuleMarks:
     """
 
     def __init__(self, model: Any) -> None:
-        self._digest, self._marks = modules_digest(model), _marks_of(model)
-        kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-        self._functions = {kind: _functions_of(kind) for kind in kinds}
+        self._look_at(model)
+
+    def _look_at(self, model: Any) -> None:
+        # One walk gives the digest and what is compared: what counts for the one cannot be missed by the other.
+        self._reader = Reader(_covered_by(model), _by_identity)
+        code = _code_of(model, self._reader, needs_source=False)
+        self._digest = digest_of([_tree(model, self._reader), code])
+        self._marks = [_mark_of(module) for module in each_module(model)]
 
     def are_of(self, model: Any) -> bool:
-        """Whether all modules are the same ones, or others that are like them, and no method of a class is another."""
-        if any(_functions_of(kind) != functions for kind, functions in self._functions.items()):
-            return False
+        """Whether all modules are the same ones, or others that are like them, with the same code and values."""
         modules = list(each_module(model))
-        if len(modules) == len(self._marks) and all(
-            mark.is_of(module) for mark, module in zip(self._marks, modules, strict=True)
+        if (
+            len(modules) == len(self._marks)
+            and all(mark.is_of(module) for mark, module in zip(self._marks, modules, strict=True))
+            and self._reader.are_same()
         ):
             return True
-        # It takes longer, and is seldom: a module has one more attribute, or was replaced by an equal one.
-        if modules_digest(model) != self._digest:
-            return False
-        self._marks = _marks_of(model)
-        return True
+        # It takes longer, and is seldom: a value was replaced by an equal one, or a module by one like it.
+        before, digest = self._reader, self._digest  # It keeps what had an identity, so that no other has it.
+        marks = self._marks
+        self._look_at(model)
+        if self._digest == digest:
+            return True
+        self._reader, self._digest, self._marks = before, digest, marks
+        return False
 
 
-def _marks_of(model: Any) -> list[_Mark]:
-    found = []
-    for module in each_module(model):
-        settings, held = _settings_of(module), vars(module)
-        others = tuple(name for name in held if name[0] != "_" and name not in settings and name not in _NOT_OF_KV)
-        found.append(
-            _Mark(
-                module=weakref.ref(module),
-                kind=type(module),
-                children=tuple(module._modules),
-                num_attributes=len(held),
-                names=tuple(settings),
-                values=tuple(settings.values()),
-                others=others,
-                kinds=tuple(type(held[name]) for name in others),
-            )
-        )
-    return found
-
-
-def _functions_of(kind: type) -> dict[str, FunctionType]:
-    """Return the methods of a class itself, but for those of Python, which tools may wrap for a moment."""
-    return {name: each for name, each in vars(kind).items() if type(each) is FunctionType and name[:2] != "__"}
+def _mark_of(module: torch.nn.Module) -> _Mark:
+    settings = _settings_of(module)
+    return _Mark(
+        module=weakref.ref(module),
+        kind=type(module),
+        children=tuple(module._modules),
+        num_attributes=len(vars(module)),
+        names=tuple(name for name, _ in settings),
+        values=tuple(value for _, value in settings),
+    )
 
 
 def each_module(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -161,142 +255,3 @@ def each_module(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for child in module._modules.values():
         if child is not None:
             yield from each_module(child)
-
-
-def _settings_of(module: torch.nn.Module) -> dict[str, object]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name[0] != "_" and name not in _NOT_OF_KV and _is_plain(value)
-    }
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
-
-
-def _digest(fields: Any) -> str:
-    return sha256(json.dumps(_as_json(fields)).encode()).hexdigest()
-
-
-def _as_json(value: Any) -> Any:
-    """Return plain values, in lists and tuples too, as JSON has them: numbers of NumPy with their kind, say."""
-    if isinstance(value, list | tuple):
-        return [_as_json(each) for each in value]
-    return value if type(value) in (int, float, str, bool, type(None)) else f"{name_of(type(value))} {value!r}"
-
-
-def name_of(kind: type) -> str:
-    """Return the name of a class, with its module."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _is_known(module: str) -> bool:
-    return module.split(".")[0] in _KNOWN
-
-
-class _UnclearError(Exception):
-    """There is code of which it cannot be told what it does."""
-
-
-def _source_digest(kind: type) -> str:
-    """Return a digest of a class's source, and of its code and plain values as they are now.
-
-    The source alone would not do: its file may have been edited since, and has no values of a function around it.
-
-    Raises:
-        UnsupportedModel: it cannot be read, or does not say all.
-    """
-    try:
-        lines, first = inspect.getsourcelines(kind)
-        path, held = inspect.getsourcefile(kind), list[Any]()
-        for name, value in _held_by(kind):
-            if isinstance(value, FunctionType):
-                code = inspect.unwrap(value).__code__
-                is_own = value.__qualname__ == f"{kind.__qualname__}.{name}" and code.co_filename == path
-                # Where a file has two classes of a name, Python may find the source of the other one.
-                if is_own and not first <= code.co_firstlineno < first + len(lines):
-                    raise _UnclearError
-                held.append((name, _function(value, [])))
-            elif _is_plain(value) and name[0] != "_":
-                held.append((name, value))
-    except (OSError, TypeError, _UnclearError):
-        raise UnsupportedModel(
-            f"wanted classes whose source can be read, got {name_of(kind)} without one that says all (it has no "
-            "file, another class of its name is in it, or it uses objects of the function in which it is defined), "
-            "so that another class of that name could not be told from it; pass model_id= with a name that only "
-            "this model has, code and weights"
-        ) from None
-    return _digest([name_of(kind), lines, held])
-
-
-def _patches_digest(kind: type) -> str:
-    """Return a digest of what a program has put into a class of a library; empty where there is nothing.
-
-    Raises:
-        UnsupportedModel: it uses objects of the function in which it is defined.
-    """
-    held = list[Any]()
-    for name, value in _held_by(kind):
-        if isinstance(value, FunctionType) and not _is_of_library(value):
-            try:
-                held.append((name, _function(value, [])))
-            except _UnclearError:
-                raise UnsupportedModel(
-                    f"wanted code that can be told from other code, got {name_of(kind)}.{name} in place of the "
-                    f"library's, by {value.__globals__.get('__name__')}, with objects of the function around it; pass "
-                    "model_id= with a name that only this model has, code and weights"
-                ) from None
-    return _digest([name_of(kind), held]) if held else ""
-
-
-def _held_by(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield what a class has itself, by name; functions without what makes methods and properties of them."""
-    for name, value in sorted(vars(kind).items()):
-        for attribute in ("fget", "__func__", "func"):
-            given = getattr(value, attribute, None)
-            value = given if isinstance(given, FunctionType) else value
-        yield name, value
-
-
-def _is_of_library(function: FunctionType) -> bool:
-    # Not by __module__, which a decorator copies from the function that it wraps.
-    return _is_known(str(function.__globals__.get("__name__")))
-
-
-def _function(function: FunctionType, seen: list[FunctionType]) -> list[Any]:
-    """Return what a function does: its code, plain defaults, and what it has from the function around it.
-
-    Raises:
-        _UnclearError: that are other objects than plain ones and functions, or they are set later.
-    """
-    if function in seen:
-        return [seen.index(function)]
-    seen.append(function)
-    is_of_library = _is_of_library(function)
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    held = [value for value in defaults if _is_plain(value)]
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if variable == "__class__":
-            continue
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            raise _UnclearError from None
-        if isinstance(value, FunctionType):
-            held.append(_function(value, seen))
-        elif _is_plain(value):
-            held.append((variable, value))
-        elif not is_of_library:
-            raise _UnclearError
-    return [function.__qualname__ if is_of_library else _code(function.__code__), held]
-
-
-def _code(code: CodeType) -> list[Any]:
-    constants = [_code(each) if isinstance(each, CodeType) else _constant(each) for each in code.co_consts]
-    return [code.co_code.hex(), list(code.co_names), constants]
-
-
-def _constant(value: object) -> str:
-    # The order of a set of texts is another one in each process.
-    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

@@ -159,10 +159,15 @@ def test_two_classes_of_one_name_in_a_file(make, build):
     assert found[0] != found[1]
 
 
+class Held:
+    def __init__(self, held):
+        self.held = held
+
+
 def scaled(scale):
     class Scaled(transformers.LlamaForCausalLM):
         def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
-            by = scale if isinstance(scale, float) else scale[0]
+            by = scale if isinstance(scale, float) else scale.held
             return super().forward(inputs_embeds=by * self.model.embed_tokens(input_ids), **kwargs)
 
     return Scaled
@@ -176,7 +181,7 @@ def test_values_of_the_function_around_a_class_count(build, wrap):
 
 @pytest.mark.parametrize("kind", ["without a file", "with an object around it"])
 def test_classes_that_cannot_be_told_apart_need_a_name(build, wrap, store, kind):
-    made = scaled([3.0] if kind == "with an object around it" else 3.0)
+    made = scaled(Held(3.0) if kind == "with an object around it" else 3.0)
     if kind != "with an object around it":
         made.__module__, made.__qualname__ = "nowhere", "Mine"
     model = of_class(made, build)
@@ -282,9 +287,9 @@ def test_code_in_place_of_a_librarys_own(build, wrap, monkeypatch):
     forward = library.forward
     monkeypatch.setattr(library, "forward", lambda self, x: 3 * forward(self, x))
     assert wrap(build()).space.digest != plain
-    held = [3.0]
-    monkeypatch.setattr(library, "forward", lambda self, x: held[0] * forward(self, x))
-    with pytest.raises(UnsupportedModel, match="in place of the library's"):
+    held = Held(3.0)
+    monkeypatch.setattr(library, "forward", lambda self, x: held.held * forward(self, x))
+    with pytest.raises(UnsupportedModel, match=r"held around .*LlamaMLP\.forward: an object of .*Held.*pass model_id"):
         wrap(build())
     wrap(build(), model_id="mine")
     monkeypatch.undo()

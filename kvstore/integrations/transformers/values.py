@@ -1,0 +1,296 @@
+"""What a value is that a program has put into a model: data by content, code by what it does, the rest not at all.
+
+Whatever code may read counts, or is refused: a kind of value that nobody thought of must not be passed over in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from hashlib import sha256
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import numpy
+import torch
+from transformers import PreTrainedConfig
+
+from kvstore.integrations.transformers.kinds import (
+    AS_JSON,
+    BY_REPR,
+    CAN_CHANGE,
+    EMPTY,
+    IN_C,
+    KNOWN_VALUES,
+    MAPPINGS,
+    NUMBERS,
+    OF_FUNCTION,
+    OF_LIBRARIES,
+    SEQUENCES,
+    SETS,
+    WRAPPERS,
+    are_same,
+    attributes_of,
+    bytes_of_array,
+    held_by_cells,
+    held_by_class,
+    held_by_object,
+    is_known,
+    is_of_library,
+    is_of_python,
+    name_of,
+    pairs_of,
+    settings_of_config,
+    state_of_tensor,
+)
+from kvstore.integrations.transformers.tensors import tensor_digest
+
+
+class UnclearError(Exception):
+    """There is a value of which it cannot be told what a program does with it.
+
+    Args:
+        where: the name of what holds it.
+        what: it is.
+    """
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(where, what)
+        self.where, self.what = where, what
+
+
+def digest_of(described: Any) -> str:
+    """Return SHA-256, in hex, of what `Reader.read` gives."""
+    return sha256(json.dumps(described).encode()).hexdigest()
+
+
+def refuse(_: object, where: str, what: str) -> Any:
+    """Refuse a value that is unclear: the rule where an id is made of it."""
+    raise UnclearError(where, what)
+
+
+class Reader:
+    """Says in JSON what values are, and sees whether what it looked at is another since.
+
+    Args:
+        covered: names of modules, parameters and buffers, by id: they are in an id already.
+        unclear: what is said of a value of no known kind: given it, the name of what holds it, and what it is.
+    """
+
+    def __init__(self, covered: Mapping[int, str], unclear: Callable[[object, str, str], Any] = refuse) -> None:
+        self._covered, self._unclear = covered, unclear
+        #: What is being read, by id: values may hold each other.
+        self._open = dict[int, int]()
+        #: What was read and cannot become another value unseen, and all of that, so that no id is given anew.
+        self._known, self._kept = dict[tuple[int, bool], Any](), list[Any]()
+        self._functions = list[types.FunctionType]()
+        self._parts = list[tuple[Callable[[Any], Sequence[object]], Any, Sequence[object]]]()
+        self._held = list[object]()
+
+    def are_same(self) -> bool:
+        """Whether all that was looked at is the same as then, object by object."""
+        return all(map(is_, chain.from_iterable(map(OF_FUNCTION, self._functions)), self._held)) and all(
+            are_same(parts(owner), held) for parts, owner, held in self._parts
+        )
+
+    def read(self, value: Any, where: str, *, of_library: bool = False) -> Any:
+        """Return what a value is, as JSON has it.
+
+        Args:
+            value: of any kind.
+            where: the name of what holds it, for whoever reads the error.
+            of_library: whether code of a library holds it, which has objects of its own.
+
+        Raises:
+            UnclearError: it is unclear, if that is the rule.
+        """
+        if type(value) in AS_JSON:
+            return value
+        if id(value) in self._open:
+            return ["itself", self._open[id(value)]]
+        if (key := (id(value), of_library)) not in self._known:
+            self._open[id(value)] = len(self._open)
+            self._kept.append(value)
+            try:
+                self._known[key] = self._read(value, where, of_library)
+            except UnclearError:
+                raise
+            # Code of a program's own may run here, such as a __bool__ or a __len__: it may fail in any way.
+            except Exception as error:  # noqa: BLE001
+                self._known[key] = self._unclear(value, where, f"{_kind(value)}, with {type(error).__name__}")
+            finally:
+                del self._open[id(value)]
+        return self._known[key]
+
+    def read_class(self, kind: type, where: str) -> Any:
+        """Return what a class itself has: its methods, and its other attributes.
+
+        Raises:
+            UnclearError: one is unclear, if that is the rule.
+        """
+        self._mark(held_by_class, kind)
+        is_library = is_known(kind.__module__)
+        meta = type(kind)
+        return [
+            name_of(kind),
+            [] if is_known(meta.__module__, KNOWN_VALUES) else self.read(meta, f"the class of {where}"),
+            [
+                (name, self.read(value, f"{where}.{name}", of_library=is_library))
+                for name, value in sorted(attributes_of(kind), key=lambda pair: pair[0])
+            ],
+        ]
+
+    def _mark(self, parts: Callable[[Any], Sequence[object]], owner: Any) -> None:
+        self._parts.append((parts, owner, parts(owner)))
+
+    def _read(self, value: Any, where: str, of_library: bool) -> Any:
+        kind = type(value)
+        if id(value) in self._covered:
+            return ["of the model", self._covered[id(value)]]
+        if isinstance(value, Enum):
+            if is_of_library(kind):
+                return ["member", name_of(kind), value.name]
+            methods = [
+                (name, self.read(each, f"{name_of(kind)}.{name}"))
+                for name, each in sorted(vars(kind).items())
+                if isinstance(each, types.FunctionType) or type(each) in WRAPPERS
+            ]
+            return ["member", name_of(kind), value.name, self.read(value.value, f"{where}.value"), methods]
+        if kind in BY_REPR:
+            return [name_of(kind), repr(value)]
+        if isinstance(value, PreTrainedConfig):
+            self._mark(settings_of_config, value)
+            return ["config", *settings_of_config(value)]
+        if kind in SEQUENCES:
+            if kind is list:
+                self._mark(tuple, value)
+            found = [self.read(each, f"{where}[{at}]", of_library=of_library) for at, each in enumerate(value)]
+            return [name_of(kind), found]
+        if kind in SETS:
+            if kind is set:
+                self._mark(tuple, value)
+            # The order of a set of texts is another one in each process.
+            return [name_of(kind), sorted(json.dumps(self.read(each, where, of_library=of_library)) for each in value)]
+        if kind in MAPPINGS:
+            self._mark(pairs_of, value)
+            return [name_of(kind), [
+                [self.read(key, f"a key of {where}", of_library=of_library),
+                 self.read(each, f"{where}[{key!s:.40}]", of_library=of_library)]
+                for key, each in value.items()
+            ]]  # fmt: skip
+        if isinstance(value, types.FunctionType):
+            return self._function(value, where)
+        if kind in WRAPPERS:
+            names = WRAPPERS[kind]
+            if kind in CAN_CHANGE:
+                self._mark(held_by_object, value)
+            return [name_of(kind), [
+                self.read(getattr(value, name), f"{where} ({name})", of_library=of_library) for name in names
+            ]]  # fmt: skip
+        if isinstance(value, type):
+            return self._class(value, where)
+        if isinstance(value, types.ModuleType) and is_known(value.__name__, KNOWN_VALUES):
+            return ["module", value.__name__]
+        if (found := self._array(value, kind, where)) is not None:
+            return found
+        if kind in IN_C:
+            return self._in_c(value, where, of_library)
+        if isinstance(value, numpy.ufunc) and getattr(numpy, name := str(value.__name__), None) is value:
+            return ["numpy", name]
+        if is_known(kind.__module__) and is_of_library(kind) and is_of_python(kind):
+            return self._object(value, where)
+        if of_library and is_known(kind.__module__, OF_LIBRARIES) and not isinstance(value, torch.Tensor):
+            return ["object", name_of(kind)]
+        return self._unclear(value, where, _kind(value))
+
+    def _array(self, value: Any, kind: type, where: str) -> Any:
+        """Return what numbers of NumPy and tensors are; None for anything else."""
+        if isinstance(value, numpy.generic | numpy.ndarray | numpy.dtype):
+            dtype = value if isinstance(value, numpy.dtype) else value.dtype
+            is_plain = kind.__module__.split(".")[0] == "numpy" and dtype.kind in NUMBERS
+            is_derived = isinstance(value, numpy.ndarray) and kind is not numpy.ndarray
+            if not is_plain or is_derived or dtype.char in "gG":
+                return self._unclear(value, where, f"{_kind(value)} of {dtype}")
+            if isinstance(value, numpy.dtype):
+                return ["dtype", dtype.str]
+            if isinstance(value, numpy.ndarray):
+                self._mark(bytes_of_array, value)
+            return [name_of(kind), dtype.str, list(value.shape), sha256(value.tobytes()).hexdigest()]
+        if isinstance(value, torch.Tensor):
+            if self._unclear is refuse:
+                return ["tensor", tensor_digest(where, value)]
+            # Not by content: packed weights of a model that has a name may be of any size.
+            self._mark(state_of_tensor, value)
+            return self._unclear(value, where, _kind(value))
+        return None
+
+    def _class(self, kind: type, where: str) -> Any:
+        if is_of_library(kind):
+            return ["class", name_of(kind)]
+        return ["class", self.read_class(kind, where), [self.read(each, where) for each in kind.__mro__[1:]]]
+
+    def _object(self, value: Any, where: str) -> Any:
+        """Return what an object of a library is: its class, and all that it holds."""
+        self._mark(held_by_object, value)
+        return [name_of(type(value)), [
+            (name, self.read(each, f"{where}.{name}", of_library=True))
+            for name, each in sorted(vars(value).items())
+            if not name.startswith("prev")  # Contexts of torch note there what was on before.
+        ]]  # fmt: skip
+
+    def _in_c(self, value: Any, where: str, of_library: bool) -> Any:
+        if isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType) and not of_library:
+            return self._unclear(value, where, "a slot, whose values no digest sees")
+        owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
+        is_bound = not (owner is None or isinstance(owner, types.ModuleType | type))
+        bound = [self.read(owner, where, of_library=of_library)] if is_bound else []
+        whose = type(owner) if is_bound else owner
+        module = (
+            getattr(value, "__module__", None) or getattr(whose, "__module__", None) or getattr(whose, "__name__", "")
+        )
+        if not is_known(module, KNOWN_VALUES):
+            return self._unclear(value, where, f"a function of {module} that is not of Python")
+        return [name_of(type(value)), str(module), value.__qualname__, getattr(whose, "__qualname__", ""), bound]
+
+    def _function(self, function: types.FunctionType, where: str) -> Any:
+        """Return what a function does: its code, its defaults, and what it has from the function around it."""
+        self._functions.append(function)
+        self._held += OF_FUNCTION(function)
+        code, module = function.__code__, function.__globals__.get("__name__")
+        # Not by __module__, which a decorator copies from the function that it wraps.
+        is_library = is_known(module)
+        if is_library and code.co_filename == function.__globals__.get("__file__"):
+            # Of lambdas and functions within others there may be several of a name.
+            body = [module, code.co_qualname, code.co_firstlineno if "<" in code.co_qualname else 0]
+        else:
+            body = self._code(code)
+        defaults = function.__defaults__, function.__kwdefaults__
+        held = [self.read(each, f"a default of {where}", of_library=is_library) if each else [] for each in defaults]
+        cells = function.__closure__ or ()
+        if cells:
+            self._mark(held_by_cells, cells)
+        for variable, value in zip(code.co_freevars, held_by_cells(cells), strict=True):
+            within = f"{variable} around {where}"
+            if value is EMPTY:
+                held.append(self._unclear(function, within, "a variable that is set later"))
+            else:
+                held.append([variable, self.read(value, within, of_library=is_library)])
+        return ["function", body, held]
+
+    def _code(self, code: types.CodeType) -> list[Any]:
+        return [
+            code.co_code.hex(), code.co_exceptiontable.hex(), code.co_flags, list(code.co_names),
+            [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount],
+            [list(code.co_varnames), list(code.co_freevars), list(code.co_cellvars)],
+            [
+                self._code(each) if isinstance(each, types.CodeType) else self.read(each, code.co_name)
+                for each in code.co_consts
+            ],
+        ]  # fmt: skip
+
+
+def _kind(value: object) -> str:
+    return f"an object of {name_of(type(value))}"
