@@ -58,7 +58,8 @@ CAN_CHANGE = (functools.partialmethod, functools.cached_property)
 _NOT_OF_CODE = {
     "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__",
     "_abc_impl", "__orig_bases__", "__parameters__", "__slotnames__", "__dataclass_fields__", "__dataclass_params__",
-    "__match_args__", "_auto_class",
+    "__match_args__", "_auto_class", "_can_set_attn_implementation_cached_value",
+    "_can_set_experts_implementation_cached_value",
 }  # fmt: skip
 """What a class has to be read by people and tools; some of it comes when somebody asks for it."""
 
@@ -76,11 +77,15 @@ OF_LIBRARIES = (
     "weakref",
     "_contextvars",
     "re",
+    "pybind11_builtins",
 )
 """Packages of objects that code of a library holds; they are told by their classes."""
 
 _NUM_READ = 1 << 16
 """Elements of a tensor, besides weights and buffers, that are compared before each load and save."""
+
+NAMED_BY_TORCH = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""Operators; those of a program's own have a name and other code in each program."""
 
 EMPTY = object()
 """In place of what a function has not got yet from the function around it."""

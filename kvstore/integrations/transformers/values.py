@@ -6,7 +6,9 @@ Whatever code may read counts, or is refused: a kind of value that nobody though
 from __future__ import annotations
 
 import json
+import logging
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from hashlib import sha256
@@ -26,6 +28,7 @@ from kvstore.integrations.transformers.kinds import (
     IN_C,
     KNOWN_VALUES,
     MAPPINGS,
+    NAMED_BY_TORCH,
     NUMBERS,
     OF_FUNCTION,
     OF_LIBRARIES,
@@ -200,8 +203,12 @@ class Reader:
             return self._in_c(value, where, of_library)
         if isinstance(value, numpy.ufunc) and getattr(numpy, name := str(value.__name__), None) is value:
             return ["numpy", name]
+        if kind is logging.Logger or (kind in NAMED_BY_TORCH and str(value).startswith("aten.")):
+            return [name_of(kind), "" if kind is logging.Logger else str(value)]  # What is logged is no KV.
         if is_known(kind.__module__) and is_of_library(kind) and is_of_python(kind):
             return self._object(value, where)
+        if kind is weakref.ref:
+            return ["weak", self.read(value(), where, of_library=of_library)]
         if of_library and is_known(kind.__module__, OF_LIBRARIES) and not isinstance(value, torch.Tensor):
             return ["object", name_of(kind)]
         return self._unclear(value, where, _kind(value))
@@ -245,7 +252,9 @@ class Reader:
         if isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType) and not of_library:
             return self._unclear(value, where, "a slot, whose values no digest sees")
         owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
-        is_bound = not (owner is None or isinstance(owner, types.ModuleType | type))
+        # Functions of pybind11 have a record of theirs there.
+        is_record = type(owner).__module__ == "pybind11_builtins"
+        is_bound = not (owner is None or is_record or isinstance(owner, types.ModuleType | type))
         bound = [self.read(owner, where, of_library=of_library)] if is_bound else []
         whose = type(owner) if is_bound else owner
         module = (

@@ -277,19 +277,25 @@ def test_closing_does_not_wait_for_ever(build, tokens, wrap):
     assert link._staging is None
 
 
+_INTERRUPTS = {}
+"""Whether interrupts come; empty while models are wrapped."""
+
+
 @pytest.mark.parametrize("is_before", [True, False])
 def test_an_interrupt_leaves_no_hook_on_the_model(build, tokens, wrap, monkeypatch, is_before):
     model, prompt = build(), tokens(50)
-    cached, hook = wrap(model), model.register_forward_pre_hook
+    hook = model.register_forward_pre_hook
     own = hook(lambda *_: None)
 
     def register(*args, **kwargs):
         handle = hook(*args, **kwargs)
-        if is_before:
+        if is_before and _INTERRUPTS:
             raise KeyboardInterrupt
         return handle
 
     monkeypatch.setattr(model, "register_forward_pre_hook", register)
+    cached = wrap(model)  # Afterwards: what a model runs must not change while it is wrapped.
+    monkeypatch.setitem(_INTERRUPTS, "on", True)
     if is_before:
         with pytest.raises(KeyboardInterrupt):
             cached.generate(prompt, **GREEDY)

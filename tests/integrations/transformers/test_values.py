@@ -315,7 +315,8 @@ sizes["num_key_value_heads"] = 4
 tokens = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 for family in ("Gemma", "Phi", "OPT", "Bloom", "Falcon", "Olmo2", "Mixtral", "StableLm"):
     torch.manual_seed(0)
-    config = getattr(transformers, family + "Config")(**sizes, **tokens, **({"head_dim": 8} if family == "Gemma" else {}))
+    more = {"head_dim": 8} if family == "Gemma" else {}
+    config = getattr(transformers, family + "Config")(**sizes, **tokens, **more)
     show(family, getattr(transformers, family + "ForCausalLM")(config).eval())
 
 import enum, functools
