@@ -211,32 +211,31 @@ class ModuleMarks:
     """
 
     def __init__(self, model: Any) -> None:
-        self._look_at(model)
+        self._seen = self._look_at(model)
 
-    def _look_at(self, model: Any) -> None:
+    def _look_at(self, model: Any) -> tuple[Reader, str, list[_Mark]]:
         # One walk gives the digest and what is compared: what counts for the one cannot be missed by the other.
-        self._reader = Reader(_covered_by(model), _by_identity)
-        code = _code_of(model, self._reader, needs_source=False)
-        self._digest = digest_of([_tree(model, self._reader), code])
-        self._marks = [_mark_of(module) for module in each_module(model)]
+        reader = Reader(_covered_by(model), _by_identity)
+        code = _code_of(model, reader, needs_source=False)
+        digest = digest_of([_tree(model, reader), code])
+        return reader, digest, [_mark_of(module) for module in each_module(model)]
 
     def are_of(self, model: Any) -> bool:
         """Whether all modules are the same ones, or others that are like them, with the same code and values."""
+        reader, digest, marks = self._seen
         modules = list(each_module(model))
         if (
-            len(modules) == len(self._marks)
-            and all(mark.is_of(module) for mark, module in zip(self._marks, modules, strict=True))
-            and self._reader.are_same()
+            len(modules) == len(marks)
+            and all(mark.is_of(module) for mark, module in zip(marks, modules, strict=True))
+            and reader.are_same()
         ):
             return True
         # It takes longer, and is seldom: a value was replaced by an equal one, or a module by one like it.
-        before, digest = self._reader, self._digest  # It keeps what had an identity, so that no other has it.
-        marks = self._marks
-        self._look_at(model)
-        if self._digest == digest:
-            return True
-        self._reader, self._digest, self._marks = before, digest, marks
-        return False
+        now = self._look_at(model)
+        if now[1] != digest:
+            return False
+        self._seen = now  # In one step, and only where nothing changed: other threads compare with it meanwhile.
+        return True
 
 
 def _mark_of(module: torch.nn.Module) -> _Mark:
