@@ -24,6 +24,7 @@ from kvstore.client.work import CopyGuard, Work
 from kvstore.config import parse_bytes
 from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
 from kvstore.errors import CopyStuck, InvalidRequest, KVStoreError, NamespaceMismatch, StoreUnavailable
+from kvstore.memory.clears import ClearCounts
 from kvstore.memory.mapping import ArenaMapping
 from kvstore.memory.presence_view import PresenceView, map_clears
 from kvstore.rpc.framing import Op
@@ -82,8 +83,13 @@ class Attachment:
         #: Of the life of the store that has ended, and set when its memory is unmapped.
         self._threads_of_lost: JobThreads | None = None
         self._unmapped_lost = threading.Event()
+        self.engine: Engine | None = None
+        self._presence: PresenceView | None = None
+        # The store may end over the first question: all that `lose` ends is here before it.
+        self.threads, self.clears = JobThreads(), ClearCounts()
         lose = weakref.WeakMethod(self.lose)
         self.store = StoreConnections(control_path, lambda: (call := lose()) and call())
+        self.stage = StageLink(self.store.ask)
         self.arena = self.store.arena
         self.mapping = ArenaMapping(self.arena)
         try:
@@ -95,12 +101,8 @@ class Attachment:
             self.arena.close()
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
-        self.engine: Engine | None = None
-        self.stage = StageLink(self.store.ask)
-        self._presence: PresenceView | None = None
         with contextlib.suppress(RuntimeError):  # No thread can be started: pages come one by one, when they are used.
             threading.Thread(target=self.arena.populate, name="raykv-populate", daemon=True).start()
-        self.threads = JobThreads()
         # Not at the end of the process, which says all, and by which jobs may not be over.
         weakref.finalize(self, _end_collected, self.store, self.mapping).atexit = False
 

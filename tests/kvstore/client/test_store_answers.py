@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from kvstore.blocks.indexes import pack_ints
-from kvstore.client import client as client_module
-from kvstore.client import publication, save_load
+from kvstore.client import lease as client_module
+from kvstore.client import load, publication, save
 from kvstore.errors import ProtocolError
 
 replace = msgspec.structs.replace
@@ -47,11 +47,11 @@ def test_a_load_fails_and_writes_nothing(pair, monkeypatch, case):
             return replace(progress, first=2)
         if case == "parts of a number":
             return replace(progress, packed_slots=progress.packed_slots[:-1])
-        return replace(progress, lease_id=progress.lease_id | save_load.STAGE_BIT)
+        return replace(progress, lease_id=progress.lease_id | load.STAGE_BIT)
 
     before = worker.bytes()
     with monkeypatch.context() as patch:
-        spoil(patch, save_load, "decode_progress", change)
+        spoil(patch, load, "decode_progress", change)
         with pytest.raises(ProtocolError, match="wanted"):
             worker.load(hashes, range(10, 14))
     assert worker.bytes() == before
@@ -80,7 +80,7 @@ def test_a_save_fails_and_stores_nothing(cluster, pair, monkeypatch, case):
     worker, _ = pair
     core, hashes = cluster.nodes["a"], cluster.hashes(4, 3)
     with monkeypatch.context() as patch:
-        spoil(patch, save_load, "decode_ticket", lambda ticket: replace(ticket, **TICKETS[case]))
+        spoil(patch, save, "decode_ticket", lambda ticket: replace(ticket, **TICKETS[case]))
         with pytest.raises(ProtocolError, match="wanted"):
             worker.save(hashes, range(4))
     assert worker.client.lookup(hashes).num_local == 0
