@@ -71,9 +71,12 @@ def test_what_no_ticket_can_say_is_refused(fields):
         ticket(**fields)
 
 
-@pytest.mark.parametrize("start", [1 << 32, 1 << 64, np.int64(1), True])
-def test_a_run_begins_where_one_can(start):
-    with pytest.raises(InvalidRequest, match="wanted start as an int from 0"):
+@pytest.mark.parametrize(
+    ("start", "wanted"),
+    [(1 << 32, "to end at block"), (1 << 64, "to end at block"), (np.int64(1), "start as an int"), (True, "start as an")],
+)
+def test_a_run_begins_where_one_can(start, wanted):
+    with pytest.raises(InvalidRequest, match=wanted):
         BlockHashes(b"n" * 32, b"p" * 32, start, b"h" * 32)
 
 

@@ -318,8 +318,8 @@ def test_who_fetches_or_publishes_does_not_wait_for_a_stage_that_takes_long_to_m
     cluster.kill_mover("b")
     cluster.start_mover("b")
     assert wait_until(lambda: fetch(target, tickets[0], range(4)).num_blocks) == 4, "the loss is noticed"
-    asked, ask = [], target.client._stage_link._ask
-    monkeypatch.setattr(target.client._stage_link, "_ask", lambda *args: (asked.append(args[0]), ask(*args))[1])
+    asked, ask = [], target.client._attached.stage._ask
+    monkeypatch.setattr(target.client._attached.stage, "_ask", lambda *args: (asked.append(args[0]), ask(*args))[1])
 
     begun_s = time.monotonic()
     job = target.client.fetch(tickets[1], range(4), timeout_s=0.5)

@@ -126,7 +126,9 @@ def test_an_interrupt_anywhere_leaves_nothing_open(cluster, make):
         left = [at]
 
         def interrupt(frame, event, arg, left=left):
-            if event in ("return", "c_return") and threading.get_ident() == own:
+            # Not behind what other libraries do in a collection, of which nothing can be raised.
+            is_ours = "hypothesis" not in frame.f_code.co_filename
+            if is_ours and event in ("return", "c_return") and threading.get_ident() == own:
                 left[0] -= 1
                 if not left[0]:
                     sys.setprofile(None)
