@@ -73,7 +73,12 @@ def test_what_no_ticket_can_say_is_refused(fields):
 
 @pytest.mark.parametrize(
     ("start", "wanted"),
-    [(1 << 32, "to end at block"), (1 << 64, "to end at block"), (np.int64(1), "start as an int"), (True, "start as an")],
+    [
+        (1 << 32, "to end at block"),
+        (1 << 64, "to end at block"),
+        (np.int64(1), "start as an int"),
+        (True, "start as an"),
+    ],
 )
 def test_a_run_begins_where_one_can(start, wanted):
     with pytest.raises(InvalidRequest, match=wanted):
