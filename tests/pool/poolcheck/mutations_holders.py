@@ -216,8 +216,8 @@ HOLDERS = (
         "more blocks are taken for read than were asked for",
         "ours",
         "kvstore.mover.link",
-        "is_right = 0 < done.num_blocks <= num_blocks",
-        "is_right = 0 < done.num_blocks",
+        "is_right = done.terminal and done.num_blocks == num_blocks",
+        "is_right = done.terminal",
         f"{WIRE}::test_a_mover_that_says_what_cannot_be_is_replaced_and_nothing_is_published",
     ),
     bug(
