@@ -45,7 +45,7 @@ def make_engine(nodes, request):
         engine = CudaEngine(client, axes, num_blocks=2 * NUM_BLOCKS, device=f"cuda:{gpu}")
         made.append(engine)
         if attach:
-            engine.route = client.attach_handoff("256MiB", peers=[nodes[peer].state.node_id for peer in peers])
+            engine.route = client.attach_handoff("256MiB", peers=[nodes[peer].node_id for peer in peers])
         return engine
 
     yield make
@@ -71,7 +71,7 @@ def hand_off(source, target):
 def test_between_nodes_over_nvlink(make_engine, nodes, here, there):
     source, target = make_engine(0, 0, here), make_engine(1, 1, there, peers=[0])
     assert target.route.route == "gpu", target.route
-    assert target.route.gb_per_s[nodes[0].state.node_id] > 20, target.route
+    assert target.route.gb_per_s[nodes[0].node_id] > 20, target.route
     result = hand_off(source, target)
     assert (result.route, result.num_peer, result.note) == ("gpu", NUM_BLOCKS, "")
 
@@ -148,7 +148,7 @@ def test_between_two_nodes_that_share_a_gpu_by_whichever_way_is_no_emulation(mak
         assert target.route.why_not
         assert result.route == "host"
     else:
-        assert target.route.gb_per_s[nodes[0].state.node_id] >= 3
+        assert target.route.gb_per_s[nodes[0].node_id] >= 3
 
 
 def test_to_an_engine_without_a_stage_through_host_memory(make_engine):

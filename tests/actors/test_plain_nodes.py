@@ -42,7 +42,7 @@ def pair(nodes):
 def test_blocks_go_from_one_process_to_the_other(nodes, pair):
     (source, sent), (target, got) = pair
     result = target.fetch(source.publish(range(NUM_BLOCKS)), range(NUM_BLOCKS)).result(30)
-    assert (result.num_blocks, result.num_peer, result.peers) == (NUM_BLOCKS, NUM_BLOCKS, (nodes[0].state.node_id,))
+    assert (result.num_blocks, result.num_peer, result.peers) == (NUM_BLOCKS, NUM_BLOCKS, (nodes[0].node_id,))
     assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
 
 
