@@ -197,6 +197,10 @@ class Store:
 
         Under "problems" by node id; where the supervisor itself does not answer, under "supervisor" why. Under
         "starting" by node id: nodes whose store is being made just now.
+
+        Raises:
+            StoreNotRunning: there is none any more.
+            StoreUnavailable, TransferError: neither the supervisor nor any node answers.
         """
         nodes: dict[str, Any] = {}
         for node, handle in self._handles().items():
@@ -211,6 +215,8 @@ class Store:
             found["problems"] = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
             found["starting"] = call("supervisor", supervisor.unfinished, timeout_s=_CALL_S)
         except KVStoreError as error:
+            if all("error" in said for said in nodes.values()):
+                raise  # Nobody answers: that is no store, and not one whose supervisor restarts.
             found["problems"] = {**found["problems"], "supervisor": str(error)}
         return found
 

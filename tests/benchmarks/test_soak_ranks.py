@@ -101,7 +101,7 @@ def test_two_ranks_save_and_load_without_a_finding(ranks):
 
 def test_a_wrong_byte_of_one_part_is_found(ranks):
     ranks.work(50)
-    arena = np.frombuffer(ranks.core.arena.memory, np.uint8)
+    arena = np.frombuffer(ranks.core.state.arena.memory, np.uint8)
     deadline_s = time.monotonic() + 10
     while not ranks.findings and time.monotonic() < deadline_s:
         arena[100 :: plan.SHAPE.block_bytes] ^= 1

@@ -110,7 +110,7 @@ def test_a_store_that_is_replaced_gives_no_finding(desk):
 
 def test_a_wrong_byte_in_the_arena_is_found(desk):
     desk.work(50)
-    arena = np.frombuffer(desk.core.arena.memory, np.uint8)
+    arena = np.frombuffer(desk.core.state.arena.memory, np.uint8)
     deadline_s = time.monotonic() + 10
     while not desk.findings and time.monotonic() < deadline_s:
         arena[100 :: plan.SHAPE.block_bytes] ^= 1
@@ -140,7 +140,7 @@ def test_tickets_of_a_store_that_works_give_no_finding(desk, only_handoffs):
 
 def test_a_wrong_byte_in_a_hand_off_is_found(desk, only_handoffs):
     desk.work(20)
-    arena = np.frombuffer(desk.core.arena.memory, np.uint8)
+    arena = np.frombuffer(desk.core.state.arena.memory, np.uint8)
     deadline_s = time.monotonic() + 10
     while not desk.findings and time.monotonic() < deadline_s:
         arena[100 :: plan.SHAPE.block_bytes] ^= 1
