@@ -169,7 +169,7 @@ def test_what_another_mover_reports_counts_for_nothing(held, wait_until):
     """One that has not taken over yet, or one of before: the ids of READs would fit."""
     stranger, fd = connect_local(held.core.control_path, {"role": "mover", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
     fd.close()
-    stranger.send(Op.MOVER_DONE, done(held.read_id, 1))
+    stranger.send(Op.MOVER_DONE, done(held.read_id, NUM_BLOCKS))
     assert stranger._channel.sock.recv(100) == b"", "it is turned away"
     stranger.close()
     assert not held.has_published()
