@@ -23,7 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-import kvstore.client.client
+import kvstore.client.save
 import kvstore.integrations.vllm
 
 DEVICE = os.environ.get("RAYKV_TEST_DEVICE", "cpu")
@@ -77,7 +77,7 @@ def await_saves_of(worker, limit_s):
 
 
 def hold_saves_of(worker, until_wanted):
-    rank, run_save = get_kv_transfer_group()._worker, kvstore.client.client.run_save
+    rank, run_save = get_kv_transfer_group()._worker, kvstore.client.save.run_save
     end_saves, may_save = rank.end_saves, threading.Event()
 
     def held(*args):
@@ -86,10 +86,10 @@ def hold_saves_of(worker, until_wanted):
 
     def let_go():
         may_save.set()
-        kvstore.client.client.run_save = run_save
+        kvstore.client.save.run_save = run_save
         rank.__dict__.pop("end_saves", None)
 
-    kvstore.client.client.run_save, rank.let_saves = held, let_go
+    kvstore.client.save.run_save, rank.let_saves = held, let_go
 
     def end(req_ids):
         if req_ids:  # Each step ends those of nobody.
