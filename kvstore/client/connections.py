@@ -70,6 +70,9 @@ class StoreConnections:
         self._pid, self._key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
         # Of a kind that one thread may take twice: the handler of a signal may ask under it.
         self._lock, self._renewing = threading.RLock(), Turns()
+        # Two threads may say last words, those of jobs that outlast the client beside `close`: a connection is free to
+        # one at a time, and the other would wait for a new one, of a store that stands still for all of its time.
+        self._last_words = threading.RLock()
         self._open: list[ControlClient] = []
         self._broken = BrokenConnections()
         self.for_jobs = IdleConnections(self.connect, self._broken)
@@ -284,10 +287,11 @@ class StoreConnections:
 
     def _is_said(self, op: Op) -> bool:
         """Say it over a connection that is free now, if there is one: the first that takes it counts."""
-        for connection in (self._calls, *list(self._open)):
-            with contextlib.suppress(KVStoreError):
-                if connection.send_if_free(op):
-                    return True
+        with self._last_words:
+            for connection in (self._calls, *list(self._open)):
+                with contextlib.suppress(KVStoreError):
+                    if connection.send_if_free(op):
+                        return True
         return False
 
     def _say_over_new(self, op: Op) -> None:
