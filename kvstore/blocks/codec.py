@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from kvstore.blocks.indexes import IndexArray, ints_in, pack_ints
-from kvstore.bounds import DIGEST_BYTES, clip
+from kvstore.bounds import DIGEST_BYTES, MAX_NODE_ID_CHARS, clip
 from kvstore.errors import ProtocolError
 
 _T = TypeVar("_T")
@@ -24,6 +24,7 @@ U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 #: The hash of a block, the digest of a namespace, or the key of a ticket.
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+NodeId = Annotated[str, msgspec.Meta(max_length=MAX_NODE_ID_CHARS)]
 #: The life of a store.
 Epoch = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvstore.blocks.codec import decoder, encode
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
-from kvstore.bounds import DIGEST_BYTES, check_count, clip
+from kvstore.bounds import DIGEST_BYTES, MAX_NODE_ID_CHARS, check_count, clip
 from kvstore.errors import InvalidRequest, ProtocolError
 
 TICKET_VERSION = 3
@@ -137,10 +137,10 @@ class HandoffTicket:
 
 def _check_node(value: object) -> str:
     text = str.__str__(value) if isinstance(value, str) else None
-    if text is None or len(text) > _MOST_U16 // 4 or any("\ud800" <= char <= "\udfff" for char in text):
+    if text is None or len(text) > MAX_NODE_ID_CHARS or any("\ud800" <= char <= "\udfff" for char in text):
         raise InvalidRequest(
-            f"node_id: wanted the id of a node as a str without lone surrogates, got {clip(value)}; pass what "
-            "Store.node_ids or a client says"
+            f"node_id: wanted the id of a node, at most {MAX_NODE_ID_CHARS} characters without lone surrogates, got "
+            f"{clip(value)}; pass what Store.node_ids or a client says"
         )
     return text
 

@@ -165,10 +165,12 @@ class MoverLink:
         elif op is Op.MOVER_NOTIFICATIONS:
             notified(decode_bytes(payload))
         elif op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
-            if (question := self._questions.get(message.request)) is not None:
-                question.put((message.flag, payload))
-            else:
-                self._ended({message.request})  # Whoever asked has given up meanwhile.
+            with self._reads_lock:  # Under which the asker decides that it is late.
+                question = self._questions.pop(message.request, None)
+                if question is not None:
+                    question.put((message.flag, payload))
+            if question is None:
+                self._ended({message.request})
         elif op is Op.MOVER_STATS:
             self._stats = decode_counts(payload)
             self._stats_ready.set()
@@ -222,17 +224,17 @@ class MoverLink:
 
     def gone(self, connection: Connection) -> bool:
         """The process behind a mover's connection is gone: nothing it posted writes any more."""
+        error = PeerLost("the mover of this node died; the load continues without it")
         with self._lock:
             if connection is not self._connection:
                 return False
             self._connection, self._own, self._fenced = None, None, False
             self._ready.clear()
-            questions = list(self._questions.values())
         with self._reads_lock:
             reads, self._reads = self._reads, {}
-        error = PeerLost("the mover of this node died; the load continues without it")
-        for waiting in questions:
-            waiting.put((Flag.ERROR, pack_error(error)))
+            for question in self._questions.values():
+                question.put((Flag.ERROR, pack_error(error)))
+            self._questions.clear()
         with contextlib.ExitStack() as parts:
             # From the last to the first; each is done whatever the others raise. What was given up is over in any
             # case: kept, it would have the next mover killed.
@@ -287,15 +289,15 @@ class MoverLink:
         try:
             connection = self._of_life(generation)
             read_id = next(self._ids)
-            self._reads[read_id] = (on_done, len(request.local_slots))
+            read = encode(MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s))
             if request.peer in self._known_peers:
                 self._known_peers.move_to_end(request.peer)
             else:
                 self._forget_peers(connection, request.peer)
                 self._known_peers[request.peer] = None
                 connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, encode(AddPeer(request.peer, peer)))
-            read = MoverRead(read_id=read_id, request=request, chunk_ends=chunk_ends, timeout_s=timeout_s)
-            if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, encode(read)):
+            self._reads[read_id] = (on_done, len(request.local_slots))
+            if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, read):
                 self._reads.pop(read_id, None)
                 raise PeerLost("this node's mover does not read its socket; it is being replaced")
         finally:
@@ -366,22 +368,28 @@ class MoverLink:
             TransferTimeout: it did not answer in time; it may still do it until `on_terminal` is called.
             KVStoreError: what it raised.
         """
-        request, answer = next(self._ids), queue.SimpleQueue[tuple[Flag, bytes]]()
+        request, answer, payload = next(self._ids), queue.SimpleQueue[tuple[Flag, bytes]](), encode(value)
         with self._lock:
             connection = self._of_life(generation)
-            self._questions[request] = answer
-        connection.send(op, Flag.REQUEST, request, encode(value))
-        try:
-            flag, payload = answer.get(timeout=timeout_s)
-        except queue.Empty:
             with self._reads_lock:
-                self._abandoned[request] = clock.now_s()
-            self.when_terminal({request}, on_terminal)
-            raise TransferTimeout(f"the mover did not answer {op.name} within {timeout_s} s") from None
+                self._questions[request] = answer
+        try:
+            if not connection.send(op, Flag.REQUEST, request, payload):
+                raise PeerLost("this node's mover does not read its socket; it is being replaced")
+            with contextlib.suppress(queue.Empty):
+                return self._answered(*answer.get(timeout=timeout_s))
+            with self._reads_lock:
+                if is_late := self._questions.pop(request, None) is not None:
+                    self._abandoned[request] = clock.now_s()
+            if is_late:
+                self.when_terminal({request}, on_terminal)
+                raise TransferTimeout(f"the mover did not answer {op.name} within {timeout_s} s")
+            return self._answered(*answer.get_nowait())  # It came at the last moment.
         finally:
-            del self._questions[request]
-            if not answer.empty():  # It came at the last moment, before it was known to be late.
-                self._ended({request})
+            self._questions.pop(request, None)
+
+    @staticmethod
+    def _answered(flag: Flag, payload: bytes) -> bytes:
         if flag is Flag.ERROR:
             raise unpack_error(payload)
         return payload

@@ -57,7 +57,9 @@ class Slabs:
         self._agents: set[bytes] = set()
         self._into: dict[str, Transport] = {}
         self._handles: dict[int, tuple[Transport, int]] = {}
-        self._next = 0
+        self._next = self._num_made = 0
+        #: What was asked and answered of the stage of each GPU, by its UUID.
+        self._made: dict[str, tuple[NewStage, StageMade]] = {}
         self._slot_bytes = 0
         self._stage_slot_bytes: dict[int, int] = {}
 
@@ -81,21 +83,39 @@ class Slabs:
     def stage(self, wanted: NewStage) -> StageMade:
         """Make a stage for a GPU; returns how to reach it.
 
+        The store asks again for a GPU when the answer came too late for it. It told nobody of that stage: it gets it
+        now if it wants the same, and a stage of another size takes its place.
+
         Raises:
             RegistrationFailed: there is no such GPU, or it has not that much memory; nothing is held.
         """
-        number, slot_bytes, num_slots = len(self._stages) + 1, wanted.slot_bytes, wanted.num_slots
+        uuid, slot_bytes, num_slots = wanted.uuid, wanted.slot_bytes, wanted.num_slots
+        if uuid in self._made:
+            known, answer = self._made[uuid]
+            if known == wanted:
+                return answer
+            self._drop_stage(uuid)
+        self._num_made += 1
+        number = self._num_made
         try:
-            stage = self._make_stage(f"{self._name}-stage{number}", wanted.uuid, slot_bytes * num_slots)
+            stage = self._make_stage(f"{self._name}-stage{number}", uuid, slot_bytes * num_slots)
         except RuntimeError as error:
-            raise RegistrationFailed(f"could not stage {num_slots} blocks on GPU {wanted.uuid}: {error}") from error
+            raise RegistrationFailed(f"could not stage {num_slots} blocks on GPU {uuid}: {error}") from error
         stage.transport.set_slots(slot_bytes, num_slots)
         agent = stage.transport.describe()
         self._agents.add(agent)
         self._stages[number], self._stage_slot_bytes[number] = stage, slot_bytes
         self._neighbours[number] = Neighbours(stage, slot_bytes, num_slots)
-        logger.info("mover: stage %d of %d bytes on GPU %s", number, slot_bytes * num_slots, wanted.uuid)
-        return StageMade(number, agent, stage.address, stage.gpu, stage.handle)
+        logger.info("mover: stage %d of %d bytes on GPU %s", number, slot_bytes * num_slots, uuid)
+        answer = StageMade(number, agent, stage.address, stage.gpu, stage.handle)
+        self._made[uuid] = wanted, answer
+        return answer
+
+    def _drop_stage(self, uuid: str) -> None:
+        _, answer = self._made.pop(uuid)
+        self._agents.discard(answer.agent)
+        del self._neighbours[answer.slab], self._stage_slot_bytes[answer.slab]
+        self._stages.pop(answer.slab).close()
 
     def spill(self, wanted: Spill) -> None:
         """Copy slots of a stage into slots of the arena, for readers that cannot reach the stage."""

@@ -27,6 +27,10 @@ from kvstore.runtime import clock
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
 #: So long after its back-off nobody remembers that a node failed.
 _FORGIVEN_AFTER_S = 600.0
+#: Of so many nodes it is remembered, those that are left alone for longest: tickets name nodes that never were.
+_MOST_FAILED = 1024
+#: More are closed when they come back.
+_MOST_SPARE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,7 @@ class PeerBook:
 
     def keep_spare(self, peer: Peer, connection: ControlClient) -> None:
         """Take a connection of `take_spare` back."""
-        if peer.client.closed:
+        if peer.client.closed or len(peer.spare) >= _MOST_SPARE:
             connection.close()
         elif not connection.closed:
             peer.spare.append(connection)
@@ -229,6 +233,9 @@ class PeerBook:
             self._failures = {n: f for n, f in self._failures.items() if f[1] + _FORGIVEN_AFTER_S > now_s}
             if now_s >= until_s:
                 pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
+                self._failures.pop(node_id, None)
+                if len(self._failures) >= _MOST_FAILED:
+                    del self._failures[min(self._failures, key=lambda known: self._failures[known][1])]
                 self._failures[node_id] = (count + 1, now_s + pause_s)
         if peer is not None:
             peer.close()
@@ -236,7 +243,8 @@ class PeerBook:
     def succeeded(self, node_id: str) -> None:
         """Note a success: earlier failures are forgotten."""
         if node_id in self._failures:
-            self._failures.pop(node_id, None)
+            with self._lock:  # `failed` goes through all of them.
+                self._failures.pop(node_id, None)
 
     def close(self) -> None:
         """Close all connections."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.blocks.codec import U32, U64, Digest, Epoch, Record, decoder
+from kvstore.blocks.codec import U32, U64, Digest, Epoch, NodeId, Record, decoder
 
 
 class PrepareHandoff(Record, frozen=True):
@@ -58,7 +58,7 @@ class FetchRequest(Record, frozen=True):
     key: Digest
     namespace: Digest
     epoch: Epoch
-    node_id: str
+    node_id: NodeId
     num_blocks: U32
     ttl_s: float
     timeout_s: float
@@ -74,7 +74,7 @@ class Soon(Record, frozen=True):
     A store passes the bytes on to its mover, which was told before what to do when it gets just these.
     """
 
-    node_id: str
+    node_id: NodeId
     from_slab: int
     slab: int
     generation: int
@@ -128,7 +128,7 @@ class WarmUp(Record, frozen=True):
 
     slab: U32
     generation: U64
-    node_id: str
+    node_id: NodeId
 
 
 class LaneFound(Record, frozen=True):

@@ -7,7 +7,7 @@ import struct
 import msgspec
 
 from kvstore.blocks.chain import Chain
-from kvstore.blocks.codec import U16, U32, U64, Epoch, Record, decoder
+from kvstore.blocks.codec import U16, U32, U64, Epoch, NodeId, Record, decoder
 from kvstore.blocks.grants import Grant, StoreTicket
 from kvstore.blocks.indexes import IndexArray, checked_slots, ints_in
 from kvstore.errors import ProtocolError
@@ -88,7 +88,7 @@ class Found(Record, frozen=True):
         only: the only node that has anything, as far as the directory knows.
     """
 
-    nodes: list[tuple[str, U64]]
+    nodes: list[tuple[NodeId, U64]]
     only: str = ""
 
 

@@ -70,3 +70,26 @@ def test_connections_to_stores_that_ended_are_closed_when_another_is_made(cluste
     assert not peer.client.has_ended()
     peer.close()
     assert peer.client.has_ended()
+
+
+def test_failures_of_nodes_that_never_were_are_bounded_and_the_longest_are_kept(book, monkeypatch):
+    monkeypatch.setattr("kvstore.remote.peers._MOST_FAILED", 8)
+    for _ in range(5):
+        book.now_s += 15.0
+        book.failed("other")
+    for number in range(100):
+        book.failed(f"n{number}")
+    assert len(book._failures) == 8
+    assert not book.is_usable("other")
+    assert pause_s(book) == 15.0
+
+
+def test_only_so_many_connections_to_a_peer_are_kept(cluster, monkeypatch):
+    monkeypatch.setattr("kvstore.remote.peers._MOST_SPARE", 2)
+    core, _ = cluster.add("a", mover=False), cluster.add("b", mover=False)
+    peers = core.state.peers
+    peer = peers.get("b")
+    taken = [peers.take_spare(peer) for _ in range(4)]
+    for connection in taken:
+        peers.keep_spare(peer, connection)
+    assert [connection.closed for connection in taken] == [False, False, True, True]
