@@ -203,6 +203,21 @@ def test_only_the_last_chunk_notifies(pair):
     assert pair.peer.notifications() == [note]
 
 
+def test_the_notification_does_not_overtake_an_earlier_chunk(pair, wait_until):
+    note, ends = NOTIFICATION.pack(7, b"12345678", b"readers."), plan_chunks(3, 4)
+    assert 1 < len(ends) <= 3, "all may be under way at once"
+    pair.transport.running = True
+    _, _, ended = pair.read(range(3), range(3), note=note)
+    wait_until(lambda: len(pair.transport.posted) == len(ends) - 1)
+    for _ in range(2):  # A round ends before the second answer.
+        pair.link.stats(3.0)
+    assert len(pair.transport.posted) == len(ends) - 1
+    assert pair.peer.notifications() == []
+    pair.transport.running = False
+    assert ended.wait(3)
+    assert pair.peer.notifications() == [note]
+
+
 def waking(local, remote, peer="p"):
     return ReadRequest(
         peer=peer,
@@ -352,6 +367,51 @@ def test_a_peer_is_not_forgotten_while_a_read_of_it_may_go_on(pair, give_up, wai
     assert set(pair.transport._peers) == {"a/0/1", "a/1/1"}
     pair.transport.stopped_peers = set()
     wait_until(lambda: set(pair.transport._peers) == {"a/1/1"})
+
+
+def test_a_peer_that_comes_back_while_a_read_of_it_may_go_on_is_kept(pair, monkeypatch, give_up, wait_until):
+    monkeypatch.setattr("kvstore.mover.link._MAX_PEERS", 1)
+    added, poll, stalls = [], pair.transport.poll, set()
+    monkeypatch.setattr(pair.transport, "poll", lambda it: ReadState.RUNNING if it in stalls else poll(it))
+    add_peer = pair.transport.add_peer
+    monkeypatch.setattr(pair.transport, "add_peer", lambda peer, it: (added.append(peer), add_peer(peer, it)))
+    read_of(pair, "a/0/1")
+    pair.transport.running = True
+    stalled = pair.read([0], [3], peer="a/0/1")
+    wait_until(lambda: len(pair.transport.posted) == 2)
+    stalls.update(pair.transport._handles)
+    pair.transport.running = False
+    give_up(stalled, num_posted=2)
+    read_of(pair, "b/0/1")
+    mover = pair.movers[-1][0]
+    wait_until(lambda: mover._to_forget == {"a/0/1"})
+    read_of(pair, "a/0/1", local=1)
+    assert added == ["a/0/1", "b/0/1"], "what goes on is in the way of another connection"
+    wait_until(lambda: set(pair.transport._peers) == {"a/0/1"})
+    stalls.clear()
+    wait_until(lambda: not mover._abandoned)
+    pair.link.stats(3.0)
+    read_of(pair, "a/0/1", local=2)
+    assert pair.slots()[:3] == [4, 4, 4]
+
+
+def test_a_peer_is_not_forgotten_while_a_read_that_wakes_its_lane_goes_on(pair, monkeypatch, wait_until):
+    monkeypatch.setattr("kvstore.mover.link._MAX_PEERS", 1)
+    read_of(pair, "a/0/1")
+    pair.link.wake_by(b"it comes", waking(31, 7, peer="a/0/1"))
+    pair.link.wake_by(b"another", waking(30, 9, peer="b/0/1"))
+    pair.transport.stopped_peers = {"a/0/1"}
+    pair.link.expect_read(b"it comes")
+    mover = pair.movers[-1][0]
+    wait_until(lambda: len(mover._woken) == 1)
+    read_of(pair, "b/0/1")
+    for _ in range(2):  # A round ends before the second answer.
+        pair.link.stats(3.0)
+    assert set(pair.transport._peers) == {"a/0/1", "b/0/1"}
+    assert set(mover._waking) == {b"another"}, "nobody says the word of a peer that is forgotten"
+    pair.transport.stopped_peers = set()
+    wait_until(lambda: set(pair.transport._peers) == {"b/0/1"})
+    assert mover._woken == []
 
 
 def test_a_peer_that_cannot_be_added_is_lost(pair):
