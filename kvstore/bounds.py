@@ -35,7 +35,7 @@ MAX_PARTS = 1024
 MAX_COPY_THREADS = 1024
 MAX_OWNER_CHARS = 200
 #: Of the id of a node: Ray's have 56. Tables and logs keep what a worker or a peer names.
-MAX_NODE_ID_CHARS = 256
+MAX_NODE_ID_CHARS = 200
 #: Digests of namespaces and hashes of blocks.
 DIGEST_BYTES = 32
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvstore.blocks.chain import decode_chain, hashes_in
 from kvstore.blocks.codec import decode_object, encode, encode_object
-from kvstore.bounds import clip
+from kvstore.bounds import MAX_NODE_ID_CHARS, clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import IncompatibleStore, ProtocolError
 from kvstore.remote.announcements import Batch, decode_batch
@@ -33,7 +33,7 @@ __all__ = ["SETTLE_S", "DirectoryIndex", "DirectoryServer"]
 SETTLE_S = 15.0
 #: Between two steps in which entries of forgotten stores are taken out; a step takes some milliseconds.
 _SWEEP_EVERY_S = 0.05
-_EPOCH_BYTES, _MAX_NODE_ID = 8, 200
+_EPOCH_BYTES = 8
 #: A batch has some thousand blocks, and the versions of all namespaces at most.
 _MAX_MESSAGE_BYTES = 8 << 20
 
@@ -133,11 +133,11 @@ class DirectoryServer:
         if not is_secret(value.get("token"), self._token):
             raise IncompatibleStore("wrong token; connect through the cluster that runs this directory")
         node_id, epoch, owner = value.get("node"), _bytes_in(value, "epoch"), _bytes_in(value, "owner")
-        is_node = isinstance(node_id, str) and 0 < len(node_id) <= _MAX_NODE_ID
+        is_node = isinstance(node_id, str) and 0 < len(node_id) <= MAX_NODE_ID_CHARS
         if not is_node or len(epoch) != _EPOCH_BYTES or len(owner) != OWNER_KEY_BYTES:
             raise ProtocolError(
-                f"wanted a node of at most {_MAX_NODE_ID} characters, an epoch and an owner of {_EPOCH_BYTES} bytes "
-                f"in hexadecimal, got {clip(node_id)}, {clip(value.get('epoch'))} and {clip(value.get('owner'))}"
+                f"wanted a node of at most {MAX_NODE_ID_CHARS} characters, an epoch and an owner of {_EPOCH_BYTES} "
+                f"bytes in hexadecimal, got {clip(node_id)}, {clip(value.get('epoch'))} and {clip(value.get('owner'))}"
             )
         connection.role = Role.STORE
         self._links[connection.owner] = _Link(str(node_id), epoch, owner, connection)

@@ -329,6 +329,24 @@ def test_what_has_no_answer_is_said_if_no_question_is_under_way(worker):
         connection.call(Op.STATS, timeout_s=5.0, meanwhile=lambda: connection.send(Op.GOODBYE))
 
 
+def test_two_threads_that_say_last_words_do_not_take_the_connection_from_each_other(core, worker, monkeypatch):
+    store, others, said = worker.client._store, [], []
+    send = store._calls._channel.send
+
+    def send_slowly(*args):
+        if not others:
+            others.append(threading.Thread(target=lambda: said.append(store._is_said(Op.UNPIN_ALL)), daemon=True))
+            others[0].start()
+            others[0].join(0.2)  # It has a connection to say it over, and waits for that.
+            assert said == []
+        send(*args)
+
+    monkeypatch.setattr(store._calls._channel, "send", send_slowly)
+    assert store._is_said(Op.UNPIN_ALL)
+    others[0].join(5)
+    assert said == [True]
+
+
 def test_work_whose_connection_was_closed_goes_on_to_its_end(wait_until):
     threads, gone = JobThreads(), Awaited(-1, math.inf)
 

@@ -136,7 +136,8 @@ def test_a_ticket_that_was_cut_is_not_taken_for_one_of_another_version(pair):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("node_id", b"n"), ("node_id", None), ("epoch", "0102030405060708"), ("epoch", b"short"), ("nonce", "x" * 16),
+        ("node_id", b"n"), ("node_id", "n" * 201),
+        ("node_id", None), ("epoch", "0102030405060708"), ("epoch", b"short"), ("nonce", "x" * 16),
         ("namespace", "m"), ("namespace", bytes(31)), ("num_blocks", 0), ("num_blocks", 1.5), ("num_blocks", True),
         ("num_blocks", 1 << 32), ("block_bytes", "64"), ("expires_s", "soon"), ("expires_s", float("nan")),
         ("block_order", -1), ("part", (0, 1, 0)), ("part", [0, 1, 0, 1]), ("part", (0, 1, 0, "1")), ("slab", -1),

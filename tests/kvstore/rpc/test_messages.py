@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import encode
 from kvstore.blocks.grants import Grant, PackedInts, StoreTicket
+from kvstore.bounds import MAX_NODE_ID_CHARS
 from kvstore.errors import ChainBroken, ProtocolError
 from kvstore.rpc import handoff_messages, messages
 
@@ -120,6 +121,16 @@ MESSAGES = [
     (messages.Found([("a", 1), ("b", 2**64 - 1)], "a"), messages.decode_found),
     (messages.Renew(1, 1.0), messages.decode_renew),
 ]
+
+
+def test_the_id_of_a_node_has_a_bound():
+    for message, decode in (
+        (msgspec.structs.replace(FETCH, node_id="ö" * MAX_NODE_ID_CHARS), handoff_messages.decode_fetch),
+        (messages.Found([("ö" * MAX_NODE_ID_CHARS, 1)]), messages.decode_found),
+    ):
+        assert decode(encode(message)) == message
+        with pytest.raises(ProtocolError):
+            decode(encode(message).replace("ö".encode() * MAX_NODE_ID_CHARS, b"nn" * MAX_NODE_ID_CHARS))
 
 
 @pytest.mark.parametrize(("message", "decode"), MESSAGES, ids=lambda value: type(value).__name__)
