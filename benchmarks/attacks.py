@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import KVStoreError, PeerLost
@@ -37,7 +37,7 @@ from kvstore.tools.documents import as_document
 from kvstore.tools.provenance import provenance
 
 NAMESPACE, BLOCK_BYTES, NUM_BLOCKS = b"n" * 32, 4096, 64
-CHAIN = Chain(NAMESPACE, NAMESPACE, 0, b"".join(bytes([i]) * 32 for i in range(1, NUM_BLOCKS + 1)))
+CHAIN = BlockHashes(NAMESPACE, NAMESPACE, 0, b"".join(bytes([i]) * 32 for i in range(1, NUM_BLOCKS + 1)))
 PEER = {
     "role": "peer", "protocol": PROTOCOL_VERSION, "node": "x", "epoch": b"epoch--1".hex(), "owner": b"owner--1".hex()
 }  # fmt: skip
@@ -216,7 +216,7 @@ def long_chains(target: Target, port: str, until_s: float) -> None:
     """A peer that asks for leases of as many blocks as a message takes, and of more."""
     while time.monotonic() < until_s:
         for num_hashes in (250_000, 2_000_000):
-            chain = Chain(NAMESPACE, NAMESPACE, 0, os.urandom(32) * num_hashes)
+            chain = BlockHashes(NAMESPACE, NAMESPACE, 0, os.urandom(32) * num_hashes)
             lease = PeerLease(chain=chain, block_bytes=BLOCK_BYTES, slot_format=1, namespace_version=0, ttl_s=1.0)
             with contextlib.suppress(KVStoreError), contextlib.closing(target.peer()) as peer:
                 peer.call(Op.PEER_LEASE, encode(lease), timeout_s=WITHIN_S)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.pool import Pool
 from kvstore.remote.announcements import PIECE_BLOCKS
 from kvstore.remote.directory_index import SWEEP_BLOCKS, DirectoryIndex
@@ -88,8 +88,8 @@ class TimedLock:
         self._lock.release()
 
 
-def new_chain(num_blocks: int) -> Chain:
-    return Chain(NAMESPACE, NAMESPACE, 0, os.urandom(32 * num_blocks))
+def new_chain(num_blocks: int) -> BlockHashes:
+    return BlockHashes(NAMESPACE, NAMESPACE, 0, os.urandom(32 * num_blocks))
 
 
 def measure_calls(num_blocks: int, num_rounds: int) -> Rows:

@@ -197,10 +197,6 @@ class BlockHashes(Record, frozen=True):
         return encode(self)
 
 
-#: Its name in the rooms that send and answer it.
-Chain = BlockHashes
-
-
 def hashes_in(data: bytes) -> list[bytes]:
     """Return hashes that stand back to back."""
     found: list[bytes] = np.frombuffer(data, _HASH).tolist()

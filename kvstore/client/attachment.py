@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.blocks.chain import HASH_BYTES, Chain
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.codec import decode_counts, encode
-from kvstore.blocks.hashing import BlockHashes, Namespace
+from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.part import Part
 from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds
 from kvstore.client.connections import StoreConnections
@@ -47,7 +47,7 @@ class Engine:
 
     copier: EngineCopier
 
-    def pages(self, block_ids: object, chain: Chain, num_threads: int = 0) -> EnginePages:
+    def pages(self, block_ids: object, chain: BlockHashes, num_threads: int = 0) -> EnginePages:
         """Say where a chain's tokens lie, and have the copies come after what the calling thread's stream has."""
         pages = engine_pages(block_ids, self.copier.layout, self.copier.cache.shape.block_size, chain.start, len(chain))
         return ordered(pages, self.copier, num_threads)
@@ -132,8 +132,8 @@ class Attachment:
         self.stage = StageLink(self.store.ask, caches, parse_bytes(staging), tuple(peers))
         return self.stage.attach()
 
-    def chain(self, hashes: BlockHashes) -> Chain:
-        """Return hashes as a message has them.
+    def chain(self, hashes: BlockHashes) -> BlockHashes:
+        """Return hashes that the store of this client may be asked about.
 
         Raises:
             InvalidRequest: they are no hashes, or too many.
@@ -155,7 +155,7 @@ class Attachment:
                 f"hashes: wanted at most {MAX_CHAIN_BYTES // HASH_BYTES} in one call, got {len(hashes)}; "
                 "pass them in shorter runs"
             )
-        return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+        return hashes
 
     def transfer_s(self, timeout_s: float | None) -> float:
         """Return the time of a transfer: the configured one when none is given."""
@@ -171,7 +171,7 @@ class Attachment:
         if self._presence is None:
             self._presence = PresenceView(self.store.path, self.store.epoch, timeout_s=self.store.call_timeout_s)
 
-    def is_absent(self, chain: Chain, *, remote: bool) -> bool:
+    def is_absent(self, chain: BlockHashes, *, remote: bool) -> bool:
         """Whether nothing of a chain is stored, as far as mapped memory says that; see `Client.is_surely_absent`."""
         presence = self._presence
         if presence is None or not self.is_open() or chain.start or not len(chain):

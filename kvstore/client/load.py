@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
-from kvstore.blocks.hashing import BlockHashes
 from kvstore.bounds import MAX_COPY_THREADS, MAX_SLOTS, check_count
 from kvstore.client.attachment import Attachment
 from kvstore.client.results import BlockFailure, Job, LoadResult, MissReason
@@ -73,7 +72,7 @@ def begin_prefetch(attached: Attachment, hashes: BlockHashes, timeout_s: float |
 def _begin(
     attached: Attachment,
     copier: EngineCopier | None,
-    chain: Chain,
+    chain: BlockHashes,
     pages: EnginePages | None,
     skip_tokens: int,
     timeout_s: float,
@@ -102,7 +101,7 @@ def _begin(
 def run_load(
     connection: ControlClient,
     copier: EngineCopier | None,
-    chain: Chain,
+    chain: BlockHashes,
     pages: EnginePages | None,
     skip_tokens: int,
     guard: CopyGuard,

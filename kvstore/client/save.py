@@ -7,9 +7,8 @@ import logging
 
 import numpy as np
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import decode_count, encode
-from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.part import Part
 from kvstore.client.attachment import Attachment
 from kvstore.client.results import Job, SaveResult
@@ -49,7 +48,7 @@ def begin_save(attached: Attachment, hashes: BlockHashes, block_ids: object) -> 
 def run_save(
     connection: ControlClient,
     copier: EngineCopier,
-    chain: Chain,
+    chain: BlockHashes,
     pages: EnginePages,
     part: Part,
     guard: CopyGuard,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.bounds import check_seconds
 from kvstore.node.later import answer_all
@@ -84,7 +84,7 @@ def _answer(connection: Connection, question: int, payload: bytes, last: bool) -
     connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, question, payload)
 
 
-def lookup_all(state: NodeState, chain: Chain, until_s: float = math.inf) -> list[tuple[str, int]]:
+def lookup_all(state: NodeState, chain: BlockHashes, until_s: float = math.inf) -> list[tuple[str, int]]:
     """Return (node, prefix length), this node first and as it is, the others as the directory hints.
 
     A node that is drained brings its workers nothing of others either, and names none. The directory is not asked

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
 from kvstore.bounds import (
     MAX_BLOCK_BYTES,
@@ -190,11 +190,11 @@ class PoolService:
         if self.is_closed_to_peers:
             self.check_serving()
 
-    def lookup(self, chain: Chain) -> int:
+    def lookup(self, chain: BlockHashes) -> int:
         """Return how many leading blocks this node's workers can have; none while it is drained. No side effect."""
         return 0 if self.is_draining else self.current.lookup(chain)
 
-    def lease(self, chain: Chain, owner: str, ttl_s: float) -> Grant:
+    def lease(self, chain: BlockHashes, owner: str, ttl_s: float) -> Grant:
         """Pin the readable prefix of a run for `ttl_s` seconds.
 
         Raises:
@@ -209,7 +209,7 @@ class PoolService:
         self._events.wake()
         return grant
 
-    def pin(self, chain: Chain, owner: str, kind: PinKind, ttl_s: float) -> Grant:
+    def pin(self, chain: BlockHashes, owner: str, kind: PinKind, ttl_s: float) -> Grant:
         """Keep the readable prefix of a run here for `ttl_s` seconds, or as long as its owner lives when infinite.
 
         Raises:
@@ -237,7 +237,7 @@ class PoolService:
 
     def prepare_store(
         self,
-        chain: Chain,
+        chain: BlockHashes,
         owner: str,
         num_parts: int = 1,
         part: int = 0,

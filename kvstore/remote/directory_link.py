@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
@@ -150,7 +150,7 @@ class Hints:
             except Exception:
                 logger.exception("hints: a save could not be told that it is complete")
 
-    def locate(self, chain: Chain, until_s: float = math.inf) -> list[tuple[str, int]]:
+    def locate(self, chain: BlockHashes, until_s: float = math.inf) -> list[tuple[str, int]]:
         """Return (node, prefix length) of the nodes that may hold a run; empty when the directory is away.
 
         One blocking call, unless this node is the only one.
@@ -169,7 +169,7 @@ class Hints:
         finally:
             self._ask_lock.release()
 
-    def _locate(self, chain: Chain) -> list[tuple[str, int]]:
+    def _locate(self, chain: BlockHashes) -> list[tuple[str, int]]:
         started_s = clock.now_s()
         if started_s < self._ask_after_s:
             return []

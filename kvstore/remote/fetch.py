@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError, PeerLost, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.mover.link import MoverLink
@@ -124,7 +124,7 @@ class Fetcher:
                 return reason
         return ""
 
-    def _ask_a_peer(self, load: Load, rest: Chain) -> str:
+    def _ask_a_peer(self, load: Load, rest: BlockHashes) -> str:
         """Fetch from the best peer not tried yet; returns why there is no use in going on, or nothing."""
         # It may have arrived here since the load began; mostly it has not, and one look is cheaper than a pin.
         if load.pool.lookup(rest.head(1)) and load.pin_more():
@@ -168,7 +168,7 @@ class Fetcher:
 
         self._store_threads.submit(Blocking.RELEASE, release, is_admitted=True)
 
-    def _fetch_from(self, load: Load, chain: Chain, node_id: str, num_hinted: int) -> str:
+    def _fetch_from(self, load: Load, chain: BlockHashes, node_id: str, num_hinted: int) -> str:
         """Lease a run at one peer and read what it grants; returns why it fell short, or nothing."""
         config, peer = self._context.config, self._peers.get(node_id)
         ttl_s = min(config.lease_ttl_s, load.ttl_s)

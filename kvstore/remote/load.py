@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.pool.pool import Pool
 from kvstore.rpc.messages import LoadReport, Progress
@@ -33,7 +33,7 @@ class Load:
         num_ready: blocks that are leased already.
     """
 
-    chain: Chain
+    chain: BlockHashes
     block_bytes: int
     owner: str
     lease_id: int

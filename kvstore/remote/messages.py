@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import U32, U64, Epoch, Record, decoder
 from kvstore.blocks.indexes import IndexArray
 
@@ -10,7 +10,7 @@ from kvstore.blocks.indexes import IndexArray
 class PeerLease(Record, frozen=True, kw_only=True):
     """Ask a peer for a lease of a run, under the terms in which the asking store understands the blocks."""
 
-    chain: Chain
+    chain: BlockHashes
     block_bytes: U32
     slot_format: U32
     namespace_version: U64

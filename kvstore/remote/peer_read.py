@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.chunking import plan_chunks, plan_segments
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, LeaseError, TransferError
@@ -64,7 +64,7 @@ class _Segment:
     """Part of a peer's grant that is claimed and read as one: blocks [first, first + len(chain)) of it."""
 
     first: int
-    chain: Chain
+    chain: BlockHashes
     write_id: int
     indexes: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int32]
@@ -87,7 +87,7 @@ class PeerRead:
         until_s: the lease covers what is in place before, by the clock taken before the peer is asked.
     """
 
-    def __init__(self, context: ReadContext, load: Load, peer: Peer, chain: Chain, until_s: float) -> None:
+    def __init__(self, context: ReadContext, load: Load, peer: Peer, chain: BlockHashes, until_s: float) -> None:
         self._context, self._load, self._peer, self._chain = context, load, peer, chain
         self._pool, self._owner = load.pool, f"fetch-{next(context.numbers)}"
         self._cover = Cover(until_s, load.deadline_s, load.is_current)

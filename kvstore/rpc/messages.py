@@ -6,7 +6,7 @@ import struct
 
 import msgspec
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import U16, U32, U64, Epoch, NodeId, Record, decoder
 from kvstore.blocks.grants import Grant, StoreTicket
 from kvstore.blocks.indexes import IndexArray, checked_slots, ints_in
@@ -31,14 +31,14 @@ class Attach(Record, frozen=True):
 class Ask(Record, frozen=True):
     """Ask about a run, for so many seconds: a lease, word of a save by others, or which nodes have it."""
 
-    chain: Chain
+    chain: BlockHashes
     seconds: float
 
 
 class AskLoad(Record, frozen=True):
     """Ask for a pin of a run, fetching from peers what is missing."""
 
-    chain: Chain
+    chain: BlockHashes
     ttl_s: float
     timeout_s: float
 
@@ -46,7 +46,7 @@ class AskLoad(Record, frozen=True):
 class AskPin(Record, frozen=True):
     """Ask for a pin of a run's readable prefix, hard or soft."""
 
-    chain: Chain
+    chain: BlockHashes
     is_soft: bool
     ttl_s: float
 
@@ -54,7 +54,7 @@ class AskPin(Record, frozen=True):
 class Prepare(Record, frozen=True):
     """Ask for slots to write one part of each block of a run into, of KV from before a later clearing than that."""
 
-    chain: Chain
+    chain: BlockHashes
     num_parts: U16 = 1
     part: U16 = 0
     num_clears: U64 | None = None

@@ -100,7 +100,7 @@ def directory(folder):
 def store(folder, node_id, config):
     import numpy as np
 
-    from kvstore.blocks.chain import Chain, decode_chain
+    from kvstore.blocks.chain import BlockHashes, decode_chain
     from kvstore.config import StoreConfig
     from kvstore.errors import PeerLost
     from kvstore.mover.keeper import MoverKeeper
@@ -162,7 +162,7 @@ def store(folder, node_id, config):
 
     def read_as_remembered():
         """Read a block as described then; returns the class of the error, or nothing when it arrived."""
-        random = Chain(remembered["seed"], remembered["seed"], 0, secrets.token_bytes(32))
+        random = BlockHashes(remembered["seed"], remembered["seed"], 0, secrets.token_bytes(32))
         ticket = core.pool.prepare_store(random, "old")
         ended, errors = threading.Event(), []
 

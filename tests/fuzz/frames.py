@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from unittest import mock
 
-from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import encode
 from kvstore.mover.messages import StageMade
 from kvstore.rpc.connection import Connection
@@ -81,8 +80,7 @@ def record(cluster: Cluster) -> Recorder:
 def _add_what_needs_gpus(recorder: Recorder, cluster: Cluster) -> None:
     """Frames of hand-offs between GPUs, and others that a healthy cluster says seldom."""
     key, run = bytes(range(32)), recorder.said["client"][0].payload
-    epoch, hashes = cluster.nodes["a"].state.epoch, cluster.hashes(3)
-    chain = Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+    epoch, chain = cluster.nodes["a"].state.epoch, cluster.hashes(3)
     stage = StageFound(1, 1, "u", b"handle", b"nobody", 4096, 0, 512, 80, 4)
     made = StageMade(1, b"nobody", 4096, 0, b"handle")
     end = encode(End(1 << 63 | 5, True))

@@ -1,12 +1,12 @@
 import pytest
 
-from kvstore.blocks.chain import HASH_BYTES, Chain, decode_chain
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes, decode_chain
 from kvstore.blocks.codec import encode
 from kvstore.errors import ChainBroken, InvalidRequest, KVStoreError, ProtocolError
 
 NAMESPACE = b"n" * 32
 HASHES = [bytes([i]) * 32 for i in range(1, 6)]
-CHAIN = Chain(NAMESPACE, NAMESPACE, 0, b"".join(HASHES))
+CHAIN = BlockHashes(NAMESPACE, NAMESPACE, 0, b"".join(HASHES))
 
 
 def test_hashes_one_by_one_and_all():
@@ -30,7 +30,9 @@ def test_head_keeps_parent_and_start():
     assert CHAIN.head(9) == CHAIN
 
 
-@pytest.mark.parametrize("chain", [CHAIN, CHAIN.tail(3), CHAIN.head(0), Chain(NAMESPACE, HASHES[0], 2**32 - 1, b"")])
+@pytest.mark.parametrize(
+    "chain", [CHAIN, CHAIN.tail(3), CHAIN.head(0), BlockHashes(NAMESPACE, HASHES[0], 2**32 - 1, b"")]
+)
 def test_round_trip(chain):
     assert decode_chain(chain.encode()) == chain
     assert decode_chain(memoryview(chain.encode())) == chain
@@ -62,11 +64,11 @@ def test_what_is_no_chain_is_refused(fields):
 def test_a_run_that_ends_where_no_message_can_say_it_is_refused(start, count):
     """A store that took it would ask its peers what they cannot decode, and they would cut it off for everybody."""
     with pytest.raises(InvalidRequest, match="wanted the run to end at block 4294967295 at most"):
-        Chain(NAMESPACE, HASHES[-1], start, b"".join(HASHES[:count]))
+        BlockHashes(NAMESPACE, HASHES[-1], start, b"".join(HASHES[:count]))
 
 
 def test_a_run_that_ends_where_no_message_can_say_it_is_refused_on_the_wire():
-    ends_last = Chain(NAMESPACE, HASHES[-1], 2**32 - 3, b"".join(HASHES[:2]))
+    ends_last = BlockHashes(NAMESPACE, HASHES[-1], 2**32 - 3, b"".join(HASHES[:2]))
     assert decode_chain(ends_last.encode()) == ends_last
     assert ends_last.tail(2).start == 2**32 - 1
     with pytest.raises(KVStoreError, match="wanted the run to end at block 4294967295 at most"):
@@ -76,19 +78,19 @@ def test_a_run_that_ends_where_no_message_can_say_it_is_refused_on_the_wire():
 def test_a_block_named_twice_is_refused():
     CHAIN.check_unique()
     with pytest.raises(ChainBroken, match=r"wanted 6 different block hashes .* got 5"):
-        Chain(NAMESPACE, NAMESPACE, 0, CHAIN.data + HASHES[2]).check_unique()
+        BlockHashes(NAMESPACE, NAMESPACE, 0, CHAIN.data + HASHES[2]).check_unique()
 
 
 def test_hashes_that_begin_alike_are_different_all_the_same():
     alike = [b"same 8 b" + bytes([i]) * 24 for i in range(4)]
-    run = Chain(b"n" * 32, b"same 8 b" + b"p" * 24, 3, b"".join(alike))
+    run = BlockHashes(b"n" * 32, b"same 8 b" + b"p" * 24, 3, b"".join(alike))
     run.check_unique()
     with pytest.raises(ChainBroken):
-        Chain(run.namespace, run.parent, 3, run.data + alike[0]).check_unique()
+        BlockHashes(run.namespace, run.parent, 3, run.data + alike[0]).check_unique()
     with pytest.raises(ChainBroken):
-        Chain(run.namespace, alike[3], 3, run.data).check_unique()
+        BlockHashes(run.namespace, alike[3], 3, run.data).check_unique()
 
 
 def test_a_block_that_is_its_own_parent_is_refused():
     with pytest.raises(ChainBroken, match="none of them"):
-        Chain(b"n" * 32, CHAIN.hash_at(2), 3, CHAIN.data).check_unique()
+        BlockHashes(b"n" * 32, CHAIN.hash_at(2), 3, CHAIN.data).check_unique()

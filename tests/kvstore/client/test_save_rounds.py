@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.blocks.grants import PackedInts, StoreTicket
 from kvstore.blocks.part import as_part
@@ -13,7 +13,7 @@ from kvstore.client.work import CopyGuard
 from kvstore.rpc.framing import Op
 from kvstore.runtime import clock
 
-CHAIN = Chain(b"n" * 32, b"n" * 32, 0, b"".join(bytes([i]) * 32 for i in range(1, 4)))
+CHAIN = BlockHashes(b"n" * 32, b"n" * 32, 0, b"".join(bytes([i]) * 32 for i in range(1, 4)))
 
 
 def ticket(*indexes, num_refused=0, num_awaited=0):

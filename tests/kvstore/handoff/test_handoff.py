@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.results import MissReason
 from kvstore.errors import InvalidRequest, LayoutMismatch, NamespaceMismatch, PoolExhausted, TransferTimeout
@@ -85,7 +85,7 @@ def test_a_published_block_is_found_by_nobody(cluster, pair):
     ticket = source.client.publish(range(4))
     core = cluster.nodes["a"]
     assert source.client.lookup(hashes).num_blocks == 0
-    assert core.state.pool_service.lookup(Chain(ticket.key, ticket.key, 0, ticket.key)) == 0
+    assert core.state.pool_service.lookup(BlockHashes(ticket.key, ticket.key, 0, ticket.key)) == 0
     assert core.pool.resident_hashes() == []
     assert core.pool.drain_events() == []
     assert target.load(hashes, range(4)).num_blocks == 0

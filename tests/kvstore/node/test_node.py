@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 
-from kvstore.blocks.chain import Chain
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
 from kvstore.client.client import Client
@@ -29,10 +28,6 @@ from kvstore.errors import (
 from kvstore.mover.transport import ReadState
 from kvstore.node.load_service import lookup_all
 from kvstore.runtime import clock
-
-
-def chain_of(hashes) -> Chain:
-    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
 
 
 def same(a, ids_a, b, ids_b) -> bool:
@@ -146,9 +141,8 @@ def test_a_hole_ends_the_prefix(cluster):
     one, _ = two_nodes(cluster)
     hashes = cluster.hashes(5)
     one.save(hashes[:2], range(2))
-    core, rest = cluster.nodes["a"], hashes[3:]
-    run = Chain(rest.namespace_digest, rest.parent, rest.start, rest.data)
-    ticket = core.pool.prepare_store(run, "w", needs_parent=False)
+    core = cluster.nodes["a"]
+    ticket = core.pool.prepare_store(hashes[3:], "w", needs_parent=False)
     assert core.pool.complete_store(ticket.write_id, "w") == 2
     core.pool.check_integrity()
     assert one.client.lookup(hashes, remote=False).num_local == 2
@@ -207,8 +201,8 @@ def test_skipped_blocks_are_not_even_asked_for(cluster):
     one.save(hashes, range(4))
     result = two.load(hashes, range(4), skip=10)
     assert (result.num_blocks, result.num_peer) == (4, 2)
-    assert cluster.nodes["b"].state.pool_service.lookup(chain_of(hashes)) == 0
-    assert cluster.nodes["b"].state.pool_service.lookup(chain_of(hashes[2:])) == 2
+    assert cluster.nodes["b"].state.pool_service.lookup(hashes) == 0
+    assert cluster.nodes["b"].state.pool_service.lookup(hashes[2:]) == 2
 
 
 # What a fetch costs.
@@ -247,7 +241,7 @@ def test_adopting_what_is_here_already_ends_at_once(cluster):
     hashes = cluster.hashes(6)
     one.save(hashes, range(6))
     began_s = time.monotonic()
-    assert cluster.nodes["a"].adopt([chain_of(hashes).encode()], 5.0) == 6
+    assert cluster.nodes["a"].adopt([hashes.encode()], 5.0) == 6
     assert time.monotonic() - began_s < 2.0
     assert pool(cluster, "a").num_pinned == 0
 
@@ -272,7 +266,7 @@ def test_a_load_after_a_lookup_that_is_out_of_date_asks_the_directory(cluster, w
     one.save(hashes, range(4))
     two.client.lookup(hashes)
     three.load(hashes, range(4))
-    wait_until(lambda: "c" in dict(cluster.directory.index.locate(chain_of(hashes).hashes())))
+    wait_until(lambda: "c" in dict(cluster.directory.index.locate(hashes.hashes())))
     cluster.nodes["a"].pool.clear(hashes.namespace_digest)
     cluster.nodes["a"].state.hints.publish_soon()
     result = two.load(hashes, range(4))
@@ -331,7 +325,7 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
         with pytest.raises(StaleVersion, match="wanted a later one than 2"):
             core.state.pool_service.clear(cluster.space.digest, stale)
         core.state.pool_service.hear_clearing(cluster.space.digest, stale)
-    assert core.state.pool_service.lookup(chain_of(hashes)) == 3
+    assert core.state.pool_service.lookup(hashes) == 3
     assert core.state.pool_service.clear(cluster.space.digest, 3) == 3
     assert core.state.versions.get(cluster.space.digest) == 3
 
@@ -453,7 +447,7 @@ def test_a_drained_node_grants_nothing_and_its_hot_blocks_move(cluster):
     assert one.client.prefetch(hashes).result(10).failed[0].reason is MissReason.DRAINING
     assert one.client.lookup(hashes).num_blocks == one.client.lookup(hashes, remote=False).num_blocks == 0
     assert b.adopt(hot, 5.0) == 6
-    assert b.state.pool_service.lookup(chain_of(hashes)) == 6
+    assert b.state.pool_service.lookup(hashes) == 6
     assert a.drain(2.0) == {"num_leases": 0, "num_writes": 0}
     assert b.stats()["pool"]["num_leases"] == 0
     assert one.client.lookup(hashes).num_blocks == 0, "nor does a load bring what others have"
@@ -544,8 +538,8 @@ def test_nobody_is_sent_to_a_drained_node(cluster, wait_until):
 def test_adopt_skips_unknown_namespaces_and_stops_in_time(cluster):
     two_nodes(cluster)
     other = Namespace(model="other", shape=cluster.space.shape)
-    strange = chain_of(other.block_hashes(range(8))).encode()
-    missing = chain_of(cluster.hashes(2)).encode()
+    strange = other.block_hashes(range(8)).encode()
+    missing = cluster.hashes(2).encode()
     assert cluster.nodes["b"].adopt([strange, missing], 2.0) == 0
     assert cluster.nodes["b"].adopt([missing], 0.0) == 0
     cluster.add("c")
@@ -849,7 +843,7 @@ def test_a_block_counts_only_if_the_lease_covered_its_read(cluster, monkeypatch)
     assert result.num_blocks == 0
     assert two.bytes() == before
     assert pool(cluster, "b").num_writing == 0
-    assert cluster.nodes["b"].state.pool_service.lookup(chain_of(hashes)) == 0
+    assert cluster.nodes["b"].state.pool_service.lookup(hashes) == 0
 
 
 # Attaching.
@@ -886,8 +880,8 @@ def test_slots_are_aligned_and_counted(cluster):
 def test_before_anything_attached(cluster):
     core = cluster.add("a")
     hashes = cluster.hashes(2)
-    assert core.state.pool_service.lookup(chain_of(hashes)) == 0
-    assert core.state.pool_service.lease(chain_of(hashes), "o", 5.0).slots == ()
+    assert core.state.pool_service.lookup(hashes) == 0
+    assert core.state.pool_service.lease(hashes, "o", 5.0).slots == ()
     assert core.state.pool_service.clear(cluster.space.digest, 1) == 0
     assert core.stats()["pool"] is None
     assert core.begin_drain(100) == []
@@ -900,18 +894,18 @@ def test_verbs_without_a_socket(cluster):
     core = cluster.add("a")
     worker = cluster.worker("a")
     hashes = cluster.hashes(3)
-    ticket = core.state.pool_service.prepare_store(chain_of(hashes), "ray-1")
+    ticket = core.state.pool_service.prepare_store(hashes, "ray-1")
     assert core.state.pool_service.complete_store(ticket.write_id, "ray-2") == 0
     assert core.state.pool_service.complete_store(ticket.write_id, "ray-1") == 3
-    grant = core.state.pool_service.lease(chain_of(hashes), "ray-1", 5.0)
+    grant = core.state.pool_service.lease(hashes, "ray-1", 5.0)
     assert core.state.pool_service.renew(grant.lease_id, "ray-1", 5.0)
     assert not core.state.pool_service.release(grant.lease_id, "ray-2")
     assert core.state.pool_service.release(grant.lease_id, "ray-1")
-    other = core.state.pool_service.prepare_store(chain_of(cluster.hashes(2, seed=1)), "ray-1")
+    other = core.state.pool_service.prepare_store(cluster.hashes(2, seed=1), "ray-1")
     assert core.state.pool_service.abort_store(other.write_id, "ray-1") == 2
     with pytest.raises(ChainBroken):
-        core.state.pool_service.prepare_store(chain_of(cluster.hashes(3, seed=2)[1:]), "ray-1")
-    assert lookup_all(core.state, chain_of(hashes)) == [("a", 3)]
+        core.state.pool_service.prepare_store(cluster.hashes(3, seed=2)[1:], "ray-1")
+    assert lookup_all(core.state, hashes) == [("a", 3)]
     assert worker.client.stats()["pool"]["num_free"] == core.stats()["pool"]["num_free"]
 
 
@@ -938,7 +932,7 @@ def test_prefetch_brings_blocks_without_an_engine(cluster):
     client = cluster.client("b")
     result = client.prefetch(hashes).result(10)
     assert (result.num_blocks, result.num_peer) == (5, 5)
-    assert cluster.nodes["b"].state.pool_service.lookup(chain_of(hashes)) == 5
+    assert cluster.nodes["b"].state.pool_service.lookup(hashes) == 5
     again = two.load(hashes, np.arange(5))
     assert again.num_local == 5
     assert same(one, range(5), two, range(5))

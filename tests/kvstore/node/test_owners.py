@@ -48,12 +48,6 @@ sys.stdin.read()
 """
 
 
-def encoded(hashes) -> str:
-    from kvstore.blocks.chain import Chain
-
-    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data).encode().hex()
-
-
 class Held:
     """A store on which a worker process holds three pinned blocks and two half-written ones."""
 
@@ -63,7 +57,8 @@ class Held:
         stored, other = cluster.hashes(3), cluster.hashes(2, seed=1)
         engine.save(stored, range(3))
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", WORKER, self.core.control_path, encoded(stored), encoded(other), how],
+            [*prefix, sys.executable, "-c", WORKER, self.core.control_path,
+             stored.encode().hex(), other.encode().hex(), how],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         leased, written, self.child = map(int, self.process.stdout.readline().split())
@@ -157,13 +152,11 @@ def test_a_worker_that_cannot_be_watched_may_read_but_not_write(old_kernel, clus
     monkeypatch.setattr(os, "pidfd_open", refuse)
     client, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
     fd.close()
-    from kvstore.blocks.chain import decode_chain
 
-    chain = decode_chain(bytes.fromhex(encoded(hashes)))
     granted_s = time.monotonic()
-    grant = decode_grant(client.call(Op.LEASE, encode(Ask(chain, 0.6)), timeout_s=2.0))
+    grant = decode_grant(client.call(Op.LEASE, encode(Ask(hashes, 0.6)), timeout_s=2.0))
     assert len(grant.slots) == 3
-    other = decode_chain(bytes.fromhex(encoded(cluster.hashes(2, seed=1))))
+    other = cluster.hashes(2, seed=1)
     with pytest.raises(ConfigError, match="may read but not write"):
         client.call(Op.PREPARE_STORE, encode(Prepare(other, 1)), timeout_s=2.0)
     # It may have gone on reading after its connection closed: its pins end with their time, not before.

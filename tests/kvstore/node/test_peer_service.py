@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError
@@ -47,8 +46,7 @@ def connect(core):
 @pytest.fixture
 def lease(cluster):
     """Leases the three blocks over a connection; returns the lease's id."""
-    hashes = cluster.hashes(NUM_BLOCKS)
-    chain = Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+    chain = cluster.hashes(NUM_BLOCKS)
 
     def ask(peer, ttl_s=60.0):
         wanted = PeerLease(

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.blocks.chain import Chain
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.bounds import MAX_BLOCK_BYTES
 from kvstore.config import PROTOCOL_VERSION
@@ -19,10 +18,6 @@ from kvstore.rpc.connect import connect_local
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import FetchRequest
 from kvstore.rpc.messages import Ask, AskLoad, AskPin, Prepare, Renew, WriteEnd, decode_grant, decode_ticket
-
-
-def run_of(hashes) -> Chain:
-    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
 
 
 @pytest.fixture
@@ -45,7 +40,7 @@ def ask(core, worker):
 
 
 def prepare(ask, hashes, num_parts=1, part=0):
-    return decode_ticket(ask(Op.PREPARE_STORE, encode(Prepare(run_of(hashes), num_parts, part))))
+    return decode_ticket(ask(Op.PREPARE_STORE, encode(Prepare(hashes, num_parts, part))))
 
 
 def complete(ask, ticket) -> int:
@@ -124,7 +119,7 @@ def test_a_rank_that_never_comes_is_given_up_after_the_lease_time(cluster, wait_
     """Rules 4 and 10."""
     core = cluster.add("b", lease_ttl_s=0.6, lease_margin_s=0.1)
     worker, hashes = cluster.worker("b"), cluster.hashes(3)
-    ticket = core.state.pool_service.prepare_store(run_of(hashes), "rank0", 2, 0)
+    ticket = core.state.pool_service.prepare_store(hashes, "rank0", 2, 0)
     assert core.state.pool_service.complete_store(ticket.write_id, "rank0") == 0
     wait_until(lambda: core.pool.stats().num_writing == 0)
     assert worker.save(hashes, range(3)).num_written == 3
@@ -132,7 +127,7 @@ def test_a_rank_that_never_comes_is_given_up_after_the_lease_time(cluster, wait_
 
 def test_a_writer_over_ray_loses_its_slots_at_its_deadline(core, worker, cluster, wait_until):
     """Rule 10: nobody sees when that owner dies."""
-    ticket = core.state.pool_service.prepare_store(run_of(cluster.hashes(3)), "ray:x", ttl_s=0.3)
+    ticket = core.state.pool_service.prepare_store(cluster.hashes(3), "ray:x", ttl_s=0.3)
     assert core.pool.stats().num_writing == 3
     wait_until(lambda: core.pool.stats().num_writing == 0)
     assert core.state.pool_service.complete_store(ticket.write_id, "ray:x", ticket.generations, ticket.epoch) == 0
@@ -233,10 +228,10 @@ def test_times_that_are_none_are_refused(core, worker, cluster, ask, ttl_s):
     lease = worker.client.lease(hashes)
     if ttl_s != 0.0:
         with pytest.raises(InvalidRequest, match="timeout_s"):
-            ask(Op.AWAIT_STORE, encode(Ask(run_of(hashes), ttl_s)))
-    questions = [(Op.LEASE, encode(Ask(run_of(hashes), ttl_s))), (Op.RENEW, encode(Renew(lease.lease_id, ttl_s)))]
+            ask(Op.AWAIT_STORE, encode(Ask(hashes, ttl_s)))
+    questions = [(Op.LEASE, encode(Ask(hashes, ttl_s))), (Op.RENEW, encode(Renew(lease.lease_id, ttl_s)))]
     if ttl_s != float("inf"):
-        questions.append((Op.PIN, encode(AskPin(run_of(hashes), False, ttl_s))))
+        questions.append((Op.PIN, encode(AskPin(hashes, False, ttl_s))))
     for op, payload in questions:
         with pytest.raises(InvalidRequest, match="ttl_s"):
             ask(op, payload)
@@ -292,7 +287,7 @@ def test_a_grant_over_the_socket_names_lives(core, worker, cluster, ask):
     """Rule 5: slots come with their generation and the store's epoch."""
     hashes = cluster.hashes(3)
     worker.save(hashes, range(3))
-    grant = decode_grant(ask(Op.LEASE, encode(Ask(run_of(hashes), 5.0))))
+    grant = decode_grant(ask(Op.LEASE, encode(Ask(hashes, 5.0))))
     assert grant.epoch == core.state.epoch
     assert tuple(np.frombuffer(grant.generations, "<u4")) == core.pool.generations(grant.slots)
 
@@ -306,7 +301,7 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
     fd.close()
 
     def wait():
-        told.append(decode_count(client.call(Op.AWAIT_STORE, encode(Ask(run_of(hashes), 5.0)), timeout_s=9.0)))
+        told.append(decode_count(client.call(Op.AWAIT_STORE, encode(Ask(hashes, 5.0)), timeout_s=9.0)))
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -321,7 +316,7 @@ def test_a_saver_that_waits_does_not_hold_up_the_control_thread(core, worker, cl
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
 def test_loads_and_fetches_of_no_time_are_refused(cluster, core, worker, ask, timeout_s):
-    run, owner = run_of(cluster.hashes(2)), os.urandom(32)
+    run, owner = cluster.hashes(2), os.urandom(32)
     with pytest.raises(InvalidRequest, match="timeout_s"):
         ask(Op.LOAD, encode(AskLoad(run, 5.0, timeout_s)))
     request = FetchRequest(owner, run.namespace, core.state.epoch, "a", 1, 5.0, timeout_s, is_early=True)
@@ -342,7 +337,7 @@ def test_blocks_of_no_size_divide_nothing(cluster, ask, core, block_bytes):
 def test_a_block_is_no_larger_than_what_a_peer_can_be_told_of(cluster):
     """A load of a larger one would cost this store its peer, for everybody."""
     fresh, most = cluster.add("fresh"), MAX_BLOCK_BYTES
-    lease = PeerLease(chain=run_of(cluster.hashes(2)), block_bytes=most, slot_format=1, namespace_version=0, ttl_s=1.0)
+    lease = PeerLease(chain=cluster.hashes(2), block_bytes=most, slot_format=1, namespace_version=0, ttl_s=1.0)
     assert decode_peer_lease(encode(lease)) == lease
     with pytest.raises(ProtocolError):
         decode_peer_lease(encode(msgspec.structs.replace(lease, block_bytes=most + 1)))
@@ -377,12 +372,12 @@ def test_who_waited_for_a_save_is_forgotten_when_it_is_told_or_gone(core, worker
     """Until its time was over it would be kept, a day at most, and the control thread would tick for it."""
     waiting, hashes = core._control._pool._waiting, cluster.hashes(4)
     worker.save(hashes[:2], range(2))
-    assert decode_count(ask(Op.AWAIT_STORE, encode(Ask(run_of(hashes[:2]), 86400.0)))) == 2
+    assert decode_count(ask(Op.AWAIT_STORE, encode(Ask(hashes[:2], 86400.0)))) == 2
     assert len(waiting) == 0
     ticket = prepare(ask, hashes[2:])
     other, fd = connect_local(core.control_path, {"role": "client", "protocol": PROTOCOL_VERSION}, timeout_s=5.0)
     fd.close()
-    other.send(Op.AWAIT_STORE, encode(Ask(run_of(hashes), 86400.0)))
+    other.send(Op.AWAIT_STORE, encode(Ask(hashes, 86400.0)))
     wait_until(lambda: len(waiting) == 1)
     other.close()
     wait_until(lambda: not waiting and not core.pool._watches._watches)
@@ -395,12 +390,12 @@ def test_so_many_blocks_are_waited_for_and_no_more(core, worker, cluster, ask, m
     worker.save(hashes[:1], range(1))
     ticket = prepare(ask, hashes)
     assert len(ticket.slots) == 2
-    core.pool.watch(run_of(hashes), counts.append)
-    core.pool.watch(run_of(hashes), counts.append)
+    core.pool.watch(hashes, counts.append)
+    core.pool.watch(hashes, counts.append)
     assert counts == [1], "the second is told at once how things stand"
     assert complete(ask, ticket) == 2
     assert counts == [1, 3]
-    core.pool.watch(run_of(hashes), counts.append)
+    core.pool.watch(hashes, counts.append)
     assert counts == [1, 3, 3]
 
 
@@ -408,12 +403,12 @@ def test_so_many_wait_for_blocks_and_no_more(core, worker, cluster, ask, monkeyp
     monkeypatch.setattr("kvstore.pool.watches._MOST_WATCHES", 2)
     hashes, counts = cluster.hashes(3), []
     ticket = prepare(ask, hashes)
-    watching = [core.pool.watch(run_of(hashes), counts.append) for _ in range(2)]
-    core.pool.watch(run_of(hashes), counts.append)
+    watching = [core.pool.watch(hashes, counts.append) for _ in range(2)]
+    core.pool.watch(hashes, counts.append)
     assert counts == [0], "the third is told at once how things stand"
     core.pool.end_watch(watching[0])
     assert counts == [0, 0]
-    core.pool.watch(run_of(hashes[:1]), counts.append)
+    core.pool.watch(hashes[:1], counts.append)
     assert complete(ask, ticket) == 3
     assert sorted(counts) == [0, 0, 1, 3]
     assert not core.pool._watches._by_hash
@@ -423,12 +418,12 @@ def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monk
     monkeypatch.setattr("kvstore.pool.leases.MAX_LEASES", 3)
     hashes = cluster.hashes(2)
     worker.save(hashes, range(2))
-    wanted = encode(AskPin(run_of(hashes), True, 3600.0))
+    wanted = encode(AskPin(hashes, True, 3600.0))
     ids = [decode_grant(ask(Op.PIN, wanted)).lease_id for _ in range(3)]
     with pytest.raises(PoolExhausted, match="at most 3 leases"):
         ask(Op.PIN, wanted)
     with pytest.raises(PoolExhausted, match="at most 3 leases"):
-        core.state.pool_service.lease(run_of(hashes), "ray:x", 30.0)
+        core.state.pool_service.lease(hashes, "ray:x", 30.0)
     core.pool.check_integrity()
     assert worker.client.lookup(hashes).num_local == 2
     assert decode_count(ask(Op.RELEASE, encode(ids[0]))) == 1

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvstore.blocks.chain import HASH_BYTES, Chain
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.bounds import MAX_PARTS
 from kvstore.errors import InvalidRequest, PoolExhausted
 from kvstore.pool import leases, writes
@@ -116,7 +116,7 @@ def test_whether_an_owner_holds_something_is_not_looked_for_among_all_that_is_he
 
 def test_ranks_of_a_write_keep_one_copy_of_its_hashes():
     pool = Pool(8)
-    run = Chain(NAMESPACES[0], NAMESPACES[0], 0, b"".join(chain_of("abcd").hashes()))
+    run = BlockHashes(NAMESPACES[0], NAMESPACES[0], 0, b"".join(chain_of("abcd").hashes()))
     for part in range(2):
         pool.prepare_store(run, "w", num_parts=2, part=part)
     first, second = pool._writes._writes.values()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.errors import ChainBroken, InvalidRequest, LeaseReleased, PoolExhausted
 from kvstore.pool.pool import Pool
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of, resident, store
@@ -437,7 +437,7 @@ def test_a_run_that_cannot_be_attached_is_refused_with_nothing_changed():
         pool.prepare_store(chain_of("xyz", start=1), "w")
     twice = chain_of("ab")
     with pytest.raises(ChainBroken, match="different"):
-        pool.prepare_store(Chain(twice.namespace, twice.parent, 0, twice.data * 2), "w")
+        pool.prepare_store(BlockHashes(twice.namespace, twice.parent, 0, twice.data * 2), "w")
     assert pool.stats() == before
     pool.check_integrity()
     assert len(store(pool, "abcd", start=2)) == 2
@@ -446,12 +446,12 @@ def test_a_run_that_cannot_be_attached_is_refused_with_nothing_changed():
     assert len(ticket.slots) == 2
 
 
-def run_on(parent: bytes, *own: bytes) -> Chain:
+def run_on(parent: bytes, *own: bytes) -> BlockHashes:
     """Return blocks that say of themselves that they hang on another, as any client can."""
-    return Chain(NAMESPACES[0], parent, 1, b"".join(own))
+    return BlockHashes(NAMESPACES[0], parent, 1, b"".join(own))
 
 
-def stored(pool: Pool, run: Chain, owner: str = "w") -> None:
+def stored(pool: Pool, run: BlockHashes, owner: str = "w") -> None:
     ticket = pool.prepare_store(run, owner, needs_parent=False)
     pool.complete_store(ticket.write_id, owner)
     pool.check_integrity()
@@ -507,11 +507,11 @@ def test_a_block_comes_back_between_those_that_stayed():
 
 def test_a_block_named_as_its_namespace_does_not_hold_a_drain_up():
     pool = Pool(8)
-    stored(pool, Chain(NAMESPACES[0], NAMESPACES[0], 0, A))
+    stored(pool, BlockHashes(NAMESPACES[0], NAMESPACES[0], 0, A))
     stored(pool, run_on(A, NAMESPACES[0]))
     stored(pool, run_on(A, B))
     chains = pool.hot_chains(8)
-    assert Chain(NAMESPACES[0], NAMESPACES[0], 0, A + B) in chains
+    assert BlockHashes(NAMESPACES[0], NAMESPACES[0], 0, A + B) in chains
     assert len(store(pool, "abcdefgh")) == 8
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from kvstore.blocks.chain import HASH_BYTES, Chain
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.grants import PackedInts
 from kvstore.pool.pool import Pool
 from kvstore.pool.slot_lists import Run, SlotList, join
@@ -74,7 +74,7 @@ def test_a_prefix_is_that_of_block_by_block(seed):
     for turn in range(60):
         begin = rng.choice(chains)[1:]
         wanted = [*begin[: rng.randrange(len(begin) + 1)], *(rng.randbytes(32) for _ in range(rng.randrange(1, 6)))]
-        chain = Chain(SPACE, SPACE, 0, b"".join(wanted))
+        chain = BlockHashes(SPACE, SPACE, 0, b"".join(wanted))
         ticket = pool.prepare_store(chain, "w")
         if rng.random() < 0.8:
             pool.complete_store(ticket.write_id, "w", count=rng.choice([None, 1]))
@@ -83,7 +83,7 @@ def test_a_prefix_is_that_of_block_by_block(seed):
         asked = [*rng.choice(chains)[1:], *rng.choice(chains)[1:]] if turn % 3 == 0 else rng.choice(chains)[1:]
         found = [pool._table.index.space_of(SPACE).ready.get(own) for own in asked]
         count = found.index(None) if None in found else len(found)
-        question = Chain(SPACE, SPACE, 0, b"".join(asked))
+        question = BlockHashes(SPACE, SPACE, 0, b"".join(asked))
         assert pool.lookup(question) == count
         grant = pool.pin_prefix(question, "r", 1e9)
         assert grant.slots == tuple(found[:count])
@@ -137,10 +137,10 @@ def test_what_is_asked_for_in_another_order_costs_no_more_than_a_few_look_ups_ea
     rng = random.Random(3)
     data = rng.randbytes(HASH_BYTES * count)
     pool = Pool(count)
-    ticket = pool.prepare_store(Chain(SPACE, SPACE, 0, data), "w")
+    ticket = pool.prepare_store(BlockHashes(SPACE, SPACE, 0, data), "w")
     pool.complete_store(ticket.write_id, "w")
     places = [0] * count if order == "repeated" else rng.sample(range(count), count)
-    asked = Chain(SPACE, SPACE, 0, b"".join(data[HASH_BYTES * i : HASH_BYTES * (i + 1)] for i in places))
+    asked = BlockHashes(SPACE, SPACE, 0, b"".join(data[HASH_BYTES * i : HASH_BYTES * (i + 1)] for i in places))
     # The time of this thread alone, and far from what either way takes: a tenth of a second, and minutes.
     begin_s = time.thread_time()
     assert pool.lookup(asked) == count

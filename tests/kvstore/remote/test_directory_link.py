@@ -9,7 +9,7 @@ import threading
 import pytest
 from directory_client import connect
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.errors import PeerLost
 from kvstore.memory.presence import ALONE_AT
@@ -83,7 +83,7 @@ def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf,
     def refuse():
         raise PeerLost("nobody there")
 
-    chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, b"h" * 32)
     refusing, hanging = hints_of(refuse), hints_of(lambda: deaf, 0.3)
     for hints in (refusing, hanging):
         assert hints.locate(chain) == []
@@ -98,7 +98,7 @@ def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf,
 def test_the_only_node_asks_the_directory_once_and_again_when_there_is_another(cluster, wait_until):
     core = cluster.add("a")
     cluster.client("a")
-    chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, b"h" * 32)
     assert not core.state.hints.is_alone(), "nobody was asked"
     assert core.state.hints.locate(chain) == []
     asker = core.state.hints._asker
@@ -116,9 +116,8 @@ def test_the_only_node_asks_the_directory_once_and_again_when_there_is_another(c
 
 def test_a_node_that_asked_when_only_another_was_known_is_answered_once_there_are_more(cluster, hints_of, wait_until):
     cluster.add("a")
-    hashes = cluster.hashes(3)
-    cluster.worker("a", seed=1).save(hashes, range(3))
-    chain = Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
+    chain = cluster.hashes(3)
+    cluster.worker("a", seed=1).save(chain, range(3))
     hints = hints_of(cluster.directory.address)
     assert hints.locate(chain) == [("a", 3)]
     assert not hints.is_alone(), "another is the only one"
@@ -199,7 +198,7 @@ def test_while_the_directory_is_away_only_so_much_is_kept_for_it(cluster, wait_u
     wait_until(lambda: core.state.hints._is_away)
     num_kept = []
     for _ in range(3 * 17):
-        chain = Chain(bytes(32), bytes(32), 0, os.urandom(32 * num_blocks))
+        chain = BlockHashes(bytes(32), bytes(32), 0, os.urandom(32 * num_blocks))
         pool.complete_store(pool.prepare_store(chain, "w").write_id, "w")
         num_kept.append(sum(len(hashes) for _, hashes in pool._table.index.events.events))
     assert max(num_kept) <= 1 << 14
@@ -218,7 +217,7 @@ def test_after_the_directory_was_restarted_nothing_of_another_node_is_surely_abs
     cluster.directory.stop()
     other.stop()
     cluster.directory = DirectoryServer("127.0.0.1")
-    chain = Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)
+    chain = BlockHashes(b"n" * 32, b"n" * 32, 0, b"h" * 32)
 
     def asked():
         core.state.hints.publish_soon()

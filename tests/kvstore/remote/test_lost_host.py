@@ -10,7 +10,7 @@ import struct
 import pytest
 from directory_client import connect, tell
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.versions import NamespaceVersions
 from kvstore.rpc import channel
@@ -49,7 +49,7 @@ def test_a_store_notices_that_the_host_of_its_directory_vanished(directory, wait
     said = []
     hints = Hints("a", directory.address, 2.0, NamespaceVersions(), lambda *_: None, said.append)
     hints.start(2.0)
-    assert hints.locate(Chain(b"n" * 32, b"n" * 32, 0, b"h" * 32)) == []
+    assert hints.locate(BlockHashes(b"n" * 32, b"n" * 32, 0, b"h" * 32)) == []
     assert hints.is_alone()
     for connection in directory._server._connections:
         vanish(connection.sock)

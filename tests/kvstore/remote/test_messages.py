@@ -1,10 +1,10 @@
 import numpy as np
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.remote import messages
 
-CHAIN = Chain(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
+CHAIN = BlockHashes(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
 SLOTS = np.array([5, 0, 2**31 - 1], dtype=np.int32)
 
 

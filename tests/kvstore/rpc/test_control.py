@@ -15,7 +15,6 @@ import time
 
 import pytest
 
-from kvstore.blocks.chain import decode_chain
 from kvstore.blocks.codec import encode, encode_object
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import (
@@ -119,18 +118,12 @@ def test_8192_hashes_reach_a_real_node_store(cluster):
     for count in (2048, 8192):
         hashes = cluster.hashes(count)
         assert worker.client.lookup(hashes).num_blocks == 0
-        ticket = cluster.nodes["a"].state.pool_service.prepare_store(decode_chain(hashes_bytes(hashes)), "w")
+        ticket = cluster.nodes["a"].state.pool_service.prepare_store(hashes, "w")
         cluster.nodes["a"].state.pool_service.complete_store(ticket.write_id, "w")
         assert worker.client.lookup(hashes).num_local == count
         with worker.client.lease(hashes, 5.0) as lease:
             assert list(lease.slots) == list(ticket.slots)
         assert cluster.nodes["a"].state.pool_service.clear(cluster.space.digest, count) == count
-
-
-def hashes_bytes(hashes) -> bytes:
-    from kvstore.blocks.chain import Chain
-
-    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data).encode()
 
 
 def test_errors_keep_their_class(client):
@@ -539,7 +532,7 @@ sys.stdin.read()
 def holder(core, stored, other, how: str) -> subprocess.Popen:
     """A process that leases `stored`, begins to write `other`, and then waits."""
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, core.control_path, hashes_bytes(stored).hex(), hashes_bytes(other).hex(), how],
+        [sys.executable, "-c", CHILD, core.control_path, stored.encode().hex(), other.encode().hex(), how],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

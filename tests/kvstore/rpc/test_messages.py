@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.blocks.grants import Grant, PackedInts, StoreTicket
 from kvstore.bounds import MAX_NODE_ID_CHARS
 from kvstore.errors import ChainBroken, ProtocolError
 from kvstore.rpc import handoff_messages, messages
 
-CHAIN = Chain(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
+CHAIN = BlockHashes(b"n" * 32, b"p" * 32, 3, bytes(range(96)))
 SLOTS = np.array([5, 0, 2**31 - 1], dtype=np.int32)
 KEY, EPOCH = b"k" * 32, b"epoch678"
 ids = st.integers(0, 2**64 - 1)

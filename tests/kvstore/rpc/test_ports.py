@@ -189,24 +189,17 @@ def test_local_strangers_are_cut_too(store, monkeypatch):
 @pytest.mark.parametrize("role", ["client", "presence", "mover"])
 def test_a_second_hello_cuts_the_connection_and_leaves_nothing(cluster, store, wait_until, role):
     client = local(store)
-    client.call(Op.LEASE, encode(Ask(chain_of(store), 60.0)), timeout_s=5.0)
+    client.call(Op.LEASE, encode(Ask(store.hashes, 60.0)), timeout_s=5.0)
     assert store.pool.num_leases() == 1
     with pytest.raises(ProtocolError, match="one HELLO"):
         client.call(Op.HELLO, json.dumps({"role": role, "protocol": PROTOCOL_VERSION}).encode(), timeout_s=5.0)
     with pytest.raises(PeerLost):
-        client.call(Op.LOOKUP, chain_of(store).encode(), timeout_s=5.0)
+        client.call(Op.LOOKUP, store.hashes.encode(), timeout_s=5.0)
     # The role that it had decides what becomes of its leases: they end with its process, or when it says goodbye.
     (connection,) = [c for c in store._control._server._connections if c.closed]
     assert connection.role == "client"
     store._control._server._owner_died(connection)
     assert store.pool.num_leases() == 0
-
-
-def chain_of(store):
-    from kvstore.blocks.chain import Chain
-
-    hashes = store.hashes
-    return Chain(hashes.namespace_digest, hashes.parent, hashes.start, hashes.data)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +222,7 @@ def test_what_is_malformed_costs_its_connection_and_nothing_else(store, op, payl
         client.call(op, payload, timeout_s=5.0)
     if store._control._server.num_malformed > before:
         with pytest.raises(PeerLost):
-            client.call(Op.LOOKUP, chain_of(store).encode(), timeout_s=5.0)
+            client.call(Op.LOOKUP, store.hashes.encode(), timeout_s=5.0)
     client.close()
     assert store.worker.client.lookup(store.hashes).num_local == 3
     store.pool.check_integrity()
@@ -339,7 +332,7 @@ def test_a_store_that_names_another_ones_epoch_takes_nothing_of_it_back(cluster,
 def test_answers_of_a_directory_that_are_none_are_misses(cluster, store, monkeypatch, answer):
     monkeypatch.setattr(store.state.hints, "_ask", lambda chain: answer)
     monkeypatch.setattr(store.state.hints, "is_alone", lambda: False)
-    assert store.state.hints.locate(chain_of(store)) == []
+    assert store.state.hints.locate(store.hashes) == []
     assert store.worker.load(cluster.hashes(2, seed=9), range(2)).num_blocks == 0
 
 
@@ -347,14 +340,14 @@ def test_what_a_directory_says_is_cut_to_what_was_asked(store, monkeypatch):
     nodes = [(f"n{i}", 2**40) for i in range(100_000)]
     monkeypatch.setattr(store.state.hints, "_ask", lambda chain: encode(Found(nodes)))
     monkeypatch.setattr(store.state.hints, "is_alone", lambda: False)
-    found = store.state.hints.locate(chain_of(store))
+    found = store.state.hints.locate(store.hashes)
     assert len(found) == 256
     assert {count for _, count in found} == {3}
 
 
 @pytest.mark.parametrize("num_hashes", [1 << 18, 2_000_000])
 def test_a_run_that_is_too_long_costs_its_peer_the_connection(store, num_hashes):
-    address, chain = store.peer_address(), msgspec.structs.replace(chain_of(store), data=bytes(32) * num_hashes)
+    address, chain = store.peer_address(), msgspec.structs.replace(store.hashes, data=bytes(32) * num_hashes)
     lease = PeerLease(chain=chain, block_bytes=1024, slot_format=1, namespace_version=0, ttl_s=1.0)
     with (
         contextlib.closing(

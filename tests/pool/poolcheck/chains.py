@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from hashlib import sha256
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.pool import Pool
 
 NAMESPACES = (b"a" * 32, b"b" * 32)
@@ -13,13 +13,13 @@ LATER_S = 1e9
 
 
 @cache
-def chain_of(tokens: str, namespace: bytes = NAMESPACES[0], start: int = 0) -> Chain:
+def chain_of(tokens: str, namespace: bytes = NAMESPACES[0], start: int = 0) -> BlockHashes:
     """Return the chain of `tokens` from block `start` on."""
     hashes, last = [], namespace
     for token in tokens:
         last = sha256(last + token.encode()).digest()
         hashes.append(last)
-    return Chain(namespace, namespace, 0, b"".join(hashes)).tail(start)
+    return BlockHashes(namespace, namespace, 0, b"".join(hashes)).tail(start)
 
 
 def store(pool: Pool, tokens: str, owner: str = "w", start: int = 0) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import PinKind
 
 NEVER_S = float("inf")
@@ -108,7 +108,7 @@ class Model:
         """Return the slots that something reads."""
         return {slot for slot, block in self.blocks.items() if block.refs}
 
-    def prefix(self, chain: Chain) -> list[int]:
+    def prefix(self, chain: BlockHashes) -> list[int]:
         """Return the slots of the leading blocks that can be read."""
         found = [self.find(block_hash) for block_hash in chain.hashes()]
         ready = [slot >= 0 and self.blocks[slot].ready for slot in found]
@@ -118,7 +118,7 @@ class Model:
         """Return the slots that hard pins hold."""
         return {slot for held in self.leases.values() if held.kind is PinKind.HARD for slot in held.slots}
 
-    def pinnable(self, chain: Chain, kind: PinKind = PinKind.LEASE) -> list[int]:
+    def pinnable(self, chain: BlockHashes, kind: PinKind = PinKind.LEASE) -> list[int]:
         """Return as much of the prefix as the budgets of pins allow."""
         prefix = self.prefix(chain)
         if kind is PinKind.SOFT:
@@ -268,7 +268,7 @@ class Model:
                 self._let_go(slot)
         return len(mine)
 
-    def watch(self, chain: Chain) -> Watch:
+    def watch(self, chain: BlockHashes) -> Watch:
         """Wait for a run."""
         hashes = chain.hashes()
         found = [self.blocks.get(self.find(block_hash)) for block_hash in hashes]

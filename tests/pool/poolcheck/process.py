@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from kvstore.blocks.chain import Chain
+from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ChainBroken
@@ -51,7 +51,7 @@ class Worker:
         """Return a short chain."""
         return "".join(self.rng.choice(letters) for _ in range(self.rng.randint(1, 4)))
 
-    def chain(self, tokens: str, start: int = 0) -> Chain:
+    def chain(self, tokens: str, start: int = 0) -> BlockHashes:
         """Return the chain of some letters."""
         return chain_of(tokens, self.namespace, start)
 
