@@ -176,20 +176,21 @@ class BlockHashes(Record, frozen=True):
         return self.hash_at(at - 1) if at else self.parent
 
     def check_unique(self) -> None:
-        """Make sure that no block is there twice.
+        """Make sure that each block has a name of its own.
 
         Raises:
-            ChainBroken: the run names a block twice, or its own parent; nothing changed.
+            ChainBroken: the run names a block twice, or a block like its parent or its namespace; nothing changed.
         """
+        others = self.parent + self.namespace if self.start else self.namespace
         # Different hashes differ in their first eight bytes, or nearly always: then nothing else is looked at.
-        ordered = np.sort(np.frombuffer(self.data + self.parent, np.uint64)[::_WORDS])
+        ordered = np.sort(np.frombuffer(self.data + others, np.uint64)[::_WORDS])
         if not np.count_nonzero(ordered[1:] == ordered[:-1]):
             return
         unique = set(self.hashes())
-        if len(unique) != len(self) or self.parent in unique:
+        if len(unique) != len(self) or self.parent in unique or self.namespace in unique:
             raise ChainBroken(
-                f"wanted {len(self)} different block hashes and a parent that is none of them, got {len(unique)} "
-                "different ones; pass one contiguous run of one chain"
+                f"wanted {len(self)} different block hashes, and a parent and a namespace that are none of them, got "
+                f"{len(unique)} different ones; pass one contiguous run of one chain"
             )
 
     def encode(self) -> bytes:

@@ -232,9 +232,9 @@ class MoverLink:
             self._ready.clear()
         with self._reads_lock:
             reads, self._reads = self._reads, {}
-            for question in self._questions.values():
+            questions, self._questions = self._questions, {}
+            for question in questions.values():
                 question.put((Flag.ERROR, pack_error(error)))
-            self._questions.clear()
         with contextlib.ExitStack() as parts:
             # From the last to the first; each is done whatever the others raise. What was given up is over in any
             # case: kept, it would have the next mover killed.
@@ -386,7 +386,8 @@ class MoverLink:
                 raise TransferTimeout(f"the mover did not answer {op.name} within {timeout_s} s")
             return self._answered(*answer.get_nowait())  # It came at the last moment.
         finally:
-            self._questions.pop(request, None)
+            with self._reads_lock:
+                self._questions.pop(request, None)
 
     @staticmethod
     def _answered(flag: Flag, payload: bytes) -> bytes:

@@ -19,8 +19,9 @@ from typing import Any
 
 from kvstore.blocks.chain import decode_chain
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
+from kvstore.bounds import MAX_NODE_ID_CHARS, clip
 from kvstore.config import StoreConfig, socket_dir
-from kvstore.errors import ConfigError, TransferError
+from kvstore.errors import ConfigError, InvalidRequest, TransferError
 from kvstore.memory.arena import Arena, create_arena
 from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
@@ -49,7 +50,7 @@ class NodeCore:
     `state.pool_service` has the verbs that concern its slots.
 
     Args:
-        node_id: unique in the cluster.
+        node_id: unique in the cluster; tickets, peers and the directory name it.
         config: the same on every node.
         host: address at which peers reach this node.
         resolve_peer: finds another node's store through the cluster.
@@ -58,6 +59,7 @@ class NodeCore:
 
     Raises:
         ConfigError: there is not enough memory; nothing is left behind.
+        InvalidRequest: this is no id of a node.
     """
 
     def __init__(
@@ -69,6 +71,11 @@ class NodeCore:
         resolve_directory: Callable[[], PeerAddress],
         on_mover_gone: Callable[[], None] = lambda: None,
     ) -> None:
+        if not 0 < len(node_id) <= MAX_NODE_ID_CHARS or "/" in node_id:
+            raise InvalidRequest(
+                f"node_id: wanted 1 to {MAX_NODE_ID_CHARS} characters without a slash, got {clip(node_id)}; pass the "
+                "id that Ray has for the node"
+            )
         self._host, self._pid = host, os.getpid()
         epoch, versions, mover, threads = secrets.token_bytes(8), NamespaceVersions(), MoverLink(), StoreThreads()
         arena: Arena = create_arena(config.capacity_bytes)

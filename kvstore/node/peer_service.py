@@ -79,7 +79,8 @@ class PeerControl:
 
     def tick(self, now_s: float) -> None:
         """Forget the leases whose time is over; the pool has dropped them."""
-        for lease_id in [i for i, deadline_s in self._leases.items() if deadline_s < now_s]:
+        # A copy: those of stages end on another thread.
+        for lease_id in [i for i, deadline_s in list(self._leases.items()) if deadline_s < now_s]:
             self.ended(lease_id)
 
     def _lease(self, connection: Connection, message: Message) -> bytes:

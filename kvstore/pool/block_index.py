@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.errors import ChainBroken
@@ -37,6 +39,7 @@ class Space:
         ready: slot of each block that can be found.
         writing: slot of each block that is being written.
         orphans: how many blocks hang on one that is not here.
+        orphan_depths: no block that hangs on such a one has a smaller depth.
         unswept: the rest of `ready`, once it was cleared; None when there is no more.
     """
 
@@ -44,6 +47,7 @@ class Space:
     ready: dict[bytes, int] = field(default_factory=dict)
     writing: dict[bytes, int] = field(default_factory=dict)
     orphans: Counter[bytes] = field(default_factory=Counter)
+    orphan_depths: dict[bytes, int] = field(default_factory=dict)
     is_cleared: bool = False
     unswept: Iterator[int] | None = None
 
@@ -87,8 +91,9 @@ class BlockIndex:
     A block that can be found is in `ready` of its space, one that is being written in `writing`; any other slot has no
     block. `parent` is the hash of the block before this one in its chain, the namespace's digest at a root.
     `num_children` counts the blocks, ready or being written, that hang on a block: it is not evicted before them. For a
-    parent that is not here its space counts them, until it comes. `run` says with which others a slot was claimed,
-    `place` where it stands among them.
+    parent that is not here its space counts them, until it comes. `depth` is the number of a block in its chain, as its
+    writer gave it; it is always above that of the block it hangs on, so no block hangs on itself. `run` says with which
+    others a slot was claimed, `place` its position among them.
 
     Args:
         num_slots: slots are numbered from 0.
@@ -101,7 +106,11 @@ class BlockIndex:
         self.block_hash, self.parent = [b""] * num_slots, [b""] * num_slots
         #: In which index the block of a slot is, one of those in `cleared` too; `NOTHING` where none is.
         self.space = [NOTHING] * num_slots
-        self.num_children = [0] * num_slots
+        self.num_children = array("i", bytes(4 * num_slots))
+        self.depth = array("q", bytes(8 * num_slots))
+        # The same memory, for all slots of a claim at once.
+        self._nums_children = np.frombuffer(self.num_children, np.int32)
+        self._depths = np.frombuffer(self.depth, np.int64)
         self.run = [_NO_RUN] * num_slots
         self.place = [0] * num_slots
         self.spaces: dict[bytes, Space] = {}
@@ -116,9 +125,9 @@ class BlockIndex:
         """Return the index of a namespace, to read it."""
         return self.spaces.get(namespace, NOTHING)
 
-    def num_ready(self, namespace: bytes, data: bytes) -> int:
-        """Return how many leading blocks are ready, up to the first that is not; `data` has their hashes."""
-        count, at, ready = len(data) // HASH_BYTES, 0, self.space_of(namespace).ready
+    def num_ready(self, namespace: bytes, data: bytes, first: int = 0) -> int:
+        """Return where the blocks from `first` on that are ready end; `data` has the hashes of the whole run."""
+        count, at, ready = len(data) // HASH_BYTES, first, self.space_of(namespace).ready
         while at < count and (slot := ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
             at += self.run[slot].num_shared(self.place[slot], data, at)
         return at
@@ -161,9 +170,7 @@ class BlockIndex:
             at: int | None = leaf
             while at is not None and len(path) < max_blocks:
                 path.append(at)
-                # Nothing is above a root, whatever name a block has.
-                parent = self.parent[at]
-                at = space.ready.get(parent) if parent != space.namespace else None
+                at = space.ready.get(self.parent[at])  # None above a root: no block is named as its namespace.
             is_whole = bool(path) and self.parent[path[-1]] == space.namespace
             if is_whole and len(seen) + sum(at not in seen for at in path) <= max_blocks:
                 seen.update(path)
@@ -171,55 +178,60 @@ class BlockIndex:
                 chains.append(BlockHashes(space.namespace, space.namespace, 0, data))
         return chains
 
-    def check_acyclic(self, namespace: bytes, hashes: list[bytes], first_parent: bytes) -> None:
-        """Make sure that no block would hang on itself once those of a run are here that are not yet.
+    def check_depths(
+        self, chain: BlockHashes, hashes: list[bytes], found: list[int | None], under_way: list[int | None]
+    ) -> None:
+        """Make sure that no new block of a run would hang on a block that is as far from the root, or further.
 
-        Whose blocks hang on each other in a circle all have children, so none of them would ever be evicted.
+        Blocks that hang on each other in a circle all have children, so none of them would ever be evicted.
 
         Args:
-            namespace: of the run.
-            hashes: of the run, none of them twice.
-            first_parent: the hash before its first.
+            chain: the run.
+            hashes: of it, none of them twice.
+            found: slot of each block that is ready.
+            under_way: slot of each block that is being written; empty when there is none.
 
         Raises:
             ChainBroken: one would; nothing changed.
         """
-        space = self.space_of(namespace)
-        # A circle goes on from a block of the run to one that hangs on it and is here.
-        if not space.orphans or space.orphans.keys().isdisjoint(hashes):
+        here = found
+        if under_way:
+            here = under_way
+            if found.count(None) < len(found):
+                here = [a if a is not None else b for a, b in zip(found, under_way, strict=True)]
+        num_new = here.count(None)
+        if not num_new:
             return
-        ready, writing = space.ready, space.writing
-        parents = zip(hashes, [first_parent, *hashes[:-1]], strict=True)
-        above = {own: parent for own, parent in parents if own not in ready and own not in writing}
-        known = {namespace}
-        for own in above:
-            at: bytes | None = own
-            path = set[bytes]()
-            while at is not None and at not in known:
-                if at in path:
-                    raise ChainBroken(
-                        f"wanted a run that hangs on none of its own blocks, got one whose block {at.hex()[:8]} would "
-                        "hang on itself; pass the chain from its root, with hashes of one Namespace"
-                    )
-                path.add(at)
-                slot = ready.get(at, writing.get(at))
-                at = above.get(at) if slot is None else self.parent[slot]
-            known |= path
+        space, start, first = self.space_of(chain.namespace), chain.start, here.index(None)
+        begins = [first]
+        if num_new < len(here) - first:
+            begins = [i for i, slot in enumerate(here) if slot is None and (not i or here[i - 1] is not None)]
+        for i in begins:
+            above = here[i - 1] if i else space.ready.get(chain.parent, space.writing.get(chain.parent))
+            if above is not None and self.depth[above] >= start + i:
+                raise _not_below(hashes[i], start + i, self.depth[above])
+        if space.orphans and not space.orphans.keys().isdisjoint(hashes):
+            for i, own in enumerate(hashes):
+                if here[i] is None and space.orphan_depths.get(own, start + i + 1) <= start + i:
+                    raise _not_below(own, start + i, space.orphan_depths[own])
 
     # Writing.
 
-    def claim(self, run: Run, hashes: list[bytes], parents: list[bytes], namespace: bytes) -> None:
+    def claim(
+        self, run: Run, hashes: list[bytes], parents: list[bytes], namespace: bytes, depths: npt.NDArray[np.int64]
+    ) -> None:
         """Put the blocks of a new claim, given with the hash before each, into its slots; they are being written."""
         space, claimed, num_children = self._open(namespace), run.slots, self.num_children
         space.writing.update(zip(hashes, claimed, strict=True))
         index, count = run.whole.index, len(claimed)
+        self._depths[index] = depths
         if isinstance(index, slice) and parents[1:] == hashes[:-1]:
             # Neighbours, each hanging on the one before: column by column.
             self.block_hash[index], self.parent[index] = hashes, parents
             self.space[index], self.run[index] = [space] * count, [run] * count
-            self.place[index], num_children[index.start : index.stop - 1] = range(count), [1] * (count - 1)
+            self.place[index], self._nums_children[index.start : index.stop - 1] = range(count), 1
             if parents[0] != namespace:
-                self._hang_on(parents[0], space)
+                self._hang_on(parents[0], space, int(depths[0]))
         else:
             last, last_slot = b"", -1
             for place, (slot, own, parent) in enumerate(zip(claimed, hashes, parents, strict=True)):
@@ -228,11 +240,12 @@ class BlockIndex:
                 if parent is last:
                     num_children[last_slot] += 1
                 elif parent != namespace:
-                    self._hang_on(parent, space)
+                    self._hang_on(parent, space, self.depth[slot])
                 last, last_slot = own, slot
         if space.orphans and not space.orphans.keys().isdisjoint(hashes):
             for slot in claimed:
                 num_children[slot] += space.orphans.pop(self.block_hash[slot], 0)
+                space.orphan_depths.pop(self.block_hash[slot], None)
 
     def _open(self, namespace: bytes) -> Space:
         space = self.spaces.get(namespace)
@@ -243,10 +256,11 @@ class BlockIndex:
             space = self.spaces[namespace] = Space(namespace)
         return space
 
-    def _hang_on(self, parent: bytes, space: Space) -> None:
+    def _hang_on(self, parent: bytes, space: Space, depth: int) -> None:
         above = space.ready.get(parent, space.writing.get(parent))
         if above is None:
             space.orphans[parent] += 1
+            space.orphan_depths[parent] = min(depth, space.orphan_depths.get(parent, depth))
         else:
             self.num_children[above] += 1
 
@@ -263,22 +277,22 @@ class BlockIndex:
 
     # Taking out.
 
-    def num_kept(self, ref_count: Sequence[int]) -> int:
-        """Return how many ready blocks that nobody reads cannot go, for one that is read or written hangs on them."""
-        kept = set[int]()
-        held = np.flatnonzero(np.asarray(ref_count)).tolist()
-        for space in self.spaces.values():
-            held += space.writing.values()
-        for slot in held:
-            at: int | None = slot
-            while at is not None:
-                space, parent = self.space[at], self.parent[at]
-                at = space.ready.get(parent) if parent != space.namespace else None
-                # Above one that is read it goes on from there by itself.
-                if at is None or ref_count[at] or at in kept:
-                    break
-                kept.add(at)
-        return len(kept)
+    def num_evictable(self, ref_counts: npt.NDArray[np.int32], most: int) -> int:
+        """Return how many blocks could be evicted one after the other, without looking for more than `most`."""
+        leaves = np.flatnonzero((ref_counts == 0) & (self._nums_children == 0))
+        num_found, num_left = 0, dict[int, int]()
+        for leaf in map(int, leaves):
+            at: int | None = leaf
+            while at is not None and self.space[at].ready.get(self.block_hash[at]) == at:
+                num_found += 1
+                if num_found == most:
+                    return most
+                at = self.space[at].ready.get(self.parent[at])
+                if at is not None:
+                    num_left[at] = num_left.get(at, self.num_children[at]) - 1
+                    if num_left[at] or ref_counts[at]:
+                        break
+        return num_found
 
     def evict(self, slot: int) -> bytes:
         """Take a ready block out that has no children.
@@ -314,6 +328,7 @@ class BlockIndex:
                     self._leave_parent(slot, space)
             if self.num_children[slot]:
                 space.orphans[own] = self.num_children[slot]
+                space.orphan_depths[own] = self.depth[slot] + 1
         listed = SlotList.of(aborted)
         self.forget(listed)
         return listed, lost
@@ -330,7 +345,7 @@ class BlockIndex:
         elif space.orphans[parent] > 1:
             space.orphans[parent] -= 1
         else:
-            del space.orphans[parent]
+            del space.orphans[parent], space.orphan_depths[parent]
 
     def forget(self, slots: SlotList) -> None:
         """Let slots have no block."""
@@ -338,7 +353,7 @@ class BlockIndex:
         index, count = slots.index, len(slots)
         if isinstance(index, slice):
             block_hash[index] = parent[index] = [b""] * count
-            spaces[index], num_children[index] = [NOTHING] * count, [0] * count
+            spaces[index], self._nums_children[index] = [NOTHING] * count, 0
         else:
             for slot in slots:
                 block_hash[slot] = parent[slot] = b""
@@ -374,3 +389,10 @@ class BlockIndex:
         listed = SlotList.of(swept) if swept else NO_SLOTS
         self.forget(listed)
         return swept, listed
+
+
+def _not_below(own: bytes, depth: int, other: int) -> ChainBroken:
+    return ChainBroken(
+        f"wanted each block further from the root of its chain than the one it hangs on, got block {own.hex()[:8]} as "
+        f"number {depth} next to one that is number {other}; pass runs with the start that they have in their chain"
+    )

@@ -70,7 +70,7 @@ class Pool:
         self._lock = threading.Lock()
         self._yield = yield_point
         self._table = SlotTable(num_slots, presence)
-        self._watches = WatchTable()
+        self._watches = WatchTable(self._table.index)
         self._swept_at_once = _SWEPT_AT_ONCE
         new_id = count_from(secrets.randbits(48) + 1).__next__
         most = num_slots if max_pinned is None else max_pinned
@@ -291,23 +291,20 @@ class Pool:
         return _after(calls, num_lost)
 
     def watch(self, chain: BlockHashes, then: Callable[[int], None]) -> int:
-        """Be told when no block of a run is being written any more.
+        """Be told how many leading blocks of a run are here, once that depends on no other writer any more.
 
         Args:
-            chain: what somebody else is writing, or several ranks are.
-            then: called once, without the pool's lock, from whatever thread ends the waiting, perhaps this one;
-                with the number of leading blocks that were here at first or were published since. Now, when too many
-                wait already.
+            chain: blocks that other callers, or several ranks, are writing.
+            then: called once, without the pool's lock, on the thread that ends the waiting, which may be this one;
+                with the number of leading blocks that are here. It is called when all are, when the first that is
+                not here is not being written either, or at once when too many wait already.
 
         Returns:
             A number for `end_watch`.
         """
-        hashes = chain.hashes()
         with self._step("watch"):
-            space, watch_id = self._table.index.space_of(chain.namespace), self._new_id()
-            pending = set(filter(space.writing.__contains__, hashes))
-            lost = {own for own in hashes if own not in pending and own not in space.ready}
-            self._watches.add(watch_id, hashes, pending, lost, then)
+            watch_id = self._new_id()
+            self._watches.add(watch_id, chain, then)
             calls = self._watches.take_calls()
         return _after(calls, watch_id)
 

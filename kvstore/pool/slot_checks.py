@@ -57,15 +57,14 @@ def _check_children(index: BlockIndex, space: Space) -> None:
     counted = {own: index.num_children[slot] for own, slot in slots.items() if index.num_children[slot]}
     assert not counted.keys() & space.orphans.keys(), "children counted twice"
     assert children == counted | space.orphans, f"children: {children}, counted {counted}, {space.orphans}"
-    # Else all blocks of a circle have children, and none of them is ever evicted.
-    known = {space.namespace}
-    for own in slots:
-        path, at = list[bytes](), own
-        while at in slots and at not in known:
-            path.append(at)
-            assert len(path) <= len(slots), f"block {own.hex()[:8]} hangs on a circle of blocks"
-            at = index.parent[slots[at]]
-        known.update(path)
+    # Else blocks could hang on each other in a circle: all of them have children, and none is ever evicted.
+    assert space.orphan_depths.keys() == space.orphans.keys(), "orphans without a depth"
+    for own, slot in slots.items():
+        parent, depth = index.parent[slot], index.depth[slot]
+        if parent in slots:
+            assert index.depth[slots[parent]] < depth, f"block {own.hex()[:8]} is not below the one it hangs on"
+        elif parent != space.namespace:
+            assert space.orphan_depths[parent] <= depth, f"orphan {own.hex()[:8]} has a smaller depth than is known"
 
 
 def _check_runs(index: BlockIndex) -> None:

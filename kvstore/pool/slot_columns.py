@@ -32,7 +32,7 @@ class SlotColumns:
         self.ref_count = array("i", bytes(4 * num_slots))
         # The same memory, for all slots of a chain at once.
         self._generations = np.frombuffer(self.generation, np.uint32)
-        self._ref_counts = np.frombuffer(self.ref_count, np.int32)
+        self.ref_counts = np.frombuffer(self.ref_count, np.int32)
         self.aborted: set[int] = set()
         self.cleared: set[int] = set()
         self.quarantined: dict[str, list[int]] = {}
@@ -107,20 +107,20 @@ class SlotColumns:
 
     def _add_readers(self, slots: SlotList, number: np.int32) -> None:
         if isinstance(slots.index, slice):
-            refs = self._ref_counts[slots.index]
+            refs = self.ref_counts[slots.index]
             refs += number
         else:
-            np.add.at(self._ref_counts, slots.index, number)
+            np.add.at(self.ref_counts, slots.index, number)
 
     def _num_idle(self, slots: SlotList) -> int:
-        refs = self._ref_counts[slots.index]
+        refs = self.ref_counts[slots.index]
         if slots.is_distinct:
             return len(refs) - int(np.count_nonzero(refs))
         return len(np.unique(np.array(slots.packed)[refs == 0]))
 
     def clear(self, slots: list[int], listed: SlotList) -> None:
         """Free ready slots that were cleared, each with its last reader; `listed` are the same."""
-        is_read = self._ref_counts[listed.index] > 0
+        is_read = self.ref_counts[listed.index] > 0
         if is_read.any():
             index = np.array(slots, np.intp)
             self.cleared.update(index[is_read].tolist())

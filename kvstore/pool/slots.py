@@ -5,6 +5,9 @@ No locking here: the pool holds its lock. kvstore.pool.slot_checks proves that t
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.block_index import BlockIndex, Space
 from kvstore.pool.eviction import EvictionPolicy
@@ -32,7 +35,7 @@ class SlotTable:
         self.index = BlockIndex(num_slots, presence, self.eviction)
         self.num_evicted = self.num_published = 0
 
-    def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes) -> Run:
+    def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes, depths: npt.NDArray[np.int64]) -> Run:
         """Take a slot for each block that gets one, free slots first, then by eviction.
 
         Returns:
@@ -42,7 +45,7 @@ class SlotTable:
         if run.slots:
             hashes = hashes[: len(run.slots)]
             run.data = b"".join(hashes)
-            self.index.claim(run, hashes, parents[: len(hashes)], namespace)
+            self.index.claim(run, hashes, parents[: len(hashes)], namespace, depths[: len(hashes)])
         return run
 
     def claim_anonymous(self, wanted: int) -> Run:
@@ -63,9 +66,7 @@ class SlotTable:
             return most
         if not may_evict:
             return columns.num_free
-        num_held = columns.num_pinned + columns.num_writing + columns.num_quarantined
-        num_idle = self.num_slots - columns.num_free - num_held
-        return columns.num_free + min(num_short, num_idle - self.index.num_kept(columns.ref_count))
+        return columns.num_free + self.index.num_evictable(columns.ref_counts, num_short)
 
     def _sweep_for(self, wanted: int) -> None:
         columns = self.columns

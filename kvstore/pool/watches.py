@@ -1,31 +1,39 @@
-"""Who waits for blocks that somebody else is writing. No locking here: the pool holds its lock."""
+"""Callers that wait for blocks which somebody else is writing. No locking here: the pool holds its lock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from itertools import takewhile
+
+from kvstore.blocks.chain import BlockHashes
+from kvstore.pool.block_index import BlockIndex
 
 #: Each takes about a kilobyte, and a caller may ask for any number of them.
 _MOST_WATCHES = 4096
-#: Of all watches together: each takes some 500 bytes, and a caller may name any blocks that it likes.
+#: Of all watches together: a caller may name any blocks that it likes.
 _MOST_BLOCKS = 1 << 22
 
 
 @dataclass(slots=True)
 class _Watch:
-    hashes: list[bytes]
-    pending: set[bytes]
-    lost: set[bytes]
+    """A run, of which all blocks before `at` are here, and the block at `at` is being written."""
+
+    chain: BlockHashes
     then: Callable[[int], None]
+    at: int = 0
 
 
 @dataclass(slots=True)
 class WatchTable:
-    """The watches of one pool. What they say is said after the pool's lock is let go, see `take_calls`."""
+    """The watches of one pool. Their callbacks run after the pool's lock is let go, see `take_calls`.
 
+    A watch waits for one block at a time, the first of its run that is being written: when that block is settled, the
+    blocks behind it are compared run by run. So many watches of one long run end in a few comparisons each.
+    """
+
+    _index: BlockIndex
     _watches: dict[int, _Watch] = field(default_factory=dict)
-    #: Dictionaries, because a watch leaves them at once however many others wait for the block; in order.
+    #: By the block that each waits for. Dictionaries, because a watch leaves them at once however many others wait.
     _by_hash: dict[bytes, dict[int, None]] = field(default_factory=dict)
     _calls: list[Callable[[], None]] = field(default_factory=list)
     _num_blocks: int = 0
@@ -33,52 +41,48 @@ class WatchTable:
     def __contains__(self, watch_id: int) -> bool:
         return watch_id in self._watches
 
-    def add(
-        self, watch_id: int, hashes: list[bytes], pending: set[bytes], lost: set[bytes], then: Callable[[int], None]
-    ) -> None:
-        """Wait until none of `pending` is being written; see `Pool.watch`. Where too many wait it says so at once."""
-        self._watches[watch_id] = watch = _Watch(hashes, pending, lost, then)
-        self._num_blocks += len(hashes)
+    def add(self, watch_id: int, chain: BlockHashes, then: Callable[[int], None]) -> None:
+        """Wait for a run; see `Pool.watch`. Above the bounds on watches the callback is due at once."""
+        self._watches[watch_id] = watch = _Watch(chain, then)
+        self._num_blocks += len(chain)
+        self._go_on(watch_id, watch)
         if len(self._watches) > _MOST_WATCHES or self._num_blocks > _MOST_BLOCKS:
-            watch.lost |= pending
-            pending = set()
-        if not pending:
-            self._fire(watch_id)
-        for own in pending:
-            self._by_hash.setdefault(own, {})[watch_id] = None
+            self.drop(watch_id)
 
     def drop(self, watch_id: int) -> None:
-        """End a watch before its time: it says how things stand."""
+        """End a watch early: only the blocks count that are here before the first that is being written."""
         if (watch := self._watches.get(watch_id)) is None:
             return
-        for own in watch.pending:
-            watching = self._by_hash[own]
-            del watching[watch_id]
-            if not watching:
-                del self._by_hash[own]
-        watch.lost |= watch.pending
+        own = watch.chain.hash_at(watch.at)
+        watching = self._by_hash[own]
+        del watching[watch_id]
+        if not watching:
+            del self._by_hash[own]
         self._fire(watch_id)
 
-    def settled(self, hashes: Collection[bytes], published: bool) -> None:
-        """Note that blocks are not being written any more."""
+    def settled(self, hashes: Collection[bytes]) -> None:
+        """Look again for the watches of blocks that are not being written any more."""
         if not self._by_hash:
             return
         for own in hashes:
             for watch_id in self._by_hash.pop(own, ()):
-                watch = self._watches[watch_id]
-                watch.pending.discard(own)
-                if not published:
-                    watch.lost.add(own)
-                if not watch.pending:
-                    self._fire(watch_id)
+                self._go_on(watch_id, self._watches[watch_id])
 
     def take_calls(self) -> list[Callable[[], None]]:
-        """Return what has to be said now; the caller says it without the lock."""
+        """Return the callbacks that are due; the caller runs them without the lock."""
         calls, self._calls = self._calls, []
         return calls
 
+    def _go_on(self, watch_id: int, watch: _Watch) -> None:
+        chain, index = watch.chain, self._index
+        watch.at = index.num_ready(chain.namespace, chain.data, watch.at)
+        own = chain.hash_at(watch.at)
+        if own in index.space_of(chain.namespace).writing:
+            self._by_hash.setdefault(own, {})[watch_id] = None
+        else:
+            self._fire(watch_id)
+
     def _fire(self, watch_id: int) -> None:
         watch = self._watches.pop(watch_id)
-        self._num_blocks -= len(watch.hashes)
-        count = sum(1 for _ in takewhile(lambda own: own not in watch.lost, watch.hashes))
-        self._calls.append(lambda: watch.then(count))
+        self._num_blocks -= len(watch.chain)
+        self._calls.append(lambda: watch.then(watch.at))

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import StoreTicket
 from kvstore.blocks.indexes import pack_ints
@@ -70,7 +72,7 @@ class WriteTable:
         table: the pool's slots.
         epoch: the life of the pool.
         new_id: makes write ids.
-        on_settled: called with hashes that are not being written any more, and whether they were published.
+        on_settled: called with hashes of blocks that are not being written any more.
         clears: how often namespaces were cleared.
     """
 
@@ -79,7 +81,7 @@ class WriteTable:
         table: SlotTable,
         epoch: bytes,
         new_id: Callable[[], int],
-        on_settled: Callable[[Collection[bytes], bool], None],
+        on_settled: Callable[[Collection[bytes]], None],
         clears: ClearCounts,
     ) -> None:
         self._table, self._epoch, self._new_id, self._on_settled = table, epoch, new_id, on_settled
@@ -109,8 +111,10 @@ class WriteTable:
                 f"block {chain.start} whose parent is not resident; pass the chain from its root"
             )
         self._check_room()
-        index.check_acyclic(chain.namespace, hashes, chain.parent)
-        found = list(map(ready.get, hashes))
+        found, under_way = list(map(ready.get, hashes)), list[int | None]()
+        if writing and not writing.keys().isdisjoint(hashes):
+            under_way = list(map(writing.get, hashes))
+        index.check_depths(chain, hashes, found, under_way)
         # Pinned before anything is evicted to make room.
         here = [slot for slot in found if slot is not None] if found.count(None) < len(found) else []
         if chain.start and chain.parent in ready:
@@ -119,8 +123,7 @@ class WriteTable:
         if here:
             table.columns.pin(pinned)
         joined: list[int] = []
-        if writing and not writing.keys().isdisjoint(hashes):
-            under_way = list(map(writing.get, hashes))
+        if under_way:
             for segment in index.segments(under_way):
                 joined += self._parts.joinable(segment, terms.part, terms.num_parts)
                 begin, end = segment.at, segment.at + segment.length
@@ -199,14 +202,15 @@ class WriteTable:
             (the blocks that got one, how many leading blocks there are now before the first that got none).
         """
         parents, missing = [chain.parent, *hashes[:-1]], list[int]()
+        depths = np.arange(chain.start, chain.start + len(hashes))
         is_new = found.count(None) == len(found)
         if not is_new:
             missing = [i for i, slot in enumerate(found) if slot is None]
             if not missing:
                 return missing, len(found)
-            hashes, parents = [hashes[i] for i in missing], [parents[i] for i in missing]
+            hashes, parents, depths = [hashes[i] for i in missing], [parents[i] for i in missing], depths[missing]
         self._sweep_writing(len(hashes) - self._table.columns.num_free)
-        run = self._table.claim(hashes, parents, chain.namespace)
+        run = self._table.claim(hashes, parents, chain.namespace, depths)
         count = len(run.slots)
         if count and terms.num_parts > 1:
             self._parts.begin(run, terms.num_parts, terms.parts_deadline_s)
@@ -254,7 +258,7 @@ class WriteTable:
             hashes, slots = [hashes[i] for i in whole], [slots[i] for i in whole]
         if slots:
             self._table.publish(write.space, hashes, slots, write.stamp)
-            self._on_settled(hashes, True)
+            self._on_settled(hashes)
         if end == len(write.slots):
             self._end(write_id)
         return len(slots)
@@ -276,7 +280,7 @@ class WriteTable:
     def _abort_blocks(self, slots: list[int]) -> None:
         # Callers that wait for cleared blocks have heard of the clearing, and may wait for the same blocks again.
         if lost := self._table.abort(slots):
-            self._on_settled(lost, False)
+            self._on_settled(lost)
 
     def release_owner(self, owner: str) -> int:
         """Abort all writes of an owner that is gone; returns how many."""
@@ -297,7 +301,7 @@ class WriteTable:
         """Make a namespace's group a miss; returns how many blocks it had. Their slots come back with `sweep`."""
         spaces = self._table.index.detach(namespace)
         for space in spaces:
-            self._on_settled(space.writing, False)
+            self._on_settled(space.writing)
         return sum(map(len, spaces))
 
     def sweep(self, num_slots: int) -> None:

@@ -228,9 +228,9 @@ class PeerBook:
         """
         with self._lock:
             peer = self._peers.pop(node_id, None)
-            count, until_s = self._failures.get(node_id, (0, 0.0))
             now_s = clock.now_s()
             self._failures = {n: f for n, f in self._failures.items() if f[1] + _FORGIVEN_AFTER_S > now_s}
+            count, until_s = self._failures.get(node_id, (0, 0.0))
             if now_s >= until_s:
                 pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
                 self._failures.pop(node_id, None)

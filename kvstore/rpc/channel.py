@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 from typing import NoReturn
@@ -89,6 +90,12 @@ class Channel:
             self.shut_down()
             raise PeerLost(f"{self.name}: connection lost while sending {op.name}: {error}") from error
         return self.request
+
+    def has_room(self) -> bool:
+        """Whether a short message can be sent without waiting for the other side to read."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        return bool(poll.poll(0))
 
     def receive(
         self, request: int, timeout_s: float, data: memoryview | None = None, *, awake_s: float = 0.0

@@ -235,7 +235,10 @@ class ControlClient:
         self._say(op, payload, waits=True)
 
     def send_if_free(self, op: Op) -> bool:
-        """Say something that has no answer, if no question is under way, one of this thread included; whether it was.
+        """Say something that has no answer, unless that has to wait for a question, one of this thread included.
+
+        Returns:
+            Whether it was said: no question is under way, and the store has read of what was sent before.
 
         Raises:
             PeerLost: the connection broke; it is closed.
@@ -247,7 +250,7 @@ class ControlClient:
         try:
             if waits:
                 self._take_turn(turn)
-            elif self._channel.closed or not self._turns.take(turn):
+            elif self._channel.closed or not self._channel.has_room() or not self._turns.take(turn):
                 return False
             self._channel.send(op, Flag.ONE_WAY, payload)
             self._end_turn(turn)

@@ -90,6 +90,8 @@ class ControlServer:
         #: Messages that were none of ours.
         self.num_malformed = 0
         self._connections: set[Connection] = set()
+        #: Of this host, by their owner.
+        self._owned: dict[str, set[Connection]] = {}
         self.port = 0
         self.num_served: Counter[Op] = Counter()
 
@@ -168,6 +170,8 @@ class ControlServer:
             self._watch_no_more(connection)  # Who accepted it closes the socket.
             raise
         self._connections.add(connection)
+        if local:
+            self._owned[owner] = {connection}
         self._strangers.came(connection)
 
     def _want_writable(self, connection: Connection, wanted: bool) -> None:
@@ -323,7 +327,7 @@ class ControlServer:
         # An owner that holds nothing is not watched: a live process may come and go any number of times.
         if not self._holds(closed):
             return False
-        if any(c.owner == closed.owner and c is not closed and c.pidfd >= 0 for c in self._connections):
+        if any(c is not closed and c.pidfd >= 0 for c in self._owned.get(closed.owner, ())):
             self._watch_no_more(closed)
         return closed.pidfd >= 0 or closed.gave is not None
 
@@ -333,11 +337,19 @@ class ControlServer:
         Raises:
             InvalidRequest: the owner is another process.
         """
-        if any(c.owner == owner and c.pid != connection.pid for c in self._connections):
+        if any(other.pid != connection.pid for other in self._owned.get(owner, ())):
             raise InvalidRequest(
                 f"this owner is another process than {connection.pid}; make a new client in each process"
             )
+        self._disown(connection)
         connection.owner = owner
+        self._owned.setdefault(owner, set()).add(connection)
+
+    def _disown(self, connection: Connection) -> None:
+        if (owned := self._owned.get(connection.owner)) is not None:
+            owned.discard(connection)
+            if not owned:
+                del self._owned[connection.owner]
 
     def end_replaced(self, name: str, since: int, successor: Connection) -> None:
         """Serve a connection of the same owner no more, and take back what it gave; on the server's thread.
@@ -347,8 +359,8 @@ class ControlServer:
             since: the first of its questions whose answer counts for nothing.
             successor: that says so.
         """
-        for connection in self._connections:
-            if connection.name == name and connection is not successor and connection.owner == successor.owner:
+        for connection in self._owned.get(successor.owner, ()):
+            if connection.name == name and connection is not successor:
                 gave, connection.gave = connection.gave, None
                 if gave is not None and gave[0] >= since:
                     gave[1]()
@@ -364,8 +376,7 @@ class ControlServer:
 
     def _owner_died(self, connection: Connection) -> None:
         # All its connections at once: what it asked over another before is not granted to nobody.
-        theirs = [c for c in self._connections if connection.local and c.owner == connection.owner]
-        for each in theirs or [connection]:
+        for each in list(self._owned.get(connection.owner, ())) or [connection]:
             each.ended = True
             if each.closed:
                 self._forget(each)
@@ -382,6 +393,7 @@ class ControlServer:
         self._watch_no_more(connection)
         if connection in self._connections:
             self._connections.remove(connection)
+            self._disown(connection)
             self._on_gone(connection)
 
     def _shut_down(self) -> None:
@@ -393,5 +405,6 @@ class ControlServer:
             if pidfd >= 0:
                 os.close(pidfd)
         self._connections.clear()
+        self._owned.clear()
         if self._file is not None:
             self._file.remove()

@@ -254,8 +254,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def watchers_are_told_once_and_the_truth(self):
         for watch_id, (watch, told) in list(self.waiting.items()):
-            assert told == ([watch.count()] if watch.is_over() else [])
-            if watch.is_over():
+            assert told == ([watch.count] if self.model.look(watch).ended else [])
+            if watch.ended:
                 del self.waiting[watch_id]
                 self.told.append(told)
         assert all(len(told) == 1 for told in self.told)

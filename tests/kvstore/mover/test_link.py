@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -173,6 +174,26 @@ def test_an_answer_at_the_last_moment_is_heard(pair, monkeypatch):
     assert pair.link.num_abandoned == 0, "the mover would be killed for it"
 
 
+def test_who_waits_for_reads_of_which_one_has_ended_waits_for_the_others_only(pair):
+    first, second = pair.read(), pair.read()
+    assert pair.link.abandon(first)
+    assert pair.link.abandon(second)
+    pair.reports(first, 4, last=True, terminal=True)
+    ended = []
+    pair.link.when_terminal({first, second}, lambda: ended.append(1))
+    assert not ended
+    pair.reports(second, 4, last=True, terminal=True)
+    assert ended == [1]
+
+
+def test_a_mover_that_is_being_killed_is_asked_nothing(pair):
+    assert pair.link.fence()
+    with pytest.raises(PeerLost, match="not running"):
+        pair.read()
+    with pytest.raises(PeerLost, match="not running"):
+        pair.ask()
+
+
 @pytest.mark.parametrize("how", ["not encoded", "not sent"])
 def test_a_question_that_was_not_asked_is_not_waited_for(pair, how):
     if how == "not sent":
@@ -181,6 +202,23 @@ def test_a_question_that_was_not_asked_is_not_waited_for(pair, how):
         pair.link.ask(Op.MOVER_STAGE, STAGE if how == "not sent" else object(), 30.0)
     assert pair.link.num_abandoned == 0
     assert not pair.link._questions
+
+
+def test_an_asker_that_leaves_while_the_movers_death_is_told_leaves_nothing_behind(pair, monkeypatch):
+    class Slow(queue.SimpleQueue):
+        def put(self, item, block=True, timeout=None):
+            super().put(item)
+            time.sleep(0.02)  # The asker goes on meanwhile.
+
+    monkeypatch.setattr("kvstore.mover.link.queue.SimpleQueue", Slow)
+    read, given_up, ended = pair.read(), pair.read(), []
+    pair.link.abandon(given_up)
+    pair.link.when_terminal({given_up}, lambda: ended.append(1))
+    test_the_movers_death_answers_all_questions(pair)
+    assert [type(error) for _, last, error in pair.heard if last] == [PeerLost], f"READ {read}"
+    assert ended == [1]
+    assert pair.link.abandoned_since_s() is None
+    assert pair.link._questions == {}
 
 
 def test_the_movers_death_answers_all_questions(pair):

@@ -414,6 +414,22 @@ def test_a_peer_is_not_forgotten_while_a_read_that_wakes_its_lane_goes_on(pair, 
     assert mover._woken == []
 
 
+def test_a_peer_with_reads_that_have_yet_to_begin_is_not_forgotten(pair, monkeypatch, wait_until):
+    monkeypatch.setattr("kvstore.mover.link._MAX_PEERS", 1)
+    read_of(pair, "a/0/1")
+    pair.transport.stopped_peers = {"a/0/1"}
+    reads = [pair.read([place], [3], peer="a/0/1") for place in range(2)]
+    wait_until(lambda: len(pair.transport.posted) == 2)
+    read_of(pair, "b/0/1", local=5)
+    for _ in range(2):  # A round ends before the second answer.
+        pair.link.stats(3.0)
+    assert set(pair.transport._peers) == {"a/0/1", "b/0/1"}
+    pair.transport.stopped_peers = set()
+    assert all(ended.wait(3) for _, _, ended in reads)
+    assert [heard[-1][1] for _, heard, _ in reads] == [None, None]
+    wait_until(lambda: set(pair.transport._peers) == {"b/0/1"})
+
+
 def test_a_peer_that_cannot_be_added_is_lost(pair):
     pair.network.slabs.pop(b"peer")
     _, heard, ended = pair.read([0], [0])
@@ -462,6 +478,24 @@ def test_a_peer_whose_connection_broke_is_added_anew(pair, monkeypatch):
         assert ended.wait(3)
         assert type(heard[-1][1]) is type(fails)
     assert added == ["p", "p"], "once at first, and once after it was lost"
+
+
+def test_a_peer_whose_connection_broke_is_not_added_while_a_read_of_it_may_go_on(pair, monkeypatch, wait_until):
+    added, add, poll, stalls = [], pair.transport.add_peer, pair.transport.poll, set()
+    monkeypatch.setattr(pair.transport, "add_peer", lambda peer, it: (added.append(peer), add(peer, it)))
+    monkeypatch.setattr(pair.transport, "poll", lambda it: ReadState.RUNNING if it in stalls else poll(it))
+    pair.transport.running, pair.transport.fail_post = True, PeerLost("it disconnected")
+    _, heard, ended = pair.read(range(8), range(8))
+    assert ended.wait(3)
+    assert (type(heard[-1][1]), heard[-1][0].terminal) == (PeerLost, False)
+    stalls.update(pair.transport._handles)
+    pair.transport.running, pair.transport.fail_post = False, None
+    read_of(pair, "p")
+    assert added == ["p"]
+    stalls.clear()
+    wait_until(lambda: not pair.movers[-1][0]._abandoned)
+    read_of(pair, "p")
+    assert added == ["p", "p"]
 
 
 def test_an_error_while_an_earlier_chunk_still_runs_is_not_terminal(pair, wait_until):

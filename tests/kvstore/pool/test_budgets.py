@@ -12,7 +12,6 @@ from kvstore.bounds import MAX_PARTS
 from kvstore.errors import InvalidRequest, PoolExhausted
 from kvstore.pool import leases, writes
 from kvstore.pool.pool import PinKind, Pool
-from kvstore.pool.watches import WatchTable
 from poolcheck.chains import LATER_S, NAMESPACES, chain_of, store
 
 
@@ -80,16 +79,34 @@ def test_more_parts_than_there_are_ranks_are_refused(num_parts):
 
 
 def test_many_watches_of_the_same_blocks_end_as_fast_one_by_one():
-    table, rng = WatchTable(), random.Random(1)
-    hashes = [rng.randbytes(HASH_BYTES) for _ in range(200)]
-    for number in range(3000):
-        table.add(number, hashes, set(hashes), set(), lambda count: None)
+    pool, chain = Pool(200), BlockHashes(NAMESPACES[0], NAMESPACES[0], 0, random.Random(1).randbytes(200 * HASH_BYTES))
+    pool.prepare_store(chain, "w")
+    told = list[int]()
+    numbers = [pool.watch(chain, told.append) for _ in range(3000)]
     begin_s = time.thread_time()
-    for number in reversed(range(3000)):
-        table.drop(number)
+    for number in reversed(numbers):
+        pool.end_watch(number)
     # Far from either: a fifth of a second, and half a minute for searching lists.
     assert time.thread_time() - begin_s < 3.0
-    assert len(table.take_calls()) == 3000
+    assert told == [0] * 3000
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_many_watches_of_the_same_blocks_end_at_once_with_their_writer(is_published):
+    pool, chain = (
+        Pool(1000),
+        BlockHashes(NAMESPACES[0], NAMESPACES[0], 0, random.Random(1).randbytes(1000 * HASH_BYTES)),
+    )
+    ticket = pool.prepare_store(chain, "w")
+    told = list[int]()
+    for _ in range(4000):
+        pool.watch(chain, told.append)
+    begin_s = time.thread_time()
+    end = pool.complete_store if is_published else pool.abort_store
+    assert end(ticket.write_id, "w") == 1000
+    # Far from either: some hundredths of a second, and four for block by block.
+    assert time.thread_time() - begin_s < 1.0
+    assert told == [1000 if is_published else 0] * 4000
 
 
 @pytest.mark.parametrize("what", ["leases", "writes"])

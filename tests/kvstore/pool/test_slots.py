@@ -1,5 +1,6 @@
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from kvstore.pool.slot_checks import check_slots
@@ -16,7 +17,7 @@ def names(count: int, seed: int = 0) -> list[bytes]:
 def claim(table: SlotTable, count: int, seed: int = 0) -> tuple[list[bytes], list[int], int]:
     """Claim a chain of slots and touch it."""
     hashes = names(count, seed)
-    slots = table.claim(hashes, [SPACE, *hashes[:-1]], SPACE).slots
+    slots = table.claim(hashes, [SPACE, *hashes[:-1]], SPACE, np.arange(count)).slots
     return hashes[: len(slots)], slots, table.eviction.touched(SlotList.of(slots))
 
 
@@ -101,6 +102,7 @@ def test_generations_grow_with_every_claim_and_only_then():
         lambda t: t.columns.ref_count.__setitem__(3, 1),
         lambda t: t.index.num_children.__setitem__(0, 0),
         lambda t: t.index.parent.__setitem__(1, SPACE),
+        lambda t: t.index.depth.__setitem__(1, 0),
         lambda t: t.index.spaces[SPACE].ready.popitem(),
         lambda t: t.eviction.stamp.__setitem__(1, 0),
         lambda t: t.eviction._log.clear(),
@@ -133,10 +135,11 @@ def test_links_are_counted_by_hash_so_that_a_parent_may_come_and_go():
     give_back(table, slots[0])
     table.publish(table.index.spaces[SPACE], hashes[1:], slots[1:], stamp)
     check_slots(table)
-    assert (table.index.space_of(SPACE).orphans, table.index.num_children) == (Counter(hashes[:1]), [0, 1, 0, 0])
-    again = table.claim(hashes[:1], [SPACE], SPACE).slots
+    index = table.index
+    assert (index.space_of(SPACE).orphans, list(index.num_children)) == (Counter(hashes[:1]), [0, 1, 0, 0])
+    again = table.claim(hashes[:1], [SPACE], SPACE, np.zeros(1, np.int64)).slots
     table.publish(table.index.spaces[SPACE], hashes[:1], again, table.eviction.touched(SlotList.of(again)))
     check_slots(table)
-    assert (table.index.space_of(SPACE).orphans, table.index.num_children) == (Counter(), [1, 1, 0, 0])
+    assert (index.space_of(SPACE).orphans, list(index.num_children)) == (Counter(), [1, 1, 0, 0])
     claim(table, 2, seed=1)
     assert table.index.events.events[-1] == (False, hashes[2:]), "the leaf, although its root was touched last"

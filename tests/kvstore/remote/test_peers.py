@@ -53,7 +53,13 @@ def test_nodes_that_failed_long_ago_are_not_remembered(book):
     book.now_s += 601.0
     book.failed("other")
     assert list(book._failures) == ["other"]
-    assert not book.is_usable("other")
+    assert pause_s(book) == 0.5
+    for _ in range(5):
+        book.failed("other")
+        assert pause_s(book) > 0.5
+    book.now_s += 620.0
+    book.failed("other")
+    assert pause_s(book) == 0.5, "its own earlier failures are forgotten too"
 
 
 def test_connections_to_stores_that_ended_are_closed_when_another_is_made(cluster):

@@ -63,21 +63,11 @@ class Held:
 
 @dataclass
 class Watch:
-    """Somebody who waits: the blocks of a run that were being written, None for each that was here, or was not."""
+    """A caller that waits for a run: so many leading blocks came, until one is neither here nor being written."""
 
     hashes: list[bytes]
-    here: list[bool]
-    awaited: list[Block | None]
+    count: int = 0
     ended: bool = False
-
-    def is_over(self) -> bool:
-        """Whether none of them is being written any more, or nobody waits."""
-        return self.ended or not any(block and block.findable and not block.ready for block in self.awaited)
-
-    def count(self) -> int:
-        """Return how many leading blocks were here, or have come."""
-        found = [here or bool(block and block.ready) for here, block in zip(self.here, self.awaited, strict=True)]
-        return found.index(False) if False in found else len(found)
 
 
 @dataclass
@@ -270,7 +260,15 @@ class Model:
 
     def watch(self, chain: BlockHashes) -> Watch:
         """Wait for a run."""
-        hashes = chain.hashes()
-        found = [self.blocks.get(self.find(block_hash)) for block_hash in hashes]
-        here = [block is not None and block.ready for block in found]
-        return Watch(hashes, here, [block if block and not block.ready else None for block in found])
+        return self.look(Watch(chain.hashes()))
+
+    def look(self, watch: Watch) -> Watch:
+        """Count for a watch what has come since the last look, and end it when nothing more can come."""
+        while not watch.ended and watch.count < len(watch.hashes):
+            block = self.blocks.get(self.find(watch.hashes[watch.count]))
+            if block is not None and not block.ready:
+                return watch
+            watch.ended = block is None
+            watch.count += block is not None
+        watch.ended = True
+        return watch
