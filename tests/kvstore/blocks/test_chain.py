@@ -77,7 +77,7 @@ def test_a_run_that_ends_where_no_message_can_say_it_is_refused_on_the_wire():
 
 def test_a_block_named_twice_is_refused():
     CHAIN.check_unique()
-    with pytest.raises(ChainBroken, match=r"wanted 6 different block hashes .* got 5"):
+    with pytest.raises(ChainBroken, match=r"wanted 6 different block hashes, .* got 5"):
         BlockHashes(NAMESPACE, NAMESPACE, 0, CHAIN.data + HASHES[2]).check_unique()
 
 

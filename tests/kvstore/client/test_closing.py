@@ -23,7 +23,7 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import InvalidRequest, JobAbandoned, KVStoreError, StoreBusy, StoreUnavailable, TransferTimeout
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local
-from kvstore.rpc.framing import Op
+from kvstore.rpc.framing import Flag, Op, encode_short
 from kvstore.rpc.messages import Ask
 
 
@@ -345,6 +345,20 @@ def test_two_threads_that_say_last_words_do_not_take_the_connection_from_each_ot
     assert store._is_said(Op.UNPIN_ALL)
     others[0].join(5)
     assert said == [True]
+
+
+def test_last_words_do_not_wait_for_a_store_that_reads_nothing(core, worker):
+    connection: ControlClient = worker.client._store._calls
+    with standing_still(core):
+        connection._channel.sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection._channel.sock.send(encode_short(Op.RELEASE, Flag.ONE_WAY, 1, encode(0)))
+        connection._channel.sock.settimeout(30.0)
+        begin_s = time.monotonic()
+        assert not connection.send_if_free(Op.GOODBYE)
+        assert time.monotonic() - begin_s < 10.0
+        assert not connection.closed
 
 
 def test_work_whose_connection_was_closed_goes_on_to_its_end(wait_until):
