@@ -1,4 +1,4 @@
-"""A run of block hashes: what callers hold, what travels, and what the pool looks up, one bytes object per field."""
+"""Define a run of block hashes, one bytes object per field: held by callers, sent, and looked up by the pool."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ HASH_BYTES = DIGEST_BYTES
 """Bytes of one block hash and of a namespace digest."""
 _HASH = np.dtype(f"V{HASH_BYTES}")
 _WORDS = HASH_BYTES // 8
-#: The largest index of a block that a message can say.
+#: The largest block index that fits in a message.
 _LAST_END = (1 << 32) - 1
 
 
 class BlockHashes(Record, frozen=True):
-    """A contiguous run of one chain of block hashes; made by a `Namespace`, and sliced.
+    """A contiguous run of one chain of block hashes, made by a `Namespace` or by slicing another run.
 
     Args:
         namespace: digest of the namespace that the chain is rooted in, 32 bytes.
-        parent: hash before the first one, 32 bytes; the namespace digest when start is 0.
+        parent: hash of the block before the run, 32 bytes; the namespace digest when start is 0.
         start: index in the chain of the first block of the run.
         data: the hashes back to back, 32 bytes each; may be empty.
 
     Raises:
-        InvalidRequest: a length or type is wrong, or the run ends beyond what a message can say.
+        InvalidRequest: a length or type is wrong, or the end of the run does not fit in a message.
         ChainBroken: the data are not whole hashes, or parent and start disagree about where the root is.
     """
 
@@ -54,7 +54,7 @@ class BlockHashes(Record, frozen=True):
             )
         if type(self.start) is not int or self.start < 0:
             raise InvalidRequest(f"BlockHashes: wanted start as an int >= 0, got {self.start!r}; count blocks from 0")
-        # Its end too: what follows it begins there, and has to be said to the directory and to peers.
+        # The end must fit too: the next run starts there, and its start is sent to the directory and to peers.
         if self.start + len(self) > _LAST_END:
             raise InvalidRequest(
                 f"BlockHashes: wanted the run to end at block {_LAST_END} at most, got {len(self)} blocks from "
@@ -87,7 +87,7 @@ class BlockHashes(Record, frozen=True):
 
         Raises:
             IndexError: no such block.
-            ChainBroken: a slice with a step other than 1, which would not be a run.
+            ChainBroken: the slice has a step other than 1, so it is not a run.
         """
         count = len(self)
         if isinstance(index, slice):
@@ -116,7 +116,7 @@ class BlockHashes(Record, frozen=True):
         )
 
     def hash_at(self, index: int) -> bytes:
-        """Return the hash of block `index` of this run, nothing behind its end."""
+        """Return the hash of block `index` of this run; empty bytes beyond its end."""
         return self.data[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def hashes(self) -> list[bytes]:
@@ -159,10 +159,10 @@ class BlockHashes(Record, frozen=True):
         return BlockHashes(a.namespace, a.parent, a.start, a.data + b.data)
 
     def end(self, namespace: bytes, verb: str) -> tuple[int, bytes]:
-        """Return (index, parent) of the block after this run, for more of it that is of that namespace.
+        """Return (index, parent) of the block after this run, for a continuation in `namespace`.
 
         Raises:
-            NamespaceMismatch: this run is of another one.
+            NamespaceMismatch: this run is of another namespace.
         """
         if self.namespace != namespace:
             raise NamespaceMismatch(
@@ -199,10 +199,10 @@ class BlockHashes(Record, frozen=True):
 
 
 def hashes_in(data: bytes) -> list[bytes]:
-    """Return hashes that stand back to back."""
+    """Return the list of hashes that `data` holds back to back."""
     found: list[bytes] = np.frombuffer(data, _HASH).tolist()
     return found
 
 
-#: Returns the run that `BlockHashes.encode` wrote; what is no run raises ChainBroken.
+#: Returns the run that `BlockHashes.encode` wrote; a broken run raises like `BlockHashes`, other bytes ProtocolError.
 decode_chain = decoder(BlockHashes)

@@ -1,4 +1,4 @@
-"""How a READ of many blocks is divided: segments are claimed as one, chunks are read and reported as one."""
+"""Divide a READ of many blocks into segments (claimed as one) and chunks (read and reported as one)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _LAST_OF_STAGE = 4
 def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
     """Return the end of each chunk: short ones first and last, full ones between.
 
-    What is copied out overlaps with reading the next chunk, so the first chunk decides when copying begins and the
-    last one how much of it is left at the end. Toward the end each is half of the one before, so that copying one
-    takes about as long as reading the next. What is no longer than the first chunk is not divided.
+    Copying a chunk out overlaps with reading the next one. So the first chunk decides when copying begins, and the
+    last one how much copying is left at the end. Toward the end each chunk is half of the one before: copying one
+    takes about as long as reading the next. A READ no longer than the first chunk is not divided.
     """
     first, last, ends, at = max(1, chunk_blocks // 4), max(1, chunk_blocks // 16), list[int](), 0
     if num_blocks <= first:
@@ -29,8 +29,8 @@ def plan_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
 def plan_stage_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
     """Return the end of each chunk of a READ between stages: full ones, and a short one last.
 
-    Unpacking is far faster than the lane, so each word on a chunk costs more than it saves. But what comes last is
-    unpacked when there is nothing else to do.
+    Unpacking is far faster than the lane, so a report per small chunk costs more than it saves. But unpacking the
+    last chunk overlaps with nothing, so that one is short.
     """
     last = max(1, min(chunk_blocks, num_blocks) // _LAST_OF_STAGE)
     return [*range(chunk_blocks, num_blocks - last, chunk_blocks), num_blocks - last, num_blocks][-num_blocks:]
@@ -39,9 +39,9 @@ def plan_stage_chunks(num_blocks: int, chunk_blocks: int) -> list[int]:
 def plan_segments(chunk_ends: list[int]) -> list[list[int]]:
     """Group chunks into segments, each about sixteen times as long as the one before.
 
-    The first one's slots are claimed while the peer is asked, each later one's while the one before is read, so that
-    the time to claim thousands is not waited for. Between two segments a lane that needs a round trip idles for it,
-    so there are few.
+    The slots of the first segment are claimed while the peer is asked, those of a later one while the segment before
+    is read: nothing waits for the claim of thousands of slots. Between two segments a lane may be idle for a round
+    trip, so there are few segments.
 
     Returns:
         The chunk ends of each segment, counted as in `chunk_ends`.

@@ -1,7 +1,7 @@
-"""The one codec of messages: each is a struct, sent as an array of MessagePack, its arrays of integers as bytes.
+"""Encode and decode messages: a struct travels as a MessagePack array, and an integer array in it as bytes.
 
-Two messages are JSON objects, because versions that do not understand each other have to read them: the greeting of a
-connection, and an error. docs/adr/0026-one-codec.md says why.
+Two messages are JSON objects: the greeting of a connection, and an error. Other versions have to read these two as
+well (docs/adr/0026-one-codec.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Epoch = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Base of all messages, and of what they hold. The limits of a field hold for what is decoded."""
+    """Base of all messages and of the records in them. Decoding checks the limits of each field."""
 
 
 def _to_wire(value: object) -> bytes:
@@ -50,7 +50,7 @@ encode: Callable[[object], bytes] = msgspec.msgpack.Encoder(enc_hook=_to_wire).e
 def decoder(kind: type[_T]) -> Callable[[bytes | memoryview], _T]:
     """Return a function that decodes messages of one type, and raises ProtocolError for all other bytes.
 
-    Made once for each type, where the type is: to make one takes much longer than to decode a message.
+    Call it once per type, beside the type: making a decoder takes much longer than decoding a message.
     """
     return _strict(msgspec.msgpack.Decoder(kind, dec_hook=_from_wire).decode, getattr(kind, "__name__", str(kind)))
 
@@ -59,7 +59,7 @@ def _strict(decode: Callable[[Any], _T], name: str) -> Callable[[bytes | memoryv
     def decoded(payload: bytes | memoryview) -> _T:
         try:
             return decode(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # Of what is no Unicode: ValueError.
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: invalid Unicode.
             raise ProtocolError(f"{len(payload)} bytes are no {name} of this version: {clip(error, 200)}") from error
 
     return decoded
@@ -67,14 +67,14 @@ def _strict(decode: Callable[[Any], _T], name: str) -> Callable[[bytes | memoryv
 
 decode_bytes = decoder(bytes)
 decode_text = decoder(str)
-#: Of a lease, or a READ: a truth value is none.
+#: The id of a lease or a READ; a bool is refused.
 decode_id: Callable[[bytes], int] = decoder(U64)
-#: A count, or whether something was so.
+#: A count, or a yes-or-no answer.
 decode_count: Callable[[bytes], int] = decoder(U64 | bool)  # type: ignore[arg-type]
 decode_indexes: Callable[[bytes], IndexArray] = decoder(IndexArray)
-#: Counts by their names, for people.
+#: Counts by name, for people to read.
 decode_counts = decoder(dict[str, Any])
 
-#: For a greeting and an error alone.
+#: Only for greetings and errors.
 encode_object: Callable[[dict[str, Any]], bytes] = msgspec.json.encode
 decode_object = _strict(msgspec.json.Decoder(dict[str, Any]).decode, "JSON object")

@@ -1,4 +1,4 @@
-"""What a pool hands out: grants of pinned blocks, tickets for blocks to write, and its counts."""
+"""Define the results of a pool: grants of pinned blocks, tickets for blocks to write, and its counts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvstore.errors import ProtocolError
 class PinKind(Enum):
     """How strongly blocks are held.
 
-    LEASE: read now, until a deadline. HARD: never evicted, counted against a quota of its own. SOFT: a
-    preference, evicted last, when nothing else is left.
+    LEASE: read now, until a deadline. HARD: never evicted, counted against its own quota. SOFT: only a
+    preference; evicted last, when no other block is left.
     """
 
     LEASE = 0
@@ -25,14 +25,14 @@ class PinKind(Enum):
 
 
 class Grant(Record, frozen=True):
-    """Pinned blocks: a prefix of what was asked for.
+    """Pinned blocks: a prefix of the requested run.
 
     Args:
         lease_id: names the pin to `release`; 0 when nothing was pinned.
         packed_slots: slot of each pinned block, in chain order, from `pack_ints`.
-        generations: the life of each slot, little-endian uint32.
-        num_refused: readable blocks behind them that the budget of pins had no room for.
-        epoch: the life of the pool; leases of another one are void.
+        generations: generation of each slot, little-endian uint32.
+        num_refused: readable blocks after the prefix for which the budget of pins had no room.
+        epoch: the life of the pool; leases of another epoch are void.
     """
 
     lease_id: U64 = 0
@@ -46,36 +46,36 @@ class Grant(Record, frozen=True):
         """The slots, one by one.
 
         Raises:
-            ProtocolError: these are no whole integers.
+            ProtocolError: the bytes are not whole integers.
         """
         ints_in(self.packed_slots)
         return PackedInts(self.packed_slots)
 
     def slots_of(self, num_blocks: int, num_slots: int) -> PackedInts:
-        """Return the slots of a grant that another process made; arguments as for `checked_slots`.
+        """Return the slots of another process's grant, checked; arguments as for `checked_slots`.
 
         Raises:
-            ProtocolError: these are not of those blocks and that memory.
+            ProtocolError: there are more slots than blocks, or a slot is outside that memory.
         """
         checked_slots(ints_in(self.packed_slots), num_blocks, num_slots)
         return PackedInts(self.packed_slots)
 
 
 class StoreTicket(Record, frozen=True, kw_only=True):
-    """What `prepare_store` claimed.
+    """The claim that `prepare_store` made.
 
     Args:
         write_id: names the write to `complete_store` and `abort_store`; 0 when there is nothing to write.
         packed_indexes: positions in the chain that the caller has to write, ascending, from `pack_ints`.
-        packed_slots: slot of each of them.
-        num_resident: blocks that were there already, or are just being written by somebody else.
-        num_refused: blocks at the end of the chain for which no slot could be had.
-        num_awaited: how many of the resident ones are still being written by somebody else, who may yet give
-            them up; `Pool.watch` tells how that ended.
-        num_clears: how often the namespace had been cleared, or another that shares its counter. Where that is
-            another count than the caller named, nothing was claimed.
-        generations: the life of each slot, little-endian uint32; `complete_store` can be given them back.
-        epoch: the life of the pool; tickets of another one are void.
+        packed_slots: slot of each position.
+        num_resident: blocks that were here already, or that another writer is writing now.
+        num_refused: blocks at the end of the chain for which there was no slot.
+        num_awaited: how many of the resident blocks another writer is still writing. It may yet give them
+            up; `Pool.watch` reports the outcome.
+        num_clears: how often the namespace, or another one that shares its counter, had been cleared. If the
+            caller named another count, nothing was claimed.
+        generations: generation of each slot, little-endian uint32; the caller may pass them to `complete_store`.
+        epoch: the life of the pool; tickets of another epoch are void.
     """
 
     write_id: U64
@@ -99,14 +99,14 @@ class StoreTicket(Record, frozen=True, kw_only=True):
         return PackedInts(self.packed_slots)
 
     def arrays(self, num_blocks: int, num_slots: int) -> tuple[IndexArray, IndexArray]:
-        """Return (positions, slots) of a ticket that another process made.
+        """Return (positions, slots) of another process's ticket, checked.
 
         Args:
-            num_blocks: that were asked for.
-            num_slots: of the memory that the slots are in.
+            num_blocks: blocks that were asked for.
+            num_slots: size of the memory that holds the slots.
 
         Raises:
-            ProtocolError: these are not as many, or not of those blocks and that memory, or the counts do not add up.
+            ProtocolError: positions and slots differ in number, one is out of range, or the counts do not add up.
         """
         if len(self.packed_indexes) != len(self.packed_slots):
             raise ProtocolError(
@@ -143,5 +143,5 @@ class PoolStats:
     num_published: int
     num_hard_pinned: int = 0
     num_soft_pinned: int = 0
-    #: Of `num_leases`, how many are soft pins.
+    #: Part of `num_leases`: leases that are soft pins.
     num_soft_pins: int = 0

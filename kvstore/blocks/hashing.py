@@ -3,8 +3,8 @@
     h[-1] = namespace digest
     h[i]  = sha256(h[i-1] || tokens of block i, little-endian uint32 [|| "x" || sha256(extra keys)])
 
-A hash therefore stands for the model, the stored shape and every token before it, and two
-chains that agree at one index agree at every earlier one. No hash depends on the process.
+A hash therefore names the model, the stored shape, its block's tokens and every token before. Two
+chains with equal hashes at one index are equal at every earlier one. No hash depends on the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hashlib import sha256
 
 import numpy.typing as npt
 
-from kvstore.blocks.chain import BlockHashes as BlockHashes  # Callers have both from here.
+from kvstore.blocks.chain import BlockHashes as BlockHashes  # Callers import both from here.
 from kvstore.blocks.shape import KVShape
 from kvstore.blocks.token_bytes import ExtraKey, brief, encode_key, encode_keys, keys_by_block, token_bytes
 from kvstore.errors import ConfigError, InvalidRequest
@@ -27,15 +27,15 @@ _WRAP_TAG = b"raykv/wrap/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """Everything besides the tokens that decides what KV bytes mean.
+    """Everything besides the tokens that decides the meaning of KV bytes.
 
     Args:
         model: name of the weights; not empty.
         shape: the stored block.
         salt: keeps tenants apart; part of every hash.
         revision: revision of the weights.
-        lora: adapter that all requests use; per-request adapters go to `extra` of `block_hashes`.
-        quantization: how KV values are scaled, when dtype alone does not say it.
+        lora: adapter that all requests use; pass per-request adapters as `extra` of `block_hashes`.
+        quantization: how KV values are scaled, when dtype alone does not define it.
 
     Raises:
         ConfigError: a value cannot work.
@@ -79,18 +79,18 @@ class Namespace:
         extra: Sequence[Sequence[ExtraKey] | None] | Mapping[int, Sequence[ExtraKey]] | None = None,
         parent: BlockHashes | None = None,
     ) -> BlockHashes:
-        """Hash the full blocks of a token sequence; a last partial block is left out.
+        """Return the hashes of the full blocks of a token sequence; a last partial block is left out.
 
         Args:
             token_ids: one-dimensional integers, each in [0, 2**32).
             extra: the keys besides tokens that a block depends on, such as ("lora", name) or
                 ("image", digest, offset): one entry per full block, None (or empty) for none, or a mapping from
-                the index of a full block to its keys. Name the kind of each key, so that a LoRA called like a
-                salt is not taken for it.
+                the index of a full block to its keys. Name the kind of each key, so that a LoRA with the name of
+                a salt is not confused with it.
             parent: run that these tokens continue; the tokens begin right after its last block.
 
         Returns:
-            The run of the new blocks, without those of parent.
+            The run of the new blocks, without the blocks of parent.
 
         Raises:
             InvalidRequest: tokens are not such integers, or extra has another length or other key types.
@@ -102,7 +102,7 @@ class Namespace:
         start, root = (0, self.digest) if parent is None else parent.end(self.digest, "block_hashes")
         last, found = root, []
         if extra is None:
-            fresh = sha256()  # A copy of one takes less than a new one.
+            fresh = sha256()  # Copying one is faster than making a new one.
             for at in range(0, end, block_bytes):
                 block = fresh.copy()
                 block.update(last + tokens[at : at + block_bytes])
@@ -122,15 +122,15 @@ class Namespace:
         return BlockHashes(self.digest, root, start, b"".join(found))
 
     def wrap(self, engine_hashes: Sequence[bytes | int], parent: BlockHashes | None = None) -> BlockHashes:
-        """Take an engine's own chained hashes as opaque names of blocks.
+        """Return a run made from an engine's own chained hashes, taken as opaque names of blocks.
 
-        The store cannot check what they stand for: they must be chained and depend on everything
-        that changes KV. They never equal hashes made from tokens, and are shared only between
-        engines of one block size and one way of hashing.
+        The store cannot check the meaning of these names: each must depend on the one before and on
+        everything that changes KV. They never equal hashes made from tokens. Only engines with the
+        same block size and the same hashing share them.
 
         Args:
             engine_hashes: one per full block, in order; bytes, or ints of any size and sign.
-            parent: wrapped run that these continue.
+            parent: wrapped run that these hashes continue.
 
         Raises:
             InvalidRequest: an engine hash is neither bytes nor int, or is empty.
@@ -154,5 +154,5 @@ class Namespace:
 
 
 def _is_utf8(text: str) -> bool:
-    # Two lone surrogates and the character they spell would read alike in ASCII JSON.
+    # In ASCII JSON, two lone surrogates and the character that they form would look the same.
     return not any("\ud800" <= char <= "\udfff" for char in text)

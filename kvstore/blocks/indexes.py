@@ -1,6 +1,6 @@
-"""Lists of block positions and slots: little-endian int32, back to back, wherever they travel or are kept.
+"""Lists of block positions and slots: little-endian int32, back to back, in messages and in memory.
 
-To compute with they are arrays; kernels take them as int64, see kvstore.kernels.merging.
+Computations use NumPy arrays; kernels take them as int64, see kvstore.kernels.merging.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BROKEN = "run one version of raykv everywhere, and make a new client"
 
 
 def pack_ints(values: Sequence[int] | npt.NDArray[Any]) -> bytes:
-    """Return small integers as they travel."""
+    """Return small integers as little-endian int32 bytes."""
     if isinstance(values, range):
         values = np.arange(values.start, values.stop, values.step, _WIRE)
     return np.asarray(values, _WIRE).tobytes()
@@ -30,7 +30,7 @@ def ints_in(packed: object) -> IndexArray:
     """Return the integers that `pack_ints` packed, as an array over the same memory.
 
     Raises:
-        ProtocolError: these are no whole integers.
+        ProtocolError: the bytes are not whole integers.
     """
     if not isinstance(packed, bytes) or len(packed) % _WIRE.itemsize:
         raise ProtocolError(f"wanted whole int32 values, got {clip(packed)}")
@@ -38,16 +38,16 @@ def ints_in(packed: object) -> IndexArray:
 
 
 def checked_slots(slots: IndexArray, num_blocks: int, num_slots: int, *, is_whole: bool = False) -> IndexArray:
-    """Return slots that a store named, once it is known that they are some: a copy would go wherever they say.
+    """Return a store's slots after a check that they are valid: a copy would go to any place they name.
 
     Args:
-        slots: of an answer.
-        num_blocks: so many at most were asked for.
-        num_slots: of the memory that they are in.
-        is_whole: there has to be one for each block, and all different, because they are written.
+        slots: from the store's answer.
+        num_blocks: the most blocks that were asked for.
+        num_slots: size of the memory that holds the slots.
+        is_whole: require one slot per block, all different, because they are written.
 
     Raises:
-        ProtocolError: they are too many, or too few, or not all there.
+        ProtocolError: there are too many slots, too few, or one is out of range or named twice.
     """
     if len(slots) > num_blocks or (is_whole and len(slots) < num_blocks):
         raise ProtocolError(f"wanted slots for {num_blocks} blocks, got {len(slots)} of them; {_BROKEN}")
@@ -58,20 +58,20 @@ def checked_slots(slots: IndexArray, num_blocks: int, num_slots: int, *, is_whol
 
 
 def check_below(name: str, values: IndexArray, end: int) -> None:
-    """Make sure that all of some integers are in [0, end).
+    """Check that all integers are in [0, end).
 
     Raises:
-        ProtocolError: they are not.
+        ProtocolError: one is not.
     """
-    # Those below 0 are the largest.
+    # As uint32, negative integers are the largest ones.
     if len(values) and int(np.maximum.reduce(values.view(np.uint32))) >= end:
         raise ProtocolError(f"wanted {name} from 0 to {end - 1}, got {values.min()} to {values.max()}; {_BROKEN}")
 
 
 class PackedInts(Sequence[int]):
-    """Small integers as they travel: an immutable sequence, equal to a tuple of the same integers.
+    """Small integers in packed form: an immutable sequence, equal to a tuple of the same integers.
 
-    Two thousand slots are one bytes object on their way from the pool to an index array of the engine.
+    Two thousand slots stay one bytes object from the pool to an index array of the engine.
 
     Args:
         packed: from `pack_ints`.
@@ -84,7 +84,7 @@ class PackedInts(Sequence[int]):
 
     @classmethod
     def of(cls, values: Sequence[int] | npt.NDArray[np.intp]) -> PackedInts:
-        """Return the same integers packed; what is packed already is not copied."""
+        """Return the same integers packed; a PackedInts is returned as it is."""
         return values if isinstance(values, PackedInts) else cls(pack_ints(values))
 
     def __len__(self) -> int:

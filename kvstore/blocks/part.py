@@ -47,11 +47,11 @@ class Part:
         return self.pp_rank * self.tp_size + self.tp_rank
 
     def check(self, shape: KVShape) -> None:
-        """Check that the blocks of a shape can be divided so.
+        """Check that the blocks of a shape can be divided among these ranks.
 
         Raises:
-            LayoutMismatch: heads or layer groups do not divide by the number of ranks, or a side tensor has one row
-                for the heads of all of them.
+            LayoutMismatch: the number of ranks does not divide the heads or layer groups, or a side tensor has one
+                row for all heads while several ranks share them.
         """
         if shape.num_kv_heads % self.tp_size:
             raise LayoutMismatch(
@@ -83,7 +83,7 @@ class Part:
         )
 
     def held(self, shape: KVShape) -> KVShape:
-        """Return the shape of what this rank holds of a block.
+        """Return the shape of this rank's part of a block.
 
         Raises:
             LayoutMismatch: as for `check`.
@@ -101,7 +101,7 @@ WHOLE = Part(0, 1, 0, 1)
 
 
 def as_part(part: Part | Sequence[int] | None) -> Part:
-    """Return a `Part` from what a user gives: one, its four numbers, or None for the whole block.
+    """Return a `Part` from a user's argument: a Part, its four numbers, or None for the whole block.
 
     Raises:
         ConfigError: they are not four ints, or a rank is not below its size.

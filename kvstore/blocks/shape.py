@@ -1,9 +1,9 @@
-"""The stored block: what one block of KV holds, how big it is, and the order of its bytes.
+"""Define the stored block: the content of one block of KV, its size, and the order of its bytes.
 
 A block's bytes lie in its slot as [G, H, L, P, T, D] (letters: the legend in kvstore/engine/layout.py;
-G = layer group, L = layer within its group). Heads outside layers makes the bytes of every
-tensor-parallel rank one contiguous run; layer groups outside heads does the same for every
-pipeline-parallel rank. Side tensors lie behind the planes of their head, see kernels/stored.py.
+G = layer group, L = layer within its group). Heads are outside layers, so the bytes of every
+tensor-parallel rank are one contiguous run; layer groups are outside heads for the same reason, for
+pipeline-parallel ranks. Side tensors lie behind the planes of their head, see kernels/stored.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore.errors import ConfigError
 from kvstore.kernels.stored import ELEMENT_BYTES, Side, StoredBlock
 
 BLOCK_ORDER_VERSION = 1
-"""Version of the byte order above. It is hashed into every namespace: another order never hits."""
+"""Version of the byte order above. Part of every namespace, so blocks in another order never hit."""
 
 
 class Planes(Enum):
@@ -35,16 +35,16 @@ class Planes(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideTensor:
-    """What an engine keeps beside the cache of each layer and cannot read the cache without, such as its scales.
+    """A tensor beside the cache of each layer that an engine needs to read the cache, such as scales.
 
-    Its bytes travel inside the block: stored, found, moved and evicted with it, and part of the namespace.
+    Its bytes are part of the block: they are stored, found, moved and evicted with it. The namespace covers it.
 
     Args:
-        name: what `register_kv_caches` gets the tensors under.
+        name: the name under which `register_kv_caches` gets the tensors.
         dtype: name of the element type, a key of `ELEMENT_BYTES`.
-        dim: elements of one row, which is of one layer, and of one head and token where it has them.
-        per_head: every KV head has rows of its own. A row for all heads cannot be divided among tensor-parallel ranks.
-        per_token: every token has rows of its own. With a row for all tokens of a block engines need the stored block
+        dim: elements of one row. A row belongs to one layer, and to one head and one token if the flags below say so.
+        per_head: each KV head has its own rows. A row for all heads cannot be divided among tensor-parallel ranks.
+        per_token: each token has its own rows. With one row for all tokens of a block, engines need the stored block
             size, and a load skips whole blocks only.
 
     Raises:
@@ -80,9 +80,9 @@ class KVShape:
         dtype: name of the element type, a key of `ELEMENT_BYTES`.
         block_size: tokens per block.
         planes: a `Planes`, or its value as a string.
-        num_layer_groups: contiguous groups the layers are stored in; a multiple of the largest
+        num_layer_groups: number of contiguous groups of layers; a multiple of the largest
             pipeline-parallel size that shares these blocks. Must divide num_layers.
-        sides: tensors beside the caches; kept by ascending name, whatever order they are given in.
+        sides: tensors beside the caches; always kept sorted by name.
 
     Raises:
         ConfigError: a value cannot work.
@@ -96,7 +96,7 @@ class KVShape:
     planes: Planes | str = Planes.KV_SPLIT
     num_layer_groups: int = 1
     sides: Sequence[SideTensor] = ()
-    #: Bytes of one block, side tensors included. Kept, because every job asks.
+    #: Bytes of one block, side tensors included. Cached, because every job reads it.
     block_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class KVShape:
 
     @property
     def row_dim(self) -> int:
-        """Elements of one row, of one token, head and plane."""
+        """Elements of one row: one token, head and plane."""
         return 2 * self.head_dim if self.planes is Planes.KV_PACKED else self.head_dim
 
     @property
@@ -142,7 +142,7 @@ class KVShape:
 
     @property
     def stored_block(self) -> StoredBlock:
-        """Where every byte of a block lies in its slot."""
+        """The position of every byte of a block in its slot."""
         sides = tuple(
             Side(num_planes=1, dim=side.dim, dtype=side.dtype, per_head=side.per_head, per_token=side.per_token)
             for side in self.sides
@@ -162,7 +162,7 @@ class KVShape:
         )
 
     def of_side(self, side: SideTensor) -> KVShape:
-        """Return the shape of a side tensor by itself: one plane of rows, of one head or token where it has none."""
+        """Return the shape of a side tensor by itself: one plane; 1 head or 1 token where rows are shared."""
         return replace(
             self,
             num_kv_heads=self.num_kv_heads if side.per_head else 1,
@@ -174,7 +174,7 @@ class KVShape:
         )
 
     def canonical(self) -> bytes:
-        """Encode the shape and the byte order; two shapes encode alike only if their blocks are alike.
+        """Encode the shape and the byte order; equal encodings mean equal blocks.
 
         Returns:
             ASCII JSON with sorted keys and no spaces, the same in every process and version.
@@ -189,7 +189,7 @@ class KVShape:
             "num_layers": self.num_layers,
             "planes": Planes(self.planes).value,
         }
-        if self.sides:  # Shapes without any encode as they did before there were any.
+        if self.sides:  # Without sides, the encoding is the one from before sides existed.
             fields["sides"] = [asdict(side) for side in self.sides]
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii")
 

@@ -1,4 +1,4 @@
-"""A hand-off's ticket: what the publisher of a request's blocks sends to the worker that goes on with it."""
+"""Define a hand-off's ticket: the publisher of a request's blocks sends it to the worker that continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EPOCH_BYTES = 8
 
 _MAGIC = b"RKVH"
 _HEAD = _MAGIC + TICKET_VERSION.to_bytes(2, "little")
-#: What follows it: the fields by name, in this order.
+#: The fields after the head, by name, in this order.
 _FIELDS = (
     "epoch", "nonce", "namespace", "num_blocks", "block_bytes", "block_order", "part", "expires_s", "slab", "is_early",
     "node_id",
@@ -31,28 +31,28 @@ _WHOLE = (0, 1, 0, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffTicket:
-    """Names blocks that one client published for one fetch. Small, picklable, or bytes by `to_bytes`.
+    """Names blocks that one client published for one fetch. Small; can be pickled, or sent as `to_bytes`.
 
-    It is worth nothing to another life of the store that it names, nor with another field changed than `expires_s`:
-    the store knows the blocks by a digest of all others. Who holds it can read the blocks, once.
+    It is void in another life of its store, and after a change of any field except `expires_s`: the store finds the
+    blocks by a digest of all other fields. Any holder of the ticket can read the blocks, once.
 
     Args:
         node_id: the node whose store has the blocks.
-        epoch: the life of that store: 8 bytes, `bytes.fromhex` of what `Store.stats` says.
-        nonce: drawn for this ticket alone.
-        namespace: digest of what the blocks mean; covers their shape.
+        epoch: the life of that store: 8 bytes, `bytes.fromhex` of the epoch in `Store.stats`.
+        nonce: random, for this ticket alone.
+        namespace: digest of the blocks' namespace; covers their shape.
         num_blocks: stored blocks, from the request's first token on.
         block_bytes: of each.
         block_order: version of the order of bytes in a block.
         part: which part of each block was published, as (tp_rank, tp_size, pp_rank, pp_size).
-        slab: which memory of the node they are in: 0 is its arena, others are stages on GPUs.
-        expires_s: until when the store keeps the blocks at least, in seconds since 1970 by the publisher's clock. For
-            people and routers: only the store decides. In a ticket that is made ahead of its blocks this is a guess,
-            and publishing returns the ticket with the time that counts. Two tickets are equal whatever this says.
-        is_early: it travels before anything is published under it: a fetch waits for that, too.
+        slab: the memory of the node that holds the blocks: 0 is its arena, others are stages on GPUs.
+        expires_s: the store keeps the blocks at least until then; seconds since 1970 by the publisher's clock. For
+            people and routers: only the store decides. In a ticket that is made ahead of its blocks this is a guess;
+            publishing returns the ticket with the real time. Equality of tickets ignores this field.
+        is_early: the ticket travels before its blocks are published; a fetch also waits for the publication.
 
     Raises:
-        InvalidRequest: a field is of another type, or beyond what a ticket can say.
+        InvalidRequest: a field is of another type, or out of a ticket's range.
     """
 
     node_id: str
@@ -84,21 +84,21 @@ class HandoffTicket:
         plain["part"] = tuple(check_count("part", number, 0, _MOST_U16) for number in self.part)
         if not isinstance(self.is_early, bool):
             raise InvalidRequest(f"is_early: wanted True or False, got {clip(self.is_early)}")
-        for name, value in plain.items():  # Of subclasses only what Python itself has can be sent.
+        for name, value in plain.items():  # Plain types only: a subclass cannot be sent.
             object.__setattr__(self, name, value)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a fetch of it moves."""
+        """Bytes that a fetch of the ticket moves."""
         return self.num_blocks * self.block_bytes
 
     @property
     def key(self) -> bytes:
-        """32 bytes by which the store that has the blocks knows them."""
+        """32 bytes by which the store of the blocks finds them."""
         return hashlib.sha256(b"raykv/handoff/3" + self._packed(0.0)).digest()
 
     def to_bytes(self) -> bytes:
-        """Return the ticket as bytes, for channels that carry nothing else."""
+        """Return the ticket as bytes, for channels that carry only bytes."""
         return self._packed(self.expires_s)
 
     def _packed(self, expires_s: float) -> bytes:
@@ -163,5 +163,5 @@ def _check_bytes(name: str, value: object, num_bytes: int) -> bytes:
 
 
 def expiry_after(ttl_s: float) -> float:
-    """Return the time that lies `ttl_s` seconds ahead, for a ticket's `expires_s`."""
+    """Return the time `ttl_s` seconds from now, for a ticket's `expires_s`."""
     return time.time() + ttl_s

@@ -1,4 +1,4 @@
-"""What block hashes are made of, as bytes: tokens and extra keys, checked and encoded so that no two read alike."""
+"""Check and encode the input of block hashes, tokens and extra keys: different inputs give different bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _IS_PLAIN_U32 = sys.byteorder == "little" and array("I").itemsize == 4
 
 
 def token_bytes(token_ids: Sequence[int] | npt.ArrayLike) -> bytes:
-    """Encode tokens as little-endian uint32, refusing everything that would change a value.
+    """Return tokens as little-endian uint32; refuse input that this would change.
 
     Raises:
         InvalidRequest: not one-dimensional integers in [0, 2**32).
     """
     if _IS_PLAIN_U32 and isinstance(token_ids, list) and token_ids and type(token_ids[0]) is int:
-        with contextlib.suppress(TypeError, OverflowError):  # Said below, with more words.
-            return array("I", token_ids).tobytes()  # An array of NumPy takes several times as long.
+        with contextlib.suppress(TypeError, OverflowError):  # The code below raises the full error.
+            return array("I", token_ids).tobytes()  # NumPy takes several times as long.
     try:
         tokens = np.asarray(token_ids)
     except (ValueError, TypeError, OverflowError, RuntimeError) as cause:
@@ -52,10 +52,10 @@ def token_bytes(token_ids: Sequence[int] | npt.ArrayLike) -> bytes:
 
 
 def keys_by_block(extra: Mapping[int, Sequence[ExtraKey]], num_blocks: int) -> list[Sequence[ExtraKey] | None]:
-    """Spread keys given by block index over all full blocks.
+    """Return one entry per full block from keys given by block index.
 
     Raises:
-        InvalidRequest: keys of a block that there is not.
+        InvalidRequest: there are keys for a block that does not exist.
     """
     strays = sorted(index for index in extra if not 0 <= index < num_blocks)
     if strays:
@@ -67,7 +67,7 @@ def encode_keys(keys: Sequence[ExtraKey] | None) -> bytes:
     """Encode the extra keys of one block; empty when there are none.
 
     Raises:
-        InvalidRequest: no sequence of keys.
+        InvalidRequest: `keys` is not a sequence of keys.
     """
     if keys is not None and (isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence)):
         raise InvalidRequest(f"block_hashes: wanted a sequence of extra keys, got {brief(keys)}; put it in a list")
@@ -78,10 +78,10 @@ def encode_keys(keys: Sequence[ExtraKey] | None) -> bytes:
 
 
 def encode_key(key: ExtraKey) -> bytes:
-    """Encode one key as type tag, 8-byte length, bytes; no two keys encode alike.
+    """Encode one key as type tag, 8-byte length, bytes; different keys encode differently.
 
     Raises:
-        InvalidRequest: of another type.
+        InvalidRequest: the key is of another type.
     """
     if isinstance(key, tuple):
         tag, encoded = b"t", b"".join(encode_key(part) for part in key)
