@@ -1,6 +1,6 @@
-"""The front door: start a store, connect to one, get a node store's actor handle.
+"""Start a store, connect to one, or get a node store's actor handle.
 
-One of the two modules of the core that may look up to kvstore.actors, and only when called.
+This is one of two core modules that may import kvstore.actors, and only inside a call.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ def start(
     timeout_s: float = 60.0,
     **settings: Any,
 ) -> Store:
-    """Run a store on every node of the Ray cluster, or join the one that runs.
+    """Run a store on every node of the Ray cluster, or join the running one.
 
-    The cluster is, in this order: the one that this process is connected to, `address`, RAY_ADDRESS, and the one that
-    `ray start` began on this machine. Without any, a Ray with one node is started for this process alone; it ends with
-    the last store in it, and with the process. Which it was is logged.
+    The cluster is the first of: the one that this process is connected to, `address`, RAY_ADDRESS, the one that
+    `ray start` began on this machine. If there is none, a Ray with one node is started for this process alone; it ends
+    with its last store, or with the process. The choice is logged.
 
     Args:
         capacity: memory for blocks on each node, such as "8GiB".
         name: distinguishes several stores of one cluster.
         address: host:port of the Ray cluster; "auto": the one that runs on this machine, however it was started;
             "local": a Ray of this process alone. Not needed inside a Ray job or actor.
-        timeout_s: how long all of it may take: joining or starting Ray, and every node until it is ready. Where it is
-            not enough, what this call began is ended in a few seconds more.
+        timeout_s: time for the whole call: joining or starting Ray, and every node until it is ready. If it is not
+            enough, the call takes a few seconds more to end everything that it began.
         settings: any other field of StoreConfig, as docs/api.md lists them.
 
     Returns:
-        A handle. `stop` ends the store if this call started it, and only the handle if others did. A store that is
-        not stopped goes on when this process ends, unless Ray was started for it.
+        A handle. `stop` ends the store if this call started it, otherwise only the handle. A store that is not
+        stopped continues after this process ends, unless Ray was started for it.
 
     Raises:
-        ConfigError: a setting cannot work, a node has not that much memory, or several Rays run on this machine;
+        ConfigError: a setting cannot work, a node does not have that much memory, or several Rays run on this machine;
             nothing is left running.
         StoreNotRunning: no Ray answers at the address, or the one that `ray start` began does not.
         WrongCluster: this process is connected to another Ray than `address`.
-        IncompatibleStore: a store of this name runs with other settings; it is left alone.
+        IncompatibleStore: a store of this name runs with other settings; it is not changed.
         ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
-        StoreUnavailable: a node, or a Ray for this process, was not ready in time. Where other calls of `start` wait
-            for the same store, it is theirs from then on, and goes on.
-        StoreBusy: another thread of this process joins or leaves Ray, and was not done in time.
-        InvalidRequest: `timeout_s` is no time, or over a day, or `address` no text.
+        StoreUnavailable: a node, or a Ray for this process, was not ready in time. If other calls of `start` wait
+            for the same store, the store continues and is theirs from then on.
+        StoreBusy: another thread of this process joins or leaves Ray, and did not finish in time.
+        InvalidRequest: `timeout_s` is no number of seconds, or over a day, or `address` is no text.
     """
     from kvstore.actors import starting
 
@@ -67,21 +67,20 @@ def start(
 
 
 def connect(name: str = "default", *, address: str | None = None, timeout_s: float = 30.0) -> Store:
-    """Find a store that runs, in the cluster that `start` would take, or else the only one on this machine.
+    """Return a handle of a running store, in the cluster that `start` would take or else the only one here.
 
     Returns:
-        A handle. The store is of others: `stop` ends the handle only, `destroy` the store.
+        A handle. The store belongs to others: `stop` ends the handle only, `destroy` the store.
 
-    Where this fails, as where `start` does, the process is connected to no Ray that it was not connected to before,
-    unless other threads of it use that meanwhile.
+    If `connect` or `start` fails, it leaves no new connection to Ray, unless other threads use that meanwhile.
 
     Raises:
-        StoreNotRunning: none of that name does, or no Ray cluster is there.
+        StoreNotRunning: no store of that name runs, or there is no Ray cluster.
         ConfigError: several run on this machine, and none was named.
         WrongCluster: this process is connected to another Ray than `address`.
-        IncompatibleStore: it speaks another protocol version.
+        IncompatibleStore: the store has another protocol version.
         ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
-        StoreBusy: another thread of this process joins or leaves Ray, and was not done in time.
+        StoreBusy: another thread of this process joins or leaves Ray, and did not finish in time.
         InvalidRequest: an argument is of another type, or `timeout_s` over a day.
         TransferTimeout: the store was not found in time, or does not answer.
     """
@@ -102,7 +101,7 @@ def node_store(node_id: str | None = None, *, name: str = "default") -> Any:
         name: of the store.
 
     Raises:
-        StoreNotRunning: there is none.
+        StoreNotRunning: there is no such store.
         ForkedClient: this is a fork of a process that was connected to Ray.
     """
     from kvstore.actors import cluster

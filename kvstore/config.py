@@ -1,4 +1,4 @@
-"""Settings of a store, checked when they are made; the only module that reads the environment."""
+"""Define the settings of a store and check them; the only module that reads the environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROTOCOL_VERSION = 17
 
 _MAX_COPY_THREADS = 4
 _MAX_INT = 1 << 62
-#: The longest times that settings may name: a lease's, and all others, of which a load adds several.
+#: Upper bounds of the times in settings: of a lease, and of all others (a load adds several of these).
 _MAX_LEASE_S, _MAX_S = 86400.0, 3600.0
 _KINDS = {str: "text", int: "a whole number", float: "a number"}
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -49,27 +49,27 @@ def parse_bytes(text: str | int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """What one store is, on every node; two processes that disagree refuse each other.
+    """Settings of one store, the same on every node; two processes with different settings refuse each other.
 
     Args:
         name: distinguishes several stores of one Ray cluster.
         capacity_bytes: size of the arena of each node, exact.
-        block_bytes: bytes that a slot has at least; it has more where the first namespace that attaches has larger
+        block_bytes: smallest size of a slot; slots are larger if the first namespace that attaches has larger
             blocks. 0 takes the block size of that namespace.
         lease_ttl_s: how long a lease holds unless renewed.
-        lease_margin_s: a reader counts a lease as over this much before its deadline.
-        transfer_timeout_s: when a transfer that is not terminal is abandoned.
+        lease_margin_s: a reader treats a lease as expired this long before its deadline.
+        transfer_timeout_s: after this long, a transfer that is not terminal is abandoned.
         call_timeout_s: how long one control call may take.
         max_pinned_fraction: share of the slots that leases may hold at once.
         max_hard_pinned_fraction: share of the slots that hard pins may hold at once.
         max_handoff_fraction: share of the slots that published hand-offs may hold at once.
         max_quarantined_fraction: share of the slots that may wait for abandoned transfers; beyond it the mover
-            that posted them is killed and replaced, which ends them.
-        max_quarantine_s: how long an abandoned transfer may keep slots waiting before the same is done.
+            that posted them is killed and replaced, which ends the transfers.
+        max_quarantine_s: how long an abandoned transfer may keep slots waiting before its mover is killed, too.
         chunk_bytes: bytes that one READ moves, so that copying out overlaps with reading.
-        stage_chunk_bytes: likewise between the stages of GPUs that hand blocks off.
+        stage_chunk_bytes: bytes that one READ moves between two stages of a hand-off.
         lane: "default" lets UCX choose (RDMA, then shared memory on one host, then TCP) or obeys UCX_TLS;
-            "tcp" takes TCP only.
+            "tcp" uses TCP only.
     """
 
     name: str = "default"
@@ -93,7 +93,7 @@ class StoreConfig:
             value, kind = getattr(self, setting.name), type(setting.default)
             if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
                 raise ConfigError(f"{setting.name}: wanted {_KINDS[kind]}, got {value!r}")
-            if isinstance(value, int) and abs(value) > _MAX_INT:  # Python writes no number of thousands of digits.
+            if isinstance(value, int) and abs(value) > _MAX_INT:  # Python refuses to print thousands of digits.
                 raise ConfigError(
                     f"{setting.name}: wanted at most {_MAX_INT}, got a number of {value.bit_length()} bits"
                 )
@@ -132,10 +132,10 @@ class StoreConfig:
 
     @staticmethod
     def check_names(names: Iterable[str]) -> None:
-        """Refuse what is no setting, and say which one may be meant.
+        """Refuse names that are no settings, and suggest a similar one.
 
         Raises:
-            ConfigError: one of them is none.
+            ConfigError: one of the names is no setting.
         """
         known = sorted(StoreConfig.__dataclass_fields__)
         for name in names:
@@ -149,7 +149,7 @@ class StoreConfig:
         """Return the settings that `to_json` wrote.
 
         Raises:
-            ConfigError: a key is unknown or a value cannot work, or these are no settings at all.
+            ConfigError: a key is unknown, a value cannot work, or the text is not settings at all.
         """
         try:
             values = json.loads(text)
@@ -168,7 +168,7 @@ class StoreConfig:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that differ when any setting or the protocol version differs."""
+        """16 hex digits; they differ when any setting or the protocol version differs."""
         return hashlib.sha256(f"{PROTOCOL_VERSION}:{self.to_json()}".encode()).hexdigest()[:16]
 
     def differences(self, other: StoreConfig) -> dict[str, tuple[object, object]]:
@@ -181,12 +181,12 @@ def socket_dir() -> Path:
     """Return this user's private folder for control sockets, made on first use.
 
     Raises:
-        ConfigError: the folder belongs to somebody else, is open to others, or is a link or no folder.
+        ConfigError: the folder belongs to another user, is open to other users, or is a link or no folder.
     """
     path = Path(os.environ.get("RAYKV_SOCKET_DIR") or f"{tempfile.gettempdir()}/raykv-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    # Not stat(): a link in a folder where all may write can be made, and turned elsewhere later, by any user.
+    # Not stat(): in a folder where all may write, any user can make a link and later point it elsewhere.
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         kind = "folder" if stat.S_ISDIR(info.st_mode) else "link" if stat.S_ISLNK(info.st_mode) else "file"
@@ -200,31 +200,31 @@ def socket_dir() -> Path:
 def num_copy_threads() -> int:
     """Return how many threads of a process may share one large copy: a quarter of its cores, one to four.
 
-    One core copies slower than the memory of a large machine can; on a small one the engine needs the others.
+    One core is slower than the memory of a large machine. On a small machine the engine needs the other cores.
     """
     return min(max(len(os.sched_getaffinity(0)) // 4, 1), _MAX_COPY_THREADS)
 
 
 def num_idle_copy_threads() -> int:
-    """Return how many threads may share a large copy where nothing else wants the cores: all of them, up to four."""
+    """Return how many threads may share a large copy on idle cores: one per core, up to four."""
     return min(len(os.sched_getaffinity(0)), _MAX_COPY_THREADS)
 
 
 def set_ucx_lane(lane: str) -> None:
-    """Restrict this process's transfer engine to a lane; must run before the engine is loaded.
+    """Restrict this process's NIXL to a lane; must run before NIXL is loaded.
 
-    Bytes go over TCP only with `cuda_copy` too, which connects no processes. It is named because NIXL's UCX backend
-    refuses to start on a machine with an NVIDIA GPU where UCX_TLS names no support of CUDA memory; elsewhere UCX
-    leaves out what it does not have.
+    With "tcp", bytes travel over TCP only: `cuda_copy` connects no processes. It is listed because NIXL's UCX backend
+    refuses to start on a machine with an NVIDIA GPU if UCX_TLS names no support for CUDA memory. On other machines UCX
+    ignores it.
     """
     if lane == "tcp":
         os.environ["UCX_TLS"] = "tcp,cuda_copy"
 
 
 def set_ucx_defaults() -> None:
-    """Set UCX's TCP segment sizes for this process unless the user chose their own.
+    """Set UCX's TCP segment sizes for this process unless the user has set them.
 
-    Must run before the transfer engine is loaded. Measured: 4 to 8 times on loopback TCP.
+    Must run before NIXL is loaded. Measured: 4 to 8 times faster on loopback TCP.
     """
     for key, value in UCX_DEFAULTS.items():
         os.environ.setdefault(key, value)

@@ -1,39 +1,39 @@
-"""All errors of raykv, in one tree.
+"""Define all errors of raykv, in one tree.
 
 KVStoreError
 ├── ConfigError              settings that cannot work
 │   ├── IncompatibleStore    a running store has another protocol version or configuration
-│   └── UnsupportedModel     an engine's model whose KV cannot be shared yet
+│   └── UnsupportedModel     the KV of an engine's model cannot be shared yet
 ├── InvalidRequest           an argument of one call is wrong; nothing was changed
-│   ├── NamespaceMismatch    hashes of one namespace used with a client of another
+│   ├── NamespaceMismatch    hashes of one namespace were used with a client of another
 │   ├── ChainBroken          hashes are not one contiguous run of a chain
-│   ├── StaleTicket          slots of an earlier life of the store or of the slots
+│   ├── StaleTicket          the ticket is of an earlier epoch of the store, or generation of its slots
 │   ├── StaleVersion         a namespace has been cleared again since
-│   └── ForkedClient         a client, lease, job or Ray used in a fork of the process that made it
+│   └── ForkedClient         a client, lease, job or Ray was used in a fork of the process that made it
 ├── LayoutMismatch           tensors or peers hold KV in another layout than agreed
-├── PoolExhausted            no slot can be had now
-├── BlockNotFound            a block that was named is not resident
+├── PoolExhausted            no slot is available now
+├── BlockNotFound            a named block is not resident
 ├── LeaseError
 │   ├── LeaseExpired         the deadline passed
-│   └── LeaseReleased        released before
+│   └── LeaseReleased        the lease was released before
 ├── StoreUnavailable         the node store cannot be asked
-│   ├── StoreNotRunning      nothing runs under that name or address
-│   ├── WrongCluster         it is in another Ray cluster than this process
-│   ├── StoreDraining        it runs but grants nothing any more
-│   └── StoreBusy            too much of a kind waits there already
+│   ├── StoreNotRunning      no store runs under that name or address
+│   ├── WrongCluster         the store is in another Ray cluster than this process
+│   ├── StoreDraining        the store runs but grants nothing any more
+│   └── StoreBusy            too many requests of one kind wait there already
 ├── TransferError            bytes did not arrive
 │   ├── TransferTimeout      not terminal in time; the destination is quarantined
-│   │   └── JobRunning       a save or load is not done yet; it goes on
+│   │   └── JobRunning       a save or load is not done yet; it continues
 │   ├── PeerLost             the other side is gone
-│   │   └── NotAsked         its connection was closed before a question's turn came
+│   │   └── NotAsked         the connection was closed before a question was sent
 │   └── RegistrationFailed   memory could not be registered for transfer
-├── JobAbandoned             the owner gave a save or load up
-├── ProtocolError            bytes on a control connection that are not ours
+├── JobAbandoned             the owner abandoned a save or load
+├── ProtocolError            bytes on a control connection are not of this protocol
 └── KernelError              copies of a GPU's cache failed
-    └── CopyStuck            the device did not come to an end with them
+    └── CopyStuck            the device did not finish the copies
 
 Errors cross process boundaries, so every class takes positional arguments only and
-survives pickling. A message says what was wanted, what was got and what to do.
+can be pickled. A message says what was wanted, what was got and what to do.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ConfigError(KVStoreError):
 
 
 class IncompatibleStore(ConfigError):
-    """A running store has another protocol version or configuration than asked for."""
+    """A running store has another protocol version or configuration than the caller's."""
 
 
 class UnsupportedModel(ConfigError):
@@ -60,7 +60,7 @@ class InvalidRequest(KVStoreError):
 
 
 class NamespaceMismatch(InvalidRequest):
-    """Block hashes belong to another namespace than the client they were given to."""
+    """Block hashes are of another namespace than the client that got them."""
 
 
 class ChainBroken(InvalidRequest):
@@ -72,7 +72,7 @@ class StaleTicket(InvalidRequest):
 
 
 class StaleVersion(InvalidRequest):
-    """A clearing that is not later than the last one, or blocks from before it; nothing was changed."""
+    """A clearing is not later than the last one, or blocks are from before it; nothing was changed."""
 
 
 class ForkedClient(InvalidRequest):
@@ -112,7 +112,7 @@ class StoreNotRunning(StoreUnavailable):
 
 
 class WrongCluster(StoreUnavailable):
-    """This process is connected to another Ray cluster than the one that was meant; nothing was done there."""
+    """This process is connected to another Ray cluster than the requested one; nothing was done there."""
 
 
 class StoreDraining(StoreUnavailable):
@@ -120,7 +120,7 @@ class StoreDraining(StoreUnavailable):
 
 
 class StoreBusy(StoreUnavailable):
-    """The node store runs, but too much that blocks waits there already; nothing was begun, try again soon."""
+    """The node store runs, but too many blocking requests wait there; nothing was begun, try again soon."""
 
 
 class TransferError(KVStoreError):
@@ -128,11 +128,11 @@ class TransferError(KVStoreError):
 
 
 class TransferTimeout(TransferError):
-    """A transfer was not terminal in time; its destination is quarantined until it is."""
+    """A transfer was not terminal in time; its destination is quarantined until the transfer ends."""
 
 
 class JobRunning(TransferTimeout):
-    """A save or load is not done yet; it goes on. Wait again, or abandon it."""
+    """A save or load is not done yet; it continues. Wait again, or abandon it."""
 
 
 class PeerLost(TransferError):
@@ -140,15 +140,15 @@ class PeerLost(TransferError):
 
 
 class NotAsked(PeerLost):
-    """The connection was closed before its turn came, by a question of another thread that failed; nothing was sent."""
+    """The connection was closed before this question's turn, by another thread's failure; nothing was sent."""
 
 
 class RegistrationFailed(TransferError):
-    """Memory could not be registered with the transfer engine."""
+    """Memory could not be registered with CUDA or with NIXL."""
 
 
 class JobAbandoned(KVStoreError):
-    """The owner of a save or load gave it up; it touches the engine's blocks no more."""
+    """The owner abandoned a save or load; the job does not touch the engine's blocks any more."""
 
 
 class ProtocolError(KVStoreError):
@@ -156,15 +156,15 @@ class ProtocolError(KVStoreError):
 
 
 class KernelError(KVStoreError):
-    """Copies of a GPU's cache could not be prepared, or failed; they touch nothing any more."""
+    """Copies of a GPU's cache could not be prepared, or failed; they do not touch any memory now."""
 
 
 class CopyStuck(KernelError):
-    """The device did not come to an end with copies: they may still touch blocks and slots. End the process."""
+    """The device did not finish copies: they may still touch blocks and slots. End the process."""
 
 
 def all_error_types() -> dict[str, type[KVStoreError]]:
-    """Return every error class of the tree by name, so that errors can cross a wire safely."""
+    """Return every error class of the tree by name; messages send an error as its name."""
     found: dict[str, type[KVStoreError]] = {}
     pending: list[type[KVStoreError]] = [KVStoreError]
     while pending:
