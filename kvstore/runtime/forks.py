@@ -1,8 +1,8 @@
-"""What a forked child must not do with what it has copied from its parent: speak for it, or reuse its addresses.
+"""Keep a forked child from using its parent's connections, or the addresses of its parent's shared memory.
 
-Sockets and the numbers of questions are one for both after a fork, so answers would go to the wrong one. Shared memory
-is kept out of children, since its leases are the parent's. But an object that maps it is copied, and unmaps its
-addresses when it goes: in a child that would be the memory of something else, were the addresses not kept.
+After a fork both processes share sockets and request numbers, so answers would reach the wrong one. Shared memory is
+kept out of children, because its leases are the parent's. But a child has a copy of each mapping object, which unmaps
+its addresses when it is deleted. So the child keeps these addresses reserved, or other memory could be unmapped.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 _mmap.restype = ctypes.c_void_p
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-#: Of the whole process, as forks are: where each living mapping lies that children do not get.
+#: Global, because a fork copies the whole process: (address, bytes) of each live mapping that children do not get.
 _withheld: WeakKeyDictionary[mmap.mmap, tuple[int, int]] = WeakKeyDictionary()
 
 
-#: Of the whole process too: its number, kept because the kernel takes longer than all else that a check does.
+#: The id of this process, cached because asking the kernel takes longer than the rest of a check.
 _here_pid = os.getpid()
 
 
 def this_process() -> int:
-    """Return the number of this process."""
+    """Return the id of this process."""
     return _here_pid
 
 
 def check_process(pid: int) -> None:
-    """Refuse what belongs to another process than this one.
+    """Refuse the use of an object that another process made.
 
     Args:
-        pid: of the process that made it.
+        pid: of the process that made the object.
 
     Raises:
-        ForkedClient: this is a child of that.
+        ForkedClient: this process is a child of that one.
     """
     if _here_pid != pid:
         raise ForkedClient(
@@ -54,12 +54,12 @@ def check_process(pid: int) -> None:
 
 
 def withhold(mapping: mmap.mmap, address: int, num_bytes: int) -> None:
-    """Keep a mapping out of forked children, and its addresses free in them.
+    """Keep a mapping out of forked children, and its addresses reserved in them.
 
     Args:
-        mapping: the object that unmaps the addresses when it goes.
+        mapping: the object that unmaps the addresses when it is deleted.
         address: of its first byte.
-        num_bytes: of all of it.
+        num_bytes: its length.
 
     Raises:
         OSError: the kernel refuses; nothing changed.
@@ -71,7 +71,7 @@ def withhold(mapping: mmap.mmap, address: int, num_bytes: int) -> None:
 
 
 def unmapped(mapping: mmap.mmap) -> None:
-    """Forget a mapping that was closed: its addresses may be those of another one by now."""
+    """Forget a closed mapping: its addresses may belong to another mapping by now."""
     _withheld.pop(mapping, None)
 
 
@@ -80,7 +80,7 @@ def _begin_child() -> None:
     _here_pid = os.getpid()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE | _MAP_NORESERVE
     for address, num_bytes in list(_withheld.values()):
-        # Refused where the child has something by now, and then there is nothing to keep.
+        # The kernel refuses if the child has another mapping there; then there is nothing to reserve.
         _mmap(address, num_bytes, _PROT_NONE, flags, -1, 0)
 
 

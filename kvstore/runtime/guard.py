@@ -1,4 +1,4 @@
-"""What keeps a thread alive that must not end: failures are counted, few are logged, and each is followed by a rest."""
+"""Keep a thread alive that must not end: count failures, log a few, and rest after each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 _PAUSES_S = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
-#: One entry in the log for each that often; what is not logged is counted in the next one.
+#: At most one log entry per this time; the next entry counts the ones held back.
 _LOG_EVERY_S = 10.0
 
 
@@ -20,7 +20,7 @@ class LogLimit:
     _next_s: float = 0.0
 
     def passes(self) -> bool:
-        """Whether an entry may be written now."""
+        """Return whether an entry may be written now."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             self.num_held_back += 1
@@ -29,7 +29,7 @@ class LogLimit:
         return True
 
     def take_held_back(self) -> int:
-        """Return how many entries were held back since this was asked last."""
+        """Return how many entries were held back since the last call."""
         count, self.num_held_back = self.num_held_back, 0
         return count
 
@@ -50,7 +50,7 @@ class Guard:
     _limit: LogLimit | None = None
 
     def failed(self, error: Exception) -> float:
-        """Note a failure; returns how long to rest before the step is tried again, seconds."""
+        """Count a failure; return how many seconds to rest before the next try."""
         if self._limit is None:
             self._limit = LogLimit()
         pause_s = _PAUSES_S[min(self.num_in_row, len(_PAUSES_S) - 1)]
@@ -63,5 +63,5 @@ class Guard:
         return pause_s
 
     def passed(self) -> None:
-        """Note that the step went well."""
+        """Note that the step succeeded."""
         self.num_in_row = 0

@@ -1,4 +1,4 @@
-"""The future of a job: one whose waiter may be interrupted anywhere, as by Ctrl-C, and which ends all the same."""
+"""Define the future of a job: it completes even if a waiter is interrupted anywhere, as by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class _Condition(threading.Condition):
-    """A condition that no interrupt leaves locked.
+    """A condition that stays unlocked after an interrupt.
 
-    That of Python enters in a function of Python. An interrupt behind the lock in there leaves it locked for ever, and
-    the thread that has the result waits for it. And one in `wait` ends with an error of the lock instead.
+    Python's condition takes its lock inside a Python function. An interrupt after that leaves the lock taken forever,
+    and the thread that has the result waits for it. An interrupt in its `wait` raises an error of the lock instead.
     """
 
-    # Of the instance: so they are the functions of the lock itself, behind which `with` is served before any signal.
+    # On the instance, these are the lock's own C functions: no signal is handled between them and the `with` block.
     __slots__ = ("__enter__", "__exit__")
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class _Condition(threading.Condition):
         self.__enter__, self.__exit__ = lock.__enter__, lock.__exit__  # type: ignore[method-assign]
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until notified or until a timeout occurs; with the lock taken once."""
+        """Wait until notified or until a timeout; the caller holds the lock, once."""
         waiter, is_told = threading.Lock(), False
         waiter.acquire()
         self._waiters.append(waiter)  # type: ignore[attr-defined]
         try:
-            self.release()  # Nothing comes before it in `try`, and nothing before `acquire` in `finally`.
+            self.release()  # An interrupt is safe only if this is first in `try`, and `acquire` first in `finally`.
             is_told = waiter.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
         finally:
             self.acquire()
@@ -42,14 +42,14 @@ class _Condition(threading.Condition):
 
 
 class JobFuture(Future[T]):
-    """What comes of a job."""
+    """The result of a job."""
 
     def __init__(self) -> None:
         super().__init__()
         self._condition = _Condition()
 
     def tell_again(self) -> None:
-        """Wake the waiters and call the callbacks of a future that has its result: an interrupt may have kept that."""
+        """Wake the waiters and call the callbacks again, because an interrupt may have prevented it."""
         with self._condition:
             self._condition.notify_all()
         self._invoke_callbacks()  # type: ignore[attr-defined]

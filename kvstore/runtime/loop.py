@@ -1,4 +1,4 @@
-"""The one thread behind control connections: an epoll, a tick, and a guard, because nothing works without it."""
+"""Run the control thread: an epoll, a tick, and a guard that keeps the thread alive after errors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvstore.runtime.guard import Guard
 
 logger = logging.getLogger(__name__)
 
-#: How long the thread sleeps when nothing happens and nothing ends with time.
+#: How long the thread sleeps when no message comes and no ticks are wanted.
 _IDLE_S = 5.0
-#: So many failures in a row, with rests in between, and the thread does not count as serving any more.
+#: After so many failures in a row, with rests in between, the thread does not count as serving any more.
 _MAX_FAILURES_IN_ROW = 10
 _READABLE, _WRITABLE = select.EPOLLIN, select.EPOLLOUT
 
 
 class ControlLoop:
-    """Calls what is watched when it is ready, and ticks.
+    """Calls the callbacks of ready descriptors, and ticks.
 
-    Nothing that it calls may block. What any of them raises is logged and counted, and the thread goes on.
+    No callback may block. The thread logs and counts an error of a callback, and continues.
 
     Args:
         on_tick: called about every `tick_s` seconds while `wants_ticks()` is true.
@@ -41,7 +41,7 @@ class ControlLoop:
     ) -> None:
         self._on_tick, self._wants_ticks, self._tick_s, self._on_end = on_tick, wants_ticks, tick_s, on_end
         self._epoll = select.epoll()
-        #: What to do when a descriptor has something to read.
+        #: By descriptor: called when it has something to read.
         self._when_ready: dict[int, Callable[[], None]] = {}
         self._when_writable: dict[int, Callable[[], None]] = {}
         #: Descriptors that count as readable in the next round, whatever the kernel says.
@@ -50,26 +50,26 @@ class ControlLoop:
         self.watch(self._wake_read, self._woken)
         self._thread = threading.Thread(target=self._run, name="raykv-control", daemon=True)
         self._stopping = self._has_ended = False
-        #: Held while the pipe is written to and while it is closed: its number may be another file's at once.
+        #: Held to write to the pipe and to close it: after close, its number may belong to another file.
         self._ending, self._pid = threading.Lock(), os.getpid()
         self._awake_until_s = 0.0
-        #: Of those that want to know that a round was completed.
+        #: Set when a round is completed, for callers of `is_serving`.
         self._asked: list[threading.Event] = []
         self._polls, self._calls = Guard(logger, "control: waiting for messages"), Guard(logger, "control: a callback")
         self._ticks = Guard(logger, "control: a tick")
 
     @property
     def num_failures(self) -> int:
-        """How often something that the thread called raised what nobody expected."""
+        """How often a call on this thread raised an unexpected error."""
         return self._polls.num_failures + self._calls.num_failures + self._ticks.num_failures
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     @staticmethod
     def now_s() -> float:
-        """Return the time that ticks go by."""
+        """Return the time on the clock of the ticks."""
         return clock.now_s()
 
     def is_own_thread(self) -> bool:
@@ -77,7 +77,7 @@ class ControlLoop:
         return threading.get_ident() == self._thread.ident
 
     def wake(self) -> None:
-        """Make the thread look at its timers; it does so by itself after each message that it serves."""
+        """Make the thread check its timers; it also does so after each message."""
         if self.is_own_thread() or os.getpid() != self._pid:
             return
         with self._ending, contextlib.suppress(OSError):
@@ -85,15 +85,15 @@ class ControlLoop:
                 os.write(self._wake_write, b"x")
 
     def stay_awake(self, seconds: float) -> None:
-        """Have the thread ask for messages without sleeping for so long, because one comes soon; 0 ends that."""
+        """Poll for messages without sleeping for so long, because one comes soon; 0 ends that."""
         self._awake_until_s = clock.now_s() + seconds if seconds else 0.0
         if seconds:
             self.wake()
 
     def is_serving(self, within_s: float) -> bool:
-        """Whether the thread goes through a whole round within so many seconds, and its ticks do not all fail.
+        """Return whether the thread completes a round within so many seconds, and its ticks do not all fail.
 
-        Asks the thread itself, which answers at once unless it hangs; from any thread.
+        Asks the thread itself, which answers at once unless it hangs. From any thread.
         """
         if self._stopping or not self._thread.is_alive() or self._ticks.num_in_row >= _MAX_FAILURES_IN_ROW:
             return False
@@ -116,14 +116,14 @@ class ControlLoop:
             self._thread.join(timeout_s)
 
     def watch(self, fd: int, then: Callable[[], None], when_writable: Callable[[], None] | None = None) -> None:
-        """Call `then`, which must not block, whenever a descriptor can be read; on the thread, as `then` is.
+        """Call `then`, which must not block, on this thread whenever a descriptor can be read.
 
-        It has to be unwatched before it is closed, and `then` may be called once more in that very moment. One that
-        raises is watched no more: it would raise again at once, and for ever. `when_writable` is called when the
-        descriptor can be written to, while `want` says so.
+        The caller must unwatch a descriptor before closing it; `then` may be called once more at that moment. If `then`
+        raises, its descriptor is unwatched, because it would raise again at once, forever. `when_writable` is called
+        when the descriptor can be written to, while `want` says so. Call this on the thread, or before it starts.
 
         Raises:
-            OSError: the kernel cannot watch it, as with no memory; it is not watched.
+            OSError: the kernel cannot watch it, for example for lack of memory; it is not watched.
         """
         self._when_ready[fd] = then
         if when_writable is not None:
@@ -136,16 +136,16 @@ class ControlLoop:
             raise
 
     def want(self, fd: int, *, readable: bool, writable: bool) -> None:
-        """Say what a watched descriptor is watched for; from any thread. Its end is seen in any case."""
-        with contextlib.suppress(OSError, ValueError):  # It is watched no more.
+        """Set the events that a descriptor is watched for, from any thread. Its end is always noticed."""
+        with contextlib.suppress(OSError, ValueError):  # It is not watched any more.
             self._epoll.modify(fd, (_READABLE if readable else 0) | (_WRITABLE if writable else 0))
 
     def call_again(self, fd: int) -> None:
-        """Count a watched descriptor as readable in the next round: part of what came was left for then."""
+        """Treat a watched descriptor as readable in the next round: part of its input is still unserved."""
         self._again.add(fd)
 
     def unwatch(self, fd: int) -> None:
-        """Watch a descriptor no more; on the thread."""
+        """Stop watching a descriptor; on the thread."""
         self._when_writable.pop(fd, None)
         self._again.discard(fd)
         if self._when_ready.pop(fd, None) is not None:
@@ -169,9 +169,9 @@ class ControlLoop:
         wait_s = next_tick_s = 0.0
         while not self._stopping:
             try:
-                # Looked up before any is served: what one of them closes must not lend its number to another.
+                # Look all callbacks up before calling one: a callback may close a descriptor, and its number be reused.
                 found = self._poll(0.0 if self._again else wait_s)
-                if len(found) == 1 and found[0][1] == _READABLE and not self._again:  # As it nearly always is.
+                if len(found) == 1 and found[0][1] == _READABLE and not self._again:  # The usual case.
                     fd = found[0][0]
                     ready = [(fd, self._when_ready[fd])]
                 else:
@@ -216,9 +216,9 @@ class ControlLoop:
         return ready
 
     def _tick(self, was_busy: bool) -> tuple[float, float]:
-        """Tick if that is wanted; returns how long to sleep and when to ask again, in seconds from now."""
+        """Tick if wanted; return how long to sleep and when to ask again, in seconds from now."""
         try:
-            # Asked once a tick and not after each message, so once more after the last one.
+            # Asked once a tick and not after each message; so a busy round is followed by one more short sleep.
             wanted = self._wants_ticks()
             if wanted:
                 self._on_tick()

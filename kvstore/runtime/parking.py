@@ -1,4 +1,4 @@
-"""Where work waits for others: one thread watches the connections of all of it."""
+"""Park work that waits for an answer: one thread watches the connections of all parked work."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from kvstore.runtime.forks import this_process
 
 logger = logging.getLogger(__name__)
 
-#: The kernel takes no sleep of more than some weeks; after this the thread looks, and sleeps on.
+#: The kernel accepts no sleep longer than some weeks; after this time the thread checks, and sleeps again.
 LONGEST_SLEEP_S = 3600.0
 
 
 class Parking:
-    """Calls what is parked when its descriptor can be read, or its time is over. For any threads.
+    """Calls parked callbacks when their descriptor can be read or their deadline passes. For any threads.
 
-    Its thread runs from the first that is parked on.
+    Its thread starts with the first call of `park`.
     """
 
     def __init__(self) -> None:
-        # Of a kind that one thread may take twice: what is collected while it is held may close this.
+        # Reentrant: a finalizer that runs while it is held may call `close`.
         self._lock = threading.RLock()
         self._pid = this_process()
         self._epoll: select.epoll | None = None
         self._wake_fd = -1
-        #: What no thread watches yet: the first of its threads that takes it out does, any other one ends.
+        #: An epoll that no thread watches yet. The first thread that removes it watches it; any other thread ends.
         self._unbegun: dict[select.epoll, None] = {}
-        #: By descriptor: a number of its own, and what is called.
+        #: By descriptor: a unique number, and the callback.
         self._parked: dict[int, tuple[int, Callable[[], None]]] = {}
-        #: Of each that was parked, also of those that are gone: (until, number, descriptor).
+        #: (until, number, descriptor) of everything that was parked, also of what has left.
         self._deadlines: list[tuple[float, int, int]] = []
         self._numbers = itertools.count(1)
-        #: Called at once, by the thread: their descriptors are gone.
+        #: The thread calls these at once: their descriptors are closed.
         self._left_behind: list[Callable[[], None]] = []
         self._sleeps_until_s = math.inf
         self._closed = False
@@ -50,25 +50,25 @@ class Parking:
         return len(self._parked)
 
     def park(self, fd: int, until_s: float, then: Callable[[], None]) -> Callable[[], None]:
-        """Have `then` called once, on the thread that watches: it must not block.
+        """Call `then` once, on the watching thread, when `fd` can be read or the time has come.
 
         Args:
-            fd: nothing else is parked with it; it stays open until `then` is called, or what is returned.
-            until_s: of kvstore.runtime.clock, when `then` is called at the latest.
-            then: what goes on.
+            fd: parked once at a time. The caller keeps it open until `then` or the returned function is called.
+            until_s: time of kvstore.runtime.clock; `then` is called at the latest then.
+            then: continues the parked work; must not block.
 
         Returns:
-            What ends this; after it `then` may still be called, if that had begun.
+            A function that ends the parking. A call of `then` that had begun may still follow it.
 
         Raises:
             OSError, RuntimeError: there is no descriptor or thread for it; nothing is parked.
-            ValueError: `fd` was closed; likewise.
+            ValueError: `fd` was closed; nothing is parked.
         """
         self.hurry()
         with self._lock:
             is_new = self._epoll is None
             epoll = self._epoll if self._epoll is not None else self._make()
-            # What is parked there still had a descriptor that was closed by others, and whose number is this one's now.
+            # An entry under this number is left behind: its descriptor was closed, and the number was reused for `fd`.
             left_behind = self._take(fd)
             number = next(self._numbers)
             try:
@@ -76,11 +76,11 @@ class Parking:
                 self._parked[fd] = number, then
                 heapq.heappush(self._deadlines, (until_s, number, fd))
                 if until_s < self._sleeps_until_s:
-                    # With the lock held, or the thread could end meanwhile, and the number be another file's.
+                    # Under the lock, or the thread could end meanwhile and the number belong to another file.
                     os.eventfd_write(self._wake_fd, 1)
             except (OSError, ValueError):
-                raise  # Of `register`.
-            except BaseException:  # An interrupt: the caller cannot end this, for it does not know how.
+                raise  # Raised by `register`.
+            except BaseException:  # An interrupt: the caller gets no function to end this.
                 self._parked[fd] = number, then
                 self._take(fd, number)
                 raise
@@ -89,19 +89,19 @@ class Parking:
                     self._left_behind.append(left_behind)
                     os.eventfd_write(self._wake_fd, 1)
         if is_new:
-            # Not under the lock, which the thread takes: a handler of a signal that comes meanwhile may wait for it.
+            # Not under the lock: the thread takes it, and a signal handler here may wait for the thread.
             self._start(epoll, fd, number)
         return partial(self._leave, fd, number)
 
     def hurry(self) -> None:
-        """See to it that what is parked is watched, though the start of the thread may have been interrupted."""
+        """Start the watching thread if its first start was interrupted."""
         for epoll in tuple(self._unbegun):
-            with contextlib.suppress(RuntimeError):  # No thread can be started: the one who begins it says so.
+            with contextlib.suppress(RuntimeError):  # No thread can be started: the `park` call that began it raises.
                 threading.Thread(target=self._run, args=(epoll,), name="raykv-waiting", daemon=True).start()
 
     def close(self) -> None:
         """End the thread once nothing is parked any more; may be called again."""
-        if this_process() != self._pid:  # In a forked child there is no such thread, and the lock may be held for ever.
+        if this_process() != self._pid:  # A forked child has no such thread, and the lock may stay taken forever.
             return
         with self._lock:
             if self._closed:
@@ -122,14 +122,14 @@ class Parking:
         return epoll
 
     def _start(self, epoll: select.epoll, fd: int, number: int) -> None:
-        """Start the thread; where that fails what was parked with this number is parked no more, and others go on."""
+        """Start the thread; if that fails, remove the entry of this number and call all others at once."""
         try:
             threading.Thread(target=self._run, args=(epoll,), name="raykv-waiting", daemon=True).start()
         except BaseException:
             with self._lock:
                 self._take(fd, number)
                 if epoll not in self._unbegun:
-                    raise  # An interrupt: it runs all the same.
+                    raise  # An interrupt: the thread runs all the same.
                 del self._unbegun[epoll]
                 others = [*self._left_behind, *(self._take(each) for each in tuple(self._parked))]
                 self._left_behind.clear()
@@ -147,12 +147,12 @@ class Parking:
             self._take(fd, number)
 
     def _take(self, fd: int, number: int | None = None) -> Callable[[], None] | None:
-        """Return what is parked with a descriptor, and watch that no more."""
+        """Return the callback parked with a descriptor, and stop watching it."""
         found = self._parked.get(fd)
         if found is None or self._epoll is None or number not in (None, found[0]):
             return None
         del self._parked[fd]
-        with contextlib.suppress(OSError):  # Closed all the same, it is watched no more.
+        with contextlib.suppress(OSError):  # It was closed, so it is not watched any more.
             self._epoll.unregister(fd)
         return found[1]
 
@@ -160,7 +160,7 @@ class Parking:
         try:
             del self._unbegun[epoll]
         except KeyError:
-            return  # Another thread watches it, or nobody is to: its start was interrupted.
+            return  # Another thread watches it, or none should: its start was interrupted.
         wait_s = 0.0
         while True:
             ready = epoll.poll(wait_s)
@@ -181,7 +181,7 @@ class Parking:
                         epoll.close()
                         os.close(self._wake_fd)
                         return
-                    wait_s = 0.0  # What was found goes on first.
+                    wait_s = 0.0  # The callbacks found are called first.
             for then in found:
                 if then is None:
                     continue
@@ -189,4 +189,4 @@ class Parking:
                     then()
                 except Exception:
                     logger.exception("what was parked could not go on")
-            found, then = [], None  # While this sleeps it keeps nobody's client alive.
+            found, then = [], None  # A sleeping thread must keep no client alive.

@@ -1,4 +1,4 @@
-"""Pauses of a thread that looks again and again whether something has happened."""
+"""Provide the pause of a polling thread."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import select
 
 
 def give_way() -> None:
-    """Let other threads of this process have the interpreter, for less than a microsecond.
+    """Let other threads of this process run, for less than a microsecond.
 
-    A sleep, even of no time, takes the 50 us by which Linux lets a timer be late (python/cpython#125997). To yield the
-    core instead, which that issue ends with, may take as long as a turn of whatever else is to run there, milliseconds,
-    even if that has the lowest priority: sched_yield(2) promises nothing to threads that are not real-time.
+    A sleep, even of 0 s, takes 50 us, the slack of a Linux timer (python/cpython#125997). That issue ended with
+    yielding the core instead. This may take the full turn of another process, milliseconds, even one of the lowest
+    priority: sched_yield(2) promises nothing to threads that are not real-time.
     """
     select.select((), (), (), 0)

@@ -1,4 +1,4 @@
-"""The threads of a node store for what blocks: few, with a bounded queue, and no kind of work waits behind another."""
+"""Run a node store's blocking work on few threads, with a bounded queue; one kind never waits for another."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MAX_QUEUED = 256
 
 
 class Blocking(Enum):
-    """What blocks, and on whom. A kind has as many threads as are of use to it at once."""
+    """Kinds of blocking work, each with the process it waits for. A kind has as many threads as it can use."""
 
-    LOOKUP = "lookup"  # on the directory, which is asked one thing at a time
-    STATS = "stats"  # on the mover
-    STAGE = "stage"  # on the mover, and for warming up on peers
-    SPILL = "spill"  # on the mover
-    RELEASE = "release"  # on peers
-    FETCH = "fetch"  # on peers, to connect to them
+    LOOKUP = "lookup"  # the directory, which takes one question at a time
+    STATS = "stats"  # the mover
+    STAGE = "stage"  # the mover; and peers, to warm up
+    SPILL = "spill"  # the mover
+    RELEASE = "release"  # peers
+    FETCH = "fetch"  # peers, to connect to them
 
 
 _NUM_THREADS = {
@@ -33,7 +33,7 @@ _NUM_THREADS = {
 
 
 class StoreThreads:
-    """Runs what blocks, off the control thread; for any threads. A thread is started when it is needed."""
+    """Runs blocking work outside the control thread; for any threads. A thread is started when it is needed."""
 
     def __init__(self) -> None:
         self._threads = {kind: ThreadPool(count, f"raykv-{kind.value}") for kind, count in _NUM_THREADS.items()}
@@ -41,15 +41,15 @@ class StoreThreads:
         self._num_pending = dict.fromkeys(Blocking, 0)
 
     def submit(self, kind: Blocking, run: Callable[[], object], *, is_admitted: bool = False) -> bool:
-        """Have something run soon.
+        """Run a function soon on a thread of its kind.
 
         Args:
-            kind: of what it waits for.
-            run: what; an error of it is logged.
-            is_admitted: it goes on with what was bounded when it began, so the queue takes it in any case.
+            kind: what the function waits for.
+            run: the function; an error of it is logged.
+            is_admitted: it continues work that was counted when it began, so even a full queue takes it.
 
         Returns:
-            False when so much waits that it is not taken, the store ends, or no thread can be started.
+            False when the queue is full, the store ends, or no thread can be started; then it does not run.
         """
         with self._lock:
             if not is_admitted and self._num_pending[kind] >= _NUM_THREADS[kind] + _MAX_QUEUED:
@@ -71,6 +71,6 @@ class StoreThreads:
                 self._num_pending[kind] -= 1
 
     def stop(self) -> None:
-        """Take nothing more; what runs is not waited for."""
+        """Accept nothing more and drop the queue; do not wait for running work."""
         for threads in self._threads.values():
             threads.close(drop=True)

@@ -1,7 +1,7 @@
-"""Whose turn it is: what a lock is for, among threads that may be interrupted behind any call, as by Ctrl-C.
+"""Give threads turns, like a lock, but safe when an interrupt such as Ctrl-C comes after any call.
 
-An interrupt behind the call that takes a lock leaves it locked for ever, for nobody knows that it was taken. A turn is
-an object of its own: its thread can always see whether it has it, and gives it up whatever ends it.
+An interrupt right after the call that takes a lock leaves it locked forever: no code knows that it was taken. A turn is
+an object. Its thread can always see whether it has the turn, and gives it up however the call ends.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from queue import Empty, SimpleQueue
 
 from kvstore.runtime import clock
 
-#: One for each thing that is done in turn, with the number of the thread that does it, or 0 where any thread may go on.
+#: One per task done in turn: holds the id of its thread, or 0 if any thread may continue the task.
 Turn = list[int]
-#: One that waits also looks that often by itself: word of its turn may be lost to an interrupt.
+#: A waiting thread also checks this often by itself: an interrupt may lose the notification of its turn.
 _LOOK_AGAIN_S = 0.05
 
 
-#: In place of the number, of a turn that has ended or was given up.
+#: Replaces the thread id in a turn that has ended or was given up.
 _ENDED = -1
 
 
@@ -34,38 +34,38 @@ class _Waiter:
 class Turns:
     """Turns one after the other, in the order in which they were asked for.
 
-    Where every microsecond counts a caller takes and ends its turn itself, which `take` and `end` show.
+    Where every microsecond counts, a caller takes and ends its turn with its own code, as `take` and `end` do.
 
     Attributes:
-        lock: held for a moment only, by `with` alone, which Python enters and leaves as one with what is in it.
-        now: the turn that there is; None between two.
+        lock: held for a moment only and by `with` alone, so no interrupt comes between the lock and the block.
+        now: the current turn; None between two turns.
         first: wakes the thread whose turn is next; None while none waits.
     """
 
     __slots__ = ("_waiting", "first", "lock", "now")
 
     def __init__(self) -> None:
-        # Of a kind that one thread may take twice: the handler of a signal may run under it.
+        # Reentrant: a signal handler may run on a thread that holds it.
         self.lock = threading.RLock()
         self.now: Turn | None = None
         self.first: SimpleQueue[None] | None = None
         self._waiting: list[_Waiter] = []
 
     def take(self, turn: Turn) -> bool:
-        """Take a turn if it is free and no thread waits; whether it was taken."""
+        """Take a turn if none is taken and no thread waits; return whether it was taken."""
         with self.lock:
             if self.now is None and self.first is None:
                 self.now = turn
         return self.now is turn
 
     def wait(self, turn: Turn, timeout_s: float, check: Callable[[Turn], None]) -> bool:
-        """Take a turn when all that asked for one before have had theirs; False when that is not in time.
+        """Take a turn after all earlier requests; False when that is not in time.
 
         Args:
-            turn: to be ended by the caller in any case, also when this is interrupted: then others pass it.
+            turn: the caller must end it in any case, also when this is interrupted; others then pass it.
             timeout_s: the longest wait.
-            check: called with the turn that there is; raises when waiting for it is of no use. And with one that this
-                thread waits for already, as in the handler of a signal: it does not come before this wait has ended.
+            check: called with the current turn; raises when waiting for it is useless. Also called with an earlier turn
+                that this thread waits for below a signal handler: that turn cannot come before this wait ends.
         """
         waiter, until_s = _Waiter(turn), clock.now_s() + timeout_s
         try:
@@ -93,14 +93,14 @@ class Turns:
                 self.first = self._waiting[0].woken if self._waiting else None
 
     def _look(self, waiter: _Waiter) -> None:
-        while self._waiting[0].turn[0] == _ENDED:  # It was interrupted. The end of this one is to come.
+        while self._waiting[0].turn[0] == _ENDED:  # Interrupted ones. `waiter` is in the list, not ended.
             del self._waiting[0]
         self.first = self._waiting[0].woken
         if self.now is None and self._waiting[0] is waiter:
             self.now = waiter.turn
 
     def end(self, turn: Turn) -> None:
-        """Give a turn up, if it was taken; may be called again."""
+        """End a turn, taken or not, and wake the next thread; may be called again."""
         turn[0] = _ENDED
         if self.now is turn:
             self.now = None
