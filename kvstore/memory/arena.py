@@ -1,9 +1,9 @@
-"""The arena: one shared-memory slab per node, an anonymous memory file that every worker maps.
+"""Make and map the arena: one shared-memory slab per node, an anonymous memory file that every worker maps.
 
 The node store creates the file and owns it; workers get its descriptor over the control socket.
-All pages are allocated when it is made, so that no process dies of SIGBUS later, and the size is
-sealed, so that nobody can shrink it under a reader. Mappings are kept out of forked children:
-a child that outlives its parent must not go on reading slots whose lease died with the parent.
+All pages are allocated at creation, so that no process dies of SIGBUS later. The size is sealed,
+so that no process can shrink it under a reader. Mappings are kept out of forked children: a child
+that outlives its parent must not read slots whose lease ended with the parent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _mmap.restype = ctypes.c_void_p
 
 
 def available_bytes() -> tuple[int, str]:
-    """Return how much memory this process may still take, and which limit says so."""
+    """Return how much memory this process may still take, and the name of the limit."""
     meminfo = Path("/proc/meminfo").read_text()
     fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if ":" in line}
     best, source = fields.get("MemAvailable", fields["MemFree"]), "free memory of this machine"
@@ -86,8 +86,8 @@ def _cgroup_folders() -> list[Path]:
 class Arena:
     """A mapping of the slab in this process.
 
-    `memory` is a writable view of the slab, owned by this object with the `reserved` addresses that it lies in:
-    whoever takes views of it must drop them before `close`. `fd` is -1 where the slab is another process's.
+    `memory` is a writable view of the slab inside the `reserved` addresses; this object owns both. Callers must drop
+    their views of it before `close`. `fd` is -1 if another process owns the slab.
     """
 
     fd: int
@@ -107,15 +107,15 @@ class Arena:
     def populate(self) -> None:
         """Enter every page into this process's page table now, in pieces, without the interpreter lock.
 
-        A page that a mapping touches for the first time costs a fault, and a READ through the kernel costs
-        one on both sides for each page: 20 times slower than the copy itself when measured.
+        The first access to a page of a mapping costs a fault; a READ through the kernel costs one on both
+        sides for each page. Measured: 20 times slower than the copy itself.
         """
-        with contextlib.suppress(ValueError):  # Closed before this began.
+        with contextlib.suppress(ValueError):  # The arena was closed before this began.
             self.advise(_MADV_POPULATE_WRITE)
 
     def advise(self, advice: int) -> bool:
         """Apply an madvise to the whole mapping, in pieces; False when the kernel declines one of them."""
-        view = self.bytes_view()  # Closed meanwhile, the addresses could be those of something else.
+        view = self.bytes_view()  # Keeps the mapping: after a close, its addresses could belong to other memory.
         address = int(view.ctypes.data)
         for start in range(0, self.num_bytes, _ADVISE_BYTES):
             if _madvise(address + start, min(_ADVISE_BYTES, self.num_bytes - start), advice) != 0:
@@ -124,8 +124,8 @@ class Arena:
         return True
 
     def close(self) -> None:
-        """Unmap and close the descriptor; the pages live on while any process maps them."""
-        # While a view is alive somewhere in this process, its owner unmaps by letting go of it.
+        """Unmap and close the descriptor; the pages exist as long as any process maps them."""
+        # If a view is still alive in this process, the memory is unmapped when its owner drops it.
         with contextlib.suppress(BufferError):
             self.memory.release()
             self.reserved.close()
@@ -139,11 +139,11 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
 
     Args:
         num_bytes: size of the slab.
-        huge_pages: gather its pages into huge ones where the kernel can (Linux 6.1 and newer, whatever
-            `shmem_enabled` says); reads of another process's slab are much faster then.
+        huge_pages: join its pages into huge pages where the kernel can (Linux 6.1 and newer, with any
+            `shmem_enabled`); this makes reads of another process's slab much faster.
 
     Raises:
-        ConfigError: this machine or container has not that much memory left; nothing is allocated.
+        ConfigError: this machine or container does not have that much memory left; nothing is allocated.
     """
     room, source = available_bytes()
     if num_bytes + _HEADROOM_BYTES > room:
@@ -166,10 +166,10 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
 
 
 def check_memory(fd: int) -> None:
-    """Make sure that a file is memory which a store of this user made: nobody can shrink it under a reader.
+    """Check that a file is sealed memory of this user, which no process can shrink under a reader.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the file is of another user, or not sealed.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -184,12 +184,12 @@ def check_memory(fd: int) -> None:
 
 
 def attach_arena(file: FileIO, num_bytes: int) -> Arena:
-    """Map a slab whose descriptor came from its node store; it is closed, however this ends.
+    """Map a slab from the descriptor that its node store sent, and close that in any case.
 
-    So no forked child of this process keeps the slab's pages: it has neither the mapping nor a descriptor.
+    So a forked child has neither the mapping nor a descriptor, and keeps none of the slab's pages.
 
     Raises:
-        ConfigError: the file has another size than the store says, or is no memory of a store.
+        ConfigError: the file has another size than the store says, or is not a store's memory.
     """
     with file:
         fd = file.fileno()
@@ -201,8 +201,8 @@ def attach_arena(file: FileIO, num_bytes: int) -> Arena:
 
 
 def _map(fd: int, num_bytes: int) -> tuple[memoryview, mmap.mmap]:
-    # A file's huge pages enter a page table as such only where address and offset agree modulo their size, and
-    # the kernel does not see to that for such files: addresses are reserved, and the file mapped at an even one.
+    # A page table uses a file's huge pages only if address and offset are equal modulo their size. The kernel does
+    # not ensure this for memory files. So reserve more addresses, and map the file at an aligned one.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     reserved = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=flags)
     start = int(np.frombuffer(reserved, dtype=np.uint8).ctypes.data)

@@ -1,4 +1,4 @@
-"""This process's mapping of its store's arena, with whatever a GPU knows of it."""
+"""Hold this process's mapping of its store's arena, and its registrations with CUDA."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvstore.memory.pinning import ArenaPinning
 
 
 class ArenaMapping:
-    """An arena that is pinned when the first cache on a GPU comes, and unpinned before it is unmapped."""
+    """An arena that is pinned for the first cache on a GPU, and unpinned before it is unmapped."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._pinning: ArenaPinning | None = None
         self._closed = self._is_pinning = False
-        # Of a kind that one thread may take twice: the handler of a signal may close this.
+        # Reentrant: a signal handler on a thread that holds it may call `close`.
         self._lock = threading.RLock()
 
     def pinned(self, slot_bytes: int, num_slots: int, device: int) -> ArenaPinning:
@@ -50,7 +50,7 @@ class ArenaMapping:
         """Unpin and unmap; may be called again.
 
         Returns:
-            False when it is still mapped, because a GPU may still copy from or to it, or this thread pins it now.
+            False when it stays mapped, because a GPU may still copy from or to it, or this thread is pinning it.
         """
         with self._lock:
             if self._closed:

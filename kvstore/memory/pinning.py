@@ -1,7 +1,7 @@
-"""Pinning the arena for a GPU: its slots are registered with CUDA in pieces, by a thread, those waited for first.
+"""Pin the arena for a GPU: a thread registers its slots with CUDA in pieces, requested pieces first.
 
-A piece is whole slots and whole pages, because the driver takes no copy from one registration into the next. Why
-pieces, and why a copy waits instead of going another way meanwhile: docs/adr/0007-copies-of-cuda-caches.md.
+A piece is whole slots and whole pages, because the driver refuses a copy that spans two registrations.
+docs/adr/0007-copies-of-cuda-caches.md says why there are pieces, and why a copy waits for them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class _State(Enum):
 
 
 class ArenaPinning:
-    """The registrations of one mapping of the arena; begins at once.
+    """The registrations of one mapping of the arena; registering begins at once.
 
-    The first piece is registered before all others, so whoever waited for any piece may take the whole arena for
-    pinned memory as far as that is asked of its first byte.
+    The first piece is registered before all others. So after waiting for any piece, a check of the arena's first byte
+    finds pinned memory.
 
     Args:
-        address: of slot 0 in this process, the begin of a page.
+        address: of slot 0 in this process; page-aligned.
         slot_bytes: distance between two slots.
         num_slots: slots from there on.
         register: `register(address, num_bytes)` pins a range or raises RuntimeError.
-        unregister: `unregister(address)` ends what it did.
-        piece_bytes: aim for the bytes of one piece.
+        unregister: `unregister(address)` undoes it.
+        piece_bytes: intended size of one piece.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ArenaPinning:
         unregister: Callable[[int], None],
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        # So many slots end at a page's end.
+        # The smallest number of slots that ends at a page boundary.
         unit = mmap.PAGESIZE // math.gcd(slot_bytes, mmap.PAGESIZE)
         self.slots_per_piece = max(1, piece_bytes // (slot_bytes * unit)) * unit
         self._address, self._slot_bytes, self._num_slots = address, slot_bytes, num_slots
@@ -74,10 +74,10 @@ class ArenaPinning:
         return sum(self._range(piece)[1] for piece in pieces)
 
     def wait(self, slots: I64, timeout_s: float) -> None:
-        """Return when all these slots are registered; their pieces come before those that nobody waits for.
+        """Wait until all these slots are registered; their pieces come before pieces without a waiter.
 
         Raises:
-            RegistrationFailed: the driver refused one of them, they are not through in time, or this was closed.
+            RegistrationFailed: the driver refused a piece, one is not registered in time, or this was closed.
         """
         pieces = sorted(set((slots // self.slots_per_piece).tolist()))
         deadline_s = time.monotonic() + timeout_s
@@ -100,10 +100,10 @@ class ArenaPinning:
                 raise RegistrationFailed("the store's memory is being unmapped; make a new client")
 
     def close(self) -> bool:
-        """Unregister everything; no copy may be under way. May be called again.
+        """Unregister everything; no copy may be running. May be called again.
 
         Returns:
-            Whether the memory may be unmapped: the thread is through with it.
+            Whether the memory may be unmapped: True once the thread has ended.
         """
         with self._changed:
             self._closing = True
@@ -119,7 +119,7 @@ class ArenaPinning:
             try:
                 self._unregister(self._range(piece)[0])
             except RuntimeError as error:
-                # After an error of a kernel the driver refuses everything; the pages go with the process.
+                # After a kernel error the driver refuses everything; the pages stay pinned until the process ends.
                 logger.warning("memory of a store could not be unpinned: %s", error)
         return True
 
@@ -129,7 +129,7 @@ class ArenaPinning:
             try:
                 self._register(*self._range(piece))
                 state = _State.REGISTERED
-            except Exception as error:  # noqa: BLE001 - whoever waits has to hear of it, of this piece and the next.
+            except Exception as error:  # noqa: BLE001 - waiting callers must receive it; the next piece is tried.
                 state, self._why = _State.REFUSED, str(error)
                 logger.warning("a piece of the store's memory could not be pinned: %s", error)
             with self._changed:
@@ -148,7 +148,7 @@ class ArenaPinning:
             return self._wanted[0] if self._wanted else min(waiting, default=None)
 
     def _range(self, piece: int) -> tuple[int, int]:
-        """Return address and bytes of a piece; the last one ends with the page of the last slot's end."""
+        """Return (address, bytes) of a piece; the last one is extended to a page boundary."""
         first = piece * self.slots_per_piece
         count = min(self.slots_per_piece, self._num_slots - first)
         num_bytes = -(-count * self._slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

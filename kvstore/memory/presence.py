@@ -1,8 +1,8 @@
-"""Which chains begin on this node, in memory that its workers may read: one small counter for many first blocks.
+"""Count the first blocks of chains on this node, in memory that its workers may read.
 
-A counter of 0 means that no chain whose first block falls on it can be found here; of such a prompt nothing is usable,
-and nobody has to be asked. Any other value says nothing. Only first blocks are counted, because only they decide
-that, so that saving and evicting long chains costs one counter each.
+Many first blocks share one small counter. At 0, no chain whose first block maps to it is here: a worker need not ask
+the store for it. Any other value proves nothing. A chain without its first block is unusable, so only first blocks are
+counted, and saving or evicting a long chain changes one counter.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ EPOCH_BYTES = 8
 ALONE_AT = EPOCH_BYTES
 #: How often namespaces were cleared, see kvstore.memory.clears; before the end of the page.
 CLEARS_AT = 2048
-#: The counters begin here, on a page of their own.
+#: The counters begin here, on a new page.
 HEAD_BYTES = 4096
-#: A counter that was full once stays so: how many there are is not known any more.
+#: A counter that reached this value keeps it, because the real count is not known any more.
 FULL = 255
-#: One counter for so much of the arena: some blocks, and a chain has many.
+#: One counter per this much of the arena: a few blocks, while a chain has many.
 _BYTES_PER_COUNTER = 16 << 10
 _FEWEST, _MOST = 1 << 12, 1 << 24
 _SEAL_FUTURE_WRITE = 0x10
 
 
 class PresenceCounts:
-    """How many first blocks fall on each counter. No locking here: the pool holds its lock.
+    """The number of first blocks that map to each counter. No locking here: the pool holds its lock.
 
     Args:
-        counters: one byte each, a power of two of them; all 0, and kept, not copied.
+        counters: one byte each, all 0; their number is a power of two. Used in place, not copied.
     """
 
     def __init__(self, counters: memoryview | bytearray) -> None:
@@ -54,37 +54,37 @@ class PresenceCounts:
             self._counters[at] += 1
 
     def drop(self, block_hash: bytes) -> None:
-        """Count one less: the first block is findable no more."""
+        """Count one less: the first block cannot be found any more."""
         at = place_of(block_hash, self._mask)
         if self._counters[at] < FULL:
             self._counters[at] -= 1
 
     def leave(self) -> None:
-        """Go on in memory of its own: that which was given is about to go."""
+        """Copy the counters to private memory, because the given memory is about to be freed."""
         self._counters = bytearray(self._counters)
 
     def check(self, first_blocks: Iterable[bytes]) -> None:
-        """Assert that exactly these are counted."""
+        """Assert that exactly these first blocks are counted."""
         counted = Counter(place_of(block_hash, self._mask) for block_hash in first_blocks)
         for at, number in enumerate(self._counters):
             assert number in (counted[at], FULL), f"presence: counter {at} is {number}, wanted {counted[at]}"
 
 
 class PresenceTable:
-    """The shared memory of one life of a node store: its epoch, whether it is alone, and both kinds of counters.
+    """Shared memory of one epoch of a node store: the epoch, whether it is alone, and both kinds of counters.
 
     Args:
         epoch: of the store.
-        capacity_bytes: of its arena, which decides how many counters there are.
+        capacity_bytes: size of its arena; decides the number of counters.
 
     Raises:
-        ConfigError: there is no memory for it; nothing is left behind.
+        ConfigError: there is no memory for it; nothing stays allocated.
     """
 
     def __init__(self, epoch: bytes, capacity_bytes: int) -> None:
         wanted = min(max(capacity_bytes // _BYTES_PER_COUNTER, _FEWEST), _MOST)
         num_bytes = HEAD_BYTES + (1 << (wanted - 1).bit_length())
-        #: Sealed: whoever gets it can only read.
+        #: Sealed: receivers of it can only read.
         self.fd = os.memfd_create("raykv-presence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, num_bytes)
@@ -101,13 +101,13 @@ class PresenceTable:
         self.counts = PresenceCounts(memoryview(memory)[HEAD_BYTES:])
 
     def set_alone(self, alone: bool) -> None:
-        """Say whether no other node has any blocks, from now on."""
+        """Record whether no other node has any blocks, from now on."""
         self._head[ALONE_AT] = int(alone)
 
     def close(self) -> None:
-        """Let the memory go, once; it lives on while anybody else maps it."""
+        """Release the memory; call this once. The memory exists as long as another process maps it."""
         self.set_alone(False)
-        # A pool, or a thread that heard of the directory, may go on a little longer.
+        # The pool, or a thread with news of the directory, may still write for a moment.
         self.counts.leave()
         self.clears.leave()
         self._head = bytearray(HEAD_BYTES)
@@ -115,5 +115,5 @@ class PresenceTable:
 
 
 def place_of(block_hash: bytes, mask: int) -> int:
-    """Return the counter of a block; a hash is as good as random."""
+    """Return the counter of a block; hashes are evenly distributed."""
     return int.from_bytes(block_hash[:8], "little") & mask

@@ -1,6 +1,6 @@
-"""A worker's sight of its store's presence table: what is surely not there costs no question.
+"""Read the presence table of a worker's store: a chain that is surely absent costs no request.
 
-In its head is how often namespaces were cleared, which every client maps.
+The head of the table has the counters of clearings, which every client maps.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _HELLO = {"role": "presence", "protocol": PROTOCOL_VERSION}
 
 
 class PresenceView:
-    """The table of one life of a store, for as long as that lasts: a connection that says nothing ends with it.
+    """The table of one epoch of a store. An idle connection closes when that store ends, and shows this.
 
     Args:
         control_path: the node store's socket.
-        epoch: the life that is meant, as in its greeting.
+        epoch: the expected epoch, as in the store's greeting.
         timeout_s: for the connection.
 
     Raises:
-        ConfigError: what answers there is no store of this user.
-        StoreNotRunning: nobody answers.
-        StoreUnavailable: it is another life of the store.
+        ConfigError: the process that answers is no store of this user.
+        StoreNotRunning: no process answers.
+        StoreUnavailable: the store has another epoch.
     """
 
     def __init__(self, control_path: str, epoch: str, *, timeout_s: float) -> None:
@@ -57,14 +57,14 @@ class PresenceView:
             raise
 
     def is_absent(self, first_block: bytes, *, remote: bool) -> bool:
-        """Whether a chain can surely not be found; waits for nobody.
+        """Return whether a chain surely cannot be found; never waits.
 
         Args:
             first_block: hash of the chain's first block.
-            remote: whether other nodes count too: then nothing is sure unless this one is alone.
+            remote: whether other nodes count too: then no chain is surely absent unless this node is alone.
 
         Returns:
-            False also when the store has ended, of which somebody else has to hear.
+            False also when the store has ended, so that the caller asks it and gets the error.
         """
         memory = self._memory
         if memory is None or (remote and not memory[ALONE_AT]):
@@ -72,7 +72,7 @@ class PresenceView:
         return not memory[HEAD_BYTES + place_of(first_block, self._mask)] and not self._has_ended()
 
     def _has_ended(self) -> bool:
-        # One of its own each time: no two threads may use the same.
+        # A new poll object each time: two threads must not share one.
         fd = self._connection.fileno()
         if fd < 0:
             return True  # Closed by another thread.
@@ -81,22 +81,22 @@ class PresenceView:
         return bool(look.poll(0))
 
     def close(self) -> None:
-        """End the connection; the memory is unmapped when nobody reads it any more. May be called again."""
+        """End the connection; the memory is unmapped after its last reader. May be called again."""
         self._memory = None
         self._connection.close()
 
 
 def map_clears(control_path: str, epoch: str, *, timeout_s: float) -> ClearCounts:
-    """Map how often namespaces were cleared in one life of a store; `leave` lets the store's memory go.
+    """Map the counters of clearings of one epoch of a store; `leave` releases the store's memory.
 
     Args:
         control_path: the node store's socket.
-        epoch: the life that is meant, as in its greeting.
-        timeout_s: for the connection, which ends at once.
+        epoch: the expected epoch, as in the store's greeting.
+        timeout_s: for the connection, which is closed at once.
 
     Raises:
-        StoreNotRunning: nobody answers.
-        StoreUnavailable: it is another life of the store.
+        StoreNotRunning: no process answers.
+        StoreUnavailable: the store has another epoch.
     """
     connection, file = connect_local(control_path, _HELLO, timeout_s=timeout_s)
     with file:
