@@ -1,4 +1,4 @@
-"""Taking connections from listening sockets, also when the process runs out of descriptors."""
+"""Accept connections from listening sockets, and survive a lack of descriptors."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ logger = logging.getLogger(__name__)
 
 _SO_PEERPIDFD = 77
 _OUT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-#: How long nothing is accepted when there is no descriptor for it, longer each time in a row.
+#: How long accepting stops when there is no descriptor; longer each time in a row.
 _PAUSES_S = (0.1, 0.25, 0.5, 1.0)
 
 
 class Acceptor:
     """Accepts connections; without descriptors it stops for a while. Only on the server's thread.
 
-    A listening socket stays readable as long as a connection waits, so one that cannot be accepted would keep the
-    thread awake for ever. Those who wait get in when there are descriptors again.
+    A listening socket stays readable as long as a connection waits, so a connection that cannot be accepted would keep
+    the thread awake forever. Waiting connections are accepted when there are descriptors again.
 
     Args:
-        loop: that watches the listening sockets.
-        take: called with a socket and its other side's host, empty for a process of this one. Raises OSError when
-            there is no descriptor for what it needs; the socket is closed then.
+        loop: watches the listening sockets.
+        take: called with a socket and the host of its other side, empty for this host. Raises OSError when it lacks
+            a descriptor; the socket is closed then.
         make_room: ends a connection that can be spared; False when there is none.
     """
 
@@ -44,7 +44,7 @@ class Acceptor:
         self._limit = LogLimit()
 
     def listen(self, sock: socket.socket) -> None:
-        """Listen on a bound socket, and own it."""
+        """Listen on a bound socket, and take ownership of it."""
         sock.setblocking(False)
         sock.listen(128)
         self._listeners.append(sock)
@@ -52,16 +52,16 @@ class Acceptor:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is accepted until a tick ends that."""
+        """Whether accepting has stopped until a tick resumes it."""
         return self._paused_until_s > 0
 
     def tick(self, now_s: float) -> None:
-        """Accept again when the pause is over."""
+        """Accept again when the pause has ended."""
         if self.is_paused and now_s >= self._paused_until_s:
             for listener in self._listeners:
-                self._loop.unwatch(listener.fileno())  # Of those that an earlier try came to.
+                self._loop.unwatch(listener.fileno())  # An earlier, failed tick may have watched it.
                 self._watch(listener)
-            self._paused_until_s = 0.0  # Last: what could not be watched is tried again.
+            self._paused_until_s = 0.0  # Last, so that the next tick tries again after an error.
 
     def close(self) -> None:
         """Stop listening."""
@@ -82,7 +82,7 @@ class Acceptor:
                 sock.close()
                 raise
         except (BlockingIOError, ConnectionError):
-            return  # It has gone again.
+            return  # The client is gone already.
         except OSError as error:
             if error.errno not in _OUT_OF:
                 if self._limit.passes():
@@ -90,7 +90,7 @@ class Acceptor:
             elif not self._make_room():
                 self._pause(error)
             return
-        except Exception as error:  # noqa: BLE001 - out of memory, say; raised, the loop would never watch this again.
+        except Exception as error:  # noqa: BLE001 - e.g. no memory; if raised, the loop would unwatch this forever.
             self._pause(error)
             return
         self._num_pauses_in_row = 0
@@ -117,7 +117,7 @@ def peer_pidfd(sock: socket.socket, pid: int) -> int:
     except OSError as error:
         if error.errno in _OUT_OF:
             raise
-    # Kernels before 6.5: open by pid. A process of a namespace that cannot be seen from here has none.
+    # Kernels before 6.5: open by pid. A process in an invisible PID namespace has none.
     if pid <= 0:
         return -1
     try:
@@ -126,7 +126,7 @@ def peer_pidfd(sock: socket.socket, pid: int) -> int:
         if error.errno in _OUT_OF:
             raise
         return -1
-    # The pid could be somebody else's by now, but only if its process has ended, and its socket with it.
+    # The pid could belong to another process by now, but only if the client has ended and closed its socket.
     with contextlib.suppress(BlockingIOError):
         if not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             os.close(pidfd)

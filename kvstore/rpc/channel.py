@@ -1,4 +1,4 @@
-"""The client's end of a socket: packets that go out, and what comes in, without sleeping or within a time."""
+"""Send and receive packets at the client's end of a socket, by polling or with a time limit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvstore.rpc.framing import (
 from kvstore.runtime import clock
 from kvstore.runtime.forks import this_process
 
-#: A host that vanished says nothing, so an idle connection is probed: after so long, this often, so many times.
+#: A host that vanished sends nothing, so an idle connection is probed: after this time, this often, so many times.
 KEEP_IDLE_S, KEEP_INTERVAL_S, KEEP_PROBES = 5, 2, 5
 
 
 def prepare_remote(sock: socket.socket) -> None:
-    """Send small messages at once, and fail within 15 s when the other host is gone; the same on both sides.
+    """Send small messages at once, and fail within 15 s when the other host is gone. Both sides call this.
 
-    The kernel of a process that is merely stopped goes on answering.
+    A stopped process does not count as gone: its kernel still answers probes.
     """
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
@@ -43,12 +43,12 @@ def prepare_remote(sock: socket.socket) -> None:
 
 
 class Channel:
-    """Sends and receives for one question at a time. Its owner decides which, and closes the socket behind it.
+    """Sends and receives for one question at a time. Its owner decides which, and closes the socket afterwards.
 
     Attributes:
-        closed: set for good by the first failure, or by the owner.
+        closed: set permanently by the first failure, or by the owner.
         request: the number of the last message that was sent.
-        unheard: the first question of which the whole answer was not taken; 0 while there is none.
+        unheard: the first question whose whole answer was not taken; 0 while there is none.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
@@ -56,16 +56,16 @@ class Channel:
         self.request = self.unheard = 0
         self._pid, self._is_stream = this_process(), sock.family != socket.AF_UNIX
         self._decoder = Decoder()
-        # Filled again and again: a new buffer for each answer would come from the kernel, page by page.
+        # Reused: the kernel would provide a new buffer for each answer page by page.
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._backlog: list[Message] = []
-        self._timeout_s = -1.0  # Another one than any that is asked for, 0 included: the socket's is not known here.
+        self._timeout_s = -1.0  # Differs from every real timeout, 0 included: the socket's present timeout is unknown.
 
     def shut_down(self) -> bool:
-        """End the connection but keep its descriptor; False in a forked child, which only lets go of its copy."""
+        """End the connection but keep its descriptor; False in a forked child, which only closes its copy."""
         self.closed = True
         if this_process() != self._pid:
-            self.sock.close()  # The connection goes on for the process that made it.
+            self.sock.close()  # The connection stays open for the process that made it.
             return False
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
@@ -100,10 +100,10 @@ class Channel:
     def receive(
         self, request: int, timeout_s: float, data: memoryview | None = None, *, awake_s: float = 0.0
     ) -> Message:
-        """Return the next message of an answer; `data` came already. See `wait` for what is raised."""
+        """Return the next message of an answer; `data` came already. Raises as `wait` does."""
         deadline_s = clock.now_s() + timeout_s
         while (message := self.take(request, data)) is None:
-            # Looked at here too: one that goes on sending what nobody asked for never lets a wait end.
+            # Checked here too: `wait` never times out on a server that keeps sending other messages.
             if (left_s := deadline_s - clock.now_s()) <= 0.0 and data is not None:
                 self._give_up()
             data = self.wait(left_s, awake_s)
@@ -114,7 +114,7 @@ class Channel:
         raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed")
 
     def receive_soon(self, request: int, wait_s: float, awake_s: float) -> Message | None:
-        """Return the next message of an answer if it comes soon: without sleeping for `awake_s`, then for `wait_s`."""
+        """Return the next message of an answer, or None: polls for `awake_s`, then sleeps for `wait_s` at most."""
         until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
         end_s = clock.now_s() + max(awake_s, 0.0) + wait_s
         while True:
@@ -129,17 +129,17 @@ class Channel:
                 return None
 
     def short(self, data: memoryview, request: int) -> bytes | None:
-        """Return the payload of what came if that is the whole answer and no more, as it nearly always is."""
+        """Return the payload if `data` is exactly the whole answer, the usual case; otherwise None."""
         return short_reply(data, request) if self._decoder.is_between and not self._backlog else None
 
     def take(self, request: int, data: memoryview | None) -> Message | None:
-        """Return the next message of an answer out of what came, `data` last."""
+        """Return the next message of an answer from the received bytes, `data` last; None if it is not complete."""
         if data is not None:
             came = self._decoder.stream(data) if self._is_stream else self._decoder.packets(data)
             if any(message.request > self.request for message in came):
                 self.shut_down()
                 raise PeerLost(f"{self.name}: it answers what was not asked; the connection was closed")
-            # What belongs to an earlier question nobody waits for any more: kept, it would be looked through each time.
+            # No caller waits for messages of earlier questions; if kept, each call would search through them.
             self._backlog += [message for message in came if message.request >= request]
         for i, message in enumerate(self._backlog):
             if message.request == request:
@@ -147,11 +147,11 @@ class Channel:
         return None
 
     def wait(self, timeout_s: float, awake_s: float = 0.0) -> memoryview:
-        """Return what comes next, until the next wait; for `awake_s` it is asked for without sleeping.
+        """Return the next received bytes, valid until the next wait; polls for `awake_s`, then sleeps.
 
         Raises:
             PeerLost: as for `read`.
-            TransferTimeout: nothing came in time; the connection is shut down.
+            TransferTimeout: no bytes came in time; the connection is shut down.
         """
         awake_s = min(awake_s, timeout_s)
         until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
@@ -164,7 +164,7 @@ class Channel:
         return data
 
     def read(self, timeout_s: float | None) -> memoryview | None:
-        """Return what comes within a time, or is here if that is None; nothing if nothing does.
+        """Return bytes that come within a time, or are here now if that is None; otherwise None.
 
         Raises:
             PeerLost: the connection broke; it is shut down.
@@ -185,8 +185,8 @@ class Channel:
         return data
 
     def _set_timeout(self, left_s: float) -> None:
-        # A kernel-side receive timeout saves a poll() per call against settimeout(). It is set a little longer
-        # than wanted, so that a run of calls with one timeout sets it once.
+        # A kernel-side receive timeout saves the poll() per call that settimeout() needs. It is set a little longer
+        # than wanted, so that calls with the same timeout set it only once.
         self._timeout_s = 1.1 * max(left_s, 1e-3)
         value = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)

@@ -1,4 +1,4 @@
-"""One side of a control connection that asks and waits: workers to their node store, stores to peers."""
+"""Ask over a control connection and wait: workers ask their node store, stores ask peers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvstore.runtime.turns import Turn, Turns
 
 T = TypeVar("T")
 
-#: Of its time a question that waited for others needs so much for its answer, or it is not asked.
+#: A question that waited for its turn is sent only if at least this much of its time is left.
 _LEAST_S = 1e-3
 
 
 class ControlClient:
     """A connection that carries one question at a time, safe to share between threads.
 
-    A call that times out or meets a dead server closes the connection: a late answer can then never be
-    taken for the answer to another question. So does a call that is interrupted, as by Ctrl-C; `unheard` says of which
-    question on the store has to take back what it gave.
+    A call that times out or meets a dead server closes the connection, so that a late answer is never taken for the
+    answer to another question. An interrupted call, as by Ctrl-C, closes it, too. The store must then take back all
+    that it gave from question `unheard` on.
 
-    An interrupt may come behind any call of a function, also behind the one that takes a lock. So no question holds a
-    lock: it has a turn, which it can tell from the turns of others, and which it gives up whatever ends it.
+    An interrupt may come after any function call, even the one that takes a lock. So a question holds no lock. It has
+    a turn, which it can distinguish from the turns of others, and gives it up however it ends.
     """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
@@ -44,17 +44,17 @@ class ControlClient:
 
     @property
     def closed(self) -> bool:
-        """Whether this connection asks nothing any more."""
+        """Whether this connection can send no more questions."""
         return self._channel.closed
 
     @property
     def unheard(self) -> int:
-        """The first question of which the whole answer was not taken; 0 while there is none."""
+        """The first question whose whole answer was not taken; 0 while there is none."""
         return self._channel.unheard
 
     @property
     def next_question(self) -> int:
-        """The number of the question that is asked next."""
+        """The number of the next question."""
         return self._channel.request + 1
 
     def call(
@@ -70,21 +70,21 @@ class ControlClient:
         """Ask and return the payload of the answer.
 
         Args:
-            op: what is asked.
+            op: the kind of question.
             payload: of the question.
-            timeout_s: for the answer, the wait for the questions of other threads included.
-            meanwhile: called while the answer is on its way, with the connection taken. What it raises closes the
-                connection, for the answer stays unread.
-            awake_s: for so long the answer is then waited for without sleeping, by who knows that it comes soon.
-            progress: called when there is word that the answer will be there soon; must not raise.
+            timeout_s: for the answer, including the wait for the questions of other threads.
+            meanwhile: called while the answer is on its way, with the turn held. If it raises, the connection is
+                closed, because the answer stays unread.
+            awake_s: wait this long without sleeping; for a caller that expects the answer soon.
+            progress: called on a message that the answer comes soon; must not raise.
 
         Raises:
-            KVStoreError: what the other side raised, of the same class.
+            KVStoreError: the error that the other side raised, of the same class.
             PeerLost: the connection broke; it is closed.
-            NotAsked: it was closed before this question.
-            TransferTimeout: no answer in time; the connection is closed. Where the questions of others took all of it
-                nothing was asked, and the connection goes on.
-            StoreBusy: this thread is within another question, as in the handler of a signal; nothing was asked.
+            NotAsked: the connection was closed before this question.
+            TransferTimeout: no answer in time; the connection is closed. But if the questions of others took all the
+                time, nothing was asked, and the connection stays open.
+            StoreBusy: this thread is inside another question, as in a signal handler; nothing was asked.
             ForkedClient: this is a child of the process that made it.
         """
         check_process(self._pid)
@@ -104,8 +104,8 @@ class ControlClient:
                 answer, is_error = message, False
             else:
                 answer, is_error = message.payload, message.flag is ERROR
-            # From here on one function is called at most. An interrupt behind that comes before another thread can
-            # ask, so that the answer, which nobody has, can still be given back.
+            # At most one function is called from here on. An interrupt after it comes before another thread can ask,
+            # so the store can still take back an answer that no caller received.
             turns.now = None
             if (first := turns.first) is not None:
                 first.put(None)
@@ -114,7 +114,7 @@ class ControlClient:
             if not is_error:
                 return answer
         except BaseException:
-            # Whatever that is, a signal's too: the next question would meet this one's answer.
+            # After any error, also from a signal handler, the next question could read this one's answer.
             if asked and (turns.now is turn or channel.request == asked):
                 channel.closed = True
                 channel.unheard = channel.unheard or asked
@@ -125,15 +125,15 @@ class ControlClient:
         raise unpack_error(answer)
 
     def _wait_for_others(self, turn: Turn, op: Op, timeout_s: float) -> float:
-        """Wait for a turn while other threads have theirs; returns what is left of a time."""
+        """Wait for a turn while other threads have theirs; return how much of the time is left."""
         until_s = clock.now_s() + timeout_s
-        # A question with no time left for its answer would only close the connection for those that wait behind it.
+        # A question with no time left for its answer would only close the connection for the next waiting threads.
         if not self._turns.wait(turn, timeout_s, self._check_turn) or (left_s := until_s - clock.now_s()) < _LEAST_S:
             raise TransferTimeout(f"{self.name}: others' questions took all the time of {op.name}; it was not asked")
         return left_s
 
     def _check_turn(self, now: Turn) -> None:
-        """Refuse to wait for a turn that does not end, or of which nothing is to be had."""
+        """Refuse to wait if the current turn cannot end, or the connection is closed."""
         if self._channel.closed:
             raise NotAsked(f"{self.name}: the connection was closed meanwhile")
         if now[0] == threading.get_ident():
@@ -147,13 +147,13 @@ class ControlClient:
             self._turns.wait(turn, math.inf, self._check_turn)
 
     def _end_turn(self, turn: Turn) -> None:
-        """Give a turn up, if it was taken, and close a connection that was closed meanwhile."""
+        """Give a turn up, if it was taken; then finish closing a connection that is marked closed."""
         self._turns.end(turn)
         if self._channel.closed:
             self.close()
 
     def _give_up(self, turn: Turn) -> None:
-        """End a turn in which something else came than was meant to: the connection is of no use any more."""
+        """End a turn after a failure in it: the connection cannot be used any more."""
         if self._turns.now is turn:
             self._channel.closed = True
         self._end_turn(turn)
@@ -187,12 +187,12 @@ class ControlClient:
         return message
 
     def call_stream(self, op: Op, payload: bytes, *, timeout_s: float) -> Exchange:
-        """Ask once and return what yields (is last, payload) for each piece of the answer, in order.
+        """Ask once; return an iterator of (is last, payload) over the pieces of the answer, in order.
 
-        The connection is taken until that is closed, or has yielded the last piece.
+        The iterator holds the connection's turn until it is closed or has ended after the last piece.
 
         Args:
-            op: what is asked.
+            op: the kind of question.
             payload: of the question.
             timeout_s: bounds the wait for each piece.
 
@@ -202,14 +202,14 @@ class ControlClient:
         return self._begin(op, payload, timeout_s, lambda exchange: exchange)
 
     def ask(self, op: Op, payload: bytes, progress: Callable[[], None] = lambda: None) -> Question:
-        """Ask, and leave it to the caller when to look for the answer.
+        """Ask, and return a `Question` with which the caller looks for the answer later.
 
-        The connection is taken until what is returned is closed.
+        The `Question` holds the connection's turn until it is closed.
 
         Args:
-            op: what is asked.
+            op: the kind of question.
             payload: of the question.
-            progress: called by the caller's `take` when there is word that the answer will be there soon.
+            progress: called by `take` on a message that the answer comes soon.
 
         Raises:
             PeerLost: the connection broke; it is closed.
@@ -217,7 +217,7 @@ class ControlClient:
         return self._begin(op, payload, math.inf, lambda exchange: Question(exchange, progress))
 
     def _begin(self, op: Op, payload: bytes, timeout_s: float, wrap: Callable[[Exchange], T]) -> T:
-        """Ask, with a turn that any thread may end; `wrap` makes what is returned while an interrupt still ends it."""
+        """Ask with a turn that any thread may end; `wrap` runs where an interrupt still ends the turn."""
         check_process(self._pid)
         turn = [0]
         try:
@@ -230,7 +230,7 @@ class ControlClient:
             raise
 
     def send(self, op: Op, payload: bytes = b"") -> None:
-        """Say something that has no answer."""
+        """Send a message that has no answer."""
         check_process(self._pid)
         self._say(op, payload, waits=True)
 
@@ -254,13 +254,13 @@ class ControlClient:
                 return False
             self._channel.send(op, Flag.ONE_WAY, payload)
             self._end_turn(turn)
-        except BaseException:  # Part of it may be out.
+        except BaseException:  # Part of it may have been sent.
             self._give_up(turn)
             raise
         return True
 
     def is_quiet(self) -> bool:
-        """Whether this connection is open and nothing came on it; False while a call is under way."""
+        """Return whether this connection is open and has no unread bytes; False while a call is under way."""
         turn = [threading.get_ident()]
         try:
             if not self._channel.closed and self._turns.take(turn):
@@ -276,7 +276,7 @@ class ControlClient:
         return False
 
     def has_ended(self) -> bool:
-        """Whether this connection is closed, or the other side is gone as far as the kernel knows; from any thread."""
+        """Return whether this connection is closed or the kernel saw its other side end; from any thread."""
         look = select.poll()
         try:
             look.register(self._channel.sock.fileno(), select.POLLRDHUP)
@@ -285,11 +285,11 @@ class ControlClient:
         return self._channel.closed or bool(look.poll(0))
 
     def fileno(self) -> int:
-        """Return the descriptor, which can be read when something came or the other side ended."""
+        """Return the descriptor; it becomes readable when bytes come or the other side ends."""
         return self._channel.sock.fileno()
 
     def duplicate(self) -> int:
-        """Return a descriptor of the connection that is the caller's, to watch for something to read.
+        """Return a new descriptor of the connection, owned by the caller, to watch for bytes.
 
         Raises:
             OSError: the connection is closed.
@@ -304,12 +304,12 @@ class ControlClient:
             self._end_turn(turn)
 
     def is_to_this_host(self) -> bool:
-        """Whether the other side is a process of this machine, as far as its address says."""
+        """Return whether the other side's address is of this machine."""
         sock = self._channel.sock
         return sock.family == socket.AF_UNIX or sock.getsockname()[0] == sock.getpeername()[0]
 
     def detach(self) -> socket.socket:
-        """Hand the socket to the caller, without timeouts; this object must not be used afterwards."""
+        """Give the socket to the caller, without timeouts; this object must not be used afterwards."""
         channel = self._channel
         channel.closed = True
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -322,12 +322,12 @@ class ControlClient:
             self._let_go()
 
     def _let_go(self) -> None:
-        # Not under a call: were the descriptor's number given to another file meanwhile, the call would speak
-        # to a stranger. The end of the call comes here too.
+        # Not during a call: the descriptor's number could be given to another file, and the call would send to that.
+        # The end of the call runs this, too.
         turn = [threading.get_ident()]
         try:
             with self._turns.lock:
-                if self._turns.now is None:  # Also before threads that wait, which then see that it is closed.
+                if self._turns.now is None:  # Even before waiting threads, which then see that it is closed.
                     self._turns.now = turn
             if self._turns.now is turn:
                 self._channel.sock.close()

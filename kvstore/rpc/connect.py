@@ -1,4 +1,4 @@
-"""How control connections begin: to the node store of this machine, and to stores and directories of other nodes."""
+"""Open control connections to the node store of this machine, and to stores and directories of other nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FD = struct.Struct("i")
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """What a node store says of itself to the processes of its machine; one of another version may say more."""
+    """A node store's description of itself for its machine's processes; other versions may have more fields."""
 
     protocol: int
     epoch: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -32,10 +32,10 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 def greeting_of(client: ControlClient) -> Greeting:
-    """Return what a node store said when a connection to it began.
+    """Return the checked greeting that a node store sent at the start of a connection.
 
     Raises:
-        ProtocolError: a field is missing, or none of this protocol.
+        ProtocolError: a field is missing, or not valid in this protocol.
     """
     try:
         return msgspec.convert(client.hello, Greeting)
@@ -53,20 +53,20 @@ def connect_local(
 
     Args:
         path: its socket.
-        hello: who connects.
+        hello: fields of the HELLO, such as the role.
         timeout_s: for its answer.
-        call_timeout_s: for what is sent afterwards; the same when None.
+        call_timeout_s: for later messages; the same when None.
 
     Returns:
-        (the connection with its `hello` answer, the arena's file, which the caller closes). It is no bare descriptor,
-        which would be nobody's where an error or an interrupt comes between the calls that hand it on.
+        (the connection with its `hello` answer, the arena's file, which the caller closes). It is a file object,
+        because a bare descriptor would have no owner if an error or interrupt comes before the caller has it.
 
     Raises:
-        StoreNotRunning: nobody listens there.
+        StoreNotRunning: no process listens there.
         StoreUnavailable: this process has no descriptor left.
-        ConfigError: what listens there is a process of another user; it was told nothing.
+        ConfigError: a process of another user listens there; nothing was sent to it.
         IncompatibleStore: the store has another protocol version or configuration.
-        ProtocolError: what answered is no store.
+        ProtocolError: the process that answered is no store.
     """
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -92,8 +92,8 @@ def connect_local(
         try:
             for packet in packets_of(Message(Op.HELLO, Flag.REQUEST, 0, encode_object(hello))):
                 sock.sendall(packet)
-            # An interrupt comes between two instructions, and these lists are filled by one each: what the kernel gave
-            # is in them whatever comes, and is closed.
+            # An interrupt comes between two instructions, and one instruction each fills these lists. So they always
+            # have every descriptor that the kernel gave, and the handler below closes it.
             room = (socket.CMSG_SPACE(_FD.size),)
             received.extend(map(sock.recvmsg, (RECEIVE_BYTES,), room, (socket.MSG_CMSG_CLOEXEC,)))
             files.extend(map(FileIO, _fds_in(received)))
@@ -118,7 +118,7 @@ def connect_local(
 
 
 def _fds_in(received: list[Any]) -> list[int]:
-    """Return the descriptors that came with what `recvmsg` returned."""
+    """Return the descriptors in the ancillary data that `recvmsg` returned."""
     return [
         fd
         for _, ancillary, *_ in received
@@ -132,8 +132,8 @@ def connect_remote(host: str, port: int, hello: dict[str, Any], *, timeout_s: fl
     """Connect to a store or directory on another node.
 
     Raises:
-        PeerLost: nobody answers there.
-        IncompatibleStore: it has another protocol version or configuration.
+        PeerLost: no process answers there.
+        IncompatibleStore: the other side has another protocol version or configuration.
     """
     try:
         sock = socket.create_connection((host, port), timeout=timeout_s)

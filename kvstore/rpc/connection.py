@@ -1,4 +1,4 @@
-"""One client of a control server: who it is, and what is sent to it."""
+"""Hold one client of a control server: its identity, and the messages for it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-#: What may wait here for a client that does not read, besides what its socket holds; then it is cut. A message goes
-#: out whole when nothing waits before it.
+#: The most bytes that wait here for a client that does not read, besides its socket's buffer; beyond, the connection is
+#: cut. A message is accepted whole when nothing waits before it.
 MAX_UNSENT_BYTES = 4 << 20
-#: What one packet costs here besides its bytes.
+#: Memory of one waiting packet besides its bytes.
 _PACKET_BYTES = 128
 
 
 class Role(StrEnum):
-    """What a connection is to the server, as its HELLO says; as a truth value only a stranger's is False."""
+    """The role of a connection, as its HELLO says; only STRANGER is false as a truth value."""
 
     STRANGER = ""
     CLIENT = "client"
@@ -47,16 +47,16 @@ def _ignore(wanted: bool) -> None:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One client of the server. `role` is set by its HELLO, and `owner` where several share one; else it is its own.
+    """One client of the server. Its HELLO sets `role`, and `owner` if several connections share one owner.
 
-    `routes` serve what it may ask; what is in none of them goes to the server's handler.
-    `pidfd` watches the process that connected, whoever else holds the socket by now; -1 when there is none
-    (a remote one) or the kernel cannot name it. `ended` says that the process is gone, or said goodbye.
-    `gave` is the last question that was answered with something to hold, and what takes that back: the client asks
-    one thing at a time, so of no other question can the answer be lost with this connection.
-    `want_writable` has the server call `flush` when the socket takes more, or no more; any thread may call it, with
-    the lock held. While answers wait, nothing more is read from the client, unless it `reads_on`: one that does not
-    read its answers asks for nothing more.
+    `routes` serve its ops; an op without a route goes to the server's handler.
+    `pidfd` watches the process that connected, even if another process holds the socket by now; -1 for a remote
+    process, or if the kernel cannot name it. `ended`: the process is gone, or said goodbye.
+    `gave` is (number, undo) of the last question whose answer gave something to hold. The client asks one question at
+    a time, so no other answer can be lost with this connection.
+    `want_writable(True)` makes the server call `flush` when the socket takes more, False ends that; any thread may call
+    it, with the lock held. While answers wait, the server reads nothing more from the client, unless `reads_on`: a
+    client that does not read its answers gets no more of its questions served.
     """
 
     sock: socket.socket
@@ -68,21 +68,21 @@ class Connection:
     pidfd: int = -1
     role: Role = Role.STRANGER
     reads_on: bool = False
-    #: Answers wait for the client; only the server's thread ends that.
+    #: Whether answers wait for the client; only the server's thread clears it.
     is_blocked: bool = False
-    #: When the client took something of them last.
+    #: When the client last took some of the waiting bytes.
     taken_s: float = 0.0
     closed: bool = False
     ended: bool = False
     decoder: Decoder = field(default_factory=lambda: Decoder(STRANGER_BYTES))
-    #: Messages that came and were not served yet.
+    #: Received messages that were not served yet.
     pending: deque[Message] = field(default_factory=deque)
     routes: Mapping[Op, Handler] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     _unsent: deque[memoryview] = field(default_factory=deque)
     _num_unsent_bytes: int = 0
     gave: tuple[int, Callable[[], object]] | None = None
-    #: Stays its own when the owner becomes that of others.
+    #: Stays the same when the connection joins another owner.
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -91,15 +91,15 @@ class Connection:
     def send(self, op: Op, flag: Flag, request: int, payload: bytes, fds: tuple[int, ...] = ()) -> bool:
         """Send a message from any thread, without waiting; False when the client is gone or does not read.
 
-        What the socket does not take waits here, and goes out when it does. Descriptors do not wait: a client gets
-        them in the first answer. Part of the message may be out when this fails, so the connection is shut down: the
-        other side sees its end.
+        Bytes that the socket does not take wait here until it does. Descriptors do not wait: a client gets them in
+        the first answer. A failure may leave part of the message sent, so the connection is shut down, and the other
+        side sees its end.
         """
         try:
             if not fds and len(payload) <= FRAGMENT_BYTES:
                 packet = encode_short(op, flag, request, payload)
                 with self.lock:
-                    if self.closed:  # Its descriptor's number may be another file's by now.
+                    if self.closed:  # Its descriptor's number may belong to another file by now.
                         return False
                     try:
                         sent = 0 if self._unsent else self.sock.send(packet)
@@ -127,7 +127,7 @@ class Connection:
         return True
 
     def _send_now(self, packets: list[bytes]) -> tuple[int, int]:
-        """Send what the socket takes; returns how many packets went out, and bytes of the next one."""
+        """Send as much as the socket takes; return (whole packets sent, bytes sent of the next one)."""
         if not self._unsent:
             for i, packet in enumerate(packets):
                 try:
@@ -140,7 +140,7 @@ class Connection:
         return 0, 0
 
     def _keep(self, packets: list[bytes], sent: int) -> None:
-        """Keep packets, the first without the bytes of it that were sent; with the lock held."""
+        """Keep packets to send later, without the first `sent` bytes; with the lock held."""
         num_bytes = sum(len(packet) + _PACKET_BYTES for packet in packets) - sent
         if self._unsent and self._num_unsent_bytes + num_bytes > MAX_UNSENT_BYTES:
             raise OSError(errno.ENOBUFS, f"{self._num_unsent_bytes} bytes wait for it already")
@@ -153,7 +153,7 @@ class Connection:
         self._num_unsent_bytes += num_bytes
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it; on the server's thread.
+        """Send the waiting bytes, as far as the socket takes them; on the server's thread.
 
         Raises:
             OSError: the client is gone.
@@ -172,7 +172,7 @@ class Connection:
             self._unblock()
 
     def drop_unsent(self) -> None:
-        """Forget what waits: the client is gone; on the server's thread."""
+        """Drop the waiting bytes, because the client is gone; on the server's thread."""
         with self.lock:
             self._unsent.clear()
             self._num_unsent_bytes = 0
@@ -184,26 +184,26 @@ class Connection:
             self.want_writable(False)
 
     def shut_down(self) -> None:
-        """End the connection but keep its descriptor, so that no other connection can have the same number."""
+        """End the connection but keep its descriptor, so that no other connection gets the same number."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket; on the server's thread, which watches it no more."""
-        # Shut down first, so that the other side sees its end whatever else holds the socket; closed under the lock,
-        # or the next packet of a thread that is sending could go to another client with the same descriptor.
+        """Close the socket, which must be unwatched; on the server's thread."""
+        # Shut down first, so that the other side sees the end even if another process holds the socket. Close under
+        # the lock, or a sending thread's next packet could go to another client with the same descriptor.
         self.shut_down()
         with self.lock:
             self._unsent.clear()
             self.sock.close()
-            # It knows this connection: what came of a message, millions of bytes, would wait for a collection.
+            # Break the reference cycle, or megabytes of a received message would stay until garbage collection.
             self.want_writable = _ignore
         self.pending.clear()
 
     def kill(self) -> bool:
-        """Kill the process behind a local connection, by its pidfd and never by a number.
+        """Kill the process of a local connection by its pidfd, never by its pid.
 
-        Only on the server's thread, which closes the pidfd.
+        Only on the server's thread, because that closes the pidfd.
 
         Returns:
             False when the kernel cannot name the process, or when it is this one.
@@ -215,5 +215,5 @@ class Connection:
         return True
 
 
-#: Serves one message; returns the answer's payload, or None when it answers later or there is no answer.
+#: Serves one message; returns the answer's payload, or None if the answer comes later or there is none.
 Handler = Callable[[Connection, Message], bytes | None]

@@ -1,4 +1,4 @@
-"""One question that a caller asks and hears later, and its answer: whole, or in pieces as they come."""
+"""Represent one question whose answer the caller reads later, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ Piece = tuple[bool, bytes]
 
 
 class Exchange:
-    """A question, and the pieces of its answer, each waited for when it is asked for. It has to be closed.
+    """A question, and an iterator over the pieces of its answer that waits for each. The caller must close it.
 
-    One that is closed before its last piece closes the connection, on which the rest would stay unread.
+    Closing it before the last piece closes the connection, because the rest would stay unread.
 
     Args:
-        channel: on which it was asked.
+        channel: the question was sent on it.
         turn: of the connection, held until `close`.
-        end_turn: ends that, and closes a connection that was shut down.
+        end_turn: ends the turn, and closes a connection that was shut down.
         request: the number of the question.
         timeout_s: bounds the wait for each piece.
 
     Attributes:
         is_finished: whether the last piece was taken.
         until_s: when the next piece is late.
-        awake_s: for so long each next piece is asked for without sleeping; set by a reader that knows that it comes
-            soon.
+        awake_s: poll for each piece this long without sleeping; set by a reader that expects it soon.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Exchange:
         """Return the next piece.
 
         Raises:
-            KVStoreError: what the other side raised, of the same class; nothing follows.
+            KVStoreError: the error that the other side raised, of the same class; nothing follows.
             PeerLost, TransferTimeout: as for `ControlClient.call`.
         """
         if self.is_finished or self._closed:
@@ -60,10 +59,10 @@ class Exchange:
             raise
 
     def take(self, wait_s: float) -> Piece | None:
-        """Return the next piece; None when it does not come within `wait_s`, which closes nothing.
+        """Return the next piece; None, with nothing closed, when it does not come within `wait_s`.
 
         Raises:
-            KVStoreError: what the other side raised, of the same class; nothing follows.
+            KVStoreError: the error that the other side raised, of the same class; nothing follows.
             PeerLost: the connection broke.
         """
         try:
@@ -76,7 +75,7 @@ class Exchange:
             raise
 
     def hear(self, message: Message) -> Piece:
-        """Note that a piece was taken, and return it, or raise what it says. This closes nothing."""
+        """Note that a piece was taken, and return it or raise its error. This closes nothing."""
         self.is_finished = message.flag is not PROGRESS
         if self.is_finished:
             self.channel.unheard = 0
@@ -86,11 +85,11 @@ class Exchange:
         return self.is_finished, message.payload
 
     def fileno(self) -> int:
-        """Return the descriptor that can be read when something came; it is open until this is closed."""
+        """Return the descriptor, readable when bytes came; it is open until this is closed."""
         return self.channel.sock.fileno()
 
     def close(self) -> None:
-        """Let the connection go; may be called again."""
+        """Give up the connection's turn; may be called again."""
         if self._closed:
             return
         if not self.is_finished:
@@ -100,11 +99,11 @@ class Exchange:
 
 
 class Question:
-    """An exchange whose whole answer is taken when it is there. Whatever `take` raises, the caller has to close it.
+    """An exchange whose answer is taken as a whole. The caller must close it, also after `take` raised.
 
     Args:
-        exchange: from its begin on.
-        progress: called by the thread that takes, when there is word that the answer will be there soon.
+        exchange: new; no piece was taken.
+        progress: called by `take`, on its thread, on a message that the answer comes soon.
     """
 
     def __init__(self, exchange: Exchange, progress: Callable[[], None]) -> None:
@@ -112,15 +111,15 @@ class Question:
         self.fileno, self.close = exchange.fileno, exchange.close
 
     def take(self, wait_s: float = 0.0) -> bytes | None:
-        """Return the answer's payload; None while it is not all there.
+        """Return the answer's payload; None while it is not complete.
 
-        It reads once: a thread that serves others as well is not held up by one that goes on sending.
+        It reads once, so that a peer that keeps sending cannot hold a thread that serves others, too.
 
         Args:
-            wait_s: for so long the calling thread waits for more of it.
+            wait_s: how long to wait for more bytes.
 
         Raises:
-            KVStoreError: what the other side raised, of the same class.
+            KVStoreError: the error that the other side raised, of the same class.
             PeerLost: the connection broke.
         """
         exchange, channel = self._exchange, self._exchange.channel

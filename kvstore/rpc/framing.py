@@ -1,7 +1,7 @@
-"""Control messages: small, binary, the same over a Unix SEQPACKET socket (own node) and TCP (peers).
+"""Encode control messages: small, binary, the same over a Unix SEQPACKET socket (own node) and TCP (peers).
 
 A message is a header and a payload (kvstore.blocks.codec). A message longer than one packet travels in fragments, each
-with its own header and MORE set on all but the last. Errors travel as the name of a class of kvstore.errors and a text,
+with its own header; all but the last have MORE set. Errors travel as the name of a class of kvstore.errors and a text,
 never as pickles.
 """
 
@@ -18,23 +18,23 @@ from kvstore.errors import KVStoreError, ProtocolError, all_error_types
 HEADER = struct.Struct("<4sHBBIQ")
 _MAGIC = b"RKV1"
 FRAGMENT_BYTES = 96 << 10
-#: The most that is taken from a socket at once; a packet is shorter.
+#: The most bytes read from a socket at once; a packet is shorter.
 RECEIVE_BYTES = 256 << 10
-#: For what is sent and not yet taken.
+#: Size of the kernel's buffer for sent bytes that the receiver has not read.
 SOCKET_BUFFER_BYTES = 1 << 20
-#: No message is longer; a peer that announces more is cut off.
+#: The longest message; the connection of a peer that announces more is closed.
 MAX_MESSAGE_BYTES = 64 << 20
-#: Of the key by which a store knows the connections of one client as one owner.
+#: Length of the key that makes the connections of one client one owner.
 OWNER_KEY_DIGITS = 32
 
 
-#: Before its HELLO was accepted a connection may send no more than this, and so much waits for no more of it.
+#: The longest message that a connection may send before its HELLO is accepted; bounds its memory here, too.
 STRANGER_BYTES = 4 << 10
 _MAX_ERROR_CHARS = 2000
 
 
 class Op(IntEnum):
-    """What a message asks for; answers carry the op of their question."""
+    """The kind of request of a message; an answer has the op of its request."""
 
     HELLO = 1
     GOODBYE = 2
@@ -86,7 +86,7 @@ class Op(IntEnum):
 
 
 class Flag(IntEnum):
-    """How a message is meant."""
+    """The role of a message in an exchange."""
 
     REQUEST = 0
     ONE_WAY = 1
@@ -95,13 +95,13 @@ class Flag(IntEnum):
     ERROR = 4
 
 
-#: Calling the enums, or naming a member, costs more than all else that is done to a header.
+#: Calling the enums, or reading a member, would cost more than all other work on a header.
 REQUEST, REPLY, PROGRESS, ERROR = Flag.REQUEST, Flag.REPLY, Flag.PROGRESS, Flag.ERROR
 _OPS, _FLAGS = {int(op): op for op in Op}, {int(flag): flag for flag in Flag}
 
 
 class Message(NamedTuple):
-    """One whole message; `request` pairs answers with questions. A tuple: two are made for each call."""
+    """One whole message; `request` pairs answers with requests. A tuple, because each call makes two."""
 
     op: Op
     flag: Flag
@@ -129,7 +129,7 @@ def encode_short(op: Op, flag: Flag, request: int, payload: bytes) -> bytes:
 
 
 def decode_short(packet: memoryview) -> Message | None:
-    """Return the message of a packet that is a whole one; None for all else, which is for a `Decoder`."""
+    """Return the message if the packet is a whole one; otherwise None, and a `Decoder` must take it."""
     if len(packet) < HEADER.size:
         return None
     magic, op, flag, more, length, request = HEADER.unpack_from(packet)
@@ -140,7 +140,7 @@ def decode_short(packet: memoryview) -> Message | None:
 
 
 def short_reply(packet: memoryview, request: int) -> bytes | None:
-    """Return the payload of a packet that is the whole reply to a request; None for all else."""
+    """Return the payload if the packet is the whole reply to a request, otherwise None."""
     if len(packet) < HEADER.size:
         return None
     magic, _, flag, more, length, answered = HEADER.unpack_from(packet)
@@ -153,7 +153,7 @@ class Decoder:
     """Turns packets, or pieces of a TCP stream, into messages.
 
     Args:
-        max_bytes: the longest message that is taken; may be set anew between two messages.
+        max_bytes: the longest accepted message; may be changed between two messages.
     """
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -164,11 +164,11 @@ class Decoder:
 
     @property
     def is_between(self) -> bool:
-        """Whether no message has begun and not ended."""
+        """Whether no message is incomplete."""
         return not self._parts and not self._stream
 
     def packet(self, packet: bytes | memoryview) -> Message | None:
-        """Take one packet, and copy what is kept of it; return the message that it completes, if it does.
+        """Take one packet, copying kept bytes; return the message that it completes, or None.
 
         Raises:
             ProtocolError: the packet is not of this protocol.
@@ -178,7 +178,7 @@ class Decoder:
         magic, op, flag, more, length, request = HEADER.unpack_from(packet)
         if magic != _MAGIC or len(packet) != HEADER.size + length:
             raise ProtocolError(f"wanted a {_MAGIC!r} packet of {HEADER.size + length} bytes, got {len(packet)}")
-        # A part costs more than its bytes; empty ones must not come for ever.
+        # A part costs more memory than its bytes, so the number of empty parts is bounded, too.
         if self._num_bytes + length > self.max_bytes or len(self._parts) * HEADER.size > self.max_bytes:
             raise ProtocolError(f"wanted at most {self.max_bytes} bytes in a message, got more")
         payload = bytes(packet[HEADER.size :])
@@ -196,18 +196,18 @@ class Decoder:
             raise ProtocolError(f"wanted a known op and flag, got op {op} and flag {flag}") from error
 
     def packets(self, packet: bytes | memoryview) -> list[Message]:
-        """Take one packet; return the messages completed by it, as `stream` does."""
+        """Take one packet; return the completed messages, as `stream` does."""
         message = self.packet(packet)
         return [] if message is None else [message]
 
     def stream(self, data: bytes | memoryview) -> list[Message]:
-        """Take bytes of a stream in whatever pieces they come; return the messages completed by them.
+        """Take the next bytes of a stream, cut anywhere; return the completed messages.
 
         Raises:
             ProtocolError: the bytes are not of this protocol.
         """
         if self.is_between and len(data) <= self.max_bytes and (message := decode_short(memoryview(data))) is not None:
-            return [message]  # As most come.
+            return [message]  # The usual case.
         self._stream += data
         messages, at = [], 0
         while len(self._stream) - at >= HEADER.size:
@@ -229,7 +229,7 @@ class Decoder:
 
 
 def is_secret(value: object, secret: str) -> bool:
-    """Whether what came is a secret; takes as long whatever part of it is right."""
+    """Return whether a received value is the secret, in a time that does not depend on how much matches."""
     return isinstance(value, str) and secrets.compare_digest(value.encode("utf-8", "replace"), secret.encode())
 
 
@@ -238,7 +238,7 @@ def pack_error(error: BaseException) -> bytes:
     name, text = type(error).__name__, str(error)
     if not isinstance(error, KVStoreError) or name not in all_error_types():
         name, text = "KVStoreError", f"{name}: {text}"
-    # Paths of the system may hold what is no Unicode.
+    # File paths in the text may be invalid Unicode.
     return encode_object({"error": name, "text": text[:_MAX_ERROR_CHARS].encode("utf-8", "replace").decode()})
 
 

@@ -1,4 +1,4 @@
-"""Messages that a hand-off needs between a client and its store, and of stages between stores."""
+"""Define hand-off messages between a client and its store, and messages about stages between stores."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvstore.blocks.codec import U32, U64, Digest, Epoch, NodeId, Record, decode
 
 
 class PrepareHandoff(Record, frozen=True):
-    """Ask for slots of the arena (slab 0), or of a stage of one life of the mover, to publish blocks in.
+    """Ask for slots to publish blocks in: of the arena (slab 0), or of a stage of one generation of the mover.
 
-    `writer` is a number of its own that a publisher tells only its store: with it, it says that its copies have ended.
-    `num_clears` is that of the namespace from when it was asked to publish.
+    `writer` is a number that a publisher tells only its store; with it, the publisher reports that its copies have
+    ended. `num_clears` is the namespace's count at the time of the request to publish.
     """
 
     key: Digest
@@ -24,7 +24,7 @@ class PrepareHandoff(Record, frozen=True):
 
 
 class CompleteHandoff(Record, frozen=True):
-    """Say that the bytes are in place, and how long they are to be kept."""
+    """Report that the bytes are in place, and how long to keep them."""
 
     key: Digest
     writer: U64
@@ -32,14 +32,14 @@ class CompleteHandoff(Record, frozen=True):
 
 
 class AbortHandoff(Record, frozen=True):
-    """Say that the blocks will not come, and that nothing of their publisher writes to their slots any more."""
+    """Report that the blocks will not come, and that their publisher writes to their slots no more."""
 
     key: Digest
     writer: U64
 
 
 class FetchRequest(Record, frozen=True):
-    """Ask the own store for the blocks of a ticket, on any node.
+    """Ask the client's own store for the blocks of a ticket, on any node.
 
     Args:
         key: of the ticket.
@@ -47,11 +47,11 @@ class FetchRequest(Record, frozen=True):
         epoch: of the store that has the blocks.
         node_id: that store's node.
         num_blocks: of the ticket.
-        ttl_s: how long the client wants to hold blocks that it copies straight out of the publisher's slots.
+        ttl_s: how long the client wants to hold blocks that it copies directly from the publisher's slots.
         timeout_s: give up after this long.
         from_slab: of the ticket.
         slab: the client's own stage, 0 if it has none.
-        generation: the life of the mover that has this stage.
+        generation: generation of the mover that has this stage.
         is_early: of the ticket.
     """
 
@@ -69,9 +69,9 @@ class FetchRequest(Record, frozen=True):
 
 
 class Soon(Record, frozen=True):
-    """Say that a fetch comes: from a node's stage into one of this node, of one life of its mover.
+    """Announce a fetch from a node's stage into a stage of this node, of one generation of its mover.
 
-    A store passes the bytes on to its mover, which was told before what to do when it gets just these.
+    The store forwards these bytes to its mover, which knows in advance what to do when exactly these bytes come.
     """
 
     node_id: NodeId
@@ -81,7 +81,7 @@ class Soon(Record, frozen=True):
 
 
 class End(Record, frozen=True):
-    """End a fetch or a claim by its id; `used` says whether the blocks arrived."""
+    """End a fetch or a claim by its id; `used` is whether the blocks arrived."""
 
     number: U64
     used: bool
@@ -96,19 +96,19 @@ class AskStage(Record, frozen=True):
 
 
 class StageFound(Record, frozen=True):
-    """Describe one stage of a node, for one life of its mover.
+    """Describe one stage of a node, for one generation of its mover.
 
     Args:
         slab: its number in that mover.
-        generation: which life.
+        generation: of the mover.
         uuid: of the GPU.
-        handle: a worker maps it by this.
-        agent: of NIXL, for those that read it.
-        address: its first byte in the mover.
-        gpu: ordinal there.
+        handle: with it, a worker maps the stage.
+        agent: of NIXL, for the readers of the stage.
+        address: of its first byte in the mover.
+        gpu: ordinal in the mover.
         slot_bytes: distance between its slots.
-        num_slots: with those that hold nothing.
-        num_warm: slots at the end that hold nothing: warming a lane up reads them.
+        num_slots: all slots, including the `num_warm` empty ones.
+        num_warm: slots at the end that never hold blocks; warming up a lane reads them.
     """
 
     slab: U32
@@ -124,7 +124,7 @@ class StageFound(Record, frozen=True):
 
 
 class WarmUp(Record, frozen=True):
-    """Ask for the lanes from a node into the own stage to be warmed up and measured."""
+    """Ask to warm up and measure the lanes from a node into the client's own stage."""
 
     slab: U32
     generation: U64
@@ -132,7 +132,7 @@ class WarmUp(Record, frozen=True):
 
 
 class LaneFound(Record, frozen=True):
-    """Say how fast a lane is, or why it is not used."""
+    """Report the speed of a lane, or why it is not used."""
 
     gb_per_s: float
     why_not: str

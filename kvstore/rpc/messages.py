@@ -1,4 +1,4 @@
-"""Messages between a client and the store of its node, except for hand-offs."""
+"""Define the messages between a client and the store of its node, except hand-offs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvstore.blocks.grants import Grant, StoreTicket
 from kvstore.blocks.indexes import IndexArray, checked_slots, ints_in
 from kvstore.errors import ProtocolError
 
-#: By which a store knows the owner of the leases of another.
+#: Length of the key that names another store as the owner of leases.
 OWNER_KEY_BYTES = 8
-#: Lease id, epoch of the store that granted it, key of its owner, which read: what a finished READ notifies. Not
-#: a message: it travels through NIXL, and each 24 bytes are one, so that a peer cannot send what breaks a mover.
+#: The notification of a finished READ: lease id, epoch of the granting store, key of the owner that read. It travels
+#: through NIXL and is no message: any 24 bytes are a valid one, so that a peer's notification cannot break a mover.
 NOTIFICATION = struct.Struct("<Q8s8s")
-#: Set in the id of a fetch or a claim whose slots are in the client's stage and not in the arena.
+#: Set in the id of a fetch or a claim if its slots are in the client's stage, not in the arena.
 STAGE_BIT = 1 << 62
 
 
@@ -29,14 +29,14 @@ class Attach(Record, frozen=True):
 
 
 class Ask(Record, frozen=True):
-    """Ask about a run, for so many seconds: a lease, word of a save by others, or which nodes have it."""
+    """Ask about a run, with a time in seconds: for a lease, the end of others' saves, or the nodes that have it."""
 
     chain: BlockHashes
     seconds: float
 
 
 class AskLoad(Record, frozen=True):
-    """Ask for a pin of a run, fetching from peers what is missing."""
+    """Ask for a pin of a run; the store fetches missing blocks from peers."""
 
     chain: BlockHashes
     ttl_s: float
@@ -52,7 +52,7 @@ class AskPin(Record, frozen=True):
 
 
 class Prepare(Record, frozen=True):
-    """Ask for slots to write one part of each block of a run into, of KV from before a later clearing than that."""
+    """Ask for slots to write one part of each block of a run; refused if `num_clears` is not the present count."""
 
     chain: BlockHashes
     num_parts: U16 = 1
@@ -61,7 +61,7 @@ class Prepare(Record, frozen=True):
 
 
 class WriteEnd(Record, frozen=True):
-    """Complete or abort the write of a ticket, naming the lives of its slots and of the store."""
+    """Complete or abort the write of a ticket, with the generations of its slots and the epoch of the store."""
 
     write_id: U64
     epoch: Epoch
@@ -69,7 +69,7 @@ class WriteEnd(Record, frozen=True):
 
     @staticmethod
     def of(ticket: StoreTicket) -> WriteEnd:
-        """Return the end of the write of a ticket."""
+        """Return the message that ends the write of a ticket."""
         return WriteEnd(ticket.write_id, ticket.epoch, ticket.generations)
 
 
@@ -81,11 +81,11 @@ class Renew(Record, frozen=True):
 
 
 class Found(Record, frozen=True):
-    """Which nodes have how much of a run, the own one first; or a directory's hints.
+    """How much of a run each node has, the caller's own node first; or a directory's hints.
 
     Args:
-        nodes: (node, blocks from the start of the run on).
-        only: the only node that has anything, as far as the directory knows.
+        nodes: (node, leading blocks of the run that it has).
+        only: the only node that has any blocks, as far as the directory knows.
     """
 
     nodes: list[tuple[NodeId, U64]]
@@ -93,20 +93,20 @@ class Found(Record, frozen=True):
 
 
 class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
-    """What one load or fetch cost.
+    """The costs of one load or fetch.
 
     Args:
         num_local: blocks that were in this node's memory.
         num_peer: blocks that were read from other nodes.
-        reason: why it ended early, or nothing.
+        reason: why it ended early, or empty.
         peers: the nodes that were read from.
-        num_bytes: that were read from them.
-        num_descriptors: that the engine needed for it.
-        read_s: from the first question to a peer to the last byte.
+        num_bytes: bytes that were read from peers.
+        num_descriptors: descriptors that NIXL needed for it.
+        read_s: time from the first request to a peer until the last byte.
         num_locate_calls: how often the directory was asked.
-        num_lease_calls: how often a peer was.
-        note: why a hand-off did not go the faster way.
-        waited_s: that a fetch had waited here when its blocks were claimed for it; the claim was made no earlier.
+        num_lease_calls: how often a peer was asked for a lease.
+        note: why a hand-off did not use the faster way.
+        waited_s: how long a fetch had waited here before its blocks were claimed; the claim was made no earlier.
     """
 
     num_local: U64 = 0
@@ -123,9 +123,9 @@ class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_field
 
 
 class Progress(Record, frozen=True):
-    """One piece of the answer to a load: the slots of the blocks that became readable from `first` on.
+    """One piece of the answer to a load: the slots of newly readable blocks, from block `first` on.
 
-    They are packed by `pack_ints`. The last piece carries the report.
+    The slots are packed by `pack_ints`. The last piece has the report.
     """
 
     lease_id: U64
@@ -138,20 +138,20 @@ class Progress(Record, frozen=True):
         """The slots.
 
         Raises:
-            ProtocolError: these are no whole integers.
+            ProtocolError: the bytes are not whole integers.
         """
         return ints_in(self.packed_slots)
 
     def slots_after(self, num_ready: int, num_blocks: int, num_slots: int) -> IndexArray:
-        """Return the slots, of an answer that goes on where the last piece ended.
+        """Return the slots after a check that this piece continues the answer.
 
         Args:
-            num_ready: blocks of the pieces before.
-            num_blocks: that were asked for.
-            num_slots: of the memory that the slots are in.
+            num_ready: blocks of the earlier pieces.
+            num_blocks: blocks that were asked for.
+            num_slots: size of the memory that holds the slots.
 
         Raises:
-            ProtocolError: these are not of the next blocks and that memory.
+            ProtocolError: the slots are not for the next blocks, are too many, or are outside that memory.
         """
         slots = self.slots
         if len(slots) and self.first != num_ready:

@@ -1,4 +1,4 @@
-"""What a store has to hear in the end, although it did not answer: told again, until it does."""
+"""Repeat messages that a store must receive, until it answers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvstore.runtime.latch import Latch
 
 logger = logging.getLogger(__name__)
 
-#: Before it is told again; the last one for good.
+#: Pauses before each repetition; the last one is used from then on.
 PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 
 class Retelling:
-    """Tells a store what only this client knows, such as that a publication writes no more. For any thread.
+    """Sends a store messages that only this client can send, such as the end of a publication's writes. Any thread.
 
-    What was not answered is told again on a thread that runs until all of it was, or the store or the client ended:
-    the store takes back by itself what they held.
+    A thread repeats unanswered messages until the store has answered all, or the store or the client has ended. Then
+    what they held is taken back without a message.
 
     Args:
         ask: asks the store; see `StoreConnections.call`.
@@ -31,20 +31,20 @@ class Retelling:
 
     def __init__(self, ask: Callable[[Op, bytes], object], is_over: Callable[[], bool]) -> None:
         self._ask, self._is_over = ask, is_over
-        # Of a kind that one thread may take twice: the handler of a signal may tell something under it.
+        # Reentrant: a signal handler on a thread that holds it may call `tell`.
         self._lock = threading.RLock()
         self._untold: deque[tuple[Op, bytes]] = deque()
         self._has_thread = False
-        self._closed = Latch()  # No Event: `close` may come in the handler of a signal, within another one.
+        self._closed = Latch()  # Not an Event: a signal handler may call `close` inside another `close`.
 
     def __len__(self) -> int:
-        """How many messages were not answered yet."""
+        """Return how many messages are not answered yet."""
         return len(self._untold)
 
     def tell(self, op: Op, payload: bytes) -> None:
-        """Tell it now, or as soon as the store answers; a message may be told twice."""
+        """Send a message now, and repeat it until the store answers; the store may get it twice."""
         message = (op, payload)
-        self._untold.append(message)  # First: an interrupt of the call loses nothing.
+        self._untold.append(message)  # First, so that an interrupt of the call does not lose it.
         try:
             self._is_told(message)
         finally:
@@ -52,7 +52,7 @@ class Retelling:
                 self._start()
 
     def close(self) -> None:
-        """Tell nothing any more; may be called again."""
+        """Stop sending; may be called again."""
         self._closed.set()
 
     def _is_told(self, message: tuple[Op, bytes]) -> bool:
@@ -63,7 +63,7 @@ class Retelling:
             return False
         except KVStoreError as error:
             logger.debug("%s was refused: %s", message[0].name, error)
-        with self._lock, contextlib.suppress(ValueError):  # The other thread may have told it, too.
+        with self._lock, contextlib.suppress(ValueError):  # The other thread may have sent and removed it.
             self._untold.remove(message)
         return True
 
@@ -73,7 +73,7 @@ class Retelling:
                 return
             try:
                 threading.Thread(target=self._run, name="raykv-retelling", daemon=True).start()
-            except RuntimeError as error:  # No thread can be started: the next message has it tried again.
+            except RuntimeError as error:  # No thread can be started; the next message tries again.
                 logger.warning("%d messages to the node store wait: %s", len(self._untold), error)
                 return
             self._has_thread = True
@@ -91,11 +91,11 @@ class Retelling:
                 self._closed.wait(PAUSES_S[min(num_in_row, len(PAUSES_S) - 1)])
                 num_in_row += 1
         except BaseException:
-            self._has_thread = False  # The next message starts another one.
+            self._has_thread = False  # The next message starts another thread.
             raise
 
     def _next(self) -> tuple[Op, bytes] | None:
-        """Return the first message that was not answered; None ends the thread, as far as others can see."""
+        """Return the first unanswered message; None ends the thread and records that it has ended."""
         with self._lock:
             if self._untold and not self._is_closed():
                 return self._untold[0]

@@ -1,8 +1,8 @@
-"""The serving side of control connections: one thread, one epoll, for workers, movers and peers alike.
+"""Serve control connections: one thread and one epoll, for workers, movers and peers alike.
 
-The kernel names the process behind a local connection (peer credentials and peer pidfd), so that what a dead
-worker held comes back, and what a live one holds never does. An owner may have several connections, of one process.
-A closed connection only stops grants; the owner counts as gone when its process is gone, or when it said goodbye.
+The kernel names the process of a local connection (peer credentials and peer pidfd). So the store takes back what a
+dead worker held, and never what a live one holds. An owner may have several connections, all of one process. A
+closed connection only stops grants; the owner counts as gone when its process has ended, or when it said goodbye.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from kvstore.runtime.loop import ControlLoop
 logger = logging.getLogger(__name__)
 
 _GOODBYE, _HELLO = Op.GOODBYE, Op.HELLO
-#: Of one connection, before others have their turn.
+#: Limits on one connection's messages in a round, before others are served.
 _MESSAGES_A_ROUND = 32
 _ROUND_S = 5e-4
-#: Of a stream at once. It may hold thousands of small messages, and all others wait while it is taken apart.
+#: Read from a stream at once. It may hold thousands of small messages, and all others wait while it is decoded.
 _STREAM_BYTES = 32 << 10
 
 
@@ -57,11 +57,11 @@ class ControlServer:
     Args:
         handler: called on the server's thread for each message; must not block. It sets the role of a connection
             whose HELLO it accepts; all others are cut.
-        on_gone: called once with a connection of which nothing more will be heard: its owner is gone for good
-            (`ended`), or nobody will say when it is, because it is remote or cannot be watched.
+        on_gone: called once per connection that is forgotten. Either its owner has ended permanently (`ended`), or
+            the end cannot be noticed, because the owner is remote or cannot be watched, or holds nothing.
         on_tick: called about every `tick_s` seconds while `wants_ticks()` is true.
-        holds: whether anything has to be kept for the owner of a closed connection until its process is gone.
-        max_bytes: of the longest message that is taken, by role; of other roles kvstore.rpc.framing.MAX_MESSAGE_BYTES.
+        holds: whether the store keeps anything for the owner of a closed connection until its process has ended.
+        max_bytes: longest accepted message, by role; for other roles kvstore.rpc.framing.MAX_MESSAGE_BYTES.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ControlServer:
         self._unread = Unread(self._close)
         self._acceptor = Acceptor(self._loop, self._take, self._strangers.cut_oldest)
         self._log = LogLimit()
-        #: Messages that were none of ours.
+        #: Messages that were not of this protocol.
         self.num_malformed = 0
         self._connections: set[Connection] = set()
         #: Of this host, by their owner.
@@ -103,7 +103,7 @@ class ControlServer:
         self._file.finish()
 
     def listen_remote(self, host: str, port: int = 0) -> None:
-        """Listen on TCP; port 0 lets the system choose, see `port`."""
+        """Listen on TCP; with port 0 the system chooses, see `port`."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
@@ -111,12 +111,12 @@ class ControlServer:
         self._acceptor.listen(sock)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the server's thread."""
         self._loop.start()
 
     @property
     def num_failures(self) -> int:
-        """How often something that nobody expected was raised on the thread."""
+        """How often a call on the thread raised an unexpected error."""
         return self._loop.num_failures
 
     def stop(self, timeout_s: float = 2.0) -> None:
@@ -125,7 +125,7 @@ class ControlServer:
 
     @property
     def num_strangers_cut(self) -> int:
-        """How many connections were cut before they had said who they are."""
+        """How many connections were cut before their HELLO was accepted."""
         return self._strangers.num_cut
 
     @property
@@ -139,7 +139,7 @@ class ControlServer:
 
     def _tick(self) -> None:
         with contextlib.ExitStack() as parts:
-            # From the last to the first; each is done whatever the others raise.
+            # Called from last to first; each is called even if others raise.
             parts.callback(self._let_go_of_closed)
             if self._is_tick_wanted():
                 parts.callback(self._on_tick)
@@ -148,7 +148,7 @@ class ControlServer:
             parts.callback(self._acceptor.tick, self._loop.now_s())
 
     def _take(self, sock: socket.socket, host: str) -> None:
-        """Take a connection that was accepted, of another host if that is named."""
+        """Begin to serve an accepted connection; `host` is empty for this host."""
         self._num_connections += 1
         fd, local = sock.fileno(), not host
         owner = f"{'local' if local else 'peer'}-{self._num_connections}"
@@ -167,7 +167,7 @@ class ControlServer:
                 self.watch(connection.pidfd, partial(self._owner_died, connection))
             self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
         except BaseException:
-            self._watch_no_more(connection)  # Who accepted it closes the socket.
+            self._watch_no_more(connection)  # The acceptor closes the socket.
             raise
         self._connections.add(connection)
         if local:
@@ -186,7 +186,7 @@ class ControlServer:
         except OSError as error:
             logger.debug("%s: %s", connection.owner, error)
             connection.drop_unsent()
-            connection.shut_down()  # Whether its owner said goodbye before is still to be read.
+            connection.shut_down()  # An earlier goodbye may still be unread, so it is not closed yet.
         if connection.pending and not connection.is_blocked:
             self._loop.call_again(connection.sock.fileno())
 
@@ -194,7 +194,7 @@ class ControlServer:
         if connection.closed:
             return
         if connection.is_blocked and not connection.reads_on:
-            self._flush(connection)  # It is not read, so this is its end, or it was to be read before answers waited.
+            self._flush(connection)  # Reads are off, so this is its end, or an event from before answers waited.
             if connection.is_blocked:
                 return
         try:
@@ -219,8 +219,8 @@ class ControlServer:
         except BlockingIOError:
             return
         except ConnectionResetError as error:
-            # Of a local client that closed with an answer unread. The kernel says so once, before what the client
-            # had sent until then, which may be that it is gone for good.
+            # A local client closed with an answer unread. The kernel reports this once, before the client's last
+            # messages, which may have its goodbye: so go on reading.
             if not connection.local:
                 logger.debug("%s: %s", connection.owner, error)
                 self._close(connection)
@@ -235,7 +235,7 @@ class ControlServer:
             raise
 
     def _serve_pending(self, connection: Connection) -> None:
-        """Serve what came, but not so much of it that others have to wait for long."""
+        """Serve received messages, up to a limit, so that others do not wait for long."""
         until_s = clock.now_s() + _ROUND_S
         for _ in range(min(len(connection.pending), _MESSAGES_A_ROUND)):
             self._serve(connection, connection.pending.popleft())
@@ -276,7 +276,7 @@ class ControlServer:
             self._turn_away(connection, malformed)
 
     def _hear_hello(self, connection: Connection, message: Message) -> None:
-        """Hear who a stranger is: it has one message to say so."""
+        """Serve the HELLO of a stranger, which has to be its first message."""
         known = connection.role
         self.num_served[message.op] += 1
         try:
@@ -298,7 +298,7 @@ class ControlServer:
             self._close(connection)
 
     def _turn_away(self, connection: Connection, error: Exception) -> None:
-        """Cut a connection on which something came that is none of ours."""
+        """Cut a connection on which a malformed message came."""
         self.num_malformed += 1
         if not connection.role:
             self._strangers.refused(connection, error)
@@ -318,13 +318,13 @@ class ControlServer:
         self._strangers.left(connection)
         self.unwatch(connection.sock.fileno())
         connection.close()
-        self._unread.left(connection)  # Last: under its lock another thread may just have noted it.
+        self._unread.left(connection)  # Last: until its lock was taken, another thread may have noted it.
         if connection.ended or not self._is_needed(connection):
             self._forget(connection)
 
     def _is_needed(self, closed: Connection) -> bool:
-        """Whether a closed connection has to be kept, to see its owner's end or for what its last answer gave."""
-        # An owner that holds nothing is not watched: a live process may come and go any number of times.
+        """Return whether to keep a closed connection, to notice its owner's end or to undo its last answer."""
+        # An owner that holds nothing is not watched: a live process may connect any number of times.
         if not self._holds(closed):
             return False
         if any(c is not closed and c.pidfd >= 0 for c in self._owned.get(closed.owner, ())):
@@ -332,7 +332,7 @@ class ControlServer:
         return closed.pidfd >= 0 or closed.gave is not None
 
     def join(self, connection: Connection, owner: str) -> None:
-        """Count a local connection as one more of an owner; on the server's thread.
+        """Add a local connection to an owner; on the server's thread.
 
         Raises:
             InvalidRequest: the owner is another process.
@@ -352,12 +352,12 @@ class ControlServer:
                 del self._owned[connection.owner]
 
     def end_replaced(self, name: str, since: int, successor: Connection) -> None:
-        """Serve a connection of the same owner no more, and take back what it gave; on the server's thread.
+        """Close a replaced connection of the same owner, and undo its lost answer; on the server's thread.
 
         Args:
             name: of the connection that the client has given up.
-            since: the first of its questions whose answer counts for nothing.
-            successor: that says so.
+            since: its first question whose answer the client did not get.
+            successor: the connection that reports this.
         """
         for connection in self._owned.get(successor.owner, ()):
             if connection.name == name and connection is not successor:

@@ -1,4 +1,4 @@
-"""The files of Unix sockets: there once somebody listens, and removed by their own store, or who finds it dead."""
+"""Manage the files of Unix sockets: visible once a store listens, removed by it or after its death by others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import socket
 import time
 from pathlib import Path
 
-#: Until a socket listens this ends the name of its file, which is nobody's to remove then. Paths have to be short.
+#: Suffix of the file's name until the socket listens: other stores must not remove it. Short, because paths must be.
 _UNFINISHED = ".new"
-#: A store takes microseconds for that.
+#: After this time others may remove such a file; a store needs it for microseconds.
 _UNFINISHED_FOR_S = 3600.0
 
 
@@ -18,8 +18,8 @@ class SocketFile:
     """The file of one socket.
 
     Args:
-        path: where it will be once the socket listens.
-        sock: bound now.
+        path: of the file once the socket listens.
+        sock: the socket; bound here.
     """
 
     def __init__(self, path: str, sock: socket.socket) -> None:
@@ -31,12 +31,12 @@ class SocketFile:
         os.chmod(self._unfinished, 0o600)
 
     def finish(self) -> None:
-        """Put the file at its place, since the socket listens; one that is there is replaced."""
+        """Move the file to its path, now that the socket listens; replaces an existing file."""
         os.rename(self._unfinished, self._path)
         self._made = _identity(self._path)
 
     def remove(self) -> None:
-        """Remove the file, unless another store has put its own there; may be called again."""
+        """Remove the file, unless another store has replaced it; may be called again."""
         with contextlib.suppress(FileNotFoundError):
             if _identity(self._path) == self._made:
                 os.unlink(self._path)
@@ -44,12 +44,12 @@ class SocketFile:
 
 def _identity(path: str) -> tuple[int, int, int]:
     info = os.lstat(path)
-    # A number of a file that is gone is soon another's.
+    # Not the inode number alone: the number of a removed file is soon reused.
     return info.st_dev, info.st_ino, info.st_ctime_ns
 
 
 def remove_stale_sockets(folder: Path) -> int:
-    """Unlink sockets in `folder` on which nobody listens: their stores were killed. Returns how many."""
+    """Unlink sockets of killed stores in `folder`, on which no process listens; return how many."""
     long_ago_s = time.time() - _UNFINISHED_FOR_S
     stale = [path for path in folder.glob("*.sock") if _is_refused(path)]
     for path in folder.glob(f"*{_UNFINISHED}"):
@@ -63,7 +63,7 @@ def remove_stale_sockets(folder: Path) -> int:
 
 def _is_refused(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
-        # A store that hangs with as many waiting as it takes has all others wait, too.
+        # Non-blocking: connecting to a store that hangs with a full backlog would wait.
         probe.setblocking(False)
         try:
             probe.connect(str(path))

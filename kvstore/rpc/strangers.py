@@ -1,6 +1,6 @@
-"""Connections whose other side has not said yet what it is: few, and not for long.
+"""Limit the number and the time of connections before their HELLO is accepted.
 
-Everything that a stranger may cost is bounded: kvstore.rpc.framing.STRANGER_BYTES of memory, one message, some seconds.
+All costs of a stranger are bounded: kvstore.rpc.framing.STRANGER_BYTES of memory, one message, some seconds.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from kvstore.runtime.guard import LogLimit
 
 logger = logging.getLogger(__name__)
 
-#: From the connection to a whole HELLO that is accepted.
+#: Time from the connection until its HELLO is accepted.
 HELLO_WITHIN_S = 5.0
-#: The most strangers at once: of all remote hosts together, of one of them, and of this host's processes.
+#: The most strangers at once: of all remote hosts together, of one remote host, and of this host's processes.
 MAX_REMOTE, MAX_PER_HOST, MAX_LOCAL = 64, 32, 256
 
 
 class Strangers:
     """Keeps the strangers of one server, in the order in which they came. Only on the server's thread.
 
-    A stranger that is one too many costs the oldest its connection, and not the newest: what belongs here says its
-    HELLO at once.
+    If there is one stranger too many, the oldest is cut and not the newest, because a real client sends its HELLO
+    at once.
 
     Args:
         cut: closes a connection.
@@ -50,23 +50,23 @@ class Strangers:
         self._make_room(remote, MAX_REMOTE)
 
     def left(self, connection: Connection) -> None:
-        """Note that a connection is none of a stranger any more: it is known, or closed."""
+        """Note that a connection is not a stranger's any more: its HELLO was accepted, or it is closed."""
         self._until_s.pop(connection, None)
 
     def tick(self, now_s: float) -> None:
-        """Cut those that took too long."""
+        """Cut the strangers that took too long."""
         for connection in [c for c, until_s in self._until_s.items() if until_s < now_s]:
             self._end(connection, f"it sent no HELLO within {HELLO_WITHIN_S} s")
 
     def cut_oldest(self) -> bool:
-        """Cut one; False when there is none."""
+        """Cut the oldest stranger; False when there is none."""
         for connection in self._until_s:
             self._end(connection, "its descriptor is needed")
             return True
         return False
 
     def refused(self, connection: Connection, reason: object) -> None:
-        """Note that one was turned away; its owner closes the connection."""
+        """Count and log a refused stranger; the caller closes the connection."""
         self.num_cut += 1
         if self._limit.passes():
             more = self._limit.take_held_back()

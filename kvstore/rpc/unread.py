@@ -1,4 +1,4 @@
-"""Connections whose clients do not read their answers: they are read no further, and after a while they are cut."""
+"""Track connections whose clients do not read their answers, and cut them after a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.runtime.guard import LogLimit
 
 logger = logging.getLogger(__name__)
 
-#: A client that takes nothing for so long does not read: it hangs, or means no good.
+#: A client that takes no bytes for this long hangs or is malicious.
 READ_WITHIN_S = 10.0
 
 
@@ -35,11 +35,11 @@ class Unread:
         self._found.add(connection)
 
     def left(self, connection: Connection) -> None:
-        """Note that none wait any more, or that it is closed; from any thread."""
+        """Note that no answers wait any more, or that the connection is closed; from any thread."""
         self._found.discard(connection)
 
     def tick(self, now_s: float) -> None:
-        """Cut those whose clients have taken nothing for too long; on the server's thread."""
+        """Cut the connections whose clients took no bytes for too long; on the server's thread."""
         for connection in [c for c in self._found.copy() if c.taken_s + READ_WITHIN_S < now_s and not c.reads_on]:
             self.left(connection)
             self.num_cut += 1
