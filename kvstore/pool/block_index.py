@@ -1,4 +1,4 @@
-"""Which block is in which slot, and which hangs on which. No locking here: the pool holds its lock."""
+"""Index the blocks of a pool: their slots, parents and children. No locking here: the pool holds its lock."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvstore.pool.eviction import EvictionPolicy
 from kvstore.pool.slot_lists import Run, Segment, SlotList, join
 
 NO_SLOTS = SlotList.of([])
-#: Of a slot that was never claimed for a block with a name.
+#: For a slot that was never claimed for a block with a name.
 _NO_RUN = Run(b"", [], NO_SLOTS)
-#: So many hashes of events are kept at least; in larger pools as many as there are slots.
+#: The event log keeps at least this many hashes; in larger pools, as many as there are slots.
 _FEWEST_EVENTS = 1 << 14
-#: So many that are empty may be kept, and as many again as were not when it was looked last.
+#: Empty spaces are dropped when there are more spaces than this plus twice the number kept the last time.
 _FEW_SPACES = 64
 
 
@@ -31,8 +31,8 @@ _FEW_SPACES = 64
 class Space:
     """The index of one namespace from one clearing to the next.
 
-    A clearing takes it out of the index, so that nothing of it is found from then on, and `ready` changes no more.
-    Its slots still name it until they are swept, some at a time.
+    A clearing removes it from the index: none of its blocks can be found from then on, and `ready` stays unchanged.
+    Its slots still refer to it until they are swept, some at a time.
 
     Args:
         namespace: digest.
@@ -55,15 +55,15 @@ class Space:
         return len(self.ready) + len(self.writing)
 
 
-#: Of a namespace that is not here; nothing is ever put into it.
+#: For a namespace that is not here; always empty.
 NOTHING = Space(b"")
 
 
 @dataclass(slots=True)
 class EventLog:
-    """What became findable (True) or stopped being so, in order; added with the change that it tells of.
+    """Hashes that became findable (True) or unfindable (False), in order, each added together with its change.
 
-    Of more hashes than `max_hashes` that were not taken none is kept: then only a snapshot says it.
+    With more than `max_hashes` hashes since the last `take`, none is kept: then the reader needs a snapshot.
     """
 
     max_hashes: int
@@ -71,7 +71,7 @@ class EventLog:
     _num_hashes: int = 0
 
     def add(self, present: bool, hashes: Collection[bytes]) -> None:
-        """Note a change of some blocks."""
+        """Note that some blocks became findable or unfindable."""
         self._num_hashes += len(hashes)
         if self._num_hashes <= self.max_hashes:
             self.events.append((present, hashes))
@@ -79,14 +79,14 @@ class EventLog:
             self.events.clear()
 
     def take(self) -> list[tuple[bool, Collection[bytes]]] | None:
-        """Return and forget all events; None when it was too much to be kept."""
+        """Return and forget all events; None when there were too many to keep."""
         events, was_too_much = self.events, self._num_hashes > self.max_hashes
         self.events, self._num_hashes = [], 0
         return None if was_too_much else events
 
 
 class BlockIndex:
-    """The blocks of a pool by namespace and hash, and one column per attribute for what is in a slot.
+    """The blocks of a pool by namespace and hash, and one column per attribute of a slot's block.
 
     A block that can be found is in `ready` of its space, one that is being written in `writing`; any other slot has no
     block. `parent` is the hash of the block before this one in its chain, the namespace's digest at a root.
@@ -98,13 +98,13 @@ class BlockIndex:
     Args:
         num_slots: slots are numbered from 0.
         presence: counts the first blocks of chains that are ready.
-        eviction: hears of blocks that lost their last child.
+        eviction: notified of blocks that lost their last child.
     """
 
     def __init__(self, num_slots: int, presence: PresenceCounts, eviction: EvictionPolicy) -> None:
         self.presence, self._eviction = presence, eviction
         self.block_hash, self.parent = [b""] * num_slots, [b""] * num_slots
-        #: In which index the block of a slot is, one of those in `cleared` too; `NOTHING` where none is.
+        #: The space of each slot's block, perhaps one in `cleared`; `NOTHING` for a slot without a block.
         self.space = [NOTHING] * num_slots
         self.num_children = array("i", bytes(4 * num_slots))
         self.depth = array("q", bytes(8 * num_slots))
@@ -114,7 +114,7 @@ class BlockIndex:
         self.run = [_NO_RUN] * num_slots
         self.place = [0] * num_slots
         self.spaces: dict[bytes, Space] = {}
-        #: What was cleared and is not swept yet.
+        #: Cleared spaces that are not swept yet.
         self.cleared: deque[Space] = deque()
         self.events = EventLog(max(num_slots, _FEWEST_EVENTS))
         self._num_spaces_kept = 0
@@ -122,7 +122,7 @@ class BlockIndex:
     # Finding.
 
     def space_of(self, namespace: bytes) -> Space:
-        """Return the index of a namespace, to read it."""
+        """Return the space of a namespace, only to read it."""
         return self.spaces.get(namespace, NOTHING)
 
     def num_ready(self, namespace: bytes, data: bytes, first: int = 0) -> int:
@@ -133,7 +133,7 @@ class BlockIndex:
         return at
 
     def find_prefix(self, namespace: bytes, data: bytes) -> SlotList:
-        """Return the slots of the leading blocks that are ready; a block that is named twice is there twice."""
+        """Return the slots of the leading ready blocks; a block named twice has its slot there twice."""
         count, at, pieces, ready = len(data) // HASH_BYTES, 0, [], self.space_of(namespace).ready
         while at < count and (slot := ready.get(data[at * HASH_BYTES : (at + 1) * HASH_BYTES])) is not None:
             run, place = self.run[slot], self.place[slot]
@@ -143,12 +143,12 @@ class BlockIndex:
         return join(pieces) if pieces else NO_SLOTS
 
     def listed(self, slots: list[int]) -> SlotList:
-        """Return slots as a list of them all, that of their claim if they are one."""
+        """Return slots as a `SlotList`, without a copy if they are exactly one claim."""
         run = self.run[slots[0]] if slots else _NO_RUN
         return run.whole if run.slots == slots else SlotList.of(slots)
 
     def segments(self, slots: Sequence[int | None]) -> list[Segment]:
-        """Return the stretches of slots that are neighbours in one claim, in order; where there is none, none."""
+        """Return the stretches of slots that are neighbours in one claim, in order; skips None."""
         found, at = list[Segment](), 0
         while at < len(slots):
             slot, count = slots[at], 1
@@ -192,7 +192,7 @@ class BlockIndex:
             under_way: slot of each block that is being written; empty when there is none.
 
         Raises:
-            ChainBroken: one would; nothing changed.
+            ChainBroken: a block would be its own ancestor; nothing changed.
         """
         here = found
         if under_way:
@@ -226,7 +226,7 @@ class BlockIndex:
         index, count = run.whole.index, len(claimed)
         self._depths[index] = depths
         if isinstance(index, slice) and parents[1:] == hashes[:-1]:
-            # Neighbours, each hanging on the one before: column by column.
+            # Neighbours, each the child of the one before: set whole columns.
             self.block_hash[index], self.parent[index] = hashes, parents
             self.space[index], self.run[index] = [space] * count, [run] * count
             self.place[index], self._nums_children[index.start : index.stop - 1] = range(count), 1
@@ -265,11 +265,11 @@ class BlockIndex:
             self.num_children[above] += 1
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int]) -> None:
-        """Let blocks be found that are being written; arguments as for `SlotTable.publish`."""
+        """Make blocks findable that are being written; arguments as for `SlotTable.publish`."""
         writing = space.writing
         for own in hashes:
             del writing[own]
-        if self.parent[slots[0]] == space.namespace:  # Only what a write begins with can be a chain's first.
+        if self.parent[slots[0]] == space.namespace:  # Only the first block of a write can be a chain's first.
             self.presence.add(hashes[0])
         space.ready.update(zip(hashes, slots, strict=True))
         self.run[slots[0]].published(slots)
@@ -295,10 +295,10 @@ class BlockIndex:
         return num_found
 
     def evict(self, slot: int) -> bytes:
-        """Take a ready block out that has no children.
+        """Remove a ready block that has no children.
 
         Returns:
-            Its hash, for an event; nothing, with nothing changed, when there is no such block in the slot.
+            Its hash, for an event; empty, and nothing changes, when the slot has no such block.
         """
         own, space = self.block_hash[slot], self.space[slot]
         if self.num_children[slot] or space.ready.pop(own, None) is None:
@@ -311,10 +311,10 @@ class BlockIndex:
         return own
 
     def abort(self, slots: Sequence[int]) -> tuple[SlotList, list[bytes]]:
-        """Take blocks out that are being written; slots that have no block are passed over.
+        """Remove blocks that are being written; skip slots without such a block.
 
         Returns:
-            (the others, the hashes of those that were not cleared).
+            (the slots of removed blocks, the hashes of those that were not cleared).
         """
         aborted, lost = list[int](), list[bytes]()
         for slot in slots:
@@ -348,7 +348,7 @@ class BlockIndex:
             del space.orphans[parent], space.orphan_depths[parent]
 
     def forget(self, slots: SlotList) -> None:
-        """Let slots have no block."""
+        """Remove the blocks of slots from the columns."""
         block_hash, parent, spaces, num_children = self.block_hash, self.parent, self.space, self.num_children
         index, count = slots.index, len(slots)
         if isinstance(index, slice):
@@ -360,10 +360,10 @@ class BlockIndex:
                 spaces[slot], num_children[slot] = NOTHING, 0
 
     def detach(self, namespace: bytes) -> list[Space]:
-        """Let nothing of a namespace's group be found any more, in one step; the slots come back with `sweep`.
+        """Remove the spaces of a namespace's group, so that their blocks cannot be found; `sweep` frees the slots.
 
         Returns:
-            What there was. Blocks of it that are being written stay so until their writers end.
+            These spaces. Their blocks that are being written stay so until their writers end or `sweep` aborts them.
         """
         group = group_of(namespace)
         spaces = [self.spaces.pop(each) for each in list(self.spaces) if group_of(each) == group]
@@ -375,7 +375,7 @@ class BlockIndex:
         return spaces
 
     def sweep(self, num_slots: int) -> tuple[list[int], SlotList]:
-        """Take up to so many blocks out that were ready when they were cleared; returns their slots in both forms."""
+        """Remove up to `num_slots` blocks that were ready when cleared; return their slots in both forms."""
         swept, parent = list[int](), self.parent
         for space in self.cleared:
             if space.unswept is not None:

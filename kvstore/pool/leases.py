@@ -1,4 +1,4 @@
-"""Who holds which slots of a pool, until when, and how strongly. No locking here: the pool holds its lock."""
+"""Keep the leases and pins of a pool: owner, deadline, kind. No locking here: the pool holds its lock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Lease:
     kind: PinKind
     slots: SlotList
     generations: bytes
-    #: Of the first touch: all later ones are newer.
+    #: Stamp of the lease's first touch; later touches have larger stamps.
     stamp: int
 
 
@@ -31,7 +31,7 @@ class LeaseTable:
 
     Args:
         table: the pool's slots.
-        max_pinned: how many slots may be pinned at once, whatever for.
+        max_pinned: how many slots may be pinned at once, for any purpose.
         max_hard_pinned: how many of them by hard pins.
         epoch: the life of the pool.
         new_id: makes lease ids.
@@ -44,9 +44,9 @@ class LeaseTable:
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         self._leases: dict[int, _Lease] = {}
         self._by_owner = IdsByOwner()
-        # Of all leases together: each keeps its slots and their lives.
+        # Blocks of all leases together: each lease stores its slots and their generations.
         self._num_blocks = 0
-        #: Slots with a hard pin, and how many each has.
+        #: Slots with a hard pin, and the number of hard pins of each.
         self.hard_pins: Counter[int] = Counter()
         #: How many leases are soft pins.
         self.num_soft_pins = 0
@@ -55,7 +55,7 @@ class LeaseTable:
         return len(self._leases)
 
     def pin(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> Grant:
-        """Pin the readable prefix of a chain under a new lease, as far as the budgets go.
+        """Pin the readable prefix of a chain under a new lease, as far as the budgets allow.
 
         Raises:
             PoolExhausted: there are too many leases, or too many blocks under them; nothing changed.
@@ -75,7 +75,7 @@ class LeaseTable:
         return Grant(lease_id, lease.slots.packed.packed, lease.generations, num_refused, self._epoch)
 
     def grow(self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float) -> Grant:
-        """Pin the readable prefix of a chain under a lease that is held, and renew it.
+        """Pin the readable prefix of a chain under an existing lease, and renew that.
 
         Raises:
             LeaseReleased: `owner` does not hold that lease; nothing changed.
@@ -106,29 +106,29 @@ class LeaseTable:
         return True
 
     def release(self, lease_id: int, owner: str) -> bool:
-        """Drop a lease; False, with nothing changed, when `owner` does not hold it."""
+        """Drop a lease; False, and nothing changes, when `owner` does not hold it."""
         if self.find(lease_id, owner) is None:
             return False
         self._drop(lease_id)
         return True
 
     def release_owner(self, owner: str) -> int:
-        """Drop all leases of an owner; returns how many."""
+        """Drop all leases of an owner; return how many."""
         return self._drop_all(self._by_owner.of(owner))
 
     def release_pins(self, owner: str) -> int:
-        """Drop the hard and soft pins of an owner; returns how many."""
+        """Drop the hard and soft pins of an owner; return how many."""
         pins = (PinKind.HARD, PinKind.SOFT)
         return self._drop_all([i for i in self._by_owner.of(owner) if self._leases[i].kind in pins])
 
     def holds(self, owner: str) -> bool:
-        """Whether an owner has a lease."""
+        """Return whether an owner has a lease."""
         return owner in self._by_owner
 
     def expire(self, now_s: float) -> int:
-        """Drop every lease whose deadline has passed; returns how many.
+        """Drop every lease whose deadline has passed; return how many.
 
-        Looks at each of them: renewing changes deadlines, and no order of them would be kept by it.
+        It checks every lease, because renewals would break any order by deadline.
         """
         return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])
 
@@ -180,7 +180,7 @@ class LeaseTable:
         return len(lease_ids)
 
     def check(self, refs: Counter[int]) -> None:
-        """Add what leases hold to `refs`, and assert that the quota and the soft pins are theirs."""
+        """Add the pins of all leases to `refs`, and assert that the counts of hard and soft pins are right."""
         hard, soft = Counter[int](), Counter[int]()
         self._by_owner.check({lease_id: lease.owner for lease_id, lease in self._leases.items()})
         assert self._num_blocks == sum(len(lease.slots) for lease in self._leases.values()), "blocks under leases"
@@ -201,7 +201,7 @@ class LeaseTable:
 
 
 def _num_within(room: int, slots: SlotList, num_held: Callable[[int], int | None]) -> int:
-    """Return how many leading slots may be held, of which at most `room` are not held yet."""
+    """Return the longest prefix of slots in which at most `room` slots are not held yet."""
     if room >= len(slots):
         return len(slots)
     for index, slot in enumerate(slots):

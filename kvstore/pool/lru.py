@@ -1,8 +1,8 @@
-"""Evicts the least recently touched blocks first. No locking here: the pool holds its lock.
+"""Evict the least recently touched blocks first. No locking here: the pool holds its lock.
 
-Touching is what every lease does, so it costs one stamp per slot and one entry per chain: a log of touched
-chains, in which a slot counts only where its stamp is still that of the entry. Eviction reads the log from its
-old end, each chain leaf first.
+Every lease touches its slots, so a touch is cheap: one stamp per slot, and one entry in a log of touched chains. An
+entry counts for a slot only while the slot's stamp is the entry's. Eviction reads the log from its old end, each
+chain leaf first.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class LeastRecentlyUsed:
     """
 
     def __init__(self, num_slots: int) -> None:
-        #: When each slot was touched last; 0 takes it out of the order.
+        #: Last touch of each slot; a slot with 0 is not in the order.
         self.stamp = array("q", bytes(8 * num_slots))
         # The same memory, for all slots of a chain at once.
         self._stamps = np.frombuffer(self.stamp, np.int64)
         self.soft_pins: dict[int, int] = {}
-        # Soft-pinned slots that came up, with their stamp; they go when nothing else is left.
+        # Soft-pinned slots that came up, with their stamp; evicted when no other slot is left.
         self._held_back: OrderedDict[int, int] = OrderedDict()
         #: Entries of the log up to this stamp were read.
         self.passed = 0
         self._now = 0
         self._log: deque[tuple[int, SlotList]] = deque()
-        # What a sweep has been through, older than all of `_log`; see `_sweep`.
+        # Entries that a sweep has processed, older than all of `_log`; see `_sweep`.
         self._swept: deque[tuple[int, SlotList]] = deque()
         self._num_logged = 0
         self._current: list[int] = []
         self._late: list[tuple[int, int]] = []
 
     def touched(self, slots: SlotList) -> int:
-        """Make the slots of a chain the most recent, its root the last of them to go."""
+        """Make the slots of a chain the most recent; its root is the last of them to be evicted."""
         self._now = now = self._now + 1
         self._stamps[slots.index] = now
         self._log.append((now, slots))
@@ -53,17 +53,17 @@ class LeastRecentlyUsed:
         return now
 
     def released(self, slots: Iterable[int], stamp: int) -> None:
-        """Let slots come up again of which the place was passed; after a later touch they have another."""
+        """Let slots come up again whose place was passed; a slot with a later touch has another place."""
         passed = self.passed
         if stamp > passed:
             return
         stamps, current = self.stamp, self._current
         for slot in slots:
-            # The last of `_current` comes up next by itself: so it is while a chain goes from leaf to root.
+            # The last of `_current` comes up next anyway, as always while a chain is evicted from leaf to root.
             if 0 < stamps[slot] <= passed and not (current and current[-1] == slot):
                 heapq.heappush(self._late, (stamps[slot], slot))
 
-    #: What was written comes up as what was read does.
+    #: Written blocks come up in the same way as released ones.
     stored = released
 
     def soft_pinned(self, slots: Iterable[int]) -> None:
@@ -72,7 +72,7 @@ class LeastRecentlyUsed:
             self.soft_pins[slot] = self.soft_pins.get(slot, 0) + 1
 
     def soft_unpinned(self, slots: Iterable[int]) -> None:
-        """Remove a soft pin from each slot that has one; with the last one it goes in its turn again."""
+        """Remove a soft pin from each slot that has one; after its last one, a slot has its old place again."""
         soft_pins = self.soft_pins
         for slot in slots:
             if soft_pins.get(slot, 0) > 1:
@@ -89,7 +89,7 @@ class LeastRecentlyUsed:
                 self._held_back.pop(slot, 0)
 
     def victims(self) -> Iterator[int]:
-        """Take slots out of the order, oldest touch first; what is not asked for stays in it."""
+        """Take slots out of the order, oldest touch first; slots that are not yielded stay in it."""
         stamp, late, soft_pins, held_back = self.stamp, self._late, self.soft_pins, self._held_back
         current, passed = self._current, self.passed
         while True:
@@ -123,7 +123,7 @@ class LeastRecentlyUsed:
         return self.stamp[slot]
 
     def _sweep(self, num_entries: int) -> None:
-        # A little at each touch, so that no caller pays for all: twice as much is looked at as came in.
+        # A little at each touch, so that no caller pays for all of it: twice as many slots as the touch added.
         while num_entries > 0 and self._log:
             touched, slots = self._log.popleft()
             num_entries -= len(slots)
@@ -138,7 +138,7 @@ class LeastRecentlyUsed:
             self._log, self._swept = self._swept, self._log
 
     def check(self, evictable: set[int]) -> None:
-        """Assert that every slot that could be evicted has a place, and that the log is bounded."""
+        """Assert that every evictable slot has a place, and that the log is in order and counted right."""
         placed = {slot for touched, slot in self._late if self.stamp[slot] == touched}
         placed |= {slot for slot in self._current if self.stamp[slot] == self.passed}
         placed |= {slot for slot, touched in self._held_back.items() if self.stamp[slot] == touched}

@@ -1,24 +1,24 @@
-"""Who holds which of something that has ids. No locking here: the pool holds its lock."""
+"""Find the leases or writes of an owner by their ids. No locking here: the pool holds its lock."""
 
 from __future__ import annotations
 
 
 class IdsByOwner:
-    """Ids by their owner, so that nobody is looked for among what all others hold."""
+    """Ids by their owner, so that finding one owner's ids needs no search through all."""
 
     def __init__(self) -> None:
-        # Dictionaries, because they keep the order.
+        # Dictionaries as ordered sets.
         self._ids: dict[str, dict[int, None]] = {}
 
     def __contains__(self, owner: str) -> bool:
         return owner in self._ids
 
     def add(self, owner: str, number: int) -> None:
-        """Note that an owner has an id."""
+        """Add an id to an owner."""
         self._ids.setdefault(owner, {})[number] = None
 
     def drop(self, owner: str, number: int) -> None:
-        """Note that it has it no more."""
+        """Remove an id from its owner."""
         ids = self._ids[owner]
         del ids[number]
         if not ids:
@@ -29,6 +29,6 @@ class IdsByOwner:
         return list(self._ids.get(owner, ()))
 
     def check(self, owners: dict[int, str]) -> None:
-        """Assert that it knows these ids and their owners, and no others; for tests."""
+        """Assert that exactly these ids and owners are known; for tests."""
         assert {number: owner for owner, ids in self._ids.items() for number in ids} == owners, "ids of another owner"
         assert all(self._ids.values()), "owners of nothing"

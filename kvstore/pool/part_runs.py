@@ -1,7 +1,7 @@
-"""Which ranks write which parts of blocks, claim by claim. No locking here: the pool holds its lock.
+"""Keep which ranks write which parts of blocks, per claim. No locking here: the pool holds its lock.
 
-Ranks mostly come for the same blocks, so what is known of a claim's blocks are columns, and a rank that comes or ends
-changes a stretch of them at once.
+Ranks mostly write the same blocks. So the state of a claim's blocks is kept in columns, and a rank that comes or ends
+changes a stretch of each at once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvstore.pool.slot_lists import Run, Segment
 
 @dataclass(slots=True, eq=False)
 class _Parts:
-    """How far the ranks are that write the blocks of one claim in parts, block by block.
+    """The progress of the ranks that write the blocks of one claim in parts, per block.
 
     Args:
         num_parts: of a block.
-        deadline_s: when blocks are given up for which not all ranks have come.
-        num_writers: how many ranks write a block now.
-        num_done: how many have written it.
-        is_open: it is neither published nor given back.
-        came: by part, for which blocks its rank has come.
+        deadline_s: when the pool gives up blocks for which not all ranks have come.
+        num_writers: how many ranks write the block now.
+        num_done: how many ranks have written it.
+        is_open: whether its slot is neither published nor given back.
+        came: by part, whether the part's rank has come for the block.
     """
 
     num_parts: int
@@ -45,7 +45,7 @@ class PartRuns:
 
     def __init__(self, columns: SlotColumns) -> None:
         self._columns = columns
-        # In order, for runs that repeat.
+        # Ordered, so that a run of a test can be repeated exactly.
         self._runs: dict[Run, _Parts] = {}
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class PartRuns:
         self._runs[run] = _Parts(num_parts, deadline_s, none, none.copy(), is_open, {})
 
     def joinable(self, segment: Segment, part: int, num_parts: int) -> list[int]:
-        """Return for which blocks of a list of slots a rank may come: those of as many parts, for which it did not."""
+        """Return the positions whose blocks have `num_parts` parts and for which this part's rank has not come."""
         run, place, at, count = segment
         parts = self._runs.get(run)
         if parts is None or parts.num_parts != num_parts:
@@ -70,7 +70,7 @@ class PartRuns:
         return found
 
     def come(self, segments: list[Segment], part: int) -> None:
-        """Note that a rank writes its part of blocks from now on."""
+        """Note that a rank writes its part of these blocks from now on."""
         for run, place, _, count in segments:
             parts = self._runs[run]
             came = parts.came.setdefault(part, np.zeros(len(run.slots), np.bool_))
@@ -78,10 +78,10 @@ class PartRuns:
             parts.num_writers[place : place + count] += 1
 
     def end(self, segments: list[Segment], slots: list[int], *, done: bool) -> list[int]:
-        """Take a rank's part of blocks as `done`, or as given up; aborted slots come back with their last writer.
+        """Record a rank's part as `done` or given up; aborted slots become free after their last writer.
 
         Returns:
-            Which blocks of its write are whole now, to be published; none unless done.
+            Positions of blocks that are whole now, to be published; none unless `done`.
         """
         aborted, whole = self._columns.aborted, list[int]()
         for run, place, at, count in segments:
@@ -100,14 +100,14 @@ class PartRuns:
         return whole
 
     def leave(self, run: Run, place: int) -> None:
-        """Give an aborted slot back if no rank writes to it any more."""
+        """Free an aborted slot if no rank writes to it any more."""
         parts = self._runs.get(run)
         if parts is not None and parts.is_open[place] and not parts.num_writers[place]:
             self._columns.end_aborted((run.slots[place],))
             self._close(run, np.array([place]))
 
     def overdue(self, now_s: float) -> list[tuple[Run, int]]:
-        """Return (claim, place) of each block that is to be given up because not all ranks have come; each once."""
+        """Return (claim, place) of each overdue open block, which the caller gives up; each is returned once."""
         late = list[tuple[Run, int]]()
         for run, parts in self._runs.items():
             if parts.deadline_s < now_s:
@@ -122,10 +122,10 @@ class PartRuns:
             del self._runs[run]
 
     def check(self, num_writers: dict[int, int]) -> set[int]:
-        """Assert that these write to slots; returns the slots that are written in parts, by whomever.
+        """Assert that the counts of writers are right; return all slots that are written in parts.
 
         Args:
-            num_writers: how many unfinished writes name a slot.
+            num_writers: by slot, the number of unfinished writes that name it.
         """
         known = set[int]()
         for run, parts in self._runs.items():

@@ -1,11 +1,11 @@
-"""The pool of one tier: slots, index, leases, writes, quarantine. One lock, every step atomic.
+"""Manage the pool of one tier: slots, index, leases, writes, quarantine. One lock, every step atomic.
 
 The rules it keeps (each has tests in tests/kvstore/pool):
-- selecting a slot and claiming it, finding a block and pinning it, dropping a pin and freeing are
-  single steps under the lock; nobody peeks;
-- a hash can be found only after all its bytes are in place; a failed write was never visible;
+- selecting and claiming a slot is one step under the lock; so is finding and pinning a block, and
+  dropping a pin and freeing its slot;
+- a hash can be found only after all its bytes are in place; a failed write is never visible;
 - a slot that a reader holds keeps its address and bytes;
-- release is by lease id, checks the owner, may be repeated, and says whether the lease was held.
+- release takes a lease id, checks the owner, may be repeated, and says whether the lease was held.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from kvstore.pool.writes import WriteTable, WriteTerms
 __all__ = ["Grant", "PinKind", "Pool", "PoolStats", "StoreTicket"]
 
 _NEVER_S = float("inf")
-#: Of what was cleared so many slots come back in one step, which takes a millisecond or two.
+#: The most cleared slots that one sweep step gives back; it takes a millisecond or two.
 _SWEPT_AT_ONCE = 2048
-#: Between two steps, so that those who wait for the lock get it.
+#: Pause between two sweep steps, so that waiting threads get the lock.
 _PAUSE_S = 1e-4
 
 
 class Pool:
     """Slots of one size, found by block hash.
 
-    Owners are names that the caller vouches for. `yield_point` is called with a step's name before each
-    critical section; tests use it to interleave threads.
+    Owners are names; the caller guarantees that they are right. `yield_point` is called with a step's name before
+    each critical section; tests use it to interleave threads.
 
     Args:
-        num_slots: number of slots; a pool of none serves a node on which no namespace has attached yet.
-        max_pinned: how many slots leases may hold at once; beyond it prefixes are cut short.
-        max_hard_pinned: how many of them hard pins may hold; half of `max_pinned` when None.
-        epoch: the life of the store that this pool belongs to; a random one when None.
-        presence: kept to say which chains begin here.
-        clears: kept to say how often namespaces were cleared; of its own when None.
+        num_slots: number of slots; 0 on a node to which no namespace has attached yet.
+        max_pinned: how many slots leases may hold at once; beyond it, granted prefixes are shorter.
+        max_hard_pinned: how many of these slots hard pins may hold; half of `max_pinned` when None.
+        epoch: the life of this pool's store; a random one when None.
+        presence: updated with the chains that begin here.
+        clears: updated with the number of clearings per namespace; private when None.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pool:
         return self.num_ready(chain.namespace, chain.data)
 
     def num_ready(self, namespace: bytes, data: bytes) -> int:
-        """Return how many leading blocks are readable here, given only their hashes, back to back. Changes nothing."""
+        """Return how many leading blocks of `data`, hashes back to back, are readable here. Changes nothing."""
         with self._step("lookup"):
             return self._table.index.num_ready(namespace, data)
 
@@ -100,13 +100,13 @@ class Pool:
         """Find the readable prefix of a run and pin it, in one step.
 
         Args:
-            chain: the blocks wanted.
-            owner: who holds the lease; only it can release it.
-            deadline_s: of kvstore.runtime.clock; the lease is never reclaimed before.
+            chain: the requested blocks.
+            owner: of the lease; only this owner can release it.
+            deadline_s: of kvstore.runtime.clock; before it, the pool never takes the lease back.
             lease_id: adds the blocks to this lease instead of making one.
 
         Returns:
-            The prefix that the budget of pins has room for.
+            The part of the prefix that fits in the budget of pins.
 
         Raises:
             LeaseReleased: `lease_id` is not held by `owner`; nothing changed.
@@ -119,13 +119,13 @@ class Pool:
             return self._leases.pin(chain, owner, deadline_s, PinKind.LEASE)
 
     def pin(self, chain: BlockHashes, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
-        """Keep the readable prefix of a run here, strongly (HARD) or by preference (SOFT), until it is released.
+        """Pin the readable prefix of a run, HARD or SOFT, until it is released.
 
         Returns:
-            The prefix that the budgets have room for; `lease_id` is 0 when no block of the run is here.
+            The part of the prefix that fits in the budgets; `lease_id` is 0 when no block of the run is here.
 
         Raises:
-            PoolExhausted: blocks are here, but the budget has no room for even the first; nothing changed.
+            PoolExhausted: blocks are here, but the budget has no room even for the first; nothing changed.
         """
         _check_deadline(deadline_s)
         with self._step("pin"):
@@ -141,18 +141,18 @@ class Pool:
         return Grant(epoch=self.epoch)
 
     def renew(self, lease_id: int, owner: str, deadline_s: float, *, epoch: bytes | None = None) -> bool:
-        """Move a lease's deadline later, never earlier; False when it is not held by `owner` in this epoch."""
+        """Move a lease's deadline later, never earlier; False when `owner` does not hold it in this epoch."""
         _check_deadline(deadline_s)
         with self._step("renew"):
             return epoch in (None, self.epoch) and self._leases.renew(lease_id, owner, deadline_s)
 
     def release(self, lease_id: int, owner: str, *, epoch: bytes | None = None) -> bool:
-        """Drop a lease; False, with nothing changed, when `owner` does not hold it (any more) in this epoch."""
+        """Drop a lease; False, and nothing changes, when `owner` does not hold it (any more) in this epoch."""
         with self._step("release"):
             return epoch in (None, self.epoch) and self._leases.release(lease_id, owner)
 
     def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """Return the life number of each slot."""
+        """Return the generation of each slot."""
         with self._lock:
             return tuple(self._table.columns.generation[slot] for slot in slots)
 
@@ -170,27 +170,27 @@ class Pool:
         parts_deadline_s: float = _NEVER_S,
         num_clears: int | None = None,
     ) -> StoreTicket:
-        """Claim a slot for each block of the run that is not here yet, or join those who write it in parts.
+        """Claim a slot for each missing block of a run, or join the ranks that write it in parts.
 
         Blocks that are here are pinned until the write ends, so that making room cannot evict them.
-        When the pool is full the ticket covers the leading blocks that fit.
+        When the pool is full, the ticket covers the leading blocks that fit.
 
         Args:
             chain: the blocks to store.
-            owner: who writes; only it can complete or abort.
-            num_parts: in how many parts a block is written, each by a rank of its own.
-            part: which of them this owner writes.
+            owner: the writer; only this owner can complete or abort.
+            num_parts: number of parts of a block, each written by another rank.
+            part: the part that this owner writes.
             needs_parent: refuse a run whose parent is not here.
-            deadline_s: when the slots come back whether the writer lives or not; it must have stopped before.
-            parts_deadline_s: when a block is given up for which not all ranks have come.
-            num_clears: what `num_clears` said when the blocks' KV began to be kept for this; the present count
-                when None. After a later clearing nothing is claimed or joined, and the ticket has another count.
+            deadline_s: when the pool takes the slots back, even from a live writer, which must stop before.
+            parts_deadline_s: when the pool gives up a block for which not all ranks have come.
+            num_clears: result of `num_clears` when the caller began to keep the blocks' KV for this; the present
+                count when None. After a later clearing nothing is claimed or joined, and the ticket has another count.
 
         Raises:
             ChainBroken: the run names a block twice, or does not begin at the root and its parent is not
-                here (and `needs_parent`), or a block would hang on itself; nothing changed.
-            InvalidRequest: `part` is not one of `num_parts`, or those are too many, or a deadline is not a number;
-                nothing changed.
+                here (and `needs_parent`), or a block would be its own ancestor; nothing changed.
+            InvalidRequest: `part` is not below `num_parts`, or `num_parts` is too large, or a deadline is not a
+                number; nothing changed.
             PoolExhausted: there are too many blocks in unfinished writes; nothing changed.
         """
         chain.check_unique()
@@ -211,16 +211,16 @@ class Pool:
     def reserve(
         self, num_blocks: int, owner: str, *, deadline_s: float = _NEVER_S, may_evict: bool = True
     ) -> StoreTicket:
-        """Claim slots for blocks that have no names: nobody can find them, and `abort_store` gives them back.
+        """Claim slots for blocks without names, which cannot be found; `abort_store` gives them back.
 
         Args:
-            num_blocks: all of them or none.
-            owner: who writes; only it can give them back.
-            deadline_s: when they come back whether the writer lives or not; it must have stopped before.
-            may_evict: take those of blocks that nobody holds as well as free ones.
+            num_blocks: number of slots; all or none are claimed.
+            owner: the writer; only this owner can give them back.
+            deadline_s: when the pool takes them back, even from a live writer, which must stop before.
+            may_evict: besides free slots, take slots of blocks that have no holder.
 
         Raises:
-            PoolExhausted: there are not that many; nothing is claimed or evicted.
+            PoolExhausted: there are not that many slots; nothing is claimed or evicted.
             InvalidRequest: fewer than one block, or the deadline is not a number; nothing changed.
         """
         if num_blocks < 1:
@@ -239,22 +239,22 @@ class Pool:
         generations: bytes | None = None,
         epoch: bytes | None = None,
     ) -> int:
-        """Say that a writer's bytes are in place, and publish the blocks of which that was the last part.
+        """Record that a writer's bytes are in place; publish the blocks whose last part that was.
 
         Args:
             write_id: from `prepare_store`.
             owner: the same as there.
-            count: only the first `count` claimed blocks (whole ones, written front to back); all of them
+            count: only the first `count` claimed blocks (whole blocks, written front to back); all of them
                 when None, which also ends the write.
-            generations: of the ticket; other ones are refused. Not compared when None.
-            epoch: of the ticket; another one is refused. Not compared when None.
+            generations: of the ticket; a mismatch is refused. Not compared when None.
+            epoch: of the ticket; a mismatch is refused. Not compared when None.
 
         Returns:
-            How many blocks this call published. 0 when the write is unknown, aborted or ended before.
+            How many blocks this call published. 0 when the write is unknown, was aborted or has ended.
 
         Raises:
             StaleTicket: the generations or the epoch are not those of the ticket; nothing changed.
-            InvalidRequest: `count` with a write of several parts; nothing changed.
+            InvalidRequest: `count` was given for a write of several parts; nothing changed.
         """
         with self._step("complete_store"):
             write = self._writes.find(write_id, owner, epoch, generations)
@@ -271,15 +271,15 @@ class Pool:
         generations: bytes | None = None,
         epoch: bytes | None = None,
     ) -> int:
-        """Give up what a write has not published; returns how many slots that were.
+        """Give up the unpublished blocks of a write; return the number of their slots.
 
         Args:
             write_id: from `prepare_store`.
             owner: the same as there.
-            quarantine: when set, a transfer may still write to the slots: they are quarantined under this name until
+            quarantine: set it if a transfer may still write to the slots: they are quarantined under this name until
                 `end_quarantine`, instead of becoming free.
-            generations: of the ticket; with other ones nothing happens. Not compared when None.
-            epoch: of the ticket; with another one nothing happens. Not compared when None.
+            generations: of the ticket; after a mismatch nothing happens. Not compared when None.
+            epoch: of the ticket; after a mismatch nothing happens. Not compared when None.
         """
         with self._step("abort_store"):
             try:
@@ -309,32 +309,32 @@ class Pool:
         return _after(calls, watch_id)
 
     def is_watching(self, watch_id: int) -> bool:
-        """Whether a watch has still to be told."""
+        """Return whether a watch has not been called yet."""
         return watch_id in self._watches
 
     def end_watch(self, watch_id: int) -> None:
-        """Stop waiting: what is still being written does not count. Nothing happens if it was told before."""
+        """End a watch now: it is called, and blocks still being written do not count. No effect after its call."""
         with self._step("end_watch"):
             self._watches.drop(watch_id)
             calls = self._watches.take_calls()
         _after(calls, 0)
 
     def end_quarantine(self, name: str) -> int:
-        """Free the slots quarantined under `name`; only when nothing can write to them any more."""
+        """Free the slots quarantined under `name`, when no transfer can write to them; return how many."""
         with self._step("end_quarantine"):
             return self._table.columns.end_quarantine(name)
 
     # Owners, namespaces, time.
 
     def release_owner(self, owner: str) -> int:
-        """Drop all leases and unfinished writes of an owner that is gone; returns how many."""
+        """Drop all leases and unfinished writes of an owner that has ended; return how many."""
         with self._step("release_owner"):
             num_dropped = self._leases.release_owner(owner) + self._writes.release_owner(owner)
             calls = self._watches.take_calls()
         return _after(calls, num_dropped)
 
     def release_pins(self, owner: str) -> int:
-        """Drop all pins of an owner that have no reader behind them, hard and soft ones; returns how many."""
+        """Drop all hard and soft pins of an owner, but not its read leases; return how many."""
         with self._step("release_pins"):
             return self._leases.release_pins(owner)
 
@@ -344,16 +344,16 @@ class Pool:
             return self._leases.holds(owner) or self._writes.holds(owner)
 
     def expire(self, now_s: float) -> int:
-        """Drop every lease and abort every write whose deadline has passed; returns how many."""
+        """Drop every lease and abort every write whose deadline has passed; return how many."""
         with self._step("expire"):
             num_dropped = self._leases.expire(now_s) + self._writes.expire(now_s)
             calls = self._watches.take_calls()
         return _after(calls, num_dropped)
 
     def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
-        """Clear every block of a namespace's group at once, and give their slots back, some at a time.
+        """Clear all blocks of a namespace's group, and give their slots back in steps.
 
-        As `begin_clear`, and then `sweep` until nothing is left, so that the lock is never held for long.
+        This is `begin_clear`, then `sweep` until nothing is left, so that the lock is never held for long.
         """
         num_cleared = self.begin_clear(namespace, is_news)
         if num_cleared:
@@ -361,17 +361,17 @@ class Pool:
         return num_cleared
 
     def begin_clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
-        """Let no block of a namespace's group (`group_of`) be found from now on; `sweep` gives their slots back.
+        """Make all blocks of a namespace's group (`group_of`) unfindable at once; `sweep` gives their slots back.
 
         Pinned readers finish on the old bytes; unfinished writes will publish nothing.
 
         Args:
             namespace: of the blocks.
-            is_news: asked in the same step, before anything new can be stored; when it says no, or raises, nothing
+            is_news: called in the same step, before new blocks can be stored; if it is False, or raises, nothing
                 changes.
 
         Returns:
-            How many blocks that were; None when it was no news.
+            The number of these blocks; None when `is_news` was False.
         """
         with self._step("clear"):
             if not is_news():
@@ -382,40 +382,40 @@ class Pool:
         return _after(calls, num_cleared)
 
     def sweep(self) -> bool:
-        """Give some slots of what was cleared back; whether there are more. A claim that is short of slots does too."""
+        """Give some cleared slots back; return whether there are more. A claim that lacks slots sweeps, too."""
         with self._step("sweep"):
             self._writes.sweep(self._swept_at_once)
             return bool(self._table.index.cleared)
 
     def sweep_all(self) -> None:
-        """Give all slots of what was cleared back, but let others have the lock in between."""
+        """Give all cleared slots back, but let other threads have the lock in between."""
         while self.sweep():
             time.sleep(_PAUSE_S)
 
     def has_cleared(self) -> bool:
-        """Whether `sweep` has something to do."""
+        """Return whether `sweep` has something to do."""
         with self._lock:
             return bool(self._table.index.cleared)
 
     def num_clears(self, namespace: bytes) -> int:
-        """Return how often a namespace was cleared here, or another that shares its counter."""
+        """Return how often a namespace, or another one that shares its counter, was cleared here."""
         with self._lock:
             return self._clears.get(namespace)
 
-    # Looking on.
+    # Inspection.
 
     def drain_events(self) -> list[tuple[bool, bytes]] | None:
-        """Return and forget what became findable (True, hash) or stopped being so (False, hash), in order.
+        """Return and forget the changes since the last call, in order: (became findable or not, hash).
 
-        None when that were more hashes than slots, and than 16,384, since it was asked last: they are not kept, and
-        `resident_hashes` says how things stand.
+        None when there were more changes than slots and than 16,384: these were not kept, and `resident_hashes` gives
+        the present state.
         """
         with self._lock:
             events = self._table.index.events.take()
         return None if events is None else [(present, own) for present, hashes in events for own in hashes]
 
     def resident_hashes(self) -> list[bytes]:
-        """Return all findable hashes and forget pending events: a consistent snapshot."""
+        """Return a consistent snapshot of all findable hashes, and forget pending events."""
         with self._lock:
             self._table.index.events.take()
             return [own for space in self._table.index.spaces.values() for own in space.ready]
@@ -431,7 +431,7 @@ class Pool:
             return len(self._leases)
 
     def has_deadlines(self) -> bool:
-        """Whether `expire` may have something to do some day."""
+        """Return whether `expire` may ever have something to do."""
         with self._lock:
             return len(self._leases) > 0 or self._writes.has_deadlines()
 
@@ -446,7 +446,7 @@ class Pool:
         return self._table.columns.num_quarantined
 
     def stats(self) -> PoolStats:
-        """Return counts that belong together."""
+        """Return counts of one moment."""
         table, columns = self._table, self._table.columns
         with self._lock:
             num_ready = table.num_slots - columns.num_free - columns.num_writing - columns.num_quarantined
@@ -467,7 +467,7 @@ class Pool:
             )
 
     def check_integrity(self) -> None:
-        """Assert everything that must hold between two calls; for tests, and cheap enough for small pools."""
+        """Assert all invariants between two calls; for tests, and cheap only for small pools."""
         with self._lock:
             refs: Counter[int] = Counter()
             self._leases.check(refs)
@@ -478,7 +478,7 @@ class Pool:
 
 
 def _after(calls: list[Callable[[], None]], result: int) -> int:
-    """Tell watchers what a step settled, now that the lock is let go."""
+    """Call the watchers that a step settled, now without the lock; return the step's result."""
     for call in calls:
         call()
     return result

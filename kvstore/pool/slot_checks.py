@@ -1,4 +1,4 @@
-"""What must hold of a pool's slots between two calls. No locking here: the pool holds its lock."""
+"""Assert the invariants of a pool's slots between two calls. No locking here: the pool holds its lock."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_slots(table: SlotTable) -> None:
 
 
 def check_index(index: BlockIndex) -> tuple[dict[int, bytes], dict[int, bytes]]:
-    """Assert that what is known of slots is what is known of blocks; returns by slot (those ready, those written)."""
-    #: Of what was cleared and not swept yet, too.
+    """Assert that index and columns agree; return the hashes by slot of (ready blocks, blocks being written)."""
+    # With cleared spaces that are not swept yet.
     spaces = [*index.spaces.values(), *index.cleared]
     ready = {s: own for space in spaces for own, s in space.ready.items() if index.space[s] is space}
     writing = {s: own for space in spaces for own, s in space.writing.items()}

@@ -1,4 +1,4 @@
-"""The holders of each slot of a pool, and no word of its block. No locking here: the pool holds its lock."""
+"""Keep the state and the holders of a pool's slots, not their blocks. No locking here: the pool holds its lock."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ONE = np.int32(1)
 class SlotColumns:
     """The slots of a pool: one column per attribute, so that a chain is handled in a few passes.
 
-    Each slot is free, being written, ready or quarantined. Ready slots with a reader are called pinned, those without
-    idle; only ready ones have readers. Free slots are handed out lowest index first, so that the blocks of one request
-    become neighbours and merge into few transfer descriptors.
+    Each slot is free, being written, ready or quarantined. Only ready slots have readers: with a reader a slot is
+    pinned, without one idle. Free slots are given out lowest index first, so that the blocks of one request become
+    neighbours and merge into few transfer descriptors.
 
-    `generation` counts lives: it grows each time a slot is claimed. `ref_count` counts readers. `aborted` slots are
-    being written and will never be published; `cleared` ones were cleared while pinned, and are free with their last
-    reader. Those of `quarantined`, by name, a transfer may still write.
+    `generation` grows each time a slot is claimed. `ref_count` counts readers. `aborted` slots are being written and
+    will never be published. `cleared` slots were cleared while pinned, and become free after their last reader. A
+    transfer may still write to `quarantined` slots, listed by name.
 
     Args:
-        num_slots: how many there are.
+        num_slots: the number of slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -51,11 +51,11 @@ class SlotColumns:
         return self._generations[slots.index].tobytes()
 
     def still_living(self, slots: SlotList, lives: bytes) -> Iterator[int]:
-        """Yield each slot that is still in the life that it had."""
+        """Yield each slot whose generation is still the one in `lives`."""
         return (slot for slot, life in zip(slots, array("I", lives), strict=True) if self.generation[slot] == life)
 
     def take_free(self, wanted: int) -> list[int]:
-        """Take up to so many free slots, the lowest, in ascending order."""
+        """Take up to `wanted` free slots, the lowest ones, in ascending order."""
         free = self._free
         if not self._free_is_sorted:
             free.sort(reverse=True)
@@ -65,12 +65,12 @@ class SlotColumns:
         return taken
 
     def begin_writing(self, slots: SlotList) -> None:
-        """Begin a new life of slots that nobody holds; they are being written."""
+        """Begin a new generation of slots without holders; they count as being written."""
         self._generations[slots.index] += 1
         self.num_writing += len(slots)
 
     def end_aborted(self, slots: Collection[int], quarantine: str = "") -> None:
-        """Take aborted slots from their last writer: they are free, or quarantined under a name if it is given."""
+        """End the writing of aborted slots: they become free, or quarantined under a name if it is given."""
         self.aborted.difference_update(slots)
         self.num_writing -= len(slots)
         if quarantine and slots:
@@ -80,7 +80,7 @@ class SlotColumns:
             self._free_up(slots)
 
     def end_quarantine(self, name: str) -> int:
-        """Free the slots that are quarantined under `name`; returns how many."""
+        """Free the slots that are quarantined under `name`; return how many."""
         slots = self.quarantined.pop(name, [])
         self.num_quarantined -= len(slots)
         self._free_up(slots)
@@ -91,13 +91,13 @@ class SlotColumns:
         self._free_is_sorted = False
 
     def pin(self, slots: SlotList) -> None:
-        """Add a reader to each ready slot, two if it is named twice; callers touch them, too."""
+        """Add a reader to each ready slot, two if it is named twice; callers must touch the slots, too."""
         num_new = self._num_idle(slots)
         self._add_readers(slots, _ONE)
         self.num_pinned += num_new
 
     def unpin(self, slots: SlotList) -> None:
-        """Remove a reader from each slot, as given to `pin`; the last one frees a slot that was cleared meanwhile."""
+        """Remove a reader from each slot, as given to `pin`; cleared slots without readers become free."""
         self._add_readers(slots, -_ONE)
         self.num_pinned -= self._num_idle(slots)
         if self.cleared:

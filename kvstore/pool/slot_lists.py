@@ -1,8 +1,8 @@
-"""Blocks that were claimed together, so that a chain is found in a few comparisons instead of one for each block.
+"""Keep blocks of one claim together, so that a chain is found in few comparisons instead of one per block.
 
-What a request asks for is mostly what an earlier one stored, hash for hash: then one comparison of bytes says
-for all of it what as many look-ups in the index would have said. A run knows of its first `num_ready` blocks
-that they are ready; what it does not know is looked up.
+A request mostly asks for the same hashes that an earlier one stored. Then one comparison of bytes replaces as many
+look-ups in the index as there are blocks. The first `num_ready` blocks of a run are known to be ready; all others
+are looked up.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvstore.blocks.chain import HASH_BYTES
 from kvstore.blocks.indexes import PackedInts
 
 _WORDS = HASH_BYTES // 8
-#: So many slots are compared at once.
+#: Slots compared at once.
 _STRETCH = 256
-#: So many hashes are compared at first, and so many times as many each time they were the same.
+#: Hashes compared at first, and the growth factor after each comparison of equal hashes.
 _FIRST_STRETCH, _GROWTH = 16, 8
 
 
 @dataclass(slots=True, eq=False)
 class SlotList:
-    """Slots in the order of a chain, ready to be looked at all at once. Nobody changes one.
+    """Slots in chain order, in a form that indexes a whole column at once. Never changed.
 
     Args:
-        index: takes their items out of a column: a slice where they are neighbours, an array else.
-        packed: the same for the wire.
-        is_distinct: none of them is there twice.
+        index: index into a column: a slice if the slots are neighbours, otherwise an array.
+        packed: the same slots, packed for messages.
+        is_distinct: whether no slot is there twice.
     """
 
     index: slice | npt.NDArray[np.intp]
@@ -40,11 +40,11 @@ class SlotList:
 
     @classmethod
     def of(cls, slots: list[int], *, ascending: bool = False) -> SlotList:
-        """Return slots in this form; with `ascending` each is known to be greater than the one before."""
+        """Return slots in this form; `ascending` promises that each is greater than the one before."""
         count = len(slots)
         if slots and slots[-1] - slots[0] == count - 1:
             neighbours = range(slots[0], slots[0] + count)
-            if ascending or slots == list(neighbours):  # To pack a range takes a fraction of what a list does.
+            if ascending or slots == list(neighbours):  # Packing a range is much faster than packing a list.
                 return cls(slice(neighbours.start, neighbours.stop), PackedInts.of(neighbours), True)
         return cls(np.array(slots, np.intp), PackedInts.of(slots), ascending or len(set(slots)) == count)
 
@@ -55,7 +55,7 @@ class SlotList:
         return iter(self.packed)
 
     def part(self, begin: int, end: int) -> SlotList:
-        """Return some of them that follow each other."""
+        """Return the slots from `begin` to `end`."""
         if begin == 0 and end == len(self):
             return self
         packed = PackedInts(self.packed.packed[4 * begin : 4 * end])
@@ -81,8 +81,8 @@ class Run:
     Args:
         data: their hashes, back to back.
         slots: slot of each.
-        whole: the same.
-        num_ready: so many from the front are ready, in these slots; never too many.
+        whole: the same slots as a `SlotList`.
+        num_ready: this many leading blocks are ready in these slots; it may be too low, never too high.
     """
 
     data: bytes
@@ -91,19 +91,19 @@ class Run:
     num_ready: int = 0
 
     def num_shared(self, place: int, data: bytes, at: int) -> int:
-        """Return how many blocks from `place` on are ready and the same as those of other hashes from `at` on.
+        """Return how many ready blocks from `place` on have the same hashes as `data` from `at` on.
 
         Args:
-            place: of a block that is ready and is the one at `at`.
+            place: of a ready block with the same hash as the one at `at`.
             data: hashes back to back.
-            at: index of a block in them.
+            at: index of a hash in `data`.
         """
         most = min(self.num_ready - place, len(data) // HASH_BYTES - at)
         if most <= 1:
             return 1
-        # Neither compares much more than what is shared, however long the rest of the run is, so that a message costs
-        # no more than its length whatever its order: a view is no copy, its comparison ends with the first
-        # difference, and the place of that is looked for in stretches that grow.
+        # Neither comparison reads much more than the shared blocks, however long the run is. So the cost of a message
+        # is bounded by its length, in any order of its hashes: a view copies nothing, its comparison ends at the first
+        # difference, and the search for that place uses growing stretches.
         ours = memoryview(self.data)
         if data.startswith(ours[place * HASH_BYTES : (place + most) * HASH_BYTES], at * HASH_BYTES):
             return most
@@ -119,7 +119,7 @@ class Run:
         return count + int((own_words != words).argmax()) // _WORDS
 
     def num_same(self, place: int, slots: Sequence[int | None], at: int) -> int:
-        """Return how many slots from `at` on are those from `place` on here; they are the same there."""
+        """Return how many slots from `at` on equal this run's from `place` on; the first are known to be equal."""
         most, count = min(len(self.slots) - place, len(slots) - at), 1
         while count < most:
             end = min(count + _STRETCH, most)
@@ -131,7 +131,7 @@ class Run:
         return count
 
     def published(self, slots: list[int]) -> None:
-        """Note that blocks of it became ready, if they follow those of which it is known."""
+        """Count blocks that became ready, if they directly follow the first `num_ready` ones."""
         end = self.num_ready + len(slots)
         if self.slots[self.num_ready : end] == slots:
             self.num_ready = end
@@ -143,7 +143,7 @@ class Run:
 
 
 class Segment(NamedTuple):
-    """Some blocks of a claim that follow each other: from `place` on there, from `at` on in a list of slots."""
+    """Consecutive blocks of a claim: from `place` on in its run, from `at` on in a list of slots."""
 
     run: Run
     place: int

@@ -1,6 +1,6 @@
-"""The slots of a pool: their blocks, their holders and their order of eviction, changed together.
+"""Change the blocks, the holders and the eviction order of a pool's slots together.
 
-No locking here: the pool holds its lock. kvstore.pool.slot_checks proves that the three agree between two calls.
+No locking here: the pool holds its lock. kvstore.pool.slot_checks asserts that the three agree between two calls.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvstore.pool.lru import LeastRecentlyUsed
 from kvstore.pool.slot_columns import SlotColumns
 from kvstore.pool.slot_lists import Run, SlotList
 
-#: Few, so that in tests many blocks share one.
+#: Few counters, so that in tests many blocks share one.
 _OWN_COUNTERS = 16
 
 
 class SlotTable:
-    """Has what concerns more than one of `index`, `columns` and `eviction`; the rest is asked of these.
+    """Operations on more than one of `index`, `columns` and `eviction`; callers use these for all others.
 
     Args:
-        num_slots: how many there are.
+        num_slots: the number of slots.
         presence: counts the first blocks of chains that are ready; for this table alone when None.
     """
 
@@ -39,7 +39,7 @@ class SlotTable:
         """Take a slot for each block that gets one, free slots first, then by eviction.
 
         Returns:
-            The leading blocks and their slots, ascending, in their new generation and being written.
+            These blocks and their slots, ascending, in a new generation and being written.
         """
         run = self._take(len(hashes))
         if run.slots:
@@ -49,16 +49,16 @@ class SlotTable:
         return run
 
     def claim_anonymous(self, wanted: int) -> Run:
-        """Take up to so many slots for blocks without names, as `claim` does; they are aborted from the start."""
+        """Take up to `wanted` slots for blocks without names, as `claim` does; they count as aborted at once."""
         num_free = self.columns.num_free
         run = self._take(wanted)
         self.columns.aborted.update(run.slots)
-        if wanted > num_free:  # What was evicted still has the names of the blocks that were there.
+        if wanted > num_free:  # Evicted slots still have the hashes of their old blocks.
             self.index.forget(run.whole)
         return run
 
     def num_obtainable(self, wanted: int, *, may_evict: bool) -> int:
-        """Return how many slots a claim of so many would get; not more than that are looked for. Evicts nothing."""
+        """Return how many slots, at most `wanted`, a claim would get. Evicts nothing, but may sweep."""
         columns, most = self.columns, min(wanted, self.num_slots)
         self._sweep_for(most)
         num_short = most - columns.num_free
@@ -71,7 +71,7 @@ class SlotTable:
     def _sweep_for(self, wanted: int) -> None:
         columns = self.columns
         while columns.num_free < wanted and self.sweep(wanted - columns.num_free):
-            pass  # Some of it is read. What is evicted afterwards was not cleared.
+            pass  # A step may free too few: some cleared slots have readers. Later victims are not cleared blocks.
 
     def _take(self, wanted: int) -> Run:
         columns = self.columns
@@ -91,7 +91,7 @@ class SlotTable:
         ref_count, evict = self.columns.ref_count, self.index.evict
         evicted, hashes = list[int](), list[bytes]()
         for slot in self.eviction.victims():
-            # At once: a slot may come up twice, and nobody must get it twice.
+            # Evicted at once, because a slot may come up twice and must be taken only once.
             if not ref_count[slot] and (own := evict(slot)):
                 hashes.append(own)
                 evicted.append(slot)
@@ -103,13 +103,13 @@ class SlotTable:
         return evicted
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int], stamp: int) -> None:
-        """Make blocks readable that were being written and are whole.
+        """Make whole blocks readable that were being written.
 
         Args:
             space: of the blocks, not cleared.
-            hashes: of them, in the order in which they were claimed.
+            hashes: of the blocks, in the order in which they were claimed.
             slots: slot of each.
-            stamp: of the touch that came with their claim.
+            stamp: of the touch at their claim.
         """
         self.index.publish(space, hashes, slots)
         self.columns.num_writing -= len(slots)
@@ -117,10 +117,10 @@ class SlotTable:
         self.eviction.stored(slots, stamp)
 
     def abort(self, slots: list[int]) -> list[bytes]:
-        """Make sure that blocks being written are never published; their writers go on holding the slots.
+        """Abort blocks being written: they are never published. Their writers keep the slots.
 
         Returns:
-            Those that were not aborted before, and of which no clearing has told.
+            The hashes of blocks that were neither aborted nor cleared before.
         """
         aborted, lost = self.index.abort(slots)
         self.columns.aborted.update(aborted)
@@ -128,12 +128,12 @@ class SlotTable:
         return lost
 
     def unpin(self, slots: SlotList, stamp: int) -> None:
-        """Remove a reader from each slot; `stamp` is of the first touch since they have it."""
+        """Remove a reader from each slot; `stamp` is of the first touch since that reader came."""
         self.columns.unpin(slots)
         self.eviction.released(slots, stamp)
 
     def sweep(self, num_slots: int) -> int:
-        """Free so many slots of what was cleared, or leave them to their last reader; returns how many."""
+        """Free up to `num_slots` cleared slots, each at its last reader's end; return how many were swept."""
         slots, listed = self.index.sweep(num_slots)
         if slots:
             self.eviction.freed(listed)

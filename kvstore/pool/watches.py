@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvstore.blocks.chain import BlockHashes
 from kvstore.pool.block_index import BlockIndex
 
-#: Each takes about a kilobyte, and a caller may ask for any number of them.
+#: Bounded because each takes about a kilobyte, and a caller may add any number of watches.
 _MOST_WATCHES = 4096
 #: Of all watches together: a caller may name any blocks that it likes.
 _MOST_BLOCKS = 1 << 22

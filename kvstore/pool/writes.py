@@ -1,8 +1,8 @@
-"""What is being written to a pool, by whom, in how many parts. No locking here: the pool holds its lock.
+"""Keep the unfinished writes of a pool, with their owners and parts. No locking here: the pool holds its lock.
 
-A block of several parts is written by as many ranks: the first that comes claims its slot, the others join it
-by hash. It is published with its last part. A rank that gives up, dies or does not come in time aborts the
-block for all; the slot comes back when the last rank that may still write to it has said that it does not.
+A block of several parts is written by as many ranks: the first rank claims its slot, the others join it by hash.
+It is published with its last part. A rank that gives up, dies or does not come in time aborts the block for all
+ranks. Its slot becomes free when the write of every rank that had come has ended.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class _Write:
     hashes: list[bytes]
     slots: list[int]
     generations: bytes
-    #: Blocks of the chain that were here: pinned, so that making room cannot evict them.
+    #: Slots of the chain's blocks that were here: pinned, so that making room cannot evict them.
     pinned: SlotList
     stamp: int
-    #: In which claims the slots are, where their blocks are written in parts.
+    #: The claims of the slots, if the blocks are written in parts.
     segments: list[Segment]
     space: Space
     num_done: int = 0
 
     @property
     def num_held(self) -> int:
-        """Of how many blocks this keeps something."""
+        """Number of slots that this write holds or pins."""
         return len(self.slots) + len(self.pinned)
 
 
@@ -87,7 +87,7 @@ class WriteTable:
         self._table, self._epoch, self._new_id, self._on_settled = table, epoch, new_id, on_settled
         self._writes: dict[int, _Write] = {}
         self._by_owner = IdsByOwner()
-        # Of all writes together.
+        # Slots held or pinned by all writes together.
         self._num_blocks = 0
         self._parts = PartRuns(table.columns)
         self._clears = clears
@@ -96,12 +96,12 @@ class WriteTable:
         return len(self._writes)
 
     def has_deadlines(self) -> bool:
-        """Whether any write ends by itself."""
+        """Return whether a deadline may end any write."""
         ends = (min(write.terms.deadline_s, write.terms.parts_deadline_s) for write in self._writes.values())
         return len(self._parts) > 0 or min(ends, default=float("inf")) < float("inf")
 
     def prepare(self, chain: BlockHashes, hashes: list[bytes], terms: WriteTerms, *, needs_parent: bool) -> StoreTicket:
-        """Claim a slot for each block that is not here, or join those who write it; see `Pool.prepare_store`."""
+        """Claim a slot for each missing block, or join the ranks that write it; see `Pool.prepare_store`."""
         table, index = self._table, self._table.index
         space = index.space_of(chain.namespace)
         ready, writing = space.ready, space.writing
@@ -131,9 +131,9 @@ class WriteTable:
         indexes, end = self._claim(chain, hashes, found, terms)
         if joined:
             indexes = sorted([*indexes, *(i for i in joined if i < end)])
-        run: list[int] = found[:end]  # type: ignore[assignment]  # Up to there no slot is missing.
+        run: list[int] = found[:end]  # type: ignore[assignment]  # No slot is missing before `end`.
         slots = run if len(indexes) == end else [run[i] for i in indexes]
-        # After a claim the namespace may have another index than before it had any.
+        # Read again: the claim may have made the namespace's index.
         space = index.space_of(chain.namespace)
         ready, writing = space.ready, space.writing
         listed = index.listed(slots)
@@ -142,7 +142,7 @@ class WriteTable:
         else:
             stamp = table.eviction.touched(listed if slots is run else index.listed(run))
         if end < len(hashes):
-            # Pinned blocks behind a refused one are not touched, and making room may have passed their place.
+            # Pinned blocks after a refused one are not touched, and eviction may have passed their place.
             stamp = 0
         write_id, generations = 0, b""
         if indexes:
@@ -168,7 +168,7 @@ class WriteTable:
         )
 
     def refuse(self, namespace: bytes) -> StoreTicket:
-        """Return a ticket for nothing, to a writer of blocks from before the last clearing."""
+        """Return an empty ticket, for a writer of blocks from before the last clearing."""
         return StoreTicket(write_id=0, num_clears=self._clears.get(namespace), epoch=self._epoch)
 
     def reserve(self, num_blocks: int, terms: WriteTerms, *, may_evict: bool) -> StoreTicket:
@@ -176,7 +176,7 @@ class WriteTable:
         table = self._table
         self._check_room()
         self._sweep_writing(num_blocks - table.columns.num_free)
-        # Counted before anything is evicted: nobody loses a block for slots that nobody gets.
+        # Counted before any eviction, so that no block is evicted for a claim that fails.
         if (num_there := table.num_obtainable(num_blocks, may_evict=may_evict)) < num_blocks:
             raise PoolExhausted(
                 f"wanted {num_blocks} slots, got {num_there}: the others are pinned or being written; release "
@@ -196,10 +196,10 @@ class WriteTable:
     def _claim(
         self, chain: BlockHashes, hashes: list[bytes], found: list[int | None], terms: WriteTerms
     ) -> tuple[Sequence[int], int]:
-        """Claim slots for the blocks that have none in `found`, and fill them in.
+        """Claim slots for the blocks that have none in `found`, and enter them there.
 
         Returns:
-            (the blocks that got one, how many leading blocks there are now before the first that got none).
+            (positions of the blocks that got a slot, number of leading blocks before the first without one).
         """
         parents, missing = [chain.parent, *hashes[:-1]], list[int]()
         depths = np.arange(chain.start, chain.start + len(hashes))
@@ -225,7 +225,7 @@ class WriteTable:
         """Return a write if `owner` holds it.
 
         Raises:
-            StaleTicket: it does, but the epoch or the generations are others.
+            StaleTicket: the epoch is another one, or `owner` holds the write with other generations.
         """
         if epoch is not None and epoch != self._epoch:
             raise StaleTicket(f"wanted epoch {self._epoch.hex()}, got {epoch!r}: the store was restarted")
@@ -237,7 +237,7 @@ class WriteTable:
         return write
 
     def complete(self, write_id: int, write: _Write, count: int | None) -> int:
-        """Publish the leading `count` blocks of a write, or take its part as done; returns how many became readable."""
+        """Publish the leading `count` blocks of a write, or record its part; return how many became readable."""
         if write.space.is_cleared:
             self._abort_blocks(write.slots[write.num_done :])
         if count is not None and write.terms.num_parts > 1:
@@ -264,7 +264,7 @@ class WriteTable:
         return len(slots)
 
     def abort(self, write_id: int, write: _Write, quarantine: str = "") -> int:
-        """Give up what a write has not published; see `Pool.abort_store`."""
+        """Give up the unpublished blocks of a write; see `Pool.abort_store`."""
         if quarantine and write.terms.num_parts > 1:
             raise InvalidRequest("quarantine: wanted a write of whole blocks, got one of several parts")
         pending = write.slots[write.num_done :]
@@ -278,34 +278,34 @@ class WriteTable:
         return len(pending)
 
     def _abort_blocks(self, slots: list[int]) -> None:
-        # Callers that wait for cleared blocks have heard of the clearing, and may wait for the same blocks again.
+        # `lost` has no cleared blocks: their watchers were notified at the clearing, and may watch the hashes again.
         if lost := self._table.abort(slots):
             self._on_settled(lost)
 
     def release_owner(self, owner: str) -> int:
-        """Abort all writes of an owner that is gone; returns how many."""
+        """Abort all writes of an owner that has ended; return how many."""
         return self._abort_all(self._by_owner.of(owner))
 
     def holds(self, owner: str) -> bool:
-        """Whether an owner has an unfinished write."""
+        """Return whether an owner has an unfinished write."""
         return owner in self._by_owner
 
     def expire(self, now_s: float) -> int:
-        """Give up blocks whose parts did not all come, and writes past their own deadline; returns how many writes."""
+        """Give up blocks whose ranks did not all come, and overdue writes; return the number of these writes."""
         for run, place in self._parts.overdue(now_s):
             self._abort_blocks([run.slots[place]])
             self._parts.leave(run, place)
         return self._abort_all([i for i, write in self._writes.items() if write.terms.deadline_s < now_s])
 
     def clear(self, namespace: bytes) -> int:
-        """Make a namespace's group a miss; returns how many blocks it had. Their slots come back with `sweep`."""
+        """Make a namespace's group unfindable; return its number of blocks. `sweep` gives their slots back."""
         spaces = self._table.index.detach(namespace)
         for space in spaces:
             self._on_settled(space.writing)
         return sum(map(len, spaces))
 
     def sweep(self, num_slots: int) -> None:
-        """Give so many slots of what was cleared back, or as soon as their last writer or reader ends."""
+        """Sweep up to `num_slots` cleared slots; each becomes free after its last writer or reader."""
         cleared = self._table.index.cleared
         self._sweep_writing(num_slots - self._table.sweep(num_slots))
         while cleared and cleared[0].unswept is None and not cleared[0].writing:
@@ -314,7 +314,7 @@ class WriteTable:
     def _sweep_writing(self, num_slots: int) -> None:
         index = self._table.index
         for space in index.cleared:
-            # From the end: there it has no gaps that earlier steps left.
+            # From the end, because earlier steps left no gaps there.
             slots = list(islice(reversed(space.writing.values()), max(num_slots, 0)))
             if slots:
                 self._table.abort(slots)
@@ -347,7 +347,7 @@ class WriteTable:
             self._table.unpin(write.pinned, write.stamp)
 
     def check(self, refs: Counter[int]) -> None:
-        """Add what writes pin to `refs`, and assert that every slot being written has a writer."""
+        """Add the pins of all writes to `refs`, and assert that every slot being written has a writer."""
         index, columns = self._table.index, self._table.columns
         writers: Counter[int] = Counter()
         self._by_owner.check({write_id: write.terms.owner for write_id, write in self._writes.items()})
