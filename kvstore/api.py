@@ -67,7 +67,7 @@ def start(
 
 
 def connect(name: str = "default", *, address: str | None = None, timeout_s: float = 30.0) -> Store:
-    """Return a handle of a running store, in the cluster that `start` would take or else the only one here.
+    """Return a handle of a running store: in the cluster of `start`, or else the only one here.
 
     Returns:
         A handle. The store belongs to others: `stop` ends the handle only, `destroy` the store.

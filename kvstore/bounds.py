@@ -41,7 +41,7 @@ DIGEST_BYTES = 32
 
 
 def clip(value: object, num_chars: int = 60) -> str:
-    """Return a value from outside as a short text for an error message, however long the value is."""
+    """Return a value of any length as a short text for an error message."""
     if isinstance(value, str | bytes | bytearray | memoryview):
         text = repr(value[:num_chars] if isinstance(value, str) else bytes(value[:num_chars]))
         return text if len(value) <= num_chars else f"{text}... ({len(value)} in all)"

@@ -198,7 +198,7 @@ def socket_dir() -> Path:
 
 
 def num_copy_threads() -> int:
-    """Return how many threads of a process may share one large copy: a quarter of its cores, one to four.
+    """Return how many threads may share one large copy: a quarter of the cores, one to four.
 
     One core is slower than the memory of a large machine. On a small machine the engine needs the other cores.
     """
@@ -206,7 +206,7 @@ def num_copy_threads() -> int:
 
 
 def num_idle_copy_threads() -> int:
-    """Return how many threads may share a large copy on idle cores: one per core, up to four."""
+    """Return how many threads may share a copy on idle cores: one per core, up to four."""
     return min(len(os.sched_getaffinity(0)), _MAX_COPY_THREADS)
 
 

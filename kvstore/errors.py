@@ -52,7 +52,7 @@ class IncompatibleStore(ConfigError):
 
 
 class UnsupportedModel(ConfigError):
-    """The KV of an engine's model cannot be shared yet: another kind of attention or cache, or an adapter."""
+    """The KV of an engine's model cannot be shared yet. Its kind of attention, cache or adapter is not supported."""
 
 
 class InvalidRequest(KVStoreError):
@@ -84,7 +84,7 @@ class LayoutMismatch(KVStoreError):
 
 
 class PoolExhausted(KVStoreError):
-    """Every slot is pinned, being written or quarantined; release leases or add capacity."""
+    """No slot is available, or a bound on leases, pins or writes is reached; release leases or add capacity."""
 
 
 class BlockNotFound(KVStoreError):
@@ -140,7 +140,7 @@ class PeerLost(TransferError):
 
 
 class NotAsked(PeerLost):
-    """The connection was closed before this question's turn, by another thread's failure; nothing was sent."""
+    """The connection was closed before this question's turn; nothing was sent."""
 
 
 class RegistrationFailed(TransferError):

@@ -1,4 +1,4 @@
-"""Define a run of block hashes, one bytes object per field: held by callers, sent, and looked up by the pool."""
+"""Define a run of block hashes, one bytes object per field. Callers hold it, messages carry it, the pool finds it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAST_END = (1 << 32) - 1
 
 
 class BlockHashes(Record, frozen=True):
-    """A contiguous run of one chain of block hashes, made by a `Namespace` or by slicing another run.
+    """A contiguous run of a chain of block hashes. A `Namespace` makes it; slices are runs, too.
 
     Args:
         namespace: digest of the namespace that the chain is rooted in, 32 bytes.

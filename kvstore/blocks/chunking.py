@@ -1,4 +1,4 @@
-"""Divide a READ of many blocks into segments (claimed as one) and chunks (read and reported as one)."""
+"""Divide a READ of many blocks. A segment is claimed as one; a chunk is read and reported as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encode and decode messages: a struct travels as a MessagePack array, and an integer array in it as bytes.
+"""Encode and decode messages. A struct travels as a MessagePack array, and an integer array in it as bytes.
 
 Two messages are JSON objects: the greeting of a connection, and an error. Other versions have to read these two as
 well (docs/adr/0026-one-codec.md).

@@ -1,4 +1,4 @@
-"""Define the results of a pool: grants of pinned blocks, tickets for blocks to write, and its counts."""
+"""Define a pool's results: grants of pinned blocks, tickets for writes, and its counts."""
 
 from __future__ import annotations
 

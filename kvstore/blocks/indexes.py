@@ -38,7 +38,7 @@ def ints_in(packed: object) -> IndexArray:
 
 
 def checked_slots(slots: IndexArray, num_blocks: int, num_slots: int, *, is_whole: bool = False) -> IndexArray:
-    """Return a store's slots after a check that they are valid: a copy would go to any place they name.
+    """Return a store's slots after a check. Without it, a copy would go to any place that they name.
 
     Args:
         slots: from the store's answer.

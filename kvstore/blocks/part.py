@@ -1,4 +1,4 @@
-"""Which part of every block one rank of an engine holds."""
+"""Define the part of every block that one rank of an engine holds."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ WHOLE = Part(0, 1, 0, 1)
 
 
 def as_part(part: Part | Sequence[int] | None) -> Part:
-    """Return a `Part` from a user's argument: a Part, its four numbers, or None for the whole block.
+    """Return a user's argument as a `Part`: a Part, four numbers, or None (the whole block).
 
     Raises:
         ConfigError: they are not four ints, or a rank is not below its size.

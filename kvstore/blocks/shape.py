@@ -1,4 +1,4 @@
-"""Define the stored block: the content of one block of KV, its size, and the order of its bytes.
+"""Define the stored block: its content, its size, and the order of its bytes.
 
 A block's bytes lie in its slot as [G, H, L, P, T, D] (letters: the legend in kvstore/engine/layout.py;
 G = layer group, L = layer within its group). Heads are outside layers, so the bytes of every
@@ -35,7 +35,7 @@ class Planes(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideTensor:
-    """A tensor beside the cache of each layer that an engine needs to read the cache, such as scales.
+    """A tensor beside each layer's cache, without which an engine cannot read it, such as scales.
 
     Its bytes are part of the block: they are stored, found, moved and evicted with it. The namespace covers it.
 
@@ -71,7 +71,7 @@ class SideTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """Describe the stored block of the whole model: all layers and all heads, before any TP or PP split.
+    """Describe the stored block of the whole model. It has all layers and heads, before any TP or PP split.
 
     Args:
         num_layers: layers of the model that hold KV.

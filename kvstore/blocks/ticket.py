@@ -1,4 +1,4 @@
-"""Define a hand-off's ticket: the publisher of a request's blocks sends it to the worker that continues."""
+"""Define a hand-off's ticket. The publisher of a request's blocks sends it to the worker that continues."""
 
 from __future__ import annotations
 

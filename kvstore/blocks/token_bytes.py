@@ -1,4 +1,4 @@
-"""Check and encode the input of block hashes, tokens and extra keys: different inputs give different bytes."""
+"""Check and encode the tokens and extra keys of block hashes. Different inputs give different bytes."""
 
 from __future__ import annotations
 

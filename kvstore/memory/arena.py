@@ -1,4 +1,4 @@
-"""Make and map the arena: one shared-memory slab per node, an anonymous memory file that every worker maps.
+"""Make and map the arena, one shared-memory slab per node. It is an anonymous file that every worker maps.
 
 The node store creates the file and owns it; workers get its descriptor over the control socket.
 All pages are allocated at creation, so that no process dies of SIGBUS later. The size is sealed,
@@ -166,7 +166,7 @@ def create_arena(num_bytes: int, *, huge_pages: bool = True) -> Arena:
 
 
 def check_memory(fd: int) -> None:
-    """Check that a file is sealed memory of this user, which no process can shrink under a reader.
+    """Check that a file is sealed memory of this user. No process can shrink it under a reader.
 
     Raises:
         ConfigError: the file is of another user, or not sealed.
@@ -184,7 +184,7 @@ def check_memory(fd: int) -> None:
 
 
 def attach_arena(file: FileIO, num_bytes: int) -> Arena:
-    """Map a slab from the descriptor that its node store sent, and close that in any case.
+    """Map a slab from the descriptor that its node store sent. The descriptor is closed in any case.
 
     So a forked child has neither the mapping nor a descriptor, and keeps none of the slab's pages.
 

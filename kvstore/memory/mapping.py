@@ -11,7 +11,7 @@ from kvstore.memory.pinning import ArenaPinning
 
 
 class ArenaMapping:
-    """An arena that is pinned for the first cache on a GPU, and unpinned before it is unmapped."""
+    """A mapped arena. The first cache on a GPU pins it; it is unpinned before it is unmapped."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena

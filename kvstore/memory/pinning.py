@@ -1,4 +1,4 @@
-"""Pin the arena for a GPU: a thread registers its slots with CUDA in pieces, requested pieces first.
+"""Pin the arena for a GPU. A thread registers its slots with CUDA in pieces, requested pieces first.
 
 A piece is whole slots and whole pages, because the driver refuses a copy that spans two registrations.
 docs/adr/0007-copies-of-cuda-caches.md says why there are pieces, and why a copy waits for them.

@@ -71,7 +71,7 @@ class PresenceCounts:
 
 
 class PresenceTable:
-    """Shared memory of one epoch of a node store: the epoch, whether it is alone, and both kinds of counters.
+    """Shared memory of one epoch of a node store. It has the epoch, the alone flag, and both kinds of counters.
 
     Args:
         epoch: of the store.

@@ -1,4 +1,4 @@
-"""Read the presence table of a worker's store: a chain that is surely absent costs no request.
+"""Read the presence table of a worker's store. A chain that is surely absent costs no request.
 
 The head of the table has the counters of clearings, which every client maps.
 """

@@ -1,4 +1,4 @@
-"""Manage the slots of a node: the block in each slot, and the rights of its readers and writers.
+"""Manage the slots of a node: their blocks, and the rights of readers and writers.
 
 In: chains, owners, deadlines.
 Out: grants, tickets for writing, evictions; nothing here waits.

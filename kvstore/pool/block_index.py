@@ -86,7 +86,7 @@ class EventLog:
 
 
 class BlockIndex:
-    """The blocks of a pool by namespace and hash, and one column per attribute of a slot's block.
+    """The blocks of a pool by namespace and hash, with one column per attribute.
 
     A block that can be found is in `ready` of its space, one that is being written in `writing`; any other slot has no
     block. `parent` is the hash of the block before this one in its chain, the namespace's digest at a root.

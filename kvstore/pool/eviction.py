@@ -53,7 +53,7 @@ class EvictionPolicy(Protocol):
         """
 
     def last_touch(self, slot: int) -> int:
-        """Return the stamp of a slot's last touch: of two blocks, the one with the larger stamp is hotter."""
+        """Return the stamp of a slot's last touch. Of two blocks, the one with the larger stamp is hotter."""
 
     def check(self, evictable: set[int]) -> None:
         """Assert that all these slots would come up as victims; for tests."""

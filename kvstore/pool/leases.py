@@ -180,7 +180,7 @@ class LeaseTable:
         return len(lease_ids)
 
     def check(self, refs: Counter[int]) -> None:
-        """Add the pins of all leases to `refs`, and assert that the counts of hard and soft pins are right."""
+        """Add the pins of all leases to `refs`; assert that all counts are right."""
         hard, soft = Counter[int](), Counter[int]()
         self._by_owner.check({lease_id: lease.owner for lease_id, lease in self._leases.items()})
         assert self._num_blocks == sum(len(lease.slots) for lease in self._leases.values()), "blocks under leases"

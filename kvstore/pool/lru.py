@@ -138,7 +138,7 @@ class LeastRecentlyUsed:
             self._log, self._swept = self._swept, self._log
 
     def check(self, evictable: set[int]) -> None:
-        """Assert that every evictable slot has a place, and that the log is in order and counted right."""
+        """Assert that every evictable slot has a place, and that the log is consistent."""
         placed = {slot for touched, slot in self._late if self.stamp[slot] == touched}
         placed |= {slot for slot in self._current if self.stamp[slot] == self.passed}
         placed |= {slot for slot, touched in self._held_back.items() if self.stamp[slot] == touched}

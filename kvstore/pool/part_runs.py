@@ -58,7 +58,7 @@ class PartRuns:
         self._runs[run] = _Parts(num_parts, deadline_s, none, none.copy(), is_open, {})
 
     def joinable(self, segment: Segment, part: int, num_parts: int) -> list[int]:
-        """Return the positions whose blocks have `num_parts` parts and for which this part's rank has not come."""
+        """Return the positions that this part's rank may join: blocks of `num_parts` parts, not joined yet."""
         run, place, at, count = segment
         parts = self._runs.get(run)
         if parts is None or parts.num_parts != num_parts:

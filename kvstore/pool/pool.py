@@ -170,7 +170,7 @@ class Pool:
         parts_deadline_s: float = _NEVER_S,
         num_clears: int | None = None,
     ) -> StoreTicket:
-        """Claim a slot for each missing block of a run, or join the ranks that write it in parts.
+        """Claim a slot for each missing block of a run, or join its writing in parts.
 
         Blocks that are here are pinned until the write ends, so that making room cannot evict them.
         When the pool is full, the ticket covers the leading blocks that fit.

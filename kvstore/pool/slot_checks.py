@@ -10,7 +10,7 @@ from kvstore.pool.slots import SlotTable
 
 
 def check_slots(table: SlotTable) -> None:
-    """Assert that each slot is in exactly one state and that index, columns and eviction agree with that."""
+    """Assert that each slot is in exactly one state. Index, columns and eviction must agree on it."""
     ready, writing = check_index(table.index)
     columns = table.columns
     states = {

@@ -13,7 +13,7 @@ _ONE = np.int32(1)
 
 
 class SlotColumns:
-    """The slots of a pool: one column per attribute, so that a chain is handled in a few passes.
+    """The slots of a pool, one column per attribute. So a chain is handled in a few passes.
 
     Each slot is free, being written, ready or quarantined. Only ready slots have readers: with a reader a slot is
     pinned, without one idle. Free slots are given out lowest index first, so that the blocks of one request become
@@ -70,7 +70,7 @@ class SlotColumns:
         self.num_writing += len(slots)
 
     def end_aborted(self, slots: Collection[int], quarantine: str = "") -> None:
-        """End the writing of aborted slots: they become free, or quarantined under a name if it is given."""
+        """End the writing of aborted slots. They become free, or quarantined under a name if it is given."""
         self.aborted.difference_update(slots)
         self.num_writing -= len(slots)
         if quarantine and slots:

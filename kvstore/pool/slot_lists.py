@@ -1,4 +1,4 @@
-"""Keep blocks of one claim together, so that a chain is found in few comparisons instead of one per block.
+"""Keep blocks of one claim together. So a chain is found in a few comparisons instead of one per block.
 
 A request mostly asks for the same hashes that an earlier one stored. Then one comparison of bytes replaces as many
 look-ups in the index as there are blocks. The first `num_ready` blocks of a run are known to be ready; all others
@@ -143,7 +143,7 @@ class Run:
 
 
 class Segment(NamedTuple):
-    """Consecutive blocks of a claim: from `place` on in its run, from `at` on in a list of slots."""
+    """Consecutive blocks of a claim. They begin at `place` in its run, and at `at` in a list of slots."""
 
     run: Run
     place: int

@@ -347,7 +347,7 @@ class WriteTable:
             self._table.unpin(write.pinned, write.stamp)
 
     def check(self, refs: Counter[int]) -> None:
-        """Add the pins of all writes to `refs`, and assert that every slot being written has a writer."""
+        """Add the pins of all writes to `refs`; assert that slots and writers agree."""
         index, columns = self._table.index, self._table.columns
         writers: Counter[int] = Counter()
         self._by_owner.check({write_id: write.terms.owner for write_id, write in self._writes.items()})

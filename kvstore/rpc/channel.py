@@ -114,7 +114,7 @@ class Channel:
         raise TransferTimeout(f"{self.name}: no answer in time; the connection was closed")
 
     def receive_soon(self, request: int, wait_s: float, awake_s: float) -> Message | None:
-        """Return the next message of an answer, or None: polls for `awake_s`, then sleeps for `wait_s` at most."""
+        """Return the next message of an answer, or None. Polls for `awake_s`, then sleeps up to `wait_s`."""
         until_s = clock.now_s() + awake_s if awake_s > 0 else 0.0
         end_s = clock.now_s() + max(awake_s, 0.0) + wait_s
         while True:

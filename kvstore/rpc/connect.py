@@ -1,4 +1,4 @@
-"""Open control connections to the node store of this machine, and to stores and directories of other nodes."""
+"""Open control connections to this machine's node store, and to other nodes' stores and directories."""
 
 from __future__ import annotations
 

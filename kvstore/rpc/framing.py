@@ -1,4 +1,4 @@
-"""Encode control messages: small, binary, the same over a Unix SEQPACKET socket (own node) and TCP (peers).
+"""Encode control messages, small and binary. Unix SEQPACKET (own node) and TCP (peers) carry the same ones.
 
 A message is a header and a payload (kvstore.blocks.codec). A message longer than one packet travels in fragments, each
 with its own header; all but the last have MORE set. Errors travel as the name of a class of kvstore.errors and a text,
@@ -229,7 +229,7 @@ class Decoder:
 
 
 def is_secret(value: object, secret: str) -> bool:
-    """Return whether a received value is the secret, in a time that does not depend on how much matches."""
+    """Return whether a received value is the secret. The time does not depend on how much matches."""
     return isinstance(value, str) and secrets.compare_digest(value.encode("utf-8", "replace"), secret.encode())
 
 

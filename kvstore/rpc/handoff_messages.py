@@ -8,10 +8,10 @@ from kvstore.blocks.codec import U32, U64, Digest, Epoch, NodeId, Record, decode
 
 
 class PrepareHandoff(Record, frozen=True):
-    """Ask for slots to publish blocks in: of the arena (slab 0), or of a stage of one generation of the mover.
+    """Ask for slots to publish blocks in, of the arena (slab 0) or of a stage.
 
-    `writer` is a number that a publisher tells only its store; with it, the publisher reports that its copies have
-    ended. `num_clears` is the namespace's count at the time of the request to publish.
+    `generation` is that of the stage's mover. `writer` is a number that a publisher tells only its store, later to
+    report that its copies have ended. `num_clears` is the namespace's count when the publication was requested.
     """
 
     key: Digest
@@ -32,7 +32,7 @@ class CompleteHandoff(Record, frozen=True):
 
 
 class AbortHandoff(Record, frozen=True):
-    """Report that the blocks will not come, and that their publisher writes to their slots no more."""
+    """Report that the blocks will not come. Their publisher writes to their slots no more."""
 
     key: Digest
     writer: U64
@@ -69,7 +69,7 @@ class FetchRequest(Record, frozen=True):
 
 
 class Soon(Record, frozen=True):
-    """Announce a fetch from a node's stage into a stage of this node, of one generation of its mover.
+    """Announce a fetch from a node's stage into a stage of this node's mover, of one generation.
 
     The store forwards these bytes to its mover, which knows in advance what to do when exactly these bytes come.
     """

@@ -29,7 +29,7 @@ class Attach(Record, frozen=True):
 
 
 class Ask(Record, frozen=True):
-    """Ask about a run, with a time in seconds: for a lease, the end of others' saves, or the nodes that have it."""
+    """Ask about a run, with a time: for a lease, the end of others' saves, or the nodes that have it."""
 
     chain: BlockHashes
     seconds: float
@@ -61,7 +61,7 @@ class Prepare(Record, frozen=True):
 
 
 class WriteEnd(Record, frozen=True):
-    """Complete or abort the write of a ticket, with the generations of its slots and the epoch of the store."""
+    """Complete or abort a ticket's write. Has the generations of its slots and the store's epoch."""
 
     write_id: U64
     epoch: Epoch
@@ -123,7 +123,7 @@ class LoadReport(msgspec.Struct, array_like=True, gc=False, forbid_unknown_field
 
 
 class Progress(Record, frozen=True):
-    """One piece of the answer to a load: the slots of newly readable blocks, from block `first` on.
+    """One piece of a load's answer: slots of newly readable blocks, from block `first` on.
 
     The slots are packed by `pack_ints`. The last piece has the report.
     """

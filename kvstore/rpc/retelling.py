@@ -19,7 +19,7 @@ PAUSES_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 
 class Retelling:
-    """Sends a store messages that only this client can send, such as the end of a publication's writes. Any thread.
+    """Sends messages that only this client can send, such as the end of a publication's writes. For any thread.
 
     A thread repeats unanswered messages until the store has answered all, or the store or the client has ended. Then
     what they held is taken back without a message.

@@ -323,7 +323,7 @@ class ControlServer:
             self._forget(connection)
 
     def _is_needed(self, closed: Connection) -> bool:
-        """Return whether to keep a closed connection, to notice its owner's end or to undo its last answer."""
+        """Return whether to keep a closed connection: to notice its owner's end, or undo its last answer."""
         # An owner that holds nothing is not watched: a live process may connect any number of times.
         if not self._holds(closed):
             return False

@@ -1,4 +1,4 @@
-"""Manage the files of Unix sockets: visible once a store listens, removed by it or after its death by others."""
+"""Manage the files of Unix sockets. Each appears once its store listens. The store removes it; others after a kill."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Strangers:
         self._make_room(remote, MAX_REMOTE)
 
     def left(self, connection: Connection) -> None:
-        """Note that a connection is not a stranger's any more: its HELLO was accepted, or it is closed."""
+        """Remove a connection from the strangers: its HELLO was accepted, or it is closed."""
         self._until_s.pop(connection, None)
 
     def tick(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Keep a forked child from using its parent's connections, or the addresses of its parent's shared memory.
+"""Keep a forked child from using its parent's connections and shared-memory addresses.
 
 After a fork both processes share sockets and request numbers, so answers would reach the wrong one. Shared memory is
 kept out of children, because its leases are the parent's. But a child has a copy of each mapping object, which unmaps

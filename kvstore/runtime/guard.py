@@ -1,4 +1,4 @@
-"""Keep a thread alive that must not end: count failures, log a few, and rest after each."""
+"""Keep a thread alive that must not end. Count its failures, log a few, and rest after each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the future of a job: it completes even if a waiter is interrupted anywhere, as by Ctrl-C."""
+"""Define the future of a job. It completes even if a waiter is interrupted anywhere, as by Ctrl-C."""
 
 from __future__ import annotations
 

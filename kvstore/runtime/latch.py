@@ -27,7 +27,7 @@ class Latch:
         return self._is_set
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it happens; False when it did not in time."""
+        """Wait until the event happens; False when it does not in time."""
         if not self._is_set and self._lock.acquire(timeout=max(0.0, timeout_s)):
             self._lock.release()  # For the next waiter.
         return self._is_set

@@ -1,4 +1,4 @@
-"""Run the control thread: an epoll, a tick, and a guard that keeps the thread alive after errors."""
+"""Run the control thread: an epoll, a tick, and a guard against errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ControlLoop:
         return clock.now_s()
 
     def is_own_thread(self) -> bool:
-        """Whether the caller is this thread."""
+        """Return whether the caller is this thread."""
         return threading.get_ident() == self._thread.ident
 
     def wake(self) -> None:
@@ -91,7 +91,7 @@ class ControlLoop:
             self.wake()
 
     def is_serving(self, within_s: float) -> bool:
-        """Return whether the thread completes a round within so many seconds, and its ticks do not all fail.
+        """Return whether the thread completes a round in time. False also when its ticks keep failing.
 
         Asks the thread itself, which answers at once unless it hangs. From any thread.
         """
@@ -141,7 +141,7 @@ class ControlLoop:
             self._epoll.modify(fd, (_READABLE if readable else 0) | (_WRITABLE if writable else 0))
 
     def call_again(self, fd: int) -> None:
-        """Treat a watched descriptor as readable in the next round: part of its input is still unserved."""
+        """Treat a watched descriptor as readable in the next round. Part of its input is still unserved."""
         self._again.add(fd)
 
     def unwatch(self, fd: int) -> None:

@@ -32,8 +32,8 @@ _LOOK_AGAIN_S = 1e-3
 class ThreadPool:
     """Runs steps in order on up to `most` threads, each started when needed; for any threads.
 
-    Every accepted step runs, even when the interpreter ends: it waits for them. The owner must call `close`, or the
-    threads stay.
+    Every accepted step runs, unless `close` drops it; an ending interpreter waits for that. The owner must call
+    `close`, or the threads stay.
 
     Args:
         most: the most threads.

@@ -1,4 +1,4 @@
-"""Give threads turns, like a lock, but safe when an interrupt such as Ctrl-C comes after any call.
+"""Give threads turns, like a lock that is safe from interrupts, such as Ctrl-C, after any call.
 
 An interrupt right after the call that takes a lock leaves it locked forever: no code knows that it was taken. A turn is
 an object. Its thread can always see whether it has the turn, and gives it up however the call ends.
