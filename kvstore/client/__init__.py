@@ -1,4 +1,4 @@
-"""What a worker process uses: save, load, publish, fetch, and the results of these.
+"""The worker process's API: save, load, publish, fetch, and their results.
 
 In: hashes, tickets, ids of the engine's blocks.
 Out: jobs and their results.

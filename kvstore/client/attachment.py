@@ -1,4 +1,4 @@
-"""What a client has of one life of its store: connections, mapped memory, the jobs that use both, and their end."""
+"""A client's attachment to one epoch of its store: connections, mapped memory, jobs, and their end."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ from kvstore.runtime import clock
 logger = logging.getLogger(__name__)
 
 _LATE_S = 600.0
-#: A copy that has begun is waited for in turns of so long.
+#: A running copy is waited for in turns of this length.
 _CALL_OFF_S = 5.0
-#: Of the whole process, which is to be ended: what was collected would be unmapped while a device may still write to
-#: it, and its slots given back.
+#: Kept until the process ends, which should be soon: collecting one would unmap memory that a device may still write
+#: to, and give its slots back.
 _with_stuck_copies: set[Attachment] = set()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """The cache that an engine registered, and what copies between it and the arena."""
+    """The cache that an engine registered, and the copier between it and the arena."""
 
     copier: EngineCopier
 
     def pages(self, block_ids: object, chain: BlockHashes, num_threads: int = 0) -> EnginePages:
-        """Say where a chain's tokens lie, and have the copies come after what the calling thread's stream has."""
+        """Return where a chain's tokens lie; copies are ordered after the calling thread's stream."""
         pages = engine_pages(block_ids, self.copier.layout, self.copier.cache.shape.block_size, chain.start, len(chain))
         return ordered(pages, self.copier, num_threads)
 
 
 class Attachment:
-    """A client's hold on one life of its store.
+    """A client's attachment to one epoch of its store.
 
-    Every job and every lease refers to it. So it is collected when nothing uses what it has, and gives that back.
+    Every job and every lease refers to it. So it is collected, and gives back what it holds, when nothing uses it.
 
     Args:
         control_path: the node store's socket.
-        space, part: of the client.
+        space, part: the client's.
 
     Attributes:
         store: the connections.
         clears: how often namespaces were cleared; reads the store's memory.
         stage: the link to the stage of the cache's GPU; nothing is attached before `StageLink.attach`.
-        threads: those of jobs.
+        threads: the threads of jobs.
         engine: None until a cache is registered; see `registered`.
-        is_lost: whether that life of the store has ended.
-        is_stuck: whether copies of a job never ended, so that nothing they may use is given back.
+        is_lost: whether that epoch of the store has ended.
+        is_stuck: whether copies of a job did not end, so that nothing they may use is given back.
 
     Raises:
         StoreNotRunning, IncompatibleStore, ConfigError: see `Client`.
@@ -78,14 +78,14 @@ class Attachment:
     def __init__(self, control_path: str, space: Namespace, part: Part) -> None:
         self.space, self.part = space, part
         self.is_lost = self.is_unmapped = self.is_stuck = False
-        # Of a kind that one thread may take twice: the handler of a signal may close this.
+        # Reentrant: a signal handler may close this.
         self._lock = threading.RLock()
-        #: Of the life of the store that has ended, and set when its memory is unmapped.
+        #: Threads of the ended epoch, and an event that is set when its memory is unmapped.
         self._threads_of_lost: JobThreads | None = None
         self._unmapped_lost = threading.Event()
         self.engine: Engine | None = None
         self._presence: PresenceView | None = None
-        # The store may end over the first question: all that `lose` ends is here before it.
+        # The store may end during the first question: create everything that `lose` closes before it.
         self.threads, self.clears = JobThreads(), ClearCounts()
         lose = weakref.WeakMethod(self.lose)
         self.store = StoreConnections(control_path, lambda: (call := lose()) and call())
@@ -96,18 +96,18 @@ class Attachment:
             request = Attach(space.digest, space.shape.block_bytes)
             answer = decode_counts(self.store.call(Op.ATTACH, encode(request)))
             self.clears = map_clears(control_path, self.store.epoch, timeout_s=self.store.call_timeout_s)
-        except BaseException as error:  # An interrupt, too: it does not wait for the store.
+        except BaseException as error:  # An interrupt as well; after one, do not wait for the store.
             self.store.close(jobs_are_over=False, waits=isinstance(error, KVStoreError))
             self.arena.close()
             raise
         self.slot_bytes, self.num_slots = int(answer["slot_bytes"]), int(answer["num_slots"])
-        with contextlib.suppress(RuntimeError):  # No thread can be started: pages come one by one, when they are used.
+        with contextlib.suppress(RuntimeError):  # No thread: pages are mapped one by one, on first use.
             threading.Thread(target=self.arena.populate, name="raykv-populate", daemon=True).start()
-        # Not at the end of the process, which says all, and by which jobs may not be over.
+        # Not at process exit: jobs may still run then, and the exit itself tells the store.
         weakref.finalize(self, _end_collected, self.store, self.mapping).atexit = False
 
     def register(self, engine: Engine) -> None:
-        """Copy to and from another cache from now on; jobs under way end as they began."""
+        """Copy to and from another cache from now on; running jobs keep the cache they began with."""
         self.engine = engine
         self.stage.use_caches(engine.copier.cache)
 
@@ -116,7 +116,7 @@ class Attachment:
 
         Raises:
             InvalidRequest: there is none.
-            StoreUnavailable: there is none any more, for the client was closed.
+            StoreUnavailable: there is none, because the client was closed.
             ForkedClient: this is a child of the process that made the client.
         """
         self.store.check_process()
@@ -126,17 +126,17 @@ class Attachment:
         return self.engine
 
     def attach_stage(self, staging: str | int, peers: Sequence[str]) -> HandoffRoute:
-        """Attach another stage in place of the one there was; see `Client.attach_handoff`."""
+        """Attach a stage, which replaces the earlier one; see `Client.attach_handoff`."""
         caches = self.registered().copier.cache
         self.stage.close()
         self.stage = StageLink(self.store.ask, caches, parse_bytes(staging), tuple(peers))
         return self.stage.attach()
 
     def chain(self, hashes: BlockHashes) -> BlockHashes:
-        """Return hashes that the store of this client may be asked about.
+        """Check hashes that a caller passed, and return them.
 
         Raises:
-            InvalidRequest: they are no hashes, or too many.
+            InvalidRequest: they are not `BlockHashes`, or too many.
             NamespaceMismatch: they are of another namespace.
             ForkedClient: this is a child of the process that made the client.
         """
@@ -158,11 +158,11 @@ class Attachment:
         return hashes
 
     def transfer_s(self, timeout_s: float | None) -> float:
-        """Return the time of a transfer: the configured one when none is given."""
+        """Return the timeout of a transfer: the configured one when None is given."""
         return self.store.config.transfer_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
 
     def map_presence(self) -> None:
-        """Map what `is_absent` reads; may be called again.
+        """Map the memory that `is_absent` reads; may be called again.
 
         Raises:
             StoreUnavailable: the node store is gone, or was restarted, or the client was closed.
@@ -172,21 +172,21 @@ class Attachment:
             self._presence = PresenceView(self.store.path, self.store.epoch, timeout_s=self.store.call_timeout_s)
 
     def is_absent(self, chain: BlockHashes, *, remote: bool) -> bool:
-        """Whether nothing of a chain is stored, as far as mapped memory says that; see `Client.is_surely_absent`."""
+        """Return whether mapped memory shows that no block of a chain is stored; see `Client.is_surely_absent`."""
         presence = self._presence
         if presence is None or not self.is_open() or chain.start or not len(chain):
             return False
         return presence.is_absent(chain.data[:HASH_BYTES], remote=remote)
 
     def is_open(self) -> bool:
-        """Whether the client is open, and that life of the store goes on."""
+        """Return whether the client is open and that epoch of the store has not ended."""
         return not (self.is_lost or self.store.has_ended)
 
     def block_in(self, slot: int) -> memoryview:
         """Return the bytes of the block in a slot, read-only.
 
         Raises:
-            StoreUnavailable: the client was closed, or that life of the store has ended.
+            StoreUnavailable: the client was closed, or that epoch of the store has ended.
         """
         self.store.check_open()
         if self.is_lost:
@@ -199,15 +199,15 @@ class Attachment:
     def submit(
         self, work: Work[Any], what: str, guard: CopyGuard, start: Callable[[Work[Any]], None] | None = None
     ) -> Job[Any]:
-        """Have a job done.
+        """Start a job and return it.
 
-        Whatever is raised, nothing of the job touches the engine's blocks any more, and it gives back what it holds.
+        After an error, no copy of the job touches the engine's blocks, and the job gives back what it holds.
 
         Args:
-            work: of the job; its steps refer to this attachment.
-            what: the job, for messages.
-            guard: stands before its copies.
-            start: says by which threads, where those that copy are not meant.
+            work: the job's work; its steps refer to this attachment.
+            what: names the job in messages.
+            guard: asked before its copies.
+            start: starts it; None for the copying threads.
         """
         threads, order = self.threads, guard.order
 
@@ -217,7 +217,7 @@ class Attachment:
             return is_given_up
 
         try:
-            # Before it is started: an interrupt from then on has to end it.
+            # Made before the start: a later interrupt has to end it.
             wait_on = order.wait_on if order is not None else None
             job: Job[Any] = Job(work.future, what, abandon, wait_on, work, threads.call)
             if order is not None:
@@ -230,9 +230,9 @@ class Attachment:
             raise
 
     def call_off(self, work: Work[Any], guard: CopyGuard, threads: JobThreads | None = None) -> None:
-        """Let nothing of work touch the engine's blocks any more, however far its start came, and have it end.
+        """End work, however far its start came; it no longer touches the engine's blocks.
 
-        It may have ended already. What it holds it gives back by itself: that is not done here, for it may use it.
+        It may have ended already. The work itself gives back what it holds, because it may use that until its end.
         """
         threads = self.threads if threads is None else threads
         work.is_called_off = True
@@ -245,7 +245,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def noting_stuck(self) -> Iterator[None]:
-        """Keep everything for as long as the process lives if copies are stuck in the body."""
+        """If the body raises CopyStuck, keep this attachment until the process ends."""
         try:
             yield
         except CopyStuck:
@@ -256,15 +256,15 @@ class Attachment:
     # The end.
 
     def lose(self) -> None:
-        """That life of the store has ended: unmap its memory, or the next life may find no room beside it."""
+        """End this attachment after its store ended; unmap the memory, which the next epoch may need."""
 
         def unmap(threads: JobThreads) -> None:
             with contextlib.ExitStack() as steps:
-                # From the last to the first; each is done whatever the others raise.
+                # Run from the last to the first; each runs whatever the others raise.
                 steps.callback(self._unmapped_lost.set)
                 steps.callback(self.unmap, copies_are_over=True)
                 steps.callback(self.stage.close)
-                steps.callback(threads.shutdown)  # Those that run fail; the ones after them never reach the memory.
+                steps.callback(threads.shutdown)  # Running jobs fail; later ones never reach the memory.
                 steps.callback(self.clears.leave)
                 if self._presence is not None:
                     steps.callback(self._presence.close)
@@ -275,10 +275,10 @@ class Attachment:
             self.is_lost = True
             threads, self.threads = self.threads, JobThreads()
             self._threads_of_lost = threads
-        # Not under the lock, which the thread takes.
+        # Not under the lock: the thread takes it.
         try:
             threading.Thread(target=unmap, args=(threads,), name="raykv-unmap", daemon=True).start()
-        except RuntimeError:  # No thread can be started: `close` unmaps it.
+        except RuntimeError:  # No thread can be started: `close` unmaps the memory.
             self._unmapped_lost.set()
 
     def close(self, timeout_s: float) -> None:
@@ -292,11 +292,11 @@ class Attachment:
         self.store.end()
         if self.store.was_closed:
             return
-        # Each step may be done again, by a call after one that was interrupted.
+        # Each step may be repeated, by a call after an interrupted one.
         ended, deadline_s = threading.Event(), clock.now_s() + timeout_s
         try:
             threading.Thread(target=self.end_jobs, args=(ended,), name="raykv-ending", daemon=True).start()
-        except RuntimeError:  # No thread can be started, as when Python ends.
+        except RuntimeError:  # No thread can be started, for example at interpreter exit.
             self.end_jobs(ended, timeout_s)
         ended.wait(max(0.0, deadline_s - clock.now_s()))
         for threads in (self.threads, self._threads_of_lost):
@@ -310,10 +310,10 @@ class Attachment:
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self._unmap_late, args=(ended,), name="raykv-unmap", daemon=True).start()
         self.unmap(copies_are_over=have_ended)
-        self.store.close(jobs_are_over=have_ended and not self.is_stuck)  # Last: from then on nothing is done again.
+        self.store.close(jobs_are_over=have_ended and not self.is_stuck)  # Last: after it no step is repeated.
 
     def end_jobs(self, ended: threading.Event, timeout_s: float | None = None) -> None:
-        """Take no job any more, and set `ended` when none runs and the memory of a lost store is unmapped."""
+        """Take no more jobs; set `ended` when none runs and a lost store's memory is unmapped."""
         if not self.threads.shutdown(timeout_s):
             return
         if (lost := self._threads_of_lost) is not None:
@@ -323,7 +323,7 @@ class Attachment:
         ended.set()
 
     def unmap(self, *, copies_are_over: bool) -> None:
-        """Unmap the arena, once; what copies may still use stays."""
+        """Unmap the arena, once; memory that copies may still use stays mapped."""
         with self._lock:
             if self.is_unmapped:
                 return
@@ -335,7 +335,7 @@ class Attachment:
         self.mapping.close(copies_are_over=copies_are_over)
 
     def _unmap_late(self, ended: threading.Event) -> None:
-        """Unmap and give back what jobs still copied from or to when the client was closed before they were over."""
+        """After `close`, wait for jobs that outlasted it; then unmap and give back what they used."""
         while not ended.wait(_LATE_S):
             logger.warning("jobs of a closed client still run; what they hold is given back when they end")
         if not self.is_stuck:
@@ -344,10 +344,10 @@ class Attachment:
 
 
 def _end_collected(store: StoreConnections, mapping: ArenaMapping) -> None:
-    """Give back what a client held that nobody has any more: no job of it runs, or its thread would have it."""
+    """Give back what a collected client held. None of its jobs runs: a job's thread would refer to it."""
     if store.was_closed:
         return
     store.end()
-    store.close(jobs_are_over=True, waits=False)  # A collection may come anywhere.
+    store.close(jobs_are_over=True, waits=False)  # A collection may run anywhere, so do not wait.
     if not store.is_inherited():
         mapping.close(copies_are_over=True)

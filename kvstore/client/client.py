@@ -1,8 +1,8 @@
-"""The client: what a worker process uses to save and load the blocks of its engine.
+"""The client: saves and loads the blocks of a worker process's engine.
 
-It talks to the store of its own node only. One control call a request in the common case; bytes go
-through the arena that both map. Jobs run on threads of the client, and hold none while they wait; see
-kvstore.client.work. What each call does is in the module of that name; what all of them use is the attachment.
+It talks only to the store of its own node. Most requests need one control call; the bytes go through the arena, which
+client and store both map. Jobs run on threads of the client and hold none while they wait; see kvstore.client.work.
+Each call is implemented in the module of that name; all of them share the attachment.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import Ask, decode_found
 from kvstore.runtime import clock
 
-#: Of a lookup's time the directory may take so much; the rest is for the answer without it.
+#: The directory may take this share of a lookup's time; the rest is for the answer without the directory.
 _REMOTE_SHARE = 0.8
 
 
 class Client:
-    """One engine's door to the store of its node.
+    """One engine's access to the store of its node.
 
     Args:
         control_path: the node store's socket, as `Store.control_path` returns it; `Store.client` knows it.
         space: what the blocks mean. Hashes of another namespace are refused.
-        part: which part of each block this process holds, as `Part` or (tp_rank, tp_size, pp_rank, pp_size); None
-            for all of it. A block can be found when all parts of it were saved.
+        part: which part of each block this process holds, as `Part` or (tp_rank, tp_size, pp_rank, pp_size); None for
+            all of it. A block can be found once all its parts are saved.
 
     Raises:
-        InvalidRequest: `control_path` is no path, or `space` no namespace.
-        StoreNotRunning: nobody answers at `control_path`.
+        InvalidRequest: `control_path` is not a path, or `space` is not a namespace.
+        StoreNotRunning: no store answers at `control_path`.
         IncompatibleStore: the store runs another protocol version.
-        ConfigError: the store's slots are too small for this namespace's blocks, or `part` is no part.
+        ConfigError: the store's slots are too small for this namespace's blocks, or `part` is not a part.
         LayoutMismatch: heads, layer groups or a side tensor of the namespace's shape do not divide by the number of
             ranks.
     """
@@ -75,24 +75,25 @@ class Client:
         side_axes: Mapping[str, str] | None = None,
         copy_path: CopyPath | str = CopyPath.AUTO,
     ) -> EngineLayout:
-        """Say where this engine's cache is; its layout is found from shape and strides.
+        """Register this engine's cache; its layout is found from shapes and strides.
 
         Args:
-            caches: list or dict of per-layer tensors, of per-layer (K, V) pairs, or one cross-layer tensor; the heads
-                and layers of this client's part, in blocks of a multiple or a divisor of the stored size.
+            caches: list or dict of per-layer tensors, of per-layer (K, V) pairs, or one cross-layer tensor. They hold
+                the heads and layers of this client's part, in blocks of a multiple or a divisor of the stored size.
             axes: names the dimensions where shapes alone are ambiguous, see kvstore.engine.layout.
-            side_caches: the tensors of every `SideTensor` of the namespace's shape, by its name: per layer one, in the
-                order of the caches, or one for all layers. They are saved and loaded with the blocks.
+            side_caches: the tensors of every `SideTensor` of the namespace's shape, by name: one per layer in the order
+                of the caches, or one for all layers. They are saved and loaded with the blocks.
             side_axes: `axes` of side tensors, by name, where needed.
-            copy_path: how the bytes of a cache on a GPU go: "staged", "direct", or "auto", which is whichever is
-                better for this layout (docs/gpu.md). A cache on the CPU has one path.
+            copy_path: how the bytes of a cache on a GPU are copied: "staged", "direct", or "auto", which takes the
+                better one for this layout (docs/gpu.md). A cache on the CPU has one path.
 
         Returns:
-            The layout that was found. The client keeps references to the tensors until `close`. It copies to and from
-            these alone: where one is replaced, or its `data` is, everything is refused until they are registered again.
+            The layout that was found. The client keeps references to the tensors until `close`. It copies only to and
+            from these: if one or its `data` is replaced, saves, loads, publications and fetches are refused until they
+            are registered again.
 
         Raises:
-            LayoutMismatch: the tensors do not fit the namespace's shape, or a side tensor is missing or not of it;
+            LayoutMismatch: the tensors do not fit the namespace's shape, or a side tensor is missing or not part of it;
                 nothing is registered.
             ConfigError: the tensors are on a GPU, and CuPy or the driver is missing.
             KernelError: the kernels could not be built, or the GPU has no memory left for their buffers.
@@ -118,17 +119,17 @@ class Client:
         timeout_s: float | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Match:
-        """Return how much of a chain is stored where. No side effect.
+        """Return how many blocks of a chain each node stores. No side effect.
 
         Args:
             hashes: a run of a chain.
             remote: also ask the directory when this node does not have everything.
-            timeout_s: for the answer; the configured one when None. An engine's scheduler passes a small one and takes
-                TransferTimeout for "nothing".
+            timeout_s: limit for the answer; the configured one when None. An engine's scheduler passes a small one and
+                treats TransferTimeout as "nothing found".
             meanwhile: called while the answer is on its way.
 
         Returns:
-            What each node has by itself. A load can do better than the longest: it puts prefixes together.
+            The prefix that each node has alone. A load can deliver more than the longest: it combines nodes.
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
@@ -154,7 +155,7 @@ class Client:
         return Match(num_local=num_local, nodes=tuple(others))
 
     def map_presence(self) -> None:
-        """Map what `is_surely_absent` reads; that says no to everything before. May be called again.
+        """Map the memory that `is_surely_absent` reads; before, that returns False. May be called again.
 
         Raises:
             StoreUnavailable: the node store is gone, or was restarted.
@@ -162,14 +163,14 @@ class Client:
         self._attached.map_presence()
 
     def is_surely_absent(self, hashes: BlockHashes, *, remote: bool = True) -> bool:
-        """Whether nothing of a chain is stored, where that can be told without a question: this waits for nobody.
+        """Return whether surely nothing of a chain is stored. Does not ask the store, never waits.
 
         Args:
-            hashes: a chain from its root on; its first block decides.
+            hashes: a chain from its root; only its first block is checked.
             remote: whether what other nodes have counts; then nothing is sure while the store knows of any.
 
         Returns:
-            True when a lookup that came now would find nothing. False says nothing: `lookup` knows.
+            True if a lookup made now would find nothing. False says nothing; ask `lookup`.
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
@@ -180,47 +181,47 @@ class Client:
         """Pin the prefix of a chain that is in this node's memory.
 
         Returns:
-            A lease that may be shorter than asked for, even empty. Release it, or let its time run out.
+            A lease that may be shorter than asked for, even empty. Release it, or let it expire.
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
-            InvalidRequest: `ttl_s` is no time above 0, or over a day.
-            StoreDraining: the node grants nothing any more.
+            InvalidRequest: `ttl_s` is not above 0, or exceeds a day.
+            StoreDraining: the node grants no more leases.
         """
         return lease.take_lease(self._attached, hashes, ttl_s)
 
     def pin(self, hashes: BlockHashes, *, soft: bool = False, ttl_s: float | None = None) -> Pinned:
-        """Keep the prefix of a chain that is in this node's memory there, until `unpin` or this client's end.
+        """Keep a chain's prefix in this node's memory until `unpin` or this client's end.
 
         Args:
-            hashes: the blocks wanted.
-            soft: a preference instead of a promise: evicted last, when nothing else is left, and not counted
+            hashes: the blocks wanted; the prefix that is in this node's memory now is kept.
+            soft: keep without a promise: these blocks are evicted last, when nothing else is left, and do not count
                 against the quota of hard pins.
             ttl_s: end by itself after this long.
 
         Returns:
-            What is kept; it may be shorter than asked for, even empty.
+            The kept blocks: perhaps fewer than asked for, or none.
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
-            InvalidRequest: `ttl_s` is no time above 0, or over a day.
+            InvalidRequest: `ttl_s` is not above 0, or exceeds a day.
             PoolExhausted: the blocks are here, but the quota has no room for even the first; nothing changed.
-            StoreDraining: the node grants nothing any more.
+            StoreDraining: the node grants no more pins.
         """
         return lease.take_pin(self._attached, hashes, soft, ttl_s)
 
     def unpin(self, pinned: Pinned) -> bool:
-        """End a pin; whether it was still held. May be called again, and says False then.
+        """End a pin, and return whether it was still held. A second call returns False.
 
         Raises:
-            InvalidRequest: this is nothing that `pin` returned.
+            InvalidRequest: `pin` did not return this.
         """
         if not isinstance(pinned, Pinned):
             raise InvalidRequest(f"wanted what pin() returned, got {type(pinned).__name__}")
         return lease.release(self._attached, pinned.pin_id)
 
     def stats(self) -> dict[str, Any]:
-        """Return the node store's counts. It asks its mover for some of them, and no other call waits for that."""
+        """Return the node store's counts. The store asks its mover for some; no other call waits for that."""
         self._store.check_open()
         with self._store.for_lookups.taken() as connection:
             return decode_counts(connection.call(Op.STATS, timeout_s=self._store.call_timeout_s))
@@ -228,23 +229,23 @@ class Client:
     # Jobs.
 
     def save(self, hashes: BlockHashes, block_ids: object) -> Job[SaveResult]:
-        """Store engine blocks; those that the store has already are skipped.
+        """Store engine blocks; blocks that are already stored are skipped.
 
-        The engine must not overwrite the blocks before the job is done, or was abandoned. A block becomes
-        findable only when all its bytes are in place, and when the job is done other nodes can find it too. With a
-        part of several, all ranks save the same hashes, and each one's job is done when all parts are there. If the
-        namespace is cleared after this call, nothing of it is stored, however late its copies begin.
+        The engine must not overwrite the blocks before the job is done or abandoned. A block can be found only once all
+        its bytes are in place; once the job is done, other nodes can find it too. If the blocks have several parts, all
+        ranks save the same hashes, and each rank's job is done when all parts are saved. If the namespace is cleared
+        after this call, nothing of this save is stored, however late its copies begin.
 
         Args:
-            hashes: a chain from its root, or from a block that is stored.
+            hashes: a run of a chain, from its root or right after a stored block.
             block_ids: the engine's blocks that hold the tokens of the hashes, in order: one for each hash when the
-                block sizes are alike. All tokens of the hashes are stored, and no others.
+                block sizes are equal. Exactly the tokens of the hashes are stored.
 
         Raises:
-            NamespaceMismatch, ChainBroken, InvalidRequest: an argument is wrong; nothing changed. ChainBroken
-                comes from the job when the parent turns out not to be stored.
-            LayoutMismatch: the tensors are not those that were registered; nothing is stored. From the job when they
-                were replaced meanwhile.
+            NamespaceMismatch, ChainBroken, InvalidRequest: an argument is wrong; nothing changed. The job raises
+                ChainBroken if the parent turns out not to be stored.
+            LayoutMismatch: the registered tensors were replaced; nothing is stored. The job raises it if they are
+                replaced later.
         """
         return save.begin_save(self._attached, hashes, block_ids)
 
@@ -262,27 +263,26 @@ class Client:
 
         Args:
             hashes: the blocks wanted, a run of a chain.
-            block_ids: the engine's blocks for their tokens, in order: one for each hash when the block sizes are
-                alike. Tokens before and behind the run in the first and the last one are not written.
-            skip_prefix_tokens: tokens at the front that the engine has already, all of them at most: not one byte of
-                them is written, whether or not they end at a block. With side tensors of a row for a whole block they
-                have to.
-            timeout_s: give up fetching so long after this call; the configured transfer timeout when None. A load whose
-                time ends before a thread is free for it is not begun.
-            on_queued: called on a thread of the client, if every block is leased and the copies of all are queued.
-                Work that comes after `Job.wait_on` may then be launched, and what it computes may be used: the load
-                is no more refused, it ends well, unless the device fails or its copies outlast the lease.
-            num_copy_threads: that share the copies into a cache in host memory, whose owner knows what else its cores
-                have to do; 0 for a quarter of them, one to four.
+            block_ids: the engine's blocks for their tokens, in order: one for each hash when the block sizes are equal.
+                Tokens outside the run in the first and the last one are not written.
+            skip_prefix_tokens: number of leading tokens that the engine already has, at most all. Their bytes are not
+                written. They need not end at a block boundary, unless a side tensor has one row for a whole block.
+            timeout_s: give up fetching this long after the call; the configured transfer timeout when None. A load
+                whose time ends before a thread is free is not begun.
+            on_queued: called on a thread of the client, only if every block is leased and all copies are queued. Work
+                after `Job.wait_on` may then be launched, and its results used: the load now succeeds unless the device
+                fails or the copies outlast the lease.
+            num_copy_threads: threads that share the copies into a cache in host memory; the caller knows what else uses
+                its cores. 0 means a quarter of the cores, from one to four.
 
         Returns:
-            A job; its result names the usable prefix and each block that is not. Blocks after the usable
-            prefix may hold anything.
+            A job; its result gives the usable prefix and each block that is not usable. Blocks after the prefix may
+            hold anything.
 
         Raises:
             NamespaceMismatch, InvalidRequest: an argument is wrong; nothing changed.
-            LayoutMismatch: the tensors are not those that were registered. From the job when they were replaced
-                meanwhile: nothing counts as loaded.
+            LayoutMismatch: the registered tensors were replaced. The job raises it if they are replaced later: then
+                nothing counts as loaded.
         """
         return load.begin_load(
             self._attached, hashes, block_ids, skip_prefix_tokens, timeout_s, on_queued, num_copy_threads
@@ -303,20 +303,20 @@ class Client:
     # Hand-offs.
 
     def attach_handoff(self, staging: str | int = "1GiB", peers: Sequence[str] = ()) -> HandoffRoute:
-        """Let hand-offs of this client go from GPU to GPU, past host memory, where that is faster.
+        """Send this client's hand-offs from GPU to GPU where that is faster.
 
-        The blocks go through a stage: memory of the cache's GPU that this node's mover has and lets others read. It is
-        shared by all clients of the GPU, and stays while the mover lives. Without this call, or where GPUs cannot reach
-        each other, hand-offs go through host memory; either way with the same contract and the same bytes.
+        The blocks go through a stage: memory of the cache's GPU that this node's mover owns and lets other nodes read.
+        All clients of the GPU share it, and it lives as long as the mover. Without this call, or where GPUs cannot
+        reach each other, hand-offs go through host memory, with the same contract and the same bytes.
 
         Args:
-            staging: size of the stage, such as "1GiB": blocks that are published and fetched at once have to fit.
-                The first client of a GPU decides.
-            peers: nodes whose stages this client will fetch from. Their lanes are warmed up and measured now, which
-                the first fetch from any other does by itself; attach there first.
+            staging: size of the stage, such as "1GiB": all blocks that are published and fetched at the same time must
+                fit. The first client of a GPU decides the size.
+            peers: nodes from whose stages this client will fetch. Their lanes are warmed up and measured now; for other
+                nodes the first fetch does that. Attach on the peers first.
 
         Returns:
-            Which way hand-offs go, and why.
+            The route that hand-offs take, and why.
 
         Raises:
             InvalidRequest: no cache is registered.
@@ -326,24 +326,24 @@ class Client:
 
     @property
     def handoff_slab(self) -> int:
-        """Where `begin_publish` puts blocks, for a ticket that is made elsewhere: in this stage, or 0, the arena."""
+        """Return where `begin_publish` puts blocks, for a ticket made elsewhere: a stage, or 0 for the arena."""
         return self._attached.stage.slab
 
     def prepare_ticket(self, num_blocks: int, *, ttl_s: float | None = None) -> HandoffTicket:
-        """Return a ticket for blocks that this client will publish, to be sent ahead of them.
+        """Return a ticket to send ahead of blocks that this client will publish.
 
-        A fetch waits until they are published under it, and there. So the reader's way to them, and all that comes
-        before the READ, is over when they are.
+        A fetch waits until the blocks are published under it and in place. Meanwhile the reader prepares all that comes
+        before the READ.
 
         Args:
             num_blocks: stored blocks that will be published.
-            ttl_s: within which the blocks will be published; the configured lease time when None. Only the ticket's
-                `expires_s` is made of it, which tells routers and readers how long the ticket is worth anything. How
-                long the blocks are kept is for `publish` to say.
+            ttl_s: time within which the blocks will be published; the configured lease time when None. It only sets the
+                ticket's `expires_s`, which tells routers and readers how long the ticket is useful. `publish` decides
+                how long the blocks are kept.
 
         Returns:
-            The ticket, for the next `publish` or `begin_publish` of these blocks. Whoever will not publish after all
-            says so with `withdraw`, or a fetch waits for its time.
+            The ticket, for the next `publish` or `begin_publish` of these blocks. Call `withdraw` if they will not be
+            published, or a fetch waits until its timeout.
 
         Raises:
             InvalidRequest: an argument is wrong.
@@ -354,21 +354,21 @@ class Client:
     def publish(
         self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
     ) -> HandoffTicket:
-        """Hold a copy of engine blocks ready for one fetch by another client, on this node or on another.
+        """Keep a copy of engine blocks for one fetch by another client, on any node.
 
-        They are no cache: no lookup finds them. When this returns the engine's blocks are its own again: on the CPU
-        because they are copied, on a GPU for all that is queued on the calling thread's current stream from now on. A
-        fetch waits for copies that are still queued then.
+        No lookup finds them. When this returns, the engine may reuse its blocks: on the CPU they are copied; on a GPU,
+        work queued on the calling thread's current stream from then on comes after the copies. A fetch waits for copies
+        that are still queued.
 
         Args:
             block_ids: the engine's blocks of a request, in order, from its first token on.
-            ttl_s: how long they are kept unless fetched before; the configured lease time when None. They are
-                kept no longer than this client is open.
-            ticket: publish under this one; see `begin_publish`.
+            ttl_s: how long they are kept unless fetched earlier; the configured lease time when None. They are kept no
+                longer than this client is open.
+            ticket: publish under this ticket; see `begin_publish`.
 
         Returns:
-            What the other client needs, to be sent there by any means; with `ticket`, that one with the `expires_s`
-            that counts now. If the device fails after all, the ticket is void: the log says so, and the fetch.
+            The ticket, to be sent to the other client by any means; with `ticket`, that one with a new `expires_s`. If
+            the device fails later, the ticket is void: the log and the fetch report it.
 
         Raises:
             InvalidRequest: an argument is wrong; nothing changed.
@@ -384,21 +384,21 @@ class Client:
     def begin_publish(
         self, block_ids: object, *, ttl_s: float | None = None, ticket: HandoffTicket | None = None
     ) -> Publication:
-        """Publish blocks, but return before they are copied: their ticket can be on its way to the reader meanwhile.
+        """Publish blocks, but return before they are copied. The ticket can be sent meanwhile.
 
-        A fetch waits until the blocks are there. They have to stay as they are until the publication's job is done.
+        A fetch waits until the blocks are in place. The engine must not change them before the job is done.
 
         Args:
             block_ids: as for `publish`.
-            ttl_s: as for `publish`, from the end of the job on.
-            ticket: publish under this one, of `prepare_ticket` or made elsewhere, which may be on its way to the
-                reader; it names this client's store and part, and how many stored blocks to publish, where the last
-                engine block has room for more. Where its `slab` is this client's stage and that is full, or gone, the
-                arena takes the blocks. A fetch that comes before this call waits if the ticket `is_early`, and is else
-                told that there is no such ticket.
+            ttl_s: as for `publish`, counted from the end of the job.
+            ticket: publish under this ticket of `prepare_ticket` or made elsewhere; it may be on its way to the reader.
+                It names this client's store and part. It says how many stored blocks to publish, for the last engine
+                block may have room for more. If its `slab` is this client's stage, and that is full or gone, the blocks
+                go to the arena. A fetch that comes before this call waits if the ticket `is_early`; else it fails, for
+                the ticket is unknown.
 
         Returns:
-            The ticket, and the job; what goes wrong with that is raised by its result, and voids the ticket.
+            The ticket and the job. If the job fails, its `result` raises the error, and the ticket is void.
 
         Raises:
             InvalidRequest, PoolExhausted, StoreUnavailable, PeerLost, TransferTimeout: as for `publish`.
@@ -408,17 +408,17 @@ class Client:
         return publish.begin_publish(self._attached, block_ids, ttl_s, ticket)
 
     def withdraw(self, ticket: HandoffTicket) -> bool:
-        """Take back what this node's store holds for a ticket, because nobody will fetch it any more.
+        """Drop what this node's store holds for a ticket that will not be fetched.
 
-        Nothing is published under it from now on, either, and a fetch that waits for that ends. While blocks are still
-        being copied for it no reader gets them, and their room comes back when the copies have ended.
+        From now on nothing is published under it, and a fetch that waits for it ends. Blocks that are still being
+        copied for it reach no reader; their slots are given back when the copies have ended.
 
         Returns:
-            Whether this call voided the ticket, published or not. False when it was over before (fetched, expired,
-            withdrawn), and for a ticket of another node or of an earlier life of this one's store.
+            Whether this call voided the ticket, published or not. False if it had ended before (fetched, expired,
+            withdrawn), and for a ticket of another node or of an earlier epoch of this node's store.
 
         Raises:
-            InvalidRequest: this is no ticket.
+            InvalidRequest: this is not a ticket.
         """
         return publish.withdraw(self._attached, ticket)
 
@@ -433,23 +433,23 @@ class Client:
     ) -> Job[FetchResult]:
         """Bring the blocks of a ticket into the engine's cache, wherever they were published.
 
-        A ticket is good for one fetch that delivers everything; one that failed may be tried again in time.
+        A ticket serves one fetch that delivers everything; a failed fetch may be tried again before it expires.
 
         Args:
-            ticket: of `publish`.
-            block_ids: the engine's block for each of the ticket's.
-            skip_prefix_tokens: tokens at the front that the engine has already: not one byte of them is written,
-                whether or not they end at a block. Their blocks are moved all the same. See `Client.load`.
-            timeout_s: give up so long after this call; the configured transfer timeout when None.
+            ticket: of `publish`, `begin_publish` or `prepare_ticket`.
+            block_ids: the engine's blocks for the tokens of the ticket's blocks, in order.
+            skip_prefix_tokens: number of leading tokens that the engine already has. Their bytes are not written, but
+                their blocks are moved all the same. See `Client.load`.
+            timeout_s: give up this long after the call; the configured transfer timeout when None.
             num_copy_threads: see `Client.load`.
 
         Returns:
-            A job; its result names the usable prefix and each block that is not, with a reason. Blocks after the
-            usable prefix may hold anything.
+            A job; its result gives the usable prefix and each block that is not usable, with a reason. Blocks after the
+            prefix may hold anything.
 
         Raises:
             NamespaceMismatch: the ticket is of another namespace; nothing changed.
-            LayoutMismatch: it is of another part or order of bytes; nothing changed.
+            LayoutMismatch: the ticket is of another part or byte order; nothing changed.
             InvalidRequest: another argument is wrong; nothing changed.
             LayoutMismatch, InvalidRequest, KernelError: nothing can be copied to the cache, because it was resized, a
                 graph is being captured, or the device failed; nothing was copied, but the ticket may be used up.
@@ -461,14 +461,14 @@ class Client:
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for running jobs, give everything back and unmap the arena; may be called again.
 
-        In a forked child it only lets go of the child's copies of descriptors. What jobs hold that outlast the time is
-        given back when they are over. One that was interrupted is to be called again, and goes on.
+        In a forked child it only closes the child's copies of file descriptors. Jobs that outlast the time give back
+        what they hold when they end. If an interrupt stops this call, call it again; it goes on.
 
         Args:
-            timeout_s: for the jobs; `math.inf` waits for as long as they take.
+            timeout_s: limit for the jobs; `math.inf` waits for as long as they take.
 
         Raises:
-            InvalidRequest: `timeout_s` is no time; nothing was closed.
+            InvalidRequest: `timeout_s` is not a time; nothing was closed.
         """
         self._attached.close(timeout_s)
 

@@ -1,8 +1,8 @@
 """A client's connections to the store of its node.
 
-To the store they are all one owner, which the client is by a key of its own: what was granted over one is released,
-renewed and completed over any. A call that times out closes its connection. The next one names it, and from which
-question on nothing was heard over it: what the store gave for those, or would have given yet, it takes back.
+For the store they are all one owner, named by the client's key: a grant over one connection is released, renewed and
+completed over any. A call that times out closes its connection. The next connection names it and its first unanswered
+question. The store then takes back what it granted, or would still have granted, from that question on.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from kvstore.runtime.turns import Turn, Turns
 logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT_S = 5.0
-#: Of one call that met connections which others' failures closed before its turn.
+#: Tries of one call that finds its connection closed by another call's failure.
 _MOST_TRIES = 3
-#: A time of 0 is for ever to the kernel.
+#: For the kernel a timeout of 0 means no limit.
 _LEAST_S = 1e-3
 
 
 class StoreConnections:
-    """Connections to one life of a node's store; for any thread.
+    """Connections to one epoch of a node's store; for any thread.
 
     Args:
         path: the store's socket.
-        on_lost: called when that life of the store turns out to be over; on any thread, and perhaps more than once.
+        on_lost: called when that epoch of the store has ended; on any thread, perhaps more than once.
 
     Attributes:
-        node_id, epoch, config: of the store.
-        call_timeout_s: for the answer to one call.
+        node_id, epoch, config: the store's.
+        call_timeout_s: limit for the answer to one call.
         arena: the store's memory, mapped; the caller unmaps it.
-        for_jobs, for_fetches, for_lookups: those that no save or load, no fetch, no lookup or `stats` has now.
+        for_jobs, for_fetches, for_lookups: idle connections for saves and loads, for fetches, for lookups and `stats`.
 
     Raises:
-        StoreNotRunning: nobody answers at the path.
+        StoreNotRunning: no store answers at the path.
         IncompatibleStore: the store runs another protocol version.
-        ProtocolError, ConfigError: its greeting is none of a store of this version.
+        ProtocolError, ConfigError: its greeting is not that of a store of this version.
     """
 
     def __init__(self, path: str, on_lost: Callable[[], None]) -> None:
         self.path, self._on_lost = path, on_lost
         self.has_ended = self.was_closed = self._is_lost = False
         self._pid, self._key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
-        # Of a kind that one thread may take twice: the handler of a signal may ask under it.
+        # Reentrant: a signal handler may ask under it.
         self._lock, self._renewing = threading.RLock(), Turns()
-        # Two threads may say last words, those of jobs that outlast the client beside `close`: a connection is free to
-        # one at a time, and the other would wait for a new one, of a store that stands still for all of its time.
+        # Two threads may send last messages: `close`, and one for jobs that outlast it. Without this lock one of them
+        # may find no free connection, and wait in vain for a new one while the store is blocked.
         self._last_words = threading.RLock()
         self._open: list[ControlClient] = []
         self._broken = BrokenConnections()
@@ -103,9 +103,9 @@ class StoreConnections:
             self.path, hello, timeout_s=max(limit_s, _LEAST_S), call_timeout_s=self.call_timeout_s
         )
         try:
-            greeting_of(connection)  # What is no store's is found out where it is opened, and not where it is used.
+            greeting_of(connection)  # Find a foreign server when opening, not when using it.
             with self._lock:
-                # Those that a timeout or an abandoned load closed are of no use to anybody any more.
+                # Drop the ones that a timeout or an abandoned load closed.
                 self._open = [*(known for known in self._open if not known.closed), connection]
             return connection, file
         except BaseException:
@@ -119,9 +119,9 @@ class StoreConnections:
         """Open one more connection.
 
         Args:
-            replaces: a broken one.
-            since: the number of a question on that; what the store gave for this one and later ones is given back.
-            timeout_s: for the store to answer; that of a call when None.
+            replaces: a broken connection.
+            since: number of a question on that; the store takes back its grants for this and later questions.
+            timeout_s: limit for the store's answer; that of a call when None.
 
         Raises:
             StoreUnavailable: the store is gone, or was restarted; `on_lost` was called.
@@ -134,7 +134,7 @@ class StoreConnections:
         except StoreNotRunning as error:
             if isinstance(error.__cause__, BlockingIOError):
                 raise TransferTimeout(str(error)) from error
-            # Its socket's file may have been removed by others; a connection that is open says that it lives.
+            # Others may have removed its socket's file; an open connection shows that it lives.
             if _is_nobody_there(error) and all(known.has_ended() for known in list(self._open)):
                 self._lose()
             raise
@@ -152,7 +152,7 @@ class StoreConnections:
         self._on_lost()
 
     def call(self, op: Op, payload: bytes, meanwhile: Callable[[], None] | None = None, awake_s: float = 0.0) -> bytes:
-        """Ask over the connection of calls; see `ControlClient.call` for what is raised."""
+        """Ask over the connection of calls; raises what `ControlClient.call` raises."""
         self.check_open()
         limit_s = self.call_timeout_s
         for _ in range(_MOST_TRIES):
@@ -168,16 +168,16 @@ class StoreConnections:
         raise last
 
     def tell_surely(self, op: Op, payload: bytes) -> None:
-        """Tell the store what only this client knows: now, or as soon as it answers again."""
+        """Tell the store what only this client knows, now or as soon as it answers again."""
         self._retelling.tell(op, payload)
 
     def say(self, op: Op, payload: bytes) -> None:
-        """Tell the store over that connection what has no answer."""
+        """Send a message without an answer over the connection of calls."""
         self.check_open()
         self._renewed(self.call_timeout_s).send(op, payload)
 
     def _renewed(self, timeout_s: float) -> ControlClient:
-        """Return the connection of calls, another one where it broke; and name a broken one of others to the store."""
+        """Return the connection of calls, replaced if broken; also name another broken one to the store."""
         if self._broken.is_due():
             self.for_lookups.name_broken(timeout_s)
         if not self._calls.closed:
@@ -185,15 +185,15 @@ class StoreConnections:
         check_process(self._pid)
         until_s, turn = clock.now_s() + timeout_s, [threading.get_ident()]
         try:
-            with contextlib.suppress(StoreBusy):  # Of this thread: it is in the handler of a signal.
+            with contextlib.suppress(StoreBusy):  # Raised if this thread has the turn: it is in a signal handler.
                 if not self._renewing.take(turn) and not self._renewing.wait(turn, timeout_s, _check_other):
                     raise TransferTimeout(f"{self._calls.name}: others who connect anew took all the time")
-            self.check_open()  # Closed meanwhile, nobody would give back what is granted now.
+            self.check_open()  # After a close in between, nobody would give back a grant.
             broken = self._calls
             if broken.closed:
                 left_s = until_s - clock.now_s()
                 self._calls = renewed = self.connect(broken, broken.unheard or broken.next_question, left_s)
-                if self.has_ended:  # Closed meanwhile: the store may hear of this one behind the goodbye.
+                if self.has_ended:  # Closed meanwhile: the store may see this connection after the goodbye.
                     renewed.close()
                     self.check_open()
             return self._calls
@@ -201,7 +201,7 @@ class StoreConnections:
             self._renewing.end(turn)
 
     def ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
-        """Ask over a connection of its own, for what takes longer than a call."""
+        """Ask over a new connection, for questions that take longer than a call."""
         self.check_open()
         connection = self.connect()
         try:
@@ -210,7 +210,7 @@ class StoreConnections:
             connection.close()
 
     def check_open(self) -> None:
-        """Refuse to go on after `end`.
+        """Refuse to continue after `end`.
 
         Raises:
             StoreUnavailable: the client was closed.
@@ -229,12 +229,12 @@ class StoreConnections:
         check_process(self._pid)
 
     def is_inherited(self) -> bool:
-        """Whether this is a child of the process that made the client, and the connections are not its own."""
+        """Return whether this is a forked child, so that the connections are the parent's."""
         return this_process() != self._pid
 
     def end(self) -> bool:
-        """Refuse everything new; jobs that run keep their connections. Whether that was not so before."""
-        if self.is_inherited():  # Of a fork, in which the lock may be held for ever.
+        """Refuse everything new, and return whether this is the first call. Running jobs keep their connections."""
+        if self.is_inherited():  # In a forked child the lock may be held forever.
             had_ended, self.has_ended = self.has_ended, True
             return not had_ended
         with self._lock:
@@ -244,14 +244,14 @@ class StoreConnections:
         return not had_ended
 
     def close(self, *, jobs_are_over: bool, waits: bool = True) -> None:
-        """Close every connection, and have the store take everything back; may be called again.
+        """Close every connection and have the store take everything back; may be called again.
 
-        A store that does not answer now is told when it does, by a thread of its own.
+        If the store does not answer now, a new thread tells it when it does.
 
         Args:
-            jobs_are_over: without it that is only the pins. What jobs hold they may still copy: the store keeps it
-                until `say_goodbye`, or until this process ends.
-            waits: for such a store, no longer than for a call.
+            jobs_are_over: False: the store takes back only the pins. Jobs may still copy what they hold, so the store
+                keeps that until `say_goodbye`, or until this process ends.
+            waits: wait for such a store, at most as long as for a call.
         """
         if self.is_inherited():
             connections, self._open = self._open, []
@@ -265,28 +265,28 @@ class StoreConnections:
         self.was_closed = True
 
     def say_goodbye(self) -> None:
-        """Have the store take everything back, after `close`: no job copies any more."""
+        """Have the store take everything back; after `close`, when no job copies any more."""
         self._say_last(Op.GOODBYE, self.call_timeout_s)
 
     def _say_last(self, op: Op, wait_s: float) -> None:
-        """Have the store hear something, however long it does not answer, or until it has ended.
+        """Send a last message until the store gets it, however late it answers, or until it has ended.
 
         Args:
-            op: what to say, for all connections of this client.
-            wait_s: for so long it is waited for here.
+            op: the message, for all connections of this client.
+            wait_s: how long to wait here.
         """
         if self._is_lost or self._is_said(op):
             return
         saying = threading.Thread(target=self._say_over_new, args=(op,), name="raykv-goodbye", daemon=True)
         try:
             saying.start()
-        except RuntimeError:  # As when Python ends, which says all.
+        except RuntimeError:  # For example at interpreter exit, which tells the store.
             logger.debug("no thread can be started that says %s to the node store", op.name)
         else:
             saying.join(wait_s)
 
     def _is_said(self, op: Op) -> bool:
-        """Say it over a connection that is free now, if there is one: the first that takes it counts."""
+        """Send it over one connection that is free now; return whether there was one."""
         with self._last_words:
             for connection in (self._calls, *list(self._open)):
                 with contextlib.suppress(KVStoreError):
@@ -295,7 +295,7 @@ class StoreConnections:
         return False
 
     def _say_over_new(self, op: Op) -> None:
-        """Say it over a connection of its own, again and again until the store has heard it."""
+        """Send it over a new connection, again and again until the store has got it."""
         for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
             last = self._calls
             named = (last, last.unheard or last.next_question) if last.closed else (None, 0)
@@ -315,7 +315,7 @@ class StoreConnections:
 
 
 def _is_nobody_there(error: KVStoreError) -> bool:
-    """Whether nobody listens at the path, which is so for good where it is a life of a store's own."""
+    """Return whether no process listens at the path. An epoch's path is its own, so that is permanent."""
     return isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError))
 
 

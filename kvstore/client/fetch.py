@@ -1,4 +1,4 @@
-"""What a fetch does, step by step, and which tickets it takes."""
+"""The steps of a fetch, and the check of its ticket."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from kvstore.runtime import clock
 
 
 def check_ticket(ticket: HandoffTicket, space: Namespace, part: tuple[int, int, int, int]) -> None:
-    """Refuse a ticket that this client cannot fetch, whatever its store says.
+    """Refuse a ticket that this client cannot fetch, without asking its store.
 
     Raises:
-        InvalidRequest: no ticket.
-        NamespaceMismatch: of another namespace.
-        LayoutMismatch: of another part of the blocks, or of blocks in another order of bytes.
+        InvalidRequest: it is not a ticket.
+        NamespaceMismatch: it is of another namespace.
+        LayoutMismatch: it is of another part of the blocks, or of another byte order.
     """
     if not isinstance(ticket, HandoffTicket):
         raise InvalidRequest(f"ticket: wanted a HandoffTicket of Client.publish, got {type(ticket).__name__}")
@@ -70,7 +70,7 @@ def begin_fetch(
     timeout_s: float | None,
     num_copy_threads: int,
 ) -> Job[FetchResult]:
-    """Begin `Client.fetch`, which says what the arguments are."""
+    """Begin `Client.fetch`; see there for the arguments."""
     copier, link = attached.registered().copier, attached.stage
     store, shape, config = attached.store, attached.space.shape, attached.store.config
     held, guard = contextlib.ExitStack(), CopyGuard()
@@ -80,7 +80,7 @@ def begin_fetch(
         if len(store.for_fetches):
             connection = held.enter_context(store.for_fetches.taken())
             if link.is_wanted and isinstance(ticket, HandoffTicket) and ticket.slab:
-                # Before all else: the store wakes meanwhile.
+                # First of all, so that the store wakes meanwhile.
                 with contextlib.suppress(PeerLost):
                     connection.send(Op.HANDOFF_SOON, link.soon(ticket.node_id, ticket.slab))
         check_ticket(ticket, attached.space, attached.part.ranks)
@@ -92,7 +92,7 @@ def begin_fetch(
         check_skip(shape, skip_tokens, ticket.num_blocks)
         num_skipped = min(skip_tokens // shape.block_size, ticket.num_blocks)
         if connection is not None:
-            # First of all: what is left to do here takes as long as the store and its peer do to answer.
+            # Ask early: the rest of this call takes as long as the store and its peer need to answer.
             with contextlib.suppress(PeerLost):
                 left_s = max(0.0, deadline_s - clock.now_s())
                 early = _ask(held, connection, stage, ticket, config, left_s)
@@ -124,16 +124,16 @@ def begin_fetch(
                     if isinstance(error, CopyStuck):
                         raise error  # The stage stays mapped.
                     if interrupt is not None:
-                        raise interrupt  # It may have come anywhere: the connection is closed.
+                        raise interrupt  # It may have come anywhere, so close the connection.
                     if error is not None and not isinstance(error, KVStoreError):
-                        raise error  # The same of a callback's, or a bug's.
+                        raise error  # An error of a callback, or a bug: the same.
                     for each in asked:
                         each.give_back()
             except BaseException as raised:
                 if raised is not error and raised is not interrupt:
                     raise
 
-        # One that has yet to connect is not run by a thread that waits for it: that takes as long as it takes.
+        # A waiting thread must not run a fetch that has yet to connect, which has no time limit.
         work = Work(run, limit_s if early is not None else None, give_back)
         start = attached.threads.start
         if early is not None:
@@ -143,15 +143,15 @@ def begin_fetch(
         if work is None:
             with held:
                 raise
-        attached.call_off(work, guard)  # It gives back what is held: it may be using it.
+        attached.call_off(work, guard)  # The work gives back what is held, because it may be using it.
         raise
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A fetch that the store was asked for: over which connection, what it answers, and when that was.
+    """A fetch that was sent to the store: its connection, its answer, and when it was sent.
 
-    `end` is what it has still to be told.
+    `end` is the message that the store still has to get.
     """
 
     connection: ControlClient
@@ -160,11 +160,11 @@ class Asked:
     end: bytes = b""
 
     def awaited(self) -> Awaited:
-        """Return what there is to wait for before the first piece is taken."""
+        """Return the wait before the first piece."""
         return Awaited(self.pieces.fileno(), self.pieces.until_s)
 
     def give_back(self) -> None:
-        """Tell the store that nothing more is copied; nobody waits for that.
+        """Tell the store that no copy runs any more. There is no answer.
 
         Raises:
             PeerLost: the connection broke, which tells the store as well.
@@ -181,14 +181,14 @@ def _ask(
     config: StoreConfig,
     timeout_s: float,
 ) -> Asked:
-    """Ask the store for the blocks of a ticket; it chooses between the stage, if there is one, and the arena.
+    """Ask the store for a ticket's blocks; the store chooses between the stage and the arena.
 
     Args:
-        held: closes the answer, until when the connection is taken.
-        connection: of this fetch alone.
-        stage: the stage of the engine's GPU.
+        held: closes the answer; the connection is taken until then.
+        connection: used by this fetch alone.
+        stage: the stage of the engine's GPU; None for none.
         ticket: what to fetch.
-        config: of the store.
+        config: the store's.
         timeout_s: give up after this long.
 
     Raises:
@@ -224,30 +224,30 @@ def run_fetch(
     guard: CopyGuard,
     config: StoreConfig,
 ) -> Steps[FetchResult]:
-    """Copy out what is here while the rest is still on its way; then the slots are to be given back, see `Asked`.
+    """Copy out blocks that came while the rest is on its way; the caller then calls `Asked.give_back`.
 
     Args:
-        asked: of `ask_fetch`.
+        asked: of `_ask`.
         copier: the engine's cache and the arena.
         stage: the stage of the engine's GPU, if there is one.
         pages: where the blocks' tokens lie in the engine.
         ticket: what was asked for.
-        skip_tokens: tokens at the front that must not be written; their blocks are read all the same.
-        guard: stands before each copy.
-        config: of the store.
+        skip_tokens: number of leading tokens that must not be written; their blocks are read all the same.
+        guard: asked before each copy.
+        config: the store's.
     """
     num_skipped = min(skip_tokens // pages.stored_block_size, ticket.num_blocks)
     answer = Answer(ticket.num_blocks, reason="store_lost: the node store ended the fetch early")
     told: list[FetchResult] = []
 
     def queued() -> None:
-        told.append(_result(answer, pages, ticket, num_skipped))  # While the device is still at the last copy.
+        told.append(_result(answer, pages, ticket, num_skipped))  # Made while the device still does the last copy.
 
     def steps() -> Steps[None]:
         with contextlib.closing(asked.pieces):
             if stage is not None and ticket.slab and not skip_tokens:
                 ends = plan_stage_chunks(ticket.num_blocks, max(1, config.stage_chunk_bytes // ticket.block_bytes))
-                with contextlib.suppress(KVStoreError):  # Then each piece is listed for itself.
+                with contextlib.suppress(KVStoreError):  # If it fails, each piece is listed separately.
                     stage.copier.expect(pages, ends, to_slots=False)
             stage_copier = stage.copier if stage else None
             yield from answer.copy_out(asked.pieces, guard, copier, pages, 0, skip_tokens, stage_copier, queued)
@@ -258,12 +258,12 @@ def run_fetch(
     failure = yield from failing_closed(asked.connection, steps(), lambda: (Op.HANDOFF_END, end(used=False)))
     if failure:
         return _failed(pages, ticket, num_skipped, failure)
-    # The claim was made when the question had waited so long in the store, which got it after it was asked here.
+    # The store claimed the blocks `waited_s` after it got the question, which was after `at_s`.
     claimed_s = asked.at_s + answer.report.waited_s
     late = clock.now_s() > claimed_s + config.lease_ttl_s - config.lease_margin_s
     asked.end = end(used=not late and answer.num_ready == ticket.num_blocks)
     if late and answer.report.num_local:
-        # Copied straight out of the publisher's slots, which may have been reused meanwhile: nothing of it counts.
+        # Copied directly out of the publisher's slots, which may have been reused meanwhile: no block counts.
         answer.num_ready = 0
         answer.report.reason = "lease_expired: the copy took longer than the claim on the blocks"
         return _result(answer, pages, ticket, num_skipped)
@@ -282,5 +282,5 @@ def _result(answer: Answer, pages: EnginePages, ticket: HandoffTicket, num_skipp
 
 
 def _failed(pages: EnginePages, ticket: HandoffTicket, usable: int, reason: str) -> FetchResult:
-    """Return the result of a fetch that delivered nothing; the engine had its first blocks before."""
+    """Return the result of a fetch that delivered nothing; the first `usable` blocks were in the engine before."""
     return FetchResult(num_blocks=usable, failed=failures(usable, pages, ticket.num_blocks, reason))

@@ -1,4 +1,4 @@
-"""Connections to the node store that one job after the other has for itself."""
+"""Connections to the node store, each used by one job at a time."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from kvstore.errors import CopyStuck, KVStoreError
 from kvstore.rpc.client import ControlClient
 from kvstore.runtime import clock
 
-#: More are closed when they come back: those of a thousand fetches that waited at once are not kept for the next time.
+#: Connections above this number are closed when they come back: those of a thousand waiting fetches are not kept.
 _MOST_IDLE = 64
-#: After a broken one could not be replaced.
+#: Pause after a broken connection could not be replaced.
 _PAUSE_S = 1.0
-#: For a broken one to be named where nothing else needs the answer: a store that stands still must not hold up results.
+#: Limit for naming a broken connection when nothing needs the answer: a blocked store must not delay results.
 _NAME_WITHIN_S = 0.25
 
 
 class BrokenConnections:
-    """Those of one client that broke: until a new connection names one the store keeps what it gave over it."""
+    """One client's broken connections. The store keeps what it gave over one until a new connection names it."""
 
     def __init__(self) -> None:
         self.untold: list[tuple[ControlClient, int]] = []
         self.name_again_s = 0.0
 
     def is_due(self) -> bool:
-        """Whether one is to be named, though idle connections would do."""
+        """Return whether one is to be named now, even if an idle connection is free."""
         return bool(self.untold) and clock.now_s() >= self.name_again_s
 
 
 class IdleConnections:
-    """Those that no job has now.
+    """Connections that no job uses now.
 
     Args:
-        connect: opens another one; its arguments are a broken one that it replaces, since which question nothing
-            that the store gave over that is wanted any more, and the longest wait in seconds, or None for a call's.
-        broken: shared by all of one client.
+        connect: opens another one. Arguments: a broken connection that it replaces; the first question whose grants
+            nobody wants any more; the longest wait in seconds, or None for a call's.
+        broken: shared by all `IdleConnections` of one client.
 
     Attributes:
-        is_closed: set when the client is: nobody else will close a connection that comes back.
+        is_closed: set when the client is closed: then nobody else closes a connection that comes back.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class IdleConnections:
         return len(self._idle)
 
     def take(self, timeout_s: float | None = None) -> ControlClient:
-        """Return a connection that nobody else has until `keep`; it is opened if there is none.
+        """Return a connection for the caller alone until `keep`; open one if none is idle.
 
         Args:
-            timeout_s: for a new one to be answered; that of a call when None.
+            timeout_s: limit for opening a new one; a call's limit when None.
 
         Raises:
             StoreUnavailable: it could not be opened.
@@ -70,28 +70,28 @@ class IdleConnections:
             return self._open(timeout_s)
 
     def name_broken(self, timeout_s: float | None = None) -> None:
-        """Name a broken connection to the store, if it answers, by one that is idle from then on."""
+        """Open a connection that names a broken one to the store, and keep it idle. Errors are ignored."""
         with contextlib.suppress(KVStoreError):
             self.keep(self._open(_NAME_WITHIN_S if timeout_s is None else min(timeout_s, _NAME_WITHIN_S)))
 
     def keep(self, connection: ControlClient) -> None:
-        """Take a connection of `take` back, over which the store gave nothing that is still held."""
+        """Take back a connection of `take`; nothing that the store gave over it may still be held."""
         if self.is_closed or len(self._idle) >= _MOST_IDLE:
             connection.close()
         elif not connection.closed:
             self._idle.append(connection)
 
     def taken(self) -> Taken:
-        """Have a connection, as a context; see `take` for what is raised when it is entered."""
+        """Return a context that holds a connection; entering it raises what `take` raises."""
         return Taken(self)
 
     def replace(self, connection: ControlClient, since: int, *, is_stuck: bool) -> None:
-        """Open another connection for one that broke, which tells the store at once that nobody holds what it gave.
+        """Replace a broken connection, so that the store takes back at once what it gave over it.
 
         Args:
             connection: closed.
-            since: the first question over it of which the store takes back what it gave.
-            is_stuck: what the store gave stays taken.
+            since: the first question over it whose grants the store takes back.
+            is_stuck: the grants stay taken, because a copy may still run.
         """
         if not is_stuck:
             self._broken.untold.append((connection, since))
@@ -105,13 +105,13 @@ class IdleConnections:
         try:
             return self._connect(*broken, timeout_s)
         except BaseException:
-            self._broken.untold.append(broken)  # Named by a later one: the store may only have been late.
+            self._broken.untold.append(broken)  # A later connection names it: the store may only have been late.
             self._broken.name_again_s = clock.now_s() + _PAUSE_S
             raise
 
 
 class Taken:
-    """One of the connections, for as long as this context lasts. No generator: each save and load enters it."""
+    """Context that holds one connection. Not a generator, for speed: each save and load enters it."""
 
     def __init__(self, idle: IdleConnections) -> None:
         self._idle = idle
@@ -125,7 +125,7 @@ class Taken:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, KVStoreError):
-            # It came anywhere, an interrupt behind the question, too: the answer would be met by the next job.
+            # It may have come after a question was sent, and the next job would read the answer.
             self._connection.close()
         if self._connection.closed:
             self._idle.replace(self._connection, self._since, is_stuck=isinstance(error, CopyStuck))

@@ -20,12 +20,12 @@ _NUM_COPYING, _NUM_PUBLISHING = 4, 16
 
 
 class JobThreads:
-    """Few threads that copy, more for publications, one for callbacks; what waits for others holds none of them.
+    """The threads of one client: few that copy, more for publications, one for callbacks.
 
-    Work that waits for the store's answer is parked: an early fetch until its blocks are published, a save until other
-    ranks have saved their parts, a load until peers have sent their blocks. A publication waits for its own copies
-    alone, perhaps until the device has computed the blocks, so no thread that copies does that. Threads are started
-    when they are needed.
+    Work that waits for the store's answer is parked and holds no thread: an early fetch until its blocks are published,
+    a save until other ranks have saved their parts, a load until peers have sent their blocks. A publication waits only
+    for its own copies, perhaps until the device has computed the blocks, so it runs on no copying thread. Threads are
+    started when they are needed.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class JobThreads:
         self._callbacks = ThreadPool(1, "raykv-callbacks")
         self._callback_thread = 0
         self._parking = Parking()
-        # Their threads would outlive a client that is collected; nothing is to be done then, or it would have this.
+        # Else their threads would outlive a collected client. Pending work would refer to this, so there is none then.
         for threads in (self._copying, self._publishing, self._callbacks, self._parking):
             weakref.finalize(self, threads.close).atexit = False
         self._works: set[Work[Any]] = set()
@@ -42,38 +42,38 @@ class JobThreads:
         self._closed = False
 
     def __len__(self) -> int:
-        """How many jobs have not ended."""
+        """Return how many jobs have not ended."""
         return len(self._works)
 
     @property
     def num_parked(self) -> int:
-        """How many jobs wait for others now."""
+        """Return how many jobs are parked."""
         return len(self._parking)
 
     def start(self, work: Work[Any]) -> None:
-        """Do work on a thread that copies, as soon as one is free.
+        """Do work on a copying thread, as soon as one is free.
 
         Raises:
-            StoreUnavailable: nothing is taken any more.
+            StoreUnavailable: the client was closed.
         """
         self._enter(work)
         self._run(self._copying, partial(self._go_on, work))
 
     def expect(self, work: Work[Any]) -> None:
-        """Count work that is begun by its caller, until it is started and over, or `forget` is called for it.
+        """Count work that its caller begins, until it was started and has ended, or its `forget` is called.
 
         Raises:
-            StoreUnavailable: nothing is taken any more.
+            StoreUnavailable: the client was closed.
         """
         self._enter(work)
 
     def settle(self, work: Work[Any]) -> None:
-        """Have work come to its end of which nobody knows how far its start came, and which was abandoned.
+        """Bring abandoned work to its end after an interrupted start.
 
-        It may be under way, or queued, or over: then nothing more is done. What holds for it is given back at its end,
-        and by nobody else, for until then it may use that.
+        It may be running, queued or ended; ended work is not done again. It alone gives back what it holds, at its end,
+        because it may use that until then.
         """
-        if work.forget is nothing:  # It was not begun at all, or is over.
+        if work.forget is nothing:  # It has not begun, or has ended.
             work.forget = partial(self._leave, work)
             self._works.add(work)
             if work.is_left:
@@ -81,21 +81,21 @@ class JobThreads:
         self._run(self._copying, partial(self._go_on, work))
 
     def start_asked(self, work: Work[Any], awaited: Awaited) -> None:
-        """Do work when the answer is there that it has asked for already; see `start` for what is raised."""
+        """Do work whose question was already sent, once the answer is there; raises what `start` raises."""
         self._enter(work)
         try:
             work.park(awaited, lambda each: self._park(work, each))
         except (OSError, RuntimeError, ValueError):
-            self._run(self._copying, partial(self._go_on, work))  # It waits there.
+            self._run(self._copying, partial(self._go_on, work))  # It waits on that thread.
         work.future.add_done_callback(lambda future: self.wake(work) if future.cancelled() else None)
 
     def publish(self, work: Work[Any]) -> None:
-        """Do the work of a publication; see `start` for what is raised."""
+        """Do the work of a publication; raises what `start` raises."""
         self._enter(work)
         self._run(self._publishing, partial(self._go_on, work))
 
     def wake(self, work: Work[Any]) -> None:
-        """Have work that waits look whether it is still wanted."""
+        """Make waiting work check whether it is still wanted."""
         if work.look_again():
             self._run(self._copying, partial(self._go_on, work))
 
@@ -114,9 +114,9 @@ class JobThreads:
         self._run(self._callbacks, run)
 
     def shutdown(self, timeout_s: float | None = None) -> bool:
-        """Wait for all work, whether that ended in time; nothing is taken any more. Callbacks are not waited for."""
+        """Take no more work, wait for all of it except callbacks, and return whether it ended in time."""
         for threads in (self._copying, self._publishing, self._parking):
-            threads.hurry()  # This may be asked for by who interrupted the start of one of their threads.
+            threads.hurry()  # The caller may have interrupted the start of one of their threads.
         with self._all_ended:
             self._closed = True
             if not self._all_ended.wait_for(lambda: not self._works, timeout_s):
@@ -127,7 +127,7 @@ class JobThreads:
         return True
 
     def await_callbacks(self, timeout_s: float) -> None:
-        """Wait for the callbacks of jobs that ended, unless a callback asks for that; no more come after it."""
+        """Wait for the callbacks of ended jobs, unless called from a callback; take no more callbacks."""
         if threading.get_ident() != self._callback_thread:
             called = threading.Event()
             self.call(called.set)
@@ -136,10 +136,10 @@ class JobThreads:
 
     def _enter(self, work: Work[Any]) -> None:
         if work in self._works:
-            return  # It was expected, and is waited for.
+            return  # `expect` has counted it.
         leave_others, work.forget = work.forget, partial(self._leave, work)
-        self._works.add(work)  # Before the look, and without a lock: `shutdown` looks after it has closed.
-        leave_others()  # Those of a store that has ended since they expected it.
+        self._works.add(work)  # Without a lock, before `_closed` is read: `shutdown` sets that before it reads this.
+        leave_others()  # Threads of a store that has ended since they expected it.
         if self._closed:
             self._leave(work)
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
@@ -175,5 +175,5 @@ class JobThreads:
 
     @staticmethod
     def _run(threads: ThreadPool, step: Callable[[], object]) -> None:
-        if not threads.run(step):  # The client or the interpreter ends, or no thread can be started.
+        if not threads.run(step):  # The client or the interpreter is ending, or no thread can be started.
             step()

@@ -21,7 +21,7 @@ from kvstore.runtime import clock
 from kvstore.runtime.forks import check_process, this_process
 
 if TYPE_CHECKING:
-    from kvstore.client.attachment import Attachment  # With it comes torch.
+    from kvstore.client.attachment import Attachment  # Importing it imports torch.
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def take_lease(attached: Attachment, hashes: BlockHashes, ttl_s: float) -> Lease
     """Ask for what `Client.lease` returns."""
     ttl_s = check_ttl("ttl_s", ttl_s)
     chain = attached.chain(hashes)
-    # Before the question, so that the lease never ends later here than in the store.
+    # Taken before the question, so that the lease never ends later here than in the store.
     deadline_s = clock.now_s() + ttl_s - attached.store.config.lease_margin_s
 
     def hold(grant: Grant) -> Lease:
@@ -54,14 +54,14 @@ def take_pin(attached: Attachment, hashes: BlockHashes, soft: bool, ttl_s: float
 
 
 def release(attached: Attachment, lease_id: int) -> bool:
-    """Give a lease or a pin back; whether the store still held it."""
+    """Give a lease or a pin back, and return whether the store still held it."""
     return bool(decode_count(attached.store.call(Op.RELEASE, encode(lease_id))))
 
 
 def _granted(attached: Attachment, op: Op, question: bytes, hold: Callable[[Grant], T]) -> T:
     """Ask for a grant, and give it back if an interrupt keeps it from the caller.
 
-    What was granted in an answer that nobody heard the store takes back, see `ControlClient.unheard`.
+    The store takes back what it granted in an answer that was never read, see `ControlClient.unheard`.
     """
     answer = b""
     try:
@@ -78,11 +78,11 @@ class Lease:
     """Blocks that cannot be evicted or overwritten until the lease ends.
 
     Args:
-        attached: of the client, which stays as long as this does.
-        lease_id: names it to the store; 0 when no block was here.
-        hashes: the pinned blocks, a prefix of what was asked for.
+        attached: the client's attachment, kept alive by this lease.
+        lease_id: the store's number for it; 0 when no block was here.
+        hashes: the leased blocks, a prefix of those asked for.
         slots: slot of each in the node's arena.
-        deadline_s: of kvstore.runtime.clock, never later than the store's.
+        deadline_s: by kvstore.runtime.clock, never later than the store's.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Lease:
         return f"Lease({len(self)} blocks, {'held' if self.held() else 'ended'})"
 
     def held(self) -> bool:
-        """Whether it is neither released nor past its deadline, and its client open, as far as this process knows."""
+        """Return whether it is unreleased and unexpired, and its client open, as far as this process knows."""
         return not self._released and clock.now_s() < self._deadline_s and self._attached.is_open()
 
     def block(self, index: int) -> memoryview:
         """Return the bytes of block `index`, read-only, in the stored order; valid while the lease is held.
 
         Raises:
-            InvalidRequest: it has no such block.
+            InvalidRequest: `index` is outside the lease.
             LeaseReleased: it was released.
             LeaseExpired: its deadline passed.
         """
@@ -124,11 +124,11 @@ class Lease:
         return self._attached.block_in(slot)
 
     def renew(self, ttl_s: float = 30.0) -> bool:
-        """Extend to `ttl_s` from now, never shortening; whether it was still held.
+        """Extend the lease to `ttl_s` from now, and return whether it was still held. Never shortens it.
 
         Raises:
             ForkedClient: this is a child of the process that took it.
-            InvalidRequest: `ttl_s` is no time above 0, or over a day.
+            InvalidRequest: `ttl_s` is not above 0, or exceeds a day.
         """
         check_process(self._pid)
         ttl_s = check_ttl("ttl_s", ttl_s)
@@ -142,17 +142,17 @@ class Lease:
         return held
 
     def release(self) -> bool:
-        """Let go; whether the store still held it. May be called again, and says False then.
+        """Release it, and return whether the store still held it. A second call returns False.
 
-        One that was interrupted, or failed, is to be called again.
+        After an interrupt or an error, call it again.
 
         Raises:
-            ForkedClient: this is a child of the process that took it, which goes on to hold it.
+            ForkedClient: this is a child of the process that took it; that process still holds it.
         """
         check_process(self._pid)
         if self._is_told:
             return False
-        self._released = True  # First: when it is interrupted nobody knows what the store heard.
+        self._released = True  # First: after an interrupt it is unknown whether the store got the message.
         held = release(self._attached, self.lease_id)
         self._is_told = True
         return held
@@ -163,6 +163,6 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A forked child that leaves the block as well has nothing to give back.
+        # A forked child also leaves the `with` block, but owns no lease.
         if this_process() == self._pid:
             self.release()

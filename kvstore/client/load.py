@@ -1,4 +1,4 @@
-"""What a load does, step by step: it asks once, and copies out what comes while the rest is on its way."""
+"""The steps of a load: ask once, and copy out blocks that came while the rest is on its way."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from kvstore.rpc.messages import STAGE_BIT, AskLoad, LoadReport, decode_progress
 from kvstore.runtime import clock
 
 _COUNTS = ("num_local", "num_peer", "num_bytes", "num_descriptors", "num_locate_calls", "num_lease_calls")
-#: Between stages the pieces of an answer follow each other faster than that.
+#: Between stages, the pieces of an answer follow each other faster than this.
 _AWAKE_S = 1e-3
-#: Of a job that was never begun.
+#: The reason of a job that was not begun.
 TIMED_OUT_IN_QUEUE = "timeout: its time ended before a thread of this client was free for it"
 
 
@@ -49,7 +49,7 @@ def begin_load(
     on_queued: Callable[[], None] | None,
     num_copy_threads: int,
 ) -> Job[LoadResult]:
-    """Begin `Client.load`, which says what the arguments are."""
+    """Begin `Client.load`; see there for the arguments."""
     engine, chain = attached.registered(), attached.chain(hashes)
     limit_s = attached.transfer_s(timeout_s)
     num_copy_threads = check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
@@ -109,17 +109,17 @@ def run_load(
     timeout_s: float,
     on_queued: Callable[[], None] | None = None,
 ) -> Steps[LoadResult]:
-    """Ask once, copy out what becomes readable while the rest is still on its way, give the lease back.
+    """Ask once, copy out readable blocks while the rest is on its way, release the lease.
 
     Args:
-        connection: of this job alone.
+        connection: used by this job alone.
         copier: the engine's cache; None only brings the blocks into this node's memory.
         chain: the blocks wanted.
         pages: where their tokens lie in the engine; None without a copier.
-        skip_tokens: tokens at the front that must not be written; blocks that lie in them are not asked for.
-        guard: stands before each copy.
-        config: of the store.
-        timeout_s: for fetching.
+        skip_tokens: number of leading tokens that must not be written; blocks of these alone are not asked for.
+        guard: asked before each copy.
+        config: the store's.
+        timeout_s: limit for fetching.
         on_queued: called when all blocks are leased and their copies queued; see `Client.load`.
     """
     first = skip_tokens // pages.stored_block_size if pages is not None else 0
@@ -138,14 +138,14 @@ def run_load(
         question = encode(AskLoad(chain.tail(first), ttl_s, timeout_s))
         pieces = connection.call_stream(Op.LOAD, question, timeout_s=timeout_s + config.call_timeout_s)
         yield from answer.copy_out(pieces, guard, copier, pages, first, skip_tokens, queued=queued)
-        with contextlib.suppress(StoreUnavailable, TransferError):  # The bytes are in place, whatever became of it.
+        with contextlib.suppress(StoreUnavailable, TransferError):  # The bytes are in place even if the store ended.
             connection.send(Op.RELEASE, encode(answer.number))
 
     failure = yield from failing_closed(connection, steps(), lambda: (Op.RELEASE, encode(answer.number)))
     if failure:
         answer.num_ready, answer.report = 0, LoadReport(reason=failure)
     if clock.now_s() > valid_until_s:
-        # The store may have reused slots while they were copied out: nothing of it counts.
+        # The store may have reused slots while they were copied out, so no block counts.
         answer.num_ready, answer.report.reason = 0, "lease_expired"
     usable = first + answer.num_ready
     return LoadResult(num_blocks=usable, failed=failures(usable, pages, len(chain), answer.reason), **answer.counts())
@@ -154,30 +154,30 @@ def run_load(
 def failing_closed(
     connection: ControlClient, steps: Steps[None], give_back: Callable[[], tuple[Op, bytes]]
 ) -> Steps[str]:
-    """Do the steps of a job that copies out; return why nothing of it counts, or nothing when they went well.
+    """Do the steps of a job that copies out, and return why it failed, or "".
 
-    What was copied before a failure may be incomplete, so none of it counts.
+    Blocks copied before a failure may be incomplete, so none of them counts.
 
     Args:
-        connection: of this job alone.
-        steps: ask, and copy.
-        give_back: returns what tells the store that nothing more is copied.
+        connection: used by this job alone.
+        steps: ask and copy.
+        give_back: returns the message that tells the store that no copy runs any more.
     """
     try:
         yield from steps
     except RegistrationFailed as error:
-        # Nothing is wrong with the store, but nothing of it can be copied now.
+        # The store works, but its blocks cannot be copied now.
         with contextlib.suppress(KVStoreError):
             connection.send(*give_back())
         return f"not_pinned: {error}"
     except CopyStuck:
-        raise  # No result says that blocks are the engine's again.
+        raise  # No result may say that the engine can reuse its blocks.
     except StoreDraining as error:
         return f"draining: {error}"
     except (StoreUnavailable, TransferError) as error:
         return f"store_lost: {error}"
     except JobAbandoned as error:
-        # The rest of the answer is not waited for: the connection goes, and with it what the store gave over it.
+        # The rest of the answer is not awaited: closing the connection gives back what the store gave over it.
         connection.close()
         return f"abandoned: {error}"
     except KVStoreError:
@@ -185,30 +185,30 @@ def failing_closed(
             connection.send(*give_back())
         raise
     except BaseException:
-        connection.close()  # An interrupt, or an error of the caller's: the store takes back what it gave over it.
+        connection.close()  # An interrupt or a caller's error: the store takes back its grants.
         raise
     return ""
 
 
 class Answer:
-    """What the store said so far in its streamed answer to a load or a fetch.
+    """The part of a streamed answer to a load or a fetch that has come so far.
 
     Args:
-        num_blocks: that were asked for.
-        reason: why nothing came, as long as no report did.
+        num_blocks: number of blocks asked for.
+        reason: why nothing came, until a report comes.
     """
 
     def __init__(self, num_blocks: int, reason: str) -> None:
         self._num_blocks = num_blocks
-        #: The lease or fetch that the store began, 0 until it said so.
+        #: The number of the store's lease or fetch, 0 until its first piece.
         self.number = 0
-        #: Blocks that are in place, from the first that was asked for.
+        #: Number of blocks in place, from the first one asked for.
         self.num_ready = 0
         self.report = LoadReport(reason=reason)
 
     @property
     def reason(self) -> str:
-        """Why not everything came; empty when it did."""
+        """Return why not everything came; empty when everything came."""
         return self.report.reason
 
     def copy_out(
@@ -222,21 +222,21 @@ class Answer:
         stage_copier: EngineCopier | None = None,
         queued: Callable[[], None] = lambda: None,
     ) -> Steps[None]:
-        """Copy each piece out of its slots while the next is on its way; returns when all is in place.
+        """Copy each piece out of its slots while the next is on its way. Ends when all is in place.
 
         Args:
             pieces: the answer; closed here, because it holds the connection.
-            guard: stands before each copy.
+            guard: asked before each copy.
             copier: the engine's cache; None copies nothing.
             pages: where the tokens lie in the engine.
             first: the stored block of the job that the answer counts from.
-            skip_tokens: tokens at the front of the job that must not be written.
+            skip_tokens: number of the job's leading tokens that must not be written.
             stage_copier: the engine's cache and the stage of its GPU, for slots that are there.
             queued: called at the end of the answer, when all copies are queued and before they are waited for.
 
         Raises:
             LayoutMismatch: the engine's tensors were replaced meanwhile.
-            ProtocolError: these are no slots of the blocks that were asked for.
+            ProtocolError: the slots do not fit the blocks that were asked for.
         """
         with contextlib.closing(pieces), _Finishing(copier, stage_copier, pages):
             while not pieces.is_finished:
@@ -268,13 +268,13 @@ class Answer:
             copier.check_unchanged()
 
     def counts(self) -> dict[str, Any]:
-        """Return the fields of a result that tell what it cost."""
+        """Return the result's fields about cost."""
         counts = {name: getattr(self.report, name) for name in _COUNTS}
         return {**counts, "peers": tuple(self.report.peers), "read_s": self.report.read_s}
 
 
 class _Finishing:
-    """Calls `finish` however the body ends, so that a device is through with it before slots or blocks are let go."""
+    """Calls `finish` however the body ends, so that copies end before slots or blocks are released."""
 
     def __init__(
         self, copier: EngineCopier | None, stage_copier: EngineCopier | None, pages: EnginePages | None

@@ -1,4 +1,4 @@
-"""What publishing does: claims slots, has blocks copied there, and has them kept for whoever fetches them."""
+"""Publishing: claim slots, copy blocks into them, and have the store keep them for a reader."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from kvstore.rpc.handoff_messages import AbortHandoff, CompleteHandoff, PrepareH
 
 logger = logging.getLogger(__name__)
 
-#: For slots of a stage, by a store that was woken before it was asked.
+#: Time within which a store that was woken before answers a claim of stage slots.
 _AWAKE_S = 5e-4
 
 
 def num_published(block_ids: object, engine_block_size: int, stored_block_size: int) -> int:
-    """Return how many stored blocks there are in engine blocks that are published whole, whichever these are.
+    """Return how many stored blocks fit in engine blocks that are published whole.
 
     Raises:
-        InvalidRequest: there are no engine blocks, or no whole stored ones in them.
+        InvalidRequest: there are no engine blocks, or they are not a whole number of stored blocks.
     """
     if not isinstance(block_ids, Sized):
         raise InvalidRequest(
@@ -49,7 +49,7 @@ def num_published(block_ids: object, engine_block_size: int, stored_block_size: 
     count = len(block_ids)
     num_blocks, left = divmod(count * engine_block_size, stored_block_size)
     if not num_blocks or left:
-        # The fewest whose tokens are whole stored blocks, and so many more at a time.
+        # The smallest number of engine blocks that makes whole stored blocks; multiples of it do too.
         step = math.lcm(engine_block_size, stored_block_size) // engine_block_size
         raise InvalidRequest(
             f"block_ids: wanted at least {step} engine block{'s, and a multiple of that' if step > 1 else ''}, got "
@@ -60,21 +60,21 @@ def num_published(block_ids: object, engine_block_size: int, stored_block_size: 
 
 
 class Publishing:
-    """Blocks on their way into slots.
+    """Blocks that are being copied into slots.
 
-    Once slots are claimed for them a fetch of the ticket waits, until `complete` has told the store that the bytes are
-    there, or that they will not be. The slots are this object's until then, whatever becomes of the ticket: the store
-    is told that it has failed only when no copy of it runs any more.
+    Once slots are claimed, a fetch of the ticket waits until `complete` has told the store that the bytes are in place,
+    or will not be. Until then this object owns the slots, even if the ticket ends: the store is told of a failure only
+    when no copy runs any more.
 
     Args:
-        ticket: what they are published as.
-        block_ids: the engine's; not looked at before `order`.
+        ticket: the ticket under which they are published.
+        block_ids: the engine's blocks; not read before `order`.
         stored_block_size: tokens of a stored block.
-        copier: between the engine's cache and the memory that the slots are in.
+        copier: copies between the engine's cache and the memory of the slots.
         stage: that memory; None for the arena.
-        store: that keeps the blocks.
-        ttl_s: how long they are kept once they are there.
-        num_clears: of the namespace, from when publishing was asked for.
+        store: connections to the store that keeps the blocks.
+        ttl_s: how long they are kept once they are in place.
+        num_clears: the namespace's count of clearings when `publish` was called.
     """
 
     pages: EnginePages
@@ -101,10 +101,10 @@ class Publishing:
         return f"publication of {self.ticket.num_blocks} blocks"
 
     def order(self) -> None:
-        """Say what is copied, and that it comes after what the calling thread's stream has.
+        """Fix the blocks to copy, and order the copies after the calling thread's stream.
 
         Raises:
-            InvalidRequest: the blocks are not the engine's, or nothing can be copied in the order of that stream.
+            InvalidRequest: the blocks are not the engine's, or copies cannot be ordered after that stream.
             LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed.
         """
         copier, ticket = self._copier, self.ticket
@@ -114,24 +114,24 @@ class Publishing:
         copier.check_unchanged()
 
     def claim(self, ask: Callable[[Op, bytes], bytes]) -> None:
-        """Claim slots of the arena; after `order`.
+        """Claim slots of the arena. Call `order` first.
 
         Args:
-            ask: asks over the connection that owns the slots while they are written.
+            ask: sends a question over the connection that owns the slots while they are written.
 
         Raises:
             PoolExhausted: the store has no room for all of them; nothing is kept.
-            StaleVersion: the namespace was cleared since this was asked for; nothing is kept.
+            StaleVersion: the namespace was cleared since `publish` was called; nothing is kept.
             KVStoreError: the store failed; nothing is kept.
         """
         self._slots = self._ask_slots(ask, self._question(0, 0))
 
     def begin(self) -> None:
-        """Claim slots of the stage, do what `order` does meanwhile, and queue the copies into them.
+        """Claim slots of the stage, call `order` meanwhile, and queue the copies into them.
 
         Raises:
             KVStoreError: as for `order` and `claim`, or the copies could not be queued; nothing is kept.
-            CopyStuck: of copies that could not all be queued some did not end; see `drop`.
+            CopyStuck: not all copies could be queued, and some of the queued ones did not end; see `drop`.
         """
         stage, ahead = self.stage, _Ahead(self._expect)
         assert stage is not None, "the arena is copied to by `complete`"
@@ -156,7 +156,7 @@ class Publishing:
             copier = self._copier if self.stage is None else self.stage.copier
             return checked_slots(slots, self.ticket.num_blocks, copier.num_slots, is_whole=True)
         except (TransferTimeout, ProtocolError):
-            self._void()  # They may be granted all the same, and only this publisher knows that it does not write.
+            self._void()  # Slots may be granted all the same; only this publisher knows that it writes nothing.
             raise
 
     def _question(self, slab: int, generation: int) -> bytes:
@@ -173,12 +173,12 @@ class Publishing:
         self.stage.copier.expect(self.pages, [self.ticket.num_blocks], to_slots=True)
 
     def hold_engine(self) -> None:
-        """Have what the engine queues from now on come after the copies; on a CPU they are made."""
+        """Make work that the engine queues from now on wait for the copies; on a CPU they are done."""
         if self.pages.order is not None:
             self.pages.order.hold_engine()
 
     def complete(self) -> HandoffTicket:
-        """Return the ticket when the bytes are in place and kept; on any thread, once slots are claimed.
+        """Return the ticket when the bytes are in place and kept. Any thread may call it once slots are claimed.
 
         Raises:
             CopyStuck: the copies did not end; the slots stay taken until this process ends.
@@ -205,16 +205,16 @@ class Publishing:
 
     def _finish_in(self, stage: AttachedStage) -> None:
         if stage.copier.await_begun(self.pages):
-            # They were still being computed. A reader that waits for them is woken while they are packed.
+            # The blocks were still being computed. Wake a waiting reader while they are packed.
             with contextlib.suppress(KVStoreError):
                 self._store.say(Op.HANDOFF_PACKING, encode(self._key))
         stage.copier.finish(self.pages)
 
     def drop(self) -> None:
-        """Take everything back in place of `complete`, once all that was queued has ended.
+        """Void the ticket instead of `complete`, once all queued copies have ended.
 
         Raises:
-            CopyStuck: it has not ended in time; the slots stay taken until this process ends.
+            CopyStuck: they have not ended in time; the slots stay taken until this process ends.
         """
         try:
             self._copier.finish(self.pages)
@@ -225,12 +225,12 @@ class Publishing:
         self._void()
 
     def _void(self) -> None:
-        """Tell the store that nothing of this writes any more: not in vain, for only this publisher knows."""
+        """Tell the store, again if needed, that no copy of this runs any more: only this publisher knows."""
         self._store.tell_surely(Op.HANDOFF_ABORT, encode(AbortHandoff(self._key, self._writer)))
 
 
 class _Ahead:
-    """Does something while an answer is on its way, and remembers what it raised until the answer was read."""
+    """Work done while an answer is on its way. `check` raises its error after the answer was read."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""What `Client.publish` and its like do: into a stage or into the arena, at once or later, and taken back."""
+"""The calls of a publisher: `Client.prepare_ticket`, `publish`, `begin_publish` and `withdraw`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def publish(
             except KVStoreError:
                 _complete_later(attached, publishing, completing).job.add_done_callback(_log_failure)
                 raise
-            # Only now: a thread that is woken wants the interpreter, and the ticket is waited for.
+            # Only now: a woken thread competes for the interpreter, and the caller waits for the ticket.
             _complete_later(attached, publishing, completing).job.add_done_callback(_log_failure)
         except KVStoreError:
             raise
@@ -71,16 +71,16 @@ def publish(
             publishing.claim(functools.partial(connection.call, timeout_s=store.call_timeout_s))
             return _complete(attached, publishing)
 
-    # The calls in it have their own timeouts.
+    # The calls in `run` have their own timeouts.
     work, start = Work(lambda: in_one_step(run)), attached.threads.publish
     try:
         job: Job[HandoffTicket] = attached.submit(work, str(publishing), publishing.guard, start)
         return job.result(None)
     except BaseException as error:
-        # An interrupt, say: the caller may reuse the blocks at once, and nothing of them may be delivered then.
+        # For example an interrupt: the caller may reuse the blocks at once, so none may be delivered.
         if not work.future.done() or work.future.cancelled() or work.future.exception() is not error:
             _call_off(attached, publishing, work)
-        raise  # Its own error has seen to the rest.
+        raise  # The job's own error has already cleaned up.
 
 
 def begin_publish(
@@ -101,7 +101,7 @@ def begin_publish(
             publishing.claim(attached.store.call)
         return _complete_later(attached, publishing, completing)
     except KVStoreError:
-        raise  # Nothing is kept.
+        raise  # The store keeps nothing.
     except BaseException:  # An interrupt: perhaps the slots are claimed.
         _call_off(attached, publishing, completing)
         raise
@@ -110,34 +110,34 @@ def begin_publish(
 def _begin_in_stage(
     attached: Attachment, block_ids: object, keep_s: float, named: HandoffTicket | None
 ) -> tuple[Publishing, Work[HandoffTicket]] | None:
-    """Queue the copies into the stage, which stays mapped for them; None where the arena has to serve.
+    """Queue the copies into the stage, which stays mapped for them.
 
     Returns:
-        What `_complete_later` takes.
+        The arguments of `_complete_later`, or None if the arena has to be used.
     """
     link = attached.stage
-    # Not for longer than for a call: the arena serves as well.
+    # Waits no longer than for a call: the arena can be used instead.
     if (stage := link.take(attached.store.call_timeout_s)) is None:
         return None
     completing: Work[HandoffTicket] | None = None
     try:
         if named is None or named.slab == stage.slab:
-            _wake_store(attached)  # The question after it is made meanwhile.
+            _wake_store(attached)  # The store wakes while the question is made.
             publishing = _publishing(attached, block_ids, keep_s, named, stage)
             completing = _completing(attached, publishing, link)
-            # Before copies are queued, or a client that is closed meanwhile gives their slots back under them.
+            # Before copies are queued: else `close` could give their slots back while they run.
             attached.threads.expect(completing)
             with attached.noting_stuck():
                 publishing.begin()
             return publishing, completing
     except CopyStuck:
         _forget(completing)
-        raise  # Something may still copy to it: the stage stays mapped until this process ends.
+        raise  # Copies to the stage may still run: it stays mapped until this process ends.
     except PoolExhausted:
         _forget(completing)
         logger.debug("hand-off: the stage is full, the arena is taken")
     except (PeerLost, StoreUnavailable):
-        # Its mover died: the arena serves, or says what else is wrong.
+        # Its mover died: use the arena, whose calls report any other problem.
         _forget(completing)
         link.lose(stage)
     except BaseException as error:
@@ -145,7 +145,7 @@ def _begin_in_stage(
             _forget(completing)
             link.leave(stage)
         else:
-            # An interrupt: perhaps the slots are claimed, and copies queued. The stage is left behind them.
+            # An interrupt: perhaps slots are claimed and copies queued. `completing` leaves the stage after them.
             _call_off(attached, publishing, completing)
         raise
     link.leave(stage)
@@ -153,9 +153,9 @@ def _begin_in_stage(
 
 
 def _completing(attached: Attachment, publishing: Publishing, link: StageLink | None = None) -> Work[HandoffTicket]:
-    """Return what waits for the copies and tells the store; the link's stage is left behind that.
+    """Return work that waits for the copies, tells the store, and then leaves the link's stage.
 
-    It is made before slots are claimed. From then on it alone gives them back, when its copies have ended.
+    It is made before slots are claimed. From then on only this work gives them back, when its copies have ended.
     """
 
     def give_back() -> None:
@@ -171,7 +171,7 @@ def _completing(attached: Attachment, publishing: Publishing, link: StageLink | 
         return _complete(attached, publishing)
 
     work = Work(lambda: in_one_step(run), math.inf, give_back)
-    work.begin()  # Cancelled it would leave slots that nobody gives back.
+    work.begin()  # So that it cannot be cancelled: then nobody would give its slots back.
     return work
 
 
@@ -180,7 +180,7 @@ def _complete_later(attached: Attachment, publishing: Publishing, completing: Wo
         job = attached.submit(completing, str(publishing), publishing.guard, attached.threads.publish)
         return Publication(publishing.ticket, job)
     except KVStoreError:
-        # The client was closed meanwhile. What was claimed is given back behind the copies that are queued.
+        # The client was closed meanwhile. The claimed slots are given back after the queued copies.
         _call_off(attached, publishing, completing)
         raise
 
@@ -191,7 +191,7 @@ def _complete(attached: Attachment, publishing: Publishing) -> HandoffTicket:
 
 
 def _call_off(attached: Attachment, publishing: Publishing, work: Work[HandoffTicket]) -> None:
-    """Let nothing of a publication be delivered whose caller hears of an interrupt alone."""
+    """Call a publication off after an interrupt of its caller, so that nothing of it is delivered."""
     attached.call_off(work, publishing.guard)
     with contextlib.suppress(KVStoreError):
         withdraw(attached, publishing.ticket)
@@ -262,7 +262,7 @@ def withdraw(attached: Attachment, ticket: HandoffTicket) -> bool:
 
 
 def _forget(expected: Work[HandoffTicket] | None) -> None:
-    """Nothing is queued for it, or never ends."""
+    """Stop counting expected work: nothing is queued for it, or its copies never end."""
     if expected is not None:
         expected.forget()
 

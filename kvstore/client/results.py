@@ -22,8 +22,8 @@ T = TypeVar("T")
 class MissReason(Enum):
     """Why a block of a load is not usable.
 
-    STORE_LOST: the store of this node has ended, and the client with it. DRAINING: it lives, and grants nothing until
-    it is undrained; the client goes on.
+    STORE_LOST: the store of this node has ended, so make a new client. DRAINING: the store lives, and grants nothing
+    until it is undrained; the client stays usable.
     """
 
     NOT_FOUND = "not_found"
@@ -50,9 +50,9 @@ class BlockFailure:
 
     Args:
         index: position in the hashes given to `load`.
-        block_ids: the engine's blocks that hold its tokens: one, unless the engine's blocks are smaller than the
-            stored ones. Larger ones come in the failures of several blocks. None without an engine.
-        reason: why.
+        block_ids: the engine's blocks that hold its tokens: one, or several if the engine's blocks are smaller than the
+            stored ones. A larger one is named in the failures of several blocks. Empty without an engine.
+        reason: why it was not delivered.
         detail: one sentence for a log.
     """
 
@@ -67,14 +67,13 @@ class LoadResult:
     """How a load ended.
 
     Args:
-        num_blocks: usable prefix: blocks [0, num_blocks) of the hashes hold the right bytes, those that were
-            skipped included.
-        failed: all the others, one by one.
+        num_blocks: usable prefix: blocks [0, num_blocks) of the hashes hold the right bytes, skipped blocks included.
+        failed: one entry for each other block.
         num_local: blocks that were in this node's memory.
         num_peer: blocks that were fetched from other nodes.
         peers: the nodes they came from.
         num_bytes: bytes that crossed between nodes for this load.
-        num_descriptors: descriptors that the transfer engine needed for them, after merging neighbours.
+        num_descriptors: NIXL descriptors that their READs needed, after merging neighbours.
         read_s: seconds between the first READ's start and the last one's end.
         num_locate_calls: how often the store asked the directory.
         num_lease_calls: how often it asked a peer.
@@ -99,10 +98,10 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchResult(LoadResult):
-    """How a fetch ended: as a load's result, with blocks counted from the ticket's first.
+    """How a fetch ended: a load's result, with blocks counted from the ticket's first.
 
     Args:
-        route: the memory that the blocks went through: "host" is the nodes' arenas, "gpu" are stages on GPUs.
+        route: the memory that the blocks went through: "host" for the nodes' arenas, "gpu" for stages on GPUs.
         note: why not the other route, if a stage was attached and could not be used.
     """
 
@@ -115,10 +114,10 @@ class SaveResult:
     """How a save ended.
 
     Args:
-        num_blocks: blocks [0, num_blocks) are in the store now, whoever wrote them. A rank of several waits for
-            the parts of the others. None when the namespace was cleared after the save was asked for.
-        num_written: how many of them this save wrote, or its part of.
-        num_refused: blocks at the end for which no slot could be had; nothing of them is kept.
+        num_blocks: blocks [0, num_blocks) are in the store now, written by this save or another. With several ranks,
+            all parts are there. 0 when the namespace was cleared after the call of `save`.
+        num_written: how many of them, or of their parts, this save wrote.
+        num_refused: blocks at the end for which there was no slot; nothing of them is kept.
     """
 
     num_blocks: int
@@ -131,9 +130,9 @@ class Pinned:
     """Blocks that `Client.pin` keeps in this node's memory until `Client.unpin`.
 
     Args:
-        pin_id: names the pin to the store; 0 when no block was here.
+        pin_id: the store's number for the pin; 0 when no block was here.
         num_blocks: blocks [0, num_blocks) of the hashes are kept.
-        num_refused: stored blocks behind them for which the budget of pins had no room.
+        num_refused: stored blocks after them for which the quota of pins had no room.
     """
 
     pin_id: int
@@ -143,7 +142,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """What a lookup found. A hint for other nodes, exact for this one at that moment.
+    """What a lookup found. It is a hint for other nodes, and exact for this one at that moment.
 
     Args:
         num_local: usable prefix length, in blocks, in this node's memory.
@@ -160,7 +159,7 @@ class Match:
 
 
 class Job(Generic[T]):
-    """A save or load that runs in the background. May be awaited; a task that is cancelled leaves it running."""
+    """A job that runs in the background. May be awaited; a cancelled task leaves it running."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class Job(Generic[T]):
         return f"Job({self._what}, {'done' if self._future.done() else 'running'})"
 
     def done(self) -> bool:
-        """Whether it ended, well or badly.
+        """Return whether the job has ended, with success or not.
 
         Raises:
             ForkedClient: this is a child of the process that began it.
@@ -188,17 +187,17 @@ class Job(Generic[T]):
         return self._future.done()
 
     def result(self, timeout: float | None = 60.0) -> T:
-        """Wait for the end and return what came of it.
+        """Wait for the end of the job and return its result.
 
-        A fetch whose own time is no longer than that may be run by the calling thread, which would only wait.
+        The calling thread may itself run a fetch whose own timeout is not longer than `timeout`.
 
         Args:
-            timeout: seconds; None waits for as long as the job takes, which its own timeouts bound.
+            timeout: seconds; None waits until the job ends, which its own timeouts bound.
 
         Raises:
-            InvalidRequest: `timeout` is no number.
-            JobRunning: it goes on, and goes on using the engine's blocks; wait again or `abandon` it.
-            JobAbandoned: it was abandoned: before it had begun, or it is no load and no fetch, whose results say so.
+            InvalidRequest: `timeout` is not a number.
+            JobRunning: the job still runs and uses the engine's blocks; wait again or `abandon` it.
+            JobAbandoned: the job was abandoned. A load or fetch that had begun returns a result that says so instead.
             ForkedClient: this is a child of the process that began it.
             KVStoreError: it failed.
         """
@@ -219,7 +218,7 @@ class Job(Generic[T]):
             raise self._abandoned() from error
         except TimeoutError as error:
             if self._future.done():
-                return self._future.result(0)  # By now, or this is its own error.
+                return self._future.result(0)  # It ended just now, or the TimeoutError is the job's own.
             raise JobRunning(
                 f"{self._what}: still running after {timeout} s; wait again, or abandon it before reusing its blocks"
             ) from error
@@ -228,12 +227,12 @@ class Job(Generic[T]):
         return JobAbandoned(f"{self._what}: abandoned by its owner before it had begun; nothing was copied")
 
     def wait_on(self, stream: Any = None, timeout: float = 60.0) -> None:
-        """Have work that is queued on a CUDA stream from now on begin after this job's copies.
+        """Make work that is queued on a CUDA stream from now on wait for this job's copies.
 
-        For a load the calling thread waits only until the copies are queued: for the store's answer, and for blocks
-        that come from other nodes, but not for the bytes to be in place. For a save, and for caches on the CPU, it
-        waits for the job. `result` still says which blocks are usable, and has to be asked before anything that
-        was computed from them is used: a load may turn out to have failed after its copies were queued.
+        For a load the calling thread waits only until the copies are queued: for the store's answer and for blocks from
+        other nodes, but not until the bytes are in place. For a save, and for caches on the CPU, it waits for the job.
+        Before anything computed from the blocks is used, ask `result` which blocks are usable: a load may fail after
+        its copies were queued.
 
         Args:
             stream: a torch.cuda.Stream of the cache's device; None is the calling thread's current one.
@@ -256,12 +255,11 @@ class Job(Generic[T]):
             )
 
     def abandon(self, timeout: float = 5.0) -> bool:
-        """Give the job up, so that its blocks of the engine can be reused.
+        """Abandon the job, so that its engine blocks can be reused.
 
         Returns:
-            True: from now on the job neither reads nor writes the engine's blocks, and a save of it publishes
-            nothing more, except what it had copied completely. False:
-            a copy was still running after `timeout` seconds; the blocks must not be reused yet.
+            True: from now on the job neither reads nor writes the engine's blocks, and a save publishes only what it
+            had copied completely. False: a copy still runs after `timeout` seconds; the blocks must not be reused yet.
 
         Raises:
             ForkedClient: this is a child of the process that began it.
@@ -273,10 +271,10 @@ class Job(Generic[T]):
         return self._abandon(timeout)
 
     def add_done_callback(self, callback: Callable[[Job[T]], None]) -> None:
-        """Call `callback(self)` after the end, on the client's thread for callbacks.
+        """Call `callback(self)` after the job's end, on the client's thread for callbacks.
 
-        It may call the client and wait for other jobs: none of them waits for that thread. Other callbacks do, for
-        they are called one after the other, so a callback must not wait for another one.
+        It may call the client and wait for other jobs, for no job waits for that thread. Callbacks are called one after
+        the other, so a callback must not wait for another one.
 
         Raises:
             ForkedClient: this is a child of the process that began it.
@@ -285,7 +283,7 @@ class Job(Generic[T]):
         not_called = [callback]
 
         def call(_: object) -> None:
-            if not_called:  # Once, although an interrupt while callbacks are called has all of them called again.
+            if not_called:  # Only once: after an interrupt among callbacks all are called again.
                 chosen = not_called.pop()
                 self._call(lambda: chosen(self))
 
@@ -293,18 +291,18 @@ class Job(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         check_process(self._pid)
-        # Shielded: a task that is cancelled waits no more, and others may. The job is its owner's to abandon.
+        # Shielded: a cancelled task stops waiting, others may go on. Only the job's owner abandons it.
         waiting = asyncio.shield(asyncio.wrap_future(self._future))
         try:
             return (yield from waiting.__await__())
         except asyncio.CancelledError as error:
             if not self._future.cancelled():
-                raise  # Of the task that waits.
+                raise  # The waiting task was cancelled.
             raise self._abandoned() from error
 
 
 def _has_ended(future: Future[Any], timeout_s: float) -> bool:
-    """Wait for the end of a job, however it ends."""
+    """Wait for the end of a job, and return whether it ended in time."""
     try:
         future.exception(timeout_s)
     except CancelledError:
@@ -315,7 +313,7 @@ def _has_ended(future: Future[Any], timeout_s: float) -> bool:
 
 
 def _check_number(name: str, value: object) -> None:
-    # A time that has passed already is one, too: who counts down to a deadline may ask then.
+    # Negative is allowed: a caller that counts down to a deadline may pass it.
     try:
         is_number = isinstance(value, int | float) and not math.isnan(value)
     except OverflowError:
@@ -329,8 +327,8 @@ class Publication:
     """Blocks that are being published.
 
     Args:
-        ticket: good at once: a fetch waits until the blocks are there.
-        job: done when they are, and the engine's blocks are its own again.
+        ticket: valid at once: a fetch waits until the blocks are in place.
+        job: done when they are in place, and the engine may reuse its blocks.
     """
 
     ticket: HandoffTicket
@@ -339,12 +337,12 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffRoute:
-    """Which way a client's hand-offs go.
+    """The route that a client's hand-offs take.
 
     Args:
         route: "gpu" from stage to stage, or "host" through the nodes' arenas.
         why_not: why it is "host".
-        gb_per_s: of a READ from each node that was named, warm; 0 for one that cannot be reached from GPU to GPU.
+        gb_per_s: rate of a warm READ from each named node; 0 for a node that cannot be reached from GPU to GPU.
     """
 
     route: str

@@ -1,4 +1,4 @@
-"""What a save does, step by step: it claims slots, copies and publishes, and waits for blocks that others write."""
+"""The steps of a save: claim slots, copy, publish, and wait for blocks that other clients write."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-#: Before a save looks again for blocks that others did not write after all.
+#: Pause before a save asks again for blocks that other clients did not write after all.
 _PAUSE_S = 0.02
 
 
 def begin_save(attached: Attachment, hashes: BlockHashes, block_ids: object) -> Job[SaveResult]:
-    """Begin `Client.save`, which says what the arguments are."""
+    """Begin `Client.save`; see there for the arguments."""
     engine, chain = attached.registered(), attached.chain(hashes)
     copier, store, part = engine.copier, attached.store, attached.part
-    num_clears = attached.clears.get(chain.namespace)  # Of now: a clearing may come before a thread does.
+    num_clears = attached.clears.get(chain.namespace)  # Read now: the namespace may be cleared before a thread is free.
     chain.check_unique()
     pages = engine.pages(block_ids, chain)
     copier.check_unchanged()
@@ -56,30 +56,30 @@ def run_save(
     deadline_s: float,
     num_clears: int,
 ) -> Steps[SaveResult]:
-    """Claim slots, copy, publish; wait for blocks that others are writing, and write them if those give up.
+    """Claim slots, copy and publish; wait for other clients' blocks, and write those they give up.
 
-    A rank of several copies its part and waits for the others' parts; a block that they gave up is not tried again.
+    One of several ranks copies its part and waits for the other parts; a block that other ranks gave up is not retried.
 
     Args:
-        connection: of this job alone.
+        connection: used by this job alone.
         copier: the engine's cache.
         chain: the blocks to store.
         pages: where their tokens lie in the engine.
         part: the part of each block that the engine holds.
-        guard: stands before each copy.
+        guard: asked before each copy.
         call_timeout_s: for each call.
-        deadline_s: until when others are waited for, of kvstore.runtime.clock.
-        num_clears: of the namespace, from when the save was asked for.
+        deadline_s: how long to wait for other clients, by kvstore.runtime.clock.
+        num_clears: the namespace's count of clearings when `Client.save` was called.
 
     Raises:
         ChainBroken: the chain's parent is not stored; nothing changed.
-        JobAbandoned: given up; what had been copied completely may be findable.
+        JobAbandoned: the job was abandoned; blocks that were copied completely may be findable.
         KernelError: the copies failed; nothing of them is stored.
-        LayoutMismatch: the engine's tensors were replaced meanwhile; likewise.
-        ProtocolError: the store named blocks or slots that are none; nothing is stored.
+        LayoutMismatch: the engine's tensors were replaced meanwhile; nothing of them is stored.
+        ProtocolError: the store named invalid blocks or slots; nothing is stored.
         KVStoreError: the store failed.
     """
-    # Written in an earlier round. What is evicted while others are waited for is written again, and counts once.
+    # Blocks written in earlier rounds. One evicted during a wait is written again, and counts once.
     earlier: set[int] = set()
     request = encode(Prepare(chain, part.num_parts, part.index, num_clears))
     while True:
@@ -106,9 +106,9 @@ def run_save(
                 answer = yield from asking(connection, Op.COMPLETE_STORE, end, timeout_s=2 * call_timeout_s)
                 num_published = decode_count(answer)
             except (CopyStuck, GeneratorExit):
-                raise  # Its slots may still be written: they stay taken until this process ends.
+                raise  # A copy may still write the slots: they stay taken until this process ends.
             except BaseException:
-                # A write that was published after all, with its answer lost, is not touched by this.
+                # This does not touch a write that was published although its answer was lost.
                 with contextlib.suppress(KVStoreError):
                     yield from asking(connection, Op.ABORT_STORE, end, timeout_s=call_timeout_s)
                 raise
@@ -123,7 +123,7 @@ def run_save(
                 raise ProtocolError(f"wanted word of {num_blocks} blocks, got one of {num_stored} that are stored")
             if num_stored < num_blocks and not lost and clock.now_s() < deadline_s:
                 earlier.update(written)
-                # A pause: where too many saves wait, the store answers at once.
+                # A pause, because the store answers at once when too many saves wait.
                 yield Awaited(connection.fileno(), min(deadline_s, clock.now_s() + _PAUSE_S))
                 continue
             num_blocks = num_stored

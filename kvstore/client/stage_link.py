@@ -1,4 +1,4 @@
-"""A client's link to the stage of its GPU: attached on demand, given up with the mover that has it, attached anew."""
+"""A client's link to the stage of its GPU: attached on demand, dropped when its mover dies, then attached again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 _MAKE_WITHIN_S = 40.0
 _RETRY_S = 1.0
-#: Who hands blocks off waits for a stage no longer than this, nor than this part of its own time: the rest is for the
-#: way through host memory.
+#: A hand-off waits for a stage at most this long, and at most this share of its own time: the rest is for the route
+#: through host memory.
 _WAIT_S, _WAIT_SHARE = 1.0, 0.5
 
 
@@ -39,7 +39,7 @@ class AttachedStage:
 
 
 class _Asked:
-    """The question for a stage, while the store makes that; `answer` stays empty where it made none."""
+    """The question for a stage, while the store makes the stage; `answer` stays empty if it made none."""
 
     __slots__ = ("answer", "done", "uuid")
 
@@ -48,7 +48,7 @@ class _Asked:
 
 
 class StageLink:
-    """The stage of one client. Without caches none is wanted, and there never is one.
+    """The stage of one client. Without caches it never attaches a stage.
 
     Args:
         ask: asks the node store: (op, payload, timeout in seconds).
@@ -65,8 +65,8 @@ class StageLink:
         peers: tuple[str, ...] = (),
     ) -> None:
         self._ask, self._caches, self._num_bytes, self._peers = ask, caches, num_bytes, peers
-        # The first while the store is asked, up to a minute, the other for a moment. The first is of a kind that one
-        # thread may take twice: the handler of a signal may publish or fetch under it.
+        # `_attaching` is held while the store is asked, up to a minute; `_lock` for a moment. The first is reentrant,
+        # because a signal handler may publish or fetch under it.
         self._attaching, self._lock = threading.RLock(), threading.Lock()
         self._is_attaching = False
         self._stage: AttachedStage | None = None
@@ -78,7 +78,7 @@ class StageLink:
         """Attach the stage, and warm up and measure the lanes from the peers.
 
         Returns:
-            Which way hand-offs of this client go, and why not the other.
+            The route of this client's hand-offs, and why not the other one.
         """
         try:
             stage = self._attach()
@@ -104,7 +104,7 @@ class StageLink:
         return HandoffRoute(route="gpu", gb_per_s=rates)
 
     def use_caches(self, caches: RegisteredCache) -> None:
-        """Copy to and from other tensors from now on, if a stage is wanted; jobs under way end as they began."""
+        """Copy to and from other tensors from now on, if a stage is wanted. Running jobs keep theirs."""
         with self._lock:
             if self._caches is None:
                 return
@@ -114,17 +114,17 @@ class StageLink:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether hand-offs are to go through a stage, attached now or not."""
+        """Return whether hand-offs should go through a stage, attached now or not."""
         return self._caches is not None
 
     @property
     def slab(self) -> int:
-        """The stage that there is now, 0 for none."""
+        """Return the slab of the attached stage, 0 for none."""
         stage = self._stage
         return stage.slab if stage is not None else 0
 
     def soon(self, node_id: str, slab: int) -> bytes:
-        """Return what announces a fetch from a stage of a node into the one there is now; nothing without one."""
+        """Return the message that announces a fetch from a node's stage into the attached one, else nothing."""
         stage = self._stage
         return encode(Soon(node_id, slab, stage.slab, stage.generation)) if stage is not None else b""
 
@@ -135,7 +135,7 @@ class StageLink:
     def _attach(self, asked: _Asked | None = None) -> AttachedStage | None:
         with self._attaching:
             if self._is_attaching:
-                return None  # In the handler of a signal, whose thread is at it: hand-offs go through host memory.
+                return None  # In a signal handler of a thread that is attaching: use host memory.
             try:
                 self._is_attaching = True
                 return self._attach_alone(asked)
@@ -149,7 +149,7 @@ class StageLink:
         if self._stage is not None or not uuid or self._closed:
             return self._stage
         if asked is not None and asked.uuid != uuid:
-            return None  # Other tensors were registered since, on another GPU: the next job asks anew.
+            return None  # Tensors on another GPU were registered since: the next job asks again.
         answer = self._ask_stage(uuid, caches) if asked is None else asked.answer
         found = decode_stage(answer)
         stage = AttachedStage(found.slab, found.generation, make_stage_copier(caches, found))
@@ -157,7 +157,7 @@ class StageLink:
             if not self._closed and self._caches is caches:
                 self._stage = stage
                 return stage
-        stage.copier.close()  # Closed meanwhile, or other tensors were registered: the next job attaches it anew.
+        stage.copier.close()  # Closed meanwhile, or other tensors were registered: the next job attaches again.
         return None
 
     def _ask_stage(self, uuid: str, caches: RegisteredCache) -> bytes:
@@ -166,10 +166,10 @@ class StageLink:
         )
 
     def take(self, within_s: float = math.inf) -> AttachedStage | None:
-        """Keep the stage mapped for a job, until `leave`; None when there is none now.
+        """Return the stage, kept mapped until `leave`; None when there is none now.
 
         Args:
-            within_s: the job's time. One that is attached anew is waited for no longer than for a part of it.
+            within_s: the job's time. A stage that is being attached again is waited for only for a part of it.
         """
         if (stage := self._take_attached()) is not None or self._closed or not self.is_wanted:
             return stage
@@ -177,12 +177,12 @@ class StageLink:
         if (asked := self._asked) is None:
             if self._is_attaching or time.monotonic() <= self._retry_s:
                 return None
-            # Its mover died: the next one is up after a second or two, and takes long over its stage, perhaps.
+            # Its mover died: the next one runs after a second or two, and may need long to make its stage.
             self._retry_s = time.monotonic() + _RETRY_S
             if (asked := self._begin_to_ask()) is None:
                 return None
             wait_s = min(_WAIT_S, _WAIT_SHARE * within_s)
-        # Those that come while another one waits do not wait as well.
+        # Only the job that asked waits; others that come meanwhile do not.
         if not asked.done.wait(wait_s):
             return None
         self._asked = None
@@ -194,9 +194,9 @@ class StageLink:
         return self._take_attached()
 
     def _begin_to_ask(self) -> _Asked | None:
-        """Have the store asked for a stage on a thread of its own; None where there is no GPU, or no thread.
+        """Ask the store for a stage on another thread; return None without a GPU or a thread.
 
-        Asked alone: what is mapped is mapped by who takes the stage, on a thread that knows what its GPU does now.
+        That thread only asks. The job that takes the stage maps it, on a thread that knows what its GPU does now.
         """
         caches = self._caches
         if caches is None or not (uuid := stage_uuid(caches.layout)):
@@ -228,19 +228,19 @@ class StageLink:
         return asked
 
     def _take_attached(self) -> AttachedStage | None:
-        with self._lock:  # One with the look at it: else it may be lost, and unmapped, between.
+        with self._lock:  # Count the user in the same step: else the stage may be lost and unmapped in between.
             if (stage := self._stage) is not None:
                 stage.num_users += 1
             return stage
 
     @contextlib.contextmanager
     def using(self, within_s: float = math.inf) -> Iterator[AttachedStage | None]:
-        """Keep the stage mapped for a job; None when there is none now; see `take`."""
+        """Keep the stage mapped in the body; yields None when there is none now; see `take`."""
         stage = self.take(within_s)
         try:
             yield stage
         except CopyStuck:
-            raise  # Something may still copy to or from it: it stays mapped until this process ends.
+            raise  # A copy to or from it may still run: it stays mapped until this process ends.
         except BaseException:
             if stage is not None:
                 self.leave(stage)
@@ -249,13 +249,13 @@ class StageLink:
             self.leave(stage)
 
     def leave(self, stage: AttachedStage) -> None:
-        """A job is through with the stage. One whose copies are stuck never is, so that it stays mapped."""
+        """End a job's use of the stage. A job with stuck copies never calls this, so the stage stays mapped."""
         with self._lock:
             stage.num_users -= 1
         self._unmap_if_unused(stage)
 
     def lose(self, stage: AttachedStage, *, for_good: bool = False) -> None:
-        """The stage is of no use any more; it is attached anew when it is wanted next, unless this is `for_good`."""
+        """Drop a stage that is of no use any more. The next job attaches again, unless `for_good`."""
         with self._lock:
             stage.is_lost = True
             if self._stage is stage:

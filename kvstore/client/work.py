@@ -1,4 +1,4 @@
-"""What a job does, in steps: between two of them it waits for others, and holds no thread."""
+"""The work of a job, in steps. Between two steps it waits for others and holds no thread."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from kvstore.runtime.job_future import JobFuture
 from kvstore.runtime.parking import LONGEST_SLEEP_S
 
 if TYPE_CHECKING:
-    from kvstore.engine.copier import CopyOrder  # With it comes torch, which results need not wait for.
+    from kvstore.engine.copier import CopyOrder  # Importing it imports torch, which results do not need.
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Nearly every answer comes sooner. One that takes longer depends on others, and no thread waits for it.
+#: Nearly every answer comes sooner. A later one depends on other processes, and no thread waits for it.
 _PATIENCE_S = 2e-3
-#: A call that gives a job up looks so often whether its copy has ended.
+#: Interval at which a call that abandons a job checks whether its copy has ended.
 _LOOK_AGAIN_S = 1e-3
 
 
 class Awaited(NamedTuple):
-    """What work waits for before its next step: a descriptor that can be read, but no longer than to `until_s`."""
+    """The wait before a job's next step: until descriptor `fd` can be read, at most until `until_s`."""
 
     fd: int
     until_s: float
 
     def wait(self, wake_fd: int = -1, until_s: float = math.inf) -> None:
-        """Wait for it on the calling thread, but no longer than to `until_s`, or until `wake_fd` can be read."""
+        """Wait on the calling thread, at most until `until_s`, or until `wake_fd` can be read."""
         if self.fd < 0:
-            return  # It was closed: the next step meets that.
+            return  # It was closed; the next step finds that out.
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         if wake_fd >= 0:
@@ -50,12 +50,12 @@ class Awaited(NamedTuple):
         poll.poll(1e3 * min(max(0.0, min(self.until_s, until_s) - clock.now_s()), LONGEST_SLEEP_S))
 
 
-#: Yields what it waits for, and returns the result. Any thread may do the next step, but one at a time.
+#: Yields its waits, and returns the result. Any thread may do the next step, but only one at a time.
 Steps = Generator[Awaited, None, T]
 
 
 def in_one_step(run: Callable[[], T]) -> Steps[T]:
-    """Return the steps of work that waits for nobody."""
+    """Return the steps of work that never waits."""
     yield from ()
     return run()
 
@@ -64,7 +64,7 @@ def asking(connection: ControlClient, op: Op, payload: bytes, *, timeout_s: floa
     """Ask the store, and return the answer's payload; see `ControlClient.call` for what is raised."""
     until_s = clock.now_s() + timeout_s
     question = connection.ask(op, payload)
-    try:  # Right behind it: an interrupt between would leave the connection taken.
+    try:  # Right after `ask`: an interrupt in between would leave the connection taken.
         answer = question.take(min(timeout_s, _PATIENCE_S))
         while answer is None:
             if clock.now_s() >= until_s:
@@ -81,7 +81,7 @@ def next_piece(pieces: Exchange, check: Callable[[], None]) -> Steps[tuple[bool,
 
     Args:
         pieces: the answer.
-        check: called before others are waited for; raises when that is of no use any more.
+        check: called before each wait; raises when waiting is of no use any more.
     """
     while (piece := pieces.take(_PATIENCE_S)) is None:
         check()
@@ -93,37 +93,37 @@ def next_piece(pieces: Exchange, check: Callable[[], None]) -> Steps[tuple[bool,
 
 
 def nothing() -> None:
-    """Come after work that leaves nothing to give back."""
+    """Do nothing: the default of the callbacks of work."""
 
 
 class CopyGuard:
-    """Stands between a job and the engine's blocks: once abandoned, no copy begins any more.
+    """Guard of the engine's blocks: once the job is abandoned, no copy begins any more.
 
     Args:
-        order: of the job's copies, where they go on beside the thread that began them.
+        order: the job's copies on a device, which continue without the thread that began them; else None.
     """
 
     def __init__(self, order: CopyOrder | None = None) -> None:
-        #: Held by `with` alone, and `check` called under it first, while the engine's blocks, or the decision to
-        #: publish them, are touched. Of Python's own: an interrupt behind a function that takes it leaves it locked.
+        #: Held while the engine's blocks, or the decision to publish them, are touched; call `check` first under it.
+        #: Only taken by `with`: an interrupt after a function that takes it would leave it locked.
         self.copying = threading.Lock()
         self.order = order
         self._abandoned = False
 
     def check(self) -> None:
-        """Refuse to go on after `abandon`.
+        """Refuse to continue after `abandon`.
 
         Raises:
-            JobAbandoned: the owner gave the job up.
+            JobAbandoned: the owner abandoned the job.
         """
         if self._abandoned:
             raise JobAbandoned("the job was abandoned by its owner; the engine's blocks are its own again")
 
     def abandon(self, timeout_s: float) -> bool:
-        """Let no copy begin any more, and wait for those that run; False when one outlasts the time."""
+        """Let no more copies begin, and wait for running ones. Return False if one outlasts the time."""
         self._abandoned = True
         deadline_s = clock.now_s() + timeout_s
-        # Looked at and never taken here: an interrupt could leave it locked. A copy that comes now meets `check`.
+        # Never taken here, because an interrupt could leave it locked. A copy that begins now fails in `check`.
         while self.copying.locked():
             if (left_s := deadline_s - clock.now_s()) <= 0:
                 return False
@@ -132,19 +132,20 @@ class CopyGuard:
 
 
 class _Taker:
-    """One thread that does a job, for as long as it does."""
+    """Identifies one call that does a job's steps."""
 
 
 class Work(Generic[T]):
-    """What a job does, once: on threads of the client, or on one that waits for its result if that comes first.
+    """The work of one job, done once: by client threads, or by a thread that waits for its result.
 
-    The thread that waits may be interrupted anywhere, as by Ctrl-C. So the work knows which call has taken it, and what
-    came of it is kept before the future is told: another thread goes on from there.
+    The waiting thread may be interrupted anywhere, for example by Ctrl-C. So the work knows which call has taken it,
+    and its result is kept before the future is told: another thread continues from there.
 
     Args:
         begin: returns its steps.
-        limit_s: it takes hardly longer; a thread that waits for the result for as long may do it. None: never.
-        after: gives back what nobody waits for, on a thread of the client once the result is there, whatever that is.
+        limit_s: about the longest time it takes; a thread that waits for the result at least this long may do the work.
+            None: no waiting thread may.
+        after: gives back what the job holds, on a client thread after the result, good or bad; nobody waits for it.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class Work(Generic[T]):
     ) -> None:
         self._begin, self.limit_s, self.after = begin, limit_s, after
         self._steps: Steps[None] | None = None
-        # Held for a moment only: the call that does the work is `_taker`. Of a kind that one thread may take twice, for
-        # the handler of a signal may look at the work as well.
+        # Held for a moment only: `_taker` is the call that does the work. Reentrant, because a signal handler may use
+        # it too.
         self._lock = threading.RLock()
         self._taker: _Taker | None = None
         self._looks_again = self._is_beginning = self._has_begun = self._is_cancelled = False
@@ -161,50 +162,50 @@ class Work(Generic[T]):
         self.is_left = False
         self._wake_fd = -1
         self._unpark: Callable[[], None] = nothing
-        #: Set when nobody gets the job: its start was interrupted.
+        #: Set when the start was interrupted, so that no caller has the job.
         self.is_called_off = False
-        #: What interrupted the thread that waited for it, in the midst of a step: the job ended there.
+        #: The exception that interrupted a waiting thread within a step, and so ended the job.
         self.interrupt: BaseException | None = None
-        #: What came of it, once its steps have ended.
+        #: Its result, once its steps have ended.
         self._value: T | None = None
         self._error: BaseException | None = None
         self._is_over = self._is_telling = self._is_told = False
-        #: Called once by a thread that did the work to its end while it waited for it.
+        #: Called once by a waiting thread that did the work to its end.
         self.ended_elsewhere: Callable[[], None] = nothing
-        #: Called by such a thread when it leaves before the end: another one has to go on.
+        #: Called by a waiting thread that leaves the work before its end: another thread must continue.
         self.left_elsewhere: Callable[[], None] = nothing
-        #: Called when nothing is left to do for it; set by the threads that count it.
+        #: Called when nothing is left to do for it; set by `JobThreads`, which counts it.
         self.forget: Callable[[], None] = nothing
         self.future: JobFuture[T] = JobFuture()
 
     def begin(self) -> None:
-        """Say first of all that it has begun: from now on the job can be abandoned, but not cancelled."""
+        """Mark it as begun before its first step: the job can be abandoned, but not cancelled."""
         self._is_beginning = True
         self.future.set_running_or_notify_cancel()
         self._has_begun = True
 
     def leave(self) -> bool:
-        """Whether the caller is the one that calls `after`: the first, for several threads may see the end."""
+        """Return whether the caller must call `after`: the first caller must; several threads may see the end."""
         with self._lock:
             was_left, self.is_left = self.is_left, True
         return not was_left
 
     def go_on(self, park: Callable[[Awaited], Callable[[], None]]) -> bool:
-        """Do it up to its end, or until it waits for others; whether it ended here.
+        """Do steps to the end or until it waits for others, and return whether it ended here.
 
         Args:
-            park: has `go_on` called again when what is waited for is there; returns what ends that. What it cannot
-                park is waited for here.
+            park: has `go_on` called again after the wait, and returns a function that cancels that. If it cannot park,
+                this thread waits.
         """
         if not self._take(_Taker()):
             return False
         while (awaited := self._step()) is not None:
-            with self._lock:  # So that it is not taken again before it is known how to end its waiting.
+            with self._lock:  # So that it is not taken again before `_unpark` is set.
                 if not self._looks_again:
                     try:
                         self._unpark = park(awaited)
                     except (OSError, RuntimeError, ValueError) as error:
-                        if awaited.fd >= 0:  # One that was closed is not waited for.
+                        if awaited.fd >= 0:  # A closed connection is not waited for.
                             logger.warning("a job holds a thread while it waits, for it cannot be parked: %s", error)
                     else:
                         self._taker = None
@@ -215,12 +216,12 @@ class Work(Generic[T]):
         return True
 
     def park(self, awaited: Awaited, park: Callable[[Awaited], Callable[[], None]]) -> None:
-        """Have it wait before its first step; see `go_on`."""
+        """Park it before its first step; see `go_on`."""
         with self._lock:
             self._unpark = park(awaited)
 
     def look_again(self) -> bool:
-        """Have it look whether it is still wanted before it waits on; whether `go_on` has to be called for that."""
+        """Make it check whether it is still wanted; return whether the caller must call `go_on` for that."""
         with self._lock:
             self._looks_again = self._taker is not None
             if self._wake_fd >= 0:
@@ -228,10 +229,10 @@ class Work(Generic[T]):
             return self._unpark is not nothing
 
     def do(self, until_s: float = math.inf) -> bool:
-        """Do it to its end on the calling thread, unless another does; whether it was done here.
+        """Do it on the calling thread unless another does; return whether it was done here.
 
         Args:
-            until_s: of kvstore.runtime.clock; what is not there by then is waited for elsewhere.
+            until_s: by kvstore.runtime.clock; waits after that time are left to other threads.
         """
         me = _Taker()
         try:
@@ -243,7 +244,7 @@ class Work(Generic[T]):
                     return False
                 self._wait(awaited, until_s)
             self.ended_elsewhere()
-        except BaseException:  # What is raised in a step is the job's; this interrupts the caller's wait (Ctrl-C).
+        except BaseException:  # Errors of a step are the job's; this one interrupted the caller's wait (Ctrl-C).
             self._leave_to_others(me)
             raise
         return not self.future.cancelled()
@@ -262,7 +263,7 @@ class Work(Generic[T]):
             with self._lock:
                 looks_again, self._looks_again = self._looks_again, False
                 if not looks_again and self._wake_fd < 0:
-                    with contextlib.suppress(OSError):  # Without it the wait ends as late as what is waited for.
+                    with contextlib.suppress(OSError):  # Without it `look_again` cannot end the wait early.
                         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             if not looks_again:
                 awaited.wait(self._wake_fd, until_s)
@@ -276,16 +277,16 @@ class Work(Generic[T]):
         with self._lock:
             if self._taker is not None:
                 return False
-            self._taker = taker  # For good, if this is the end.
+            self._taker = taker  # Permanently, if this is the end.
             self._unpark()
             self._unpark = nothing
             return True
 
     def _step(self, *, is_waiter: bool = False) -> Awaited | None:
-        """Go on to where it waits for others; None at the end.
+        """Do one step and return the next wait; None at the end.
 
         Args:
-            is_waiter: of a thread that waits for the result: what interrupts it is its own, and ends the job.
+            is_waiter: the thread waits for the result: an interrupt is raised in it as well, and ends the job.
         """
         if self._is_cancelled:
             return None
@@ -293,7 +294,7 @@ class Work(Generic[T]):
             try:
                 if self._steps is None:
                     if not self._has_begun:
-                        again, self._is_beginning = self._is_beginning, True  # After an interrupt in here.
+                        again, self._is_beginning = self._is_beginning, True  # True again after an interrupt in here.
                         if not (again and self.future.running()) and not self.future.set_running_or_notify_cancel():
                             self._is_cancelled = True
                             return None
@@ -317,20 +318,20 @@ class Work(Generic[T]):
         return None
 
     def _all_steps(self) -> Steps[None]:
-        """Keep what comes of it before the end can be seen: a generator says that only once."""
+        """Run the steps, and keep their result before the end is visible: a generator returns it once."""
         self._value = yield from self._begin()
         self._is_over = True
 
     def _tell(self) -> None:
-        """Tell the future what came of it, and again where an interrupt came in the midst of that."""
+        """Give the result to the future, and again if an interrupt came in the middle of that."""
         future = self.future
         if self._is_told:
             return
         again, self._is_telling = self._is_telling, True
         if again and future.done():
-            future.tell_again()  # It takes no other result.
+            future.tell_again()  # A done future takes no second result.
         elif self._error is not None:
             future.set_exception(self._error)
         else:
-            future.set_result(self._value)  # type: ignore[arg-type]  # Of its type: the steps have returned it.
+            future.set_result(self._value)  # type: ignore[arg-type]  # The steps have returned it, so it is a T.
         self._is_told = True
