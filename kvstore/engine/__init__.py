@@ -1,4 +1,4 @@
-"""An engine's cache: how it is laid out, and copies between it and slots.
+"""An engine's cache: its layout, and the copies between it and slots.
 
 In: an engine's tensors, ids of its blocks, slots.
 Out: bytes in the arena, in the cache, or in a stage on the GPU.

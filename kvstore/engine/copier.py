@@ -1,8 +1,8 @@
-"""What the client asks of a copier: whatever moves blocks between one engine's cache and the arena's slots.
+"""The protocol of a copier, which moves blocks between one engine's cache and the arena's slots.
 
-An engine cuts tokens into blocks of its own size, a multiple or a divisor of the stored one, so blocks of the
-engine and slots do not pair up. A job therefore speaks of tokens: it begins with the first token of its first
-hash, and `EnginePages` says where in the engine each of its tokens lies.
+An engine's block size is a multiple or a divisor of the stored one, so engine blocks and slots do not pair up. A job
+therefore counts in tokens, from the first token of its first hash. `EnginePages` says where in the engine each of its
+tokens lies.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from kvstore.kernels.spans import Paging, Spans, block_spans, position_spans
 
 
 class CopyOrder(Protocol):
-    """How the copies of one job stand to an engine's own work on a device; made in the thread that asks for the job."""
+    """Order of one job's copies and the engine's work on a device; made in the thread that asks for the job."""
 
     def end(self) -> None:
-        """Say that no more copies are queued for the job; may be said again."""
+        """Declare that no more copies are queued for the job; may be called again."""
 
     def wait_on(self, stream: Any, timeout_s: float) -> bool:
-        """Have work that is queued on a stream from now on begin after all copies of the job.
+        """Make work that is queued on a stream from now on wait for all copies of the job.
 
         Args:
-            stream: of the engine's framework; None is the calling thread's current one.
-            timeout_s: for the copies to be queued, which is all that the calling thread waits for.
+            stream: a stream of the engine's framework; None is the calling thread's current one.
+            timeout_s: limit for the copies to be queued; the calling thread waits for nothing else.
 
         Returns:
             False when they were not all queued in time; the stream then waits for nothing.
         """
 
     def hold_engine(self) -> None:
-        """Have the stream on which the job was asked for go on only after the copies that were queued so far.
+        """Make the stream on which the job was asked for wait for the copies that are queued so far.
 
         Raises:
             KernelError: the device failed.
         """
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until nothing that was queued so far touches the engine's blocks any more; False when it still may."""
+        """Wait until no queued copy touches the engine's blocks; return False if one still may."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -59,8 +59,8 @@ class EnginePages:
         offset_tokens: tokens of the first engine block before the job's first one; a multiple of the stored size.
         engine_block_size: tokens of an engine block.
         stored_block_size: tokens of a stored block; one of the two divides the other.
-        order: of the job's copies; None where they are made by the thread that runs the job.
-        num_threads: that share a copy in host memory; 0 for as many as its copier takes by itself.
+        order: the order of the job's copies; None where the thread that runs the job makes them.
+        num_threads: threads that share a copy in host memory; 0 for the copier's default.
     """
 
     ids: I64
@@ -81,29 +81,29 @@ class EnginePages:
 class EngineCopier(Protocol):
     """The registered cache of one engine, and the arena's slots.
 
-    Nothing besides the named blocks, and in them the tokens of the job, is ever written. Copies into slots return
-    when the bytes are in place. Copies out of slots may be queued only; `finish` waits for them, and has to be
-    called, however the job ends, before its slots are given back. An error means that the copy touches nothing any
-    more; CopyStuck alone means that it still may.
+    Only the named blocks are ever written, and in them only the job's tokens. Copies into slots return when the bytes
+    are in place. Copies out of slots may only be queued; `finish` waits for them, and must be called before the job's
+    slots are given back, however the job ends. After an error the copy touches nothing any more; only after CopyStuck
+    it still may.
 
-    It references the caller's tensors for as long as it lives, and never moves or replaces them.
+    It references the caller's tensors as long as it lives, and never moves or replaces them.
     """
 
     cache: RegisteredCache
-    #: Of the memory that slots are in.
+    #: Slots of the memory that it copies to and from.
     num_slots: int
 
     @property
     def layout(self) -> EngineLayout:
-        """How the cache is arranged."""
+        """Return the layout of the cache."""
         return self.cache.layout
 
     def check_unchanged(self) -> None:
-        """Refuse tensors that are not those that were registered; on any thread.
+        """Refuse to continue if registered tensors were replaced; on any thread.
 
-        Copies go to and from the registered memory whatever became of the tensors. So this is asked when a job begins,
-        and again when its copies are made, before anything is said of them: between the two the engine may have got
-        other memory, which a load did not fill and a save did not read.
+        Copies go to and from the registered memory, whatever became of the tensors. So this is called when a job
+        begins, and again after its copies, before their result is reported. In between, the engine may have got other
+        memory, which a load did not fill and a save did not read.
 
         Raises:
             LayoutMismatch: they were replaced, resized, restrided or moved; register them again.
@@ -111,11 +111,11 @@ class EngineCopier(Protocol):
         self.cache.registered.check()
 
     def order(self) -> CopyOrder | None:
-        """Record what the copies of a job come after, in the thread that asks for the job.
+        """Record the work that a job's copies must come after, in the thread that asks for the job.
 
         Raises:
-            InvalidRequest: the thread is doing what no copy can follow.
-            KernelError: copies of this cache failed for good.
+            InvalidRequest: copies cannot be ordered after the thread's current work.
+            KernelError: copies of this cache failed permanently.
         """
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
@@ -131,23 +131,23 @@ class EngineCopier(Protocol):
         """Copy out of slots into the engine.
 
         Args:
-            pages: where the job's tokens lie; written, but for the tokens of other blocks.
+            pages: where the job's tokens lie; written, except tokens of other blocks.
             indexes: ascending int64, which stored blocks of the job.
             slots: int64, the slot of each. Only read.
-            skip_tokens: not a byte of the job's tokens below this one is written; counted from the job's first
-                token, whichever blocks are copied.
+            skip_tokens: the job's tokens before this one are not written; counted from the job's first token, whichever
+                blocks are copied.
         """
 
     def finish(self, pages: EnginePages) -> None:
-        """Return when all that was queued for a job is in place; no more copies follow. May be called again.
+        """Wait until all queued copies of a job are in place; no more follow. May be called again.
 
         Raises:
-            KernelError: the device failed; what was copied may be incomplete.
+            KernelError: the device failed; copies may be incomplete.
             CopyStuck: copies did not end in time.
         """
 
     def close(self) -> None:
-        """Let go of the arena, so that it can be unmapped whoever still knows this object; it copies no more."""
+        """Release the arena, so that it can be unmapped even if this object is still referenced. Ends copying."""
 
 
 def engine_pages(
@@ -163,10 +163,10 @@ def engine_pages(
         num_blocks: stored blocks of the job.
 
     Raises:
-        InvalidRequest: no integers, not as many as the job needs, out of range, or a block named twice.
+        InvalidRequest: no integers, not as many as the job needs, out of range, or one block twice.
     """
     try:
-        # A range is not asked for its numbers one by one.
+        # Fast path: numpy would read a range number by number.
         ids = (
             np.arange(block_ids.start, block_ids.stop, block_ids.step)
             if isinstance(block_ids, range)
@@ -185,9 +185,9 @@ def engine_pages(
             f"one of {num_blocks} stored blocks of {stored_block_size} tokens, of which the first begins at token "
             f"{offset_tokens} of its engine block"
         )
-    # Of ufuncs, because the methods of arrays take a way through Python.
+    # Ufuncs, because the array methods go through Python code.
     ids = ids.astype(np.int64)
-    if ids.size and int(np.maximum.reduce(ids.view(np.uint64))) >= layout.num_blocks:  # Those below 0 are the largest.
+    if ids.size and int(np.maximum.reduce(ids.view(np.uint64))) >= layout.num_blocks:  # Negative ids are the largest.
         raise InvalidRequest(f"block_ids: wanted ids in [0, {layout.num_blocks}), got {ids.min()} to {ids.max()}")
     if ids.size and int(np.maximum.reduce(np.bincount(ids))) > 1:
         raise InvalidRequest("block_ids: wanted each block once, got a block twice")
@@ -201,7 +201,7 @@ def ordered(pages: EnginePages, copier: EngineCopier, num_threads: int = 0) -> E
 
     Args:
         pages: where its tokens lie.
-        copier: that copies.
+        copier: makes the copies.
         num_threads: see `EnginePages`.
 
     Raises:
@@ -214,11 +214,11 @@ def ordered(pages: EnginePages, copier: EngineCopier, num_threads: int = 0) -> E
 def job_spans(
     paging: Paging, pages: EnginePages, indexes: I64, slots: I64, num_slots: int, skip_tokens: int = 0
 ) -> Spans:
-    """List what is copied for some stored blocks of a job; arguments as for `EngineCopier.out_of_slots`."""
+    """List the copies for some stored blocks of a job; arguments as for `EngineCopier.out_of_slots`."""
     stored, engine = paging.stored_block_size, paging.engine_block_size
     first, end = (int(indexes[0]), int(indexes[-1]) + 1) if len(indexes) else (0, 0)
     begin = pages.offset_tokens + first * stored
-    # The run begins with the engine block that holds `begin`; what comes before it there is nobody's.
+    # The run begins with the engine block that holds `begin`; tokens before it there have no slot.
     lead = begin % engine
     num_tokens = lead + (end - first) * stored if end else 0
     slot_ids = np.full(num_tokens // stored, -1, np.int64)
@@ -234,7 +234,7 @@ def job_spans(
 
 
 def position_job_spans(paging: Paging, pages: EnginePages, indexes: I64, skip_tokens: int = 0) -> Spans:
-    """List what `job_spans` does where the slot of each stored block is its position in `indexes`."""
+    """List what `job_spans` lists if each stored block's slot is its position in `indexes`."""
     stored, first = paging.stored_block_size, int(indexes[0]) if len(indexes) else 0
     if paging.engine_block_size == stored and skip_tokens <= first * stored:
         return position_spans(paging, pages.ids[indexes])  # `engine_pages` has checked them.

@@ -1,12 +1,12 @@
-"""The copier of caches in GPU memory: queues copies on streams of its own, beside the engine's.
+"""The copier of caches in GPU memory: queues copies on its own streams, in parallel with the engine's.
 
     engine's stream ──► event `after` ──► this copier's streams: kernels + staging, or the copy engines alone
                                                   │ event `last`
     engine's stream ◄── wait_on(stream) ──────────┴──► finish(): the job's thread, by polling with a deadline
 
-A save waits for the event that was recorded when the job was asked for, so for the forward pass before it; a load
-likewise, so for whatever used its blocks before. No device is ever synchronised, and nothing waits for an engine's
-later work. Why this way: docs/adr/0007-copies-of-cuda-caches.md.
+A job's copies wait for the event that was recorded when it was asked for: a save waits for the forward pass before it,
+a load for earlier uses of its blocks. No device is ever synchronised, and nothing waits for an engine's later work.
+Reasons: docs/adr/0007-copies-of-cuda-caches.md.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from kvstore.memory.pinning import ArenaPinning
 
 
 class CopyPath(Enum):
-    """How the bytes of a CUDA cache go."""
+    """How the bytes of a CUDA cache are copied."""
 
     AUTO = "auto"
-    """Whichever is faster for how long the runs of a block are."""
+    """The faster path for the length of a block's runs."""
 
     STAGED = "staged"
-    """Kernels between the cache and a ring of buffers in GPU memory, copy engines between that and the host."""
+    """Kernels copy between the cache and a ring of buffers in GPU memory, copy engines between the ring and the host.
+    """
 
     DIRECT = "direct"
-    """Copy engines alone, run by run."""
+    """Copy engines alone copy run by run."""
 
 
-#: Runs of at least so many bytes go directly; measured by benchmarks/gpu_client.py, see docs/gpu.md.
+#: Runs of at least this many bytes are copied directly; measured by benchmarks/gpu_client.py, see docs/gpu.md.
 DIRECT_FROM_BYTES = 1 << 20
-#: Of one buffer of a ring; a ring for each direction is what a client takes of the GPU's memory.
+#: Size of one buffer of a ring. A client uses GPU memory for one ring per direction.
 CHUNK_BYTES = 32 << 20
-#: A load of more than twice as much is queued in two parts, the first of so many bytes.
+#: A load of more than twice this size is queued in two parts; the first part has this size.
 FIRST_BYTES = 4 * CHUNK_BYTES
 
 _PIN_TIMEOUT_S = 60.0
@@ -58,7 +59,7 @@ _PIN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction: whatever copies, the stream on which a job begins, and a lock, because one thread may queue."""
+    """One direction: its copies, the stream on which a job begins, and a lock, so that one thread queues at a time."""
 
     copies: StagingRing | DirectCopies
     begin: torch.cuda.Stream
@@ -70,11 +71,11 @@ class CudaCopier(EngineCopier):
 
     Args:
         cache: on a GPU.
-        arena: where the slots are, from its begin on.
+        arena: memory of the slots, which start at its beginning.
         slot_bytes: distance between two slots.
         num_slots: slots of the arena.
         pinning: of the arena.
-        path: how the bytes go.
+        path: how the bytes are copied.
 
     Raises:
         ConfigError: CuPy or the driver is missing.
@@ -111,7 +112,7 @@ class CudaCopier(EngineCopier):
         return _Lane(copies, own_stream(device), threading.Lock())
 
     def order(self) -> CopyOrder:
-        """Record what copies of a job come after: the work on the calling thread's current stream.
+        """Record an event on the calling thread's current stream; a job's copies come after it.
 
         Raises:
             InvalidRequest: a graph is being captured on it; copies cannot be part of one.
@@ -121,7 +122,7 @@ class CudaCopier(EngineCopier):
         return order_after_current(self._plan.device)
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
-        """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
+        """Copy out of the engine into slots, and wait until they hold the bytes; see `EngineCopier`."""
         self._queue(self._saves, pages, indexes, slots, 0)
         self._await(pages)
 
@@ -129,17 +130,17 @@ class CudaCopier(EngineCopier):
         """Queue copies out of slots into the engine; see `EngineCopier`."""
         first = max(1, FIRST_BYTES // self._slots.shape[1])
         cuts = [first] if len(slots) > 2 * first else []
-        # The link is at work on the first part while the rest is planned: milliseconds for thousands of blocks.
+        # The link copies the first part while the rest is planned, which takes milliseconds for thousands of blocks.
         for part, its_slots in zip(np.split(indexes, cuts), np.split(slots, cuts), strict=True):
             self._queue(self._loads, pages, part, its_slots, skip_tokens)
 
     def finish(self, pages: EnginePages) -> None:
-        """Return when all that was queued for a job is in place; see `EngineCopier`."""
+        """Wait until all queued copies of a job are in place; see `EngineCopier`."""
         order_of(pages).end()
         self._await(pages)
 
     def close(self) -> None:
-        """Let go of the arena; see `EngineCopier`."""
+        """Release the arena; see `EngineCopier`."""
         del self._slots, self._saves, self._loads  # Rings remember the slots that they checked.
 
     def _queue(self, lane: _Lane, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
@@ -149,7 +150,7 @@ class CudaCopier(EngineCopier):
         spans = position_job_spans(self._plan.paging, pages, indexes, skip_tokens)
         try:
             with lane.lock, kernel_errors("queueing copies of a CUDA cache"), torch.cuda.stream(lane.begin):
-                # The device waits and not the host: what is queued behind these copies need not wait for this thread.
+                # The device waits, not the host: work queued behind these copies need not wait for this thread.
                 lane.begin.wait_event(order.after)
                 try:
                     if lane is self._saves:
@@ -160,7 +161,7 @@ class CudaCopier(EngineCopier):
                     order.mark_end((lane.begin, *lane.copies.streams))
                     raise
         except BaseException:
-            self._await(pages)  # Who hears of the failure may use blocks and slots again.
+            self._await(pages)  # After the failure the caller may reuse blocks and slots.
             raise
 
     def _await(self, pages: EnginePages) -> None:
@@ -176,7 +177,7 @@ class CudaCopier(EngineCopier):
 
 
 def chosen_path(path: CopyPath, mean_run_bytes: int) -> CopyPath:
-    """Return how the bytes go where runs have this mean length; never AUTO."""
+    """Return the path for runs of this mean length; never AUTO."""
     if path is not CopyPath.AUTO:
         return path
     return CopyPath.DIRECT if mean_run_bytes >= DIRECT_FROM_BYTES else CopyPath.STAGED

@@ -1,7 +1,7 @@
-"""What copies of CUDA caches come after, and who waits for their end: an event on either side of a job's copies.
+"""The order of CUDA copies and an engine's work: an event before and an event after each job's copies.
 
-Nothing here copies. Waiting is polling with a deadline, so that a device that never comes to the copies holds no thread
-for ever, and no device is synchronised for the sake of one job.
+Nothing here copies. Waiting means polling with a deadline, so that a device that never reaches the copies holds no
+thread forever, and no device is synchronised for one job.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvstore.runtime.pauses import give_way
 
 _DEVICE_TIMEOUT_S = 120.0
 _LEAST_POLL_S, _MOST_POLL_S = 20e-6, 500e-6
-#: For the begin of copies that take as little as a quarter of a millisecond.
+#: Poll interval for the begin of copies, which may take only a quarter of a millisecond.
 _BEGIN_POLL_S = 200e-6
-#: Where a stream waits for the copies no thread need hear of their end at once, and one that launches is disturbed.
+#: Poll interval where a stream waits for the copies: no thread needs their end at once, and polls disturb launches.
 _CALM_POLL_S = 2e-3
 
 
@@ -32,18 +32,18 @@ class CudaOrder:
     """The `CopyOrder` of one job of a `CudaCopier`; made in the thread that asks for the job.
 
     Args:
-        stream: the engine's.
-        after: recorded on it; copies wait for it.
+        stream: the engine's stream.
+        after: an event recorded on it; copies wait for it.
     """
 
     def __init__(self, stream: torch.cuda.Stream, after: torch.cuda.Event) -> None:
         self._stream, self.after = stream, after
         self.last: torch.cuda.Event | None = None
-        #: Streams that may have copies of the job behind which no event could be recorded.
+        #: Streams that may have copies of the job, but on which no event could be recorded.
         self.unmarked: tuple[torch.cuda.Stream, ...] = ()
-        #: Of a copier that was told ahead what will be copied: the list of it, on the device.
+        #: The list of the expected copies on the device, if `StageSide.expect` made one.
         self.placed: PlacedSpans | None = None
-        #: Its copies, ready to be launched: by their first and last span.
+        #: Its prepared copies, by their first and end span.
         self.prepared: dict[tuple[int, int], PreparedCopy] = {}
         #: Whether a stream waits for the copies.
         self.is_calm = False
@@ -74,10 +74,10 @@ class CudaOrder:
         try:
             return all(_reached(mark, timeout_s) for mark in self.end_marks())
         except RuntimeError:
-            return True  # After an error of the device nothing runs on it any more.
+            return True  # After a device error nothing runs on it any more.
 
     def mark_end(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        """Let `last` come after all that is queued on some streams: of copies that were refused a part may be."""
+        """Record `last` after everything queued on some streams: a part of failed copies may be queued."""
         first, *others = streams
         try:
             for stream in others:
@@ -87,12 +87,12 @@ class CudaOrder:
             self.unmarked = (*self.unmarked, *streams)
 
     def end_marks(self) -> tuple[torch.cuda.Event | torch.cuda.Stream, ...]:
-        """Return what the device has passed once no copy of the job runs any more."""
+        """Return the marks that the device has passed once no copy of the job runs."""
         return self.unmarked if self.last is None else (*self.unmarked, self.last)
 
 
 def order_after_current(device: torch.device) -> CudaOrder:
-    """Return the order of a job that comes after the work on the calling thread's current stream.
+    """Return the order of a job whose copies follow the calling thread's current stream.
 
     Raises:
         InvalidRequest: a graph is being captured on it; copies cannot be part of one.
@@ -111,7 +111,7 @@ def order_after_current(device: torch.device) -> CudaOrder:
 
 
 def await_before(pages: EnginePages) -> bool:
-    """Return when the device is through with what copies of a job come after; see `StageSide.await_begun`."""
+    """Wait for the work that a job's copies come after; see `StageSide.await_begun`."""
     order = order_of(pages)
     with kernel_errors("waiting for what copies of a CUDA cache come after"):
         if order.after.query():  # type: ignore[no-untyped-call]
@@ -120,11 +120,11 @@ def await_before(pages: EnginePages) -> bool:
 
 
 def await_copies(pages: EnginePages, eager_s: float = 0.0) -> None:
-    """Return when the copies that were queued last for a job are in place.
+    """Wait until the job's last queued copies are in place.
 
     Args:
         pages: of the job.
-        eager_s: for so long the device is asked without a pause, for copies that take less than one.
+        eager_s: how long to poll without pauses, for copies that take less than a pause.
 
     Raises:
         KernelError: the device failed.
@@ -153,7 +153,7 @@ def _reached(
     order: CudaOrder | None = None,
     most_poll_s: float = _MOST_POLL_S,
 ) -> bool:
-    """Poll an event, or the end of a stream, ever more seldom; False when it is not reached in time."""
+    """Poll an event or a stream's end at growing intervals; return False if not reached in time."""
     began_s = time.monotonic()
     while not mark.query():
         waited_s = time.monotonic() - began_s

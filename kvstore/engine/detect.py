@@ -27,21 +27,20 @@ _EXAMPLES = {
 
 
 def detect_layout(caches: Caches, shape: KVShape, axes: str | None = None, part: Part = WHOLE) -> EngineLayout:
-    """Find the one way in which the tensors can hold their part of the KV of `shape`.
+    """Find the only layout in which the tensors can hold their part of the KV of `shape`.
 
-    The engine's block size is what the tensors say: the stored one where they can be read so, else any multiple
-    or divisor of it.
+    The engine's block size comes from the tensors: the stored one if it fits, else any multiple or divisor of it.
 
     Args:
         caches: a list or dict of per-layer tensors, a list or dict of (k, v) pairs, or one
             cross-layer tensor; any strides that do not overlap. Dicts are read in insertion order.
         shape: the stored block of all layers and heads.
-        axes: dims of each tensor, for example "BPTHD"; needed only when sizes leave a choice.
+        axes: dims of each tensor, for example "BPTHD"; needed only when sizes are ambiguous.
         part: the part that the tensors hold.
 
     Raises:
-        LayoutMismatch: no way or several ways fit, the tensors differ from each other or share memory,
-            neither block size divides the other, or blocks of this shape have no such part.
+        LayoutMismatch: no layout or several fit, the tensors differ from each other or share memory, neither block size
+            divides the other, or blocks of this shape have no such part.
     """
     held = part.held(shape)
     form, tensors = flatten(caches)
@@ -60,17 +59,17 @@ def detect_layout(caches: Caches, shape: KVShape, axes: str | None = None, part:
 def detect_side(
     caches: Caches, side: SideTensor, shape: KVShape, layout: EngineLayout, axes: str | None = None
 ) -> EngineLayout:
-    """Find the one way in which the tensors can be a side tensor of caches whose layout is known.
+    """Find the only layout in which tensors can be a side tensor of caches with a known layout.
 
     Args:
         caches: a list or dict of per-layer tensors, or one cross-layer tensor; rows of one element need no dim D.
         side: which side tensor of the shape they are.
         shape: the stored block of all layers and heads.
-        layout: of the caches that they lie beside: blocks and tokens are as many as there.
-        axes: dims of each tensor, for example "BTH"; needed only when sizes leave a choice.
+        layout: layout of their caches, which have the same numbers of blocks and tokens.
+        axes: dims of each tensor, for example "BTH"; needed only when sizes are ambiguous.
 
     Raises:
-        LayoutMismatch: as for `detect_layout`, or they are of other blocks, or on another device.
+        LayoutMismatch: as for `detect_layout`, or they have other blocks, or are on another device.
     """
     held = layout.part.held(shape).of_side(side)
     form, tensors = flatten(caches)
@@ -121,7 +120,7 @@ def _layout(form: CacheForm, first: Tensor, found: list[str], held: KVShape, par
 
 
 def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> None:
-    """Refuse tensors that are unlike each other, of the wrong dtype or number, or that share memory."""
+    """Refuse tensors that differ from each other, share memory, or have the wrong dtype or number."""
     count = num_tensors(form, shape.num_layers)
     if len(tensors) != count:
         raise LayoutMismatch(
@@ -163,7 +162,7 @@ def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> No
 
 
 def _sizes(form: CacheForm, shape: KVShape) -> _Sizes:
-    """Return the size of every axis of a form except B and T, and the axes that may be left out."""
+    """Return the sizes of a form's axes except B and T, and the axes that may be left out."""
     sizes = {"H": shape.num_kv_heads, "D": shape.row_dim}
     optional = "H" if shape.planes is Planes.SINGLE and shape.num_kv_heads == 1 else ""
     if form is not CacheForm.KV_PAIR:
@@ -188,7 +187,7 @@ def _fits(axes: str, sizes: _Sizes, dims: tuple[int, ...]) -> bool:
 
 
 def _orders(sizes: _Sizes) -> Iterator[str]:
-    """Yield the plausible orders of axes; stranger ones have to be named by the caller."""
+    """Yield the plausible orders of axes; the caller must name any other."""
     known, optional = sizes
     required = sorted(({"B", "T"} | known.keys()) - set(optional))
     for count in range(len(optional) + 1):
@@ -211,7 +210,7 @@ def _plausible(axes: str) -> bool:
 
 
 def _readings(axes: str | None, sizes: _Sizes, dims: tuple[int, ...]) -> list[str]:
-    """Return the given reading if it fits, else all plausible ones; those that differ in dims of size 1 are one."""
+    """Return `axes` if they fit; without `axes`, all plausible readings. Ignores order of dims of size 1."""
     if axes is not None:
         return [axes] if _fits(axes, sizes, dims) else []
     found: dict[tuple[tuple[str, int], ...], str] = {}
@@ -229,7 +228,7 @@ def _tokens(axes: str, dims: tuple[int, ...]) -> int:
 def _no_match(
     axes: str | None, form: CacheForm, shape: KVShape, dims: tuple[int, ...], readings: list[str]
 ) -> LayoutMismatch:
-    """Say why nothing fits, naming the block size if that is all that does not."""
+    """Return the error for no reading, naming the block size if only that does not fit."""
     if readings:
         tokens, stored = _tokens(readings[0], dims), shape.block_size
         return LayoutMismatch(

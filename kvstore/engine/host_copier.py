@@ -1,4 +1,4 @@
-"""The copier of caches in host memory: compiled copies, on the thread that asks for them."""
+"""The copier of caches in host memory: compiled copies on the calling thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.memory.arena import Arena
 if TYPE_CHECKING:
     from kvstore.kernels import host_copy
 
-#: Tables for blocks of which a skipped prefix covers a part; engines repeat few of them.
+#: Number of kept tables for blocks that are partly in a skipped prefix; engines repeat few of them.
 _NUM_SKIP_TABLES = 8
 
 
@@ -27,7 +27,7 @@ class HostCopier(EngineCopier):
 
     Args:
         cache: on the CPU.
-        arena: where the slots are, from its begin on.
+        arena: memory of the slots, which start at its beginning.
         slot_bytes: distance between two slots.
         num_slots: slots of the arena.
     """
@@ -40,18 +40,18 @@ class HostCopier(EngineCopier):
         self._paging = plan.paging
         sizes = (plan.paging.engine_block_size, plan.paging.stored_block_size)
         self._same_size = sizes[0] == sizes[1]
-        # A table for every place that a run can have in both blocks, and some for skipped prefixes.
+        # A table for each position of a run in both blocks, and some for skipped prefixes.
         tables = functools.lru_cache(max(sizes) // min(sizes) + _NUM_SKIP_TABLES)
         self._tables = tables(functools.partial(host_copy.fragments_of, plan))
         self._tables(0, 0, min(sizes))
         buffer = torch.from_numpy(arena.bytes_view())
         self._slots: torch.Tensor = buffer[: slot_bytes * num_slots].view(num_slots, slot_bytes)
         self._num_threads = num_copy_threads()
-        # Compiled now, so that the first copy does not wait for it.
+        # Compile now, so that the first copy does not wait for it.
         host_copy.compiled()
 
     def order(self) -> CopyOrder | None:
-        """Return None: a copy is done when the thread that makes it goes on."""
+        """Return None: a copy is done when its call returns."""
         return None
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
@@ -67,7 +67,7 @@ class HostCopier(EngineCopier):
     def _runs(
         self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int
     ) -> Iterator[tuple[tuple[host_copy.Fragments, ...], I64, I64]]:
-        """Yield (tables, engine blocks, slots) of the runs of tokens that lie alike in their blocks."""
+        """Yield (tables, engine blocks, slots) for runs of tokens at the same place in their blocks."""
         stored = self._paging.stored_block_size
         if self._same_size and len(indexes) and skip_tokens <= stored * int(indexes[0]):
             yield self._tables(0, 0, stored), pages.ids[indexes], slots
@@ -82,5 +82,5 @@ class HostCopier(EngineCopier):
         """Do nothing; see `EngineCopier`."""
 
     def close(self) -> None:
-        """Let go of the arena; see `EngineCopier`."""
+        """Release the arena; see `EngineCopier`."""
         del self._slots

@@ -1,6 +1,6 @@
-"""How one engine holds KV in its own tensors: describe it, check it, view it in the stored order.
+"""The layout of KV in one engine's tensors: describe it, check it, view it in the stored order.
 
-Legend of dims, the only one of the project:
+Legend of dims, used in the whole project:
 
     L layer    B block    P plane (K or V)    T token in a block    H KV head    D element of a row
 
@@ -46,7 +46,7 @@ class CacheForm(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """How one engine holds the KV of a `KVShape`; made by `detect_layout`.
+    """The layout in which one engine holds the KV of a `KVShape`; made by `detect_layout`.
 
     Args:
         form: how tensors divide the KV.
@@ -81,7 +81,7 @@ class EngineLayout:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits of how bytes are arranged; the same for any addresses and number of blocks."""
+        """Return 16 hex digits that name the arrangement; independent of addresses and number of blocks."""
         # A stride outside B grows with the number of blocks; the gap left after the next inner
         # dim does not, so the gaps are hashed, in the order of memory.
         held = [at for at, size in enumerate(self.tensor_shape) if size > 1 or self.axes[at] == "B"]
@@ -106,7 +106,7 @@ class EngineLayout:
 
 
 def same_layout(caches: Caches, layout: EngineLayout) -> None:
-    """Check that tensors given later are arranged as those that were registered.
+    """Check that tensors are still arranged as when they were registered.
 
     Raises:
         LayoutMismatch: form, number, shape, dtype, device or strides changed.

@@ -1,4 +1,4 @@
-"""The cache that an engine registered, and whether its tensors still are those: arranged alike, in the same memory."""
+"""The cache that an engine registered, and the check that its tensors are still the same, in the same memory."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvstore.kernels.plan import CopyPlan, plan_copy
 
 
 class Registered:
-    """What was registered; copies go to and from the memory that these tensors had then, and to no other.
+    """The registered tensors; copies use only the memory that these had when they were registered.
 
-    That memory stays referenced for as long as this lives. It must not be changed in size or moved meanwhile, as
-    `untyped_storage().resize_` and `share_memory_` do: torch then frees what copies may be using.
+    That memory stays referenced as long as this lives. It must not be resized or moved meanwhile, as by
+    `untyped_storage().resize_` and `share_memory_`: torch then frees memory that copies may be using.
 
     Args:
-        caches: of the engine.
-        sides: the side tensors beside the caches, in the order of the shape's.
+        caches: the engine's.
+        sides: the side tensors, in the order of the shape's.
         layout: of both; None where only the memory matters.
     """
 
     def __init__(self, caches: Caches, sides: Sequence[Caches] = (), layout: EngineLayout | None = None) -> None:
         self.caches, self.sides, self._layout = caches, sides, layout
-        #: Most engines have a list of tensors: it need not be taken apart again.
+        #: Fast path: most engines pass a list of tensors, which need not be flattened again.
         self._is_list = isinstance(caches, list) and all(isinstance(each, Tensor) for each in caches) and not sides
-        # Objects of their own: what is assigned to `data` of the engine's tensors does not reach them.
+        # Separate objects: assigning to `data` of the engine's tensors does not change them.
         self._as_they_were = [tensor.detach() for tensor in self._tensors()]
         self._addresses = [tensor.data_ptr() for tensor in self._as_they_were]
 
@@ -40,22 +40,22 @@ class Registered:
         return [tensor for given in (self.caches, *self.sides) for tensor in flatten(given)[1]]
 
     def check(self) -> None:
-        """Refuse tensors that are others by now; on any thread.
+        """Refuse to continue if the tensors changed; on any thread.
 
-        In every call of an engine and after every copy, so the details are only looked at where something changed.
+        Runs in every call of an engine and after every copy, so it looks at details only if something changed.
 
         Raises:
             LayoutMismatch: a tensor was replaced, resized, restrided, or moved, by itself or by its `data`.
         """
         now, then = self._tensors(), self._as_they_were
         try:
-            # A storage is the same object when its memory is another: so its address counts too.
+            # A storage object stays the same when its memory changes, so compare the address too.
             is_same = (
                 len(now) == len(then)
                 and all(map(Tensor.is_set_to, now, then))
                 and list(map(Tensor.data_ptr, now)) == self._addresses
             )
-        except (TypeError, RuntimeError):  # Something else is in the list by now, or a tensor without memory.
+        except (TypeError, RuntimeError):  # The list now holds something else, or a tensor without memory.
             is_same = False
         if is_same:
             return
@@ -70,15 +70,15 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegisteredCache:
-    """What an engine registered; made by `register_cache`, and the same for every copier of the cache.
+    """A registered cache; made by `register_cache`, and shared by all copiers of the cache.
 
     Args:
-        caches: the tensors. Copies into the engine write the blocks that are named, and nothing else changes them.
-        sides: the side tensors beside the caches, in the order of the shape's.
+        caches: the tensors. Copies into the engine write the named blocks; nothing else here changes them.
+        sides: the side tensors, in the order of the shape's.
         layout: of both, from `detect_layout` and `detect_sides`.
         shape: of the stored block.
         plan: where rows of the engine's part and of slots lie.
-        registered: whether the tensors are what they were.
+        registered: checks that the tensors are unchanged.
     """
 
     caches: Caches

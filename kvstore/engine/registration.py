@@ -1,4 +1,4 @@
-"""Registering an engine's cache: which copier serves it, by where its tensors are."""
+"""Make the copier for an engine's cache, chosen by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def make_copier(
     copy_path: CopyPath | str,
     sides: Sequence[Any] = (),
 ) -> EngineCopier:
-    """Return a copier between caches and the slots of an arena; one on a GPU has the arena pinned.
+    """Return a copier between caches and an arena's slots. For caches on a GPU, pin the arena.
 
     Args:
         caches: an engine's tensors.
         layout: of the caches and side tensors, from `detect_layout` and `detect_sides`.
         shape: of the stored block.
-        mapping: of the arena, whose slots lie from its begin on.
+        mapping: of the arena; its slots start at the arena's beginning.
         slot_bytes: distance between two slots.
         num_slots: slots of the arena.
         copy_path: a `CopyPath`, or its value; only caches on a GPU have a choice.
-        sides: the side tensors beside the caches, in the order of the shape's.
+        sides: the side tensors, in the order of the shape's.
 
     Raises:
-        InvalidRequest: `copy_path` is none.
+        InvalidRequest: `copy_path` is not a `CopyPath`.
         LayoutMismatch: the caches are on a device of another kind, or not as the layout says.
         ConfigError: they are on a GPU, and CuPy or the driver is missing.
-        KernelError: they are on a GPU that cannot do it, or has no memory for the buffers.
+        KernelError: they are on a GPU that cannot run the copies, or has no memory for the buffers.
     """
     try:
         path = CopyPath(copy_path)

@@ -1,4 +1,4 @@
-"""The side tensors of an engine's cache, such as its scales: which they are, and that they go with the cache."""
+"""The side tensors of an engine's cache, such as scales: detect them and check that they fit the cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def detect_sides(
     """Find how an engine holds the side tensors of a shape.
 
     Args:
-        caches: of the engine.
-        side_caches: by name, every side tensor of the shape and no others: per layer a tensor, in the order of the
+        caches: the engine's.
+        side_caches: by name, every side tensor of the shape and no others: one tensor per layer in the order of the
             caches, or one for all layers.
         shape: the stored block of all layers and heads.
         layout: of the caches.
-        axes: by name, dims of a side tensor whose sizes leave a choice.
+        axes: by name, dims of a side tensor whose sizes are ambiguous.
 
     Returns:
-        The layout with those of the side tensors in it, and the tensors in the order of the shape's sides.
+        The layout, with the side tensors' layouts in it; and the tensors, in the order of the shape's sides.
 
     Raises:
         LayoutMismatch: one is missing, unknown, or not as the shape and the caches say.
@@ -93,11 +93,11 @@ def side_views(sides: Sequence[Caches], layout: EngineLayout, shape: KVShape) ->
 
 
 def check_skip(shape: KVShape, skip_tokens: int, num_blocks: int) -> None:
-    """Refuse to skip part of a block whose tokens share a row: it would be wrong for the tokens on one side of it.
+    """Refuse to skip part of a block whose tokens share a side tensor's row.
 
     Raises:
-        InvalidRequest: no number of tokens, or more than the blocks have; or the skipped ones end inside a block of
-            the job, and a side tensor is for whole blocks.
+        InvalidRequest: not a number of tokens, or more than the blocks have; or the skipped tokens end inside a block,
+            and a side tensor has one row for a whole block.
     """
     if not isinstance(skip_tokens, int) or skip_tokens < 0:
         raise InvalidRequest(f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_tokens!r}")

@@ -1,7 +1,7 @@
 """Copies between a cache on a GPU and the stage of that GPU: kernels alone, inside the GPU's memory.
 
-The stage belongs to the mover of the node, which reads into it and lets others read from it. Its memory stays mapped
-here when that process dies, so a copy that runs then harms nobody; the store refuses the next one.
+The stage belongs to the mover of the node, which reads into it and lets other nodes read from it. Its memory stays
+mapped here when the mover dies, so a copy that runs then does no harm; the store refuses the next one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvstore.kernels.streams import own_stream
 from kvstore.kernels.vram import MappedSlab, gpu_uuids
 from kvstore.rpc.handoff_messages import StageFound
 
-#: Packing takes a fraction of a millisecond, less than a pause and the way back into the interpreter.
+#: Packing takes a fraction of a millisecond, less than a pause and the return to the interpreter.
 _EAGER_S = 2e-3
-#: Memory for so many lists of spans is kept, and so many copies of lists.
+#: Number of span lists whose memory is kept, and of prepared copies that are kept.
 _MOST_LISTS = 8
 
 
@@ -38,29 +38,29 @@ class StageSide(EngineCopier, Protocol):
     """The registered cache of one engine, and the slots of its GPU's stage."""
 
     def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
-        """Prepare what can be prepared of a job before its slots are known.
+        """Prepare a job's copies before its slots are known.
 
         Args:
             pages: where the job's tokens lie.
-            ends: of the pieces, in blocks, in which all of the job will probably be copied, ascending.
-            to_slots: which way.
+            ends: ends of the pieces in which the job will probably be copied, in blocks, ascending.
+            to_slots: the direction.
         """
 
     def begin_into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
-        """Queue copies out of the engine into slots, as `into_slots` makes them; `finish` waits for their end.
+        """Queue copies out of the engine into slots; `finish` waits for their end.
 
-        On the CPU they are made when this returns.
+        On the CPU they are done when this returns.
 
         Raises:
-            KernelError: they could not all be queued, and of those that were none runs any more.
-            CopyStuck: the same, but some may still run.
+            KernelError: they could not all be queued, and none runs any more.
+            CopyStuck: they could not all be queued, and some may still run.
         """
 
     def await_begun(self, pages: EnginePages) -> bool:
-        """Return when the device has come to the copies of a job, with all that was queued before them done.
+        """Wait until the device has done all work that a job's copies come after.
 
         Returns:
-            Whether that was waited for: False when it was so before, and when it takes too long, which `finish` tells.
+            Whether it waited. False when the work was already done, or takes too long, which `finish` reports.
 
         Raises:
             KernelError: the device failed.
@@ -72,16 +72,16 @@ class StageCopier(StageSide):
 
     Args:
         cache: on a GPU.
-        stage: what the store says of the stage.
+        stage: the store's description of the stage.
 
     Raises:
-        LayoutMismatch: the tensors are not those that were registered.
-        KernelError: the stage could not be mapped, or the kernels not be built.
+        LayoutMismatch: the registered tensors were replaced.
+        KernelError: the stage could not be mapped, or the kernels could not be built.
     """
 
     def __init__(self, cache: RegisteredCache, stage: StageFound) -> None:
         self.cache, self._plan = cache, cache.plan
-        self.check_unchanged()  # A stage is attached long after, and once more when its mover died.
+        self.check_unchanged()  # A stage is attached long after registration, and again when its mover died.
         device = self._plan.device
         assert device.index is not None, "a tensor's device has an index"
         self._device_index = device.index
@@ -91,24 +91,24 @@ class StageCopier(StageSide):
             self._mapped = MappedSlab(device.index, stage.handle)
             self._slots = _as_tensor(self._mapped.address, num_slots * slot_bytes, device).view(num_slots, slot_bytes)
             self._kernels = GpuCopier(self._plan)
-            # One for each direction: what is published does not wait for what is fetched.
+            # One for each direction: publications do not wait for fetches.
             self._streams = {to_slots: own_stream(device, -1) for to_slots in (True, False)}
         self._lock = threading.Lock()
-        #: Memory that the next jobs may have for their lists: nothing reads it any more.
+        #: Memory for the lists of later jobs; no copy reads it any more.
         self._lists: list[torch.Tensor] = []
-        #: Copies into slots of the first so many blocks.
+        #: Prepared copies into slots, by their number of spans.
         self._packs: dict[int, PreparedCopy] = {}
 
     def order(self) -> CopyOrder:
-        """Record what copies of a job come after; see `CudaCopier.order`."""
+        """Record an event that a job's copies come after; see `CudaCopier.order`."""
         return order_after_current(self._plan.device)
 
     def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
-        """Prepare the copies of all blocks of a job before their slots, or their bytes, are there; see `StageSide`."""
+        """Prepare the copies of all blocks of a job before their slots or bytes are there; see `StageSide`."""
         order, stream, paging = order_of(pages), self._streams[to_slots], self._plan.paging
         num_blocks, per_block = ends[-1], self._spans_per_block
         with self._lock, kernel_errors("preparing copies of a hand-off"):
-            # Positions in place of slots: where those follow each other, as they mostly do, one list is good for any.
+            # Positions instead of slots: consecutive slots, the usual case, then all need the same list.
             if paging.engine_block_size == paging.stored_block_size:
                 spans = position_spans(paging, pages.ids)
             else:
@@ -124,7 +124,7 @@ class StageCopier(StageSide):
         paging = self._plan.paging
         if not to_slots or first or paging.engine_block_size != paging.stored_block_size:
             return self._kernels.prepare(to_slots, placed, self._slots, first, end)
-        # Of whole blocks, packed from the first on, all is alike but where they lie.
+        # Packing whole blocks from the first one differs between jobs only in addresses.
         if end not in self._packs:
             if len(self._packs) == _MOST_LISTS:
                 self._packs.clear()
@@ -132,7 +132,7 @@ class StageCopier(StageSide):
         return self._packs[end]
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
-        """Copy out of the engine into slots; returns when they hold the bytes; see `EngineCopier`."""
+        """Copy out of the engine into slots, and wait until they hold the bytes; see `EngineCopier`."""
         self.begin_into_slots(pages, indexes, slots)
         self.finish(pages)
 
@@ -145,11 +145,11 @@ class StageCopier(StageSide):
         self._queue(False, pages, indexes, slots, skip_tokens)
 
     def await_begun(self, pages: EnginePages) -> bool:
-        """Return when the device has come to the copies of a job; see `StageSide`."""
+        """Wait until the device has reached the copies of a job; see `StageSide`."""
         return await_before(pages)
 
     def finish(self, pages: EnginePages) -> None:
-        """Return when all that was queued for a job is in place; see `EngineCopier`."""
+        """Wait until all queued copies of a job are in place; see `EngineCopier`."""
         order = order_of(pages)
         order.end()
         await_copies(pages, _EAGER_S)
@@ -159,7 +159,7 @@ class StageCopier(StageSide):
                 self._lists.append(placed.memory)
 
     def close(self) -> None:
-        """Unmap the stage; nothing may be copied any more."""
+        """Unmap the stage; no copies may follow."""
         del self._slots
         self._mapped.close()
 
@@ -186,7 +186,7 @@ class StageCopier(StageSide):
     def _copy_expected(
         self, to_slots: bool, order: CudaOrder, placed: PlacedSpans, first: int, end: int, base: int
     ) -> None:
-        """Copy blocks [first, end) of an expected job, of which block i lies in slot base + i."""
+        """Copy blocks [first, end) of an expected job; block i lies in slot base + i."""
         if not 0 <= base + first < base + end <= len(self._slots):
             raise ValueError(f"wanted slots below {len(self._slots)}, got {base + first} to {base + end - 1}")
         first, end = first * self._spans_per_block, end * self._spans_per_block
@@ -217,7 +217,7 @@ def make_stage_copier(cache: RegisteredCache, stage: StageFound) -> StageSide:
 
 
 def stage_uuid(layout: EngineLayout) -> str:
-    """Return the UUID of the GPU that a cache is on, empty when it is on none."""
+    """Return the UUID of the GPU that a cache is on, or "" if it is on none."""
     device = torch.device(layout.device)
     if device.type != "cuda" or device.index is None:
         return ""
