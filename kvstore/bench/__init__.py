@@ -1,7 +1,7 @@
-"""What `kvstore bench gpu` measures, in one process and without Ray.
+"""The measurements of `kvstore bench gpu`, in one process and without Ray.
 
 In: sizes and ways.
 Out: rows of figures.
-Floor: above all but the command line. What needs a cluster is in kvstore.actors.bench, which alone imports it beside
-    the command line.
+Floor: above all but the command line. Measurements that need a cluster are in kvstore.actors.bench; only that and the
+    command line import this.
 """

@@ -1,13 +1,13 @@
 """Benchmark: KV blocks between an engine's layer-separate cache, device memory and pinned host memory.
 
-Ours beside the limit, which is one copy of the same bytes, and beside what others do, all in one run and round by
-round in turn, so that noise hits all ways alike. Before each of them other memory is read and written, so that the L2
-holds the same whichever way came before. Data is drawn fresh for each shape, destinations are poisoned before and
-compared after. A figure is bytes of KV over the median of event times, with the device kept busy until the host has
-queued its work, as a forward pass does before a save; "from_idle" counts what the host does first, too. Rivals move
-fragments in the engine's own order; ours also bring heads outside, as slots want it. Loads beside matrix products have
-the time of one product, too. What stays in device memory depends by a few percent on where caches and slots happen to
-lie, one copy of the same bytes too: its rounds are shared out among several places.
+Compares our way with the limit, which is one copy of the same bytes, and with other ways. All ways take turns in each
+round of one run, so that noise affects all alike. Before each way other memory is read and written, so that the L2
+holds the same for all. Data is drawn again for each shape; destinations are poisoned before and compared after. A
+figure is bytes of KV over the median of event times. The device is kept busy until the host has queued its work, as a
+forward pass does before a save; "from_idle" includes the host's work before that. Other ways move fragments in the
+engine's own order; ours also moves heads outside, as slots need it. Loads beside matrix products also have the time of
+one product. Speed inside device memory depends by a few percent on the addresses of caches and slots, also for one
+plain copy, so its rounds are divided among several places.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvstore.kernels.plan import plan_copy
 from kvstore.kernels.reference import torch_dtype
 
 _POISON = 0xA5
-#: About one and four milliseconds: the host has queued everything before the device begins.
+#: About one and four milliseconds, so that the host has queued everything before the device begins.
 DEVICE_DELAY_CYCLES, _LINK_DELAY_CYCLES = 2_000_000, 8_000_000
-#: Several times the L2.
+#: Several times the size of the L2.
 OTHER_BYTES = 256 << 20
 BESIDE = "host_to_gpu_beside_products"
 _SPARE = 2  # the engine's cache and the arena are this many times as large as what is moved
-#: So often caches and slots are made anew, for rounds in device memory.
+#: How often caches and slots are made again, for rounds in device memory.
 NUM_PLACES = 7
 #: Name -> (layers, KV heads, head dim, planes), bfloat16.
 SHAPES = {
@@ -55,16 +55,16 @@ def run_gpu(
     max_bytes: int,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Return a row for every shape, block size, number of blocks, direction and way.
+    """Measure, and return a row per shape, block size, number of blocks, direction and way.
 
     Loads beside matrix products are measured for the first block size and most blocks.
 
     Args:
         names: keys of `SHAPES`.
         block_sizes: tokens per block.
-        counts: blocks that are moved at once.
-        rounds: the median of so many counts.
-        max_bytes: what would move more than this at once is left out.
+        counts: numbers of blocks that are moved at once.
+        rounds: a figure is the median of this many measurements.
+        max_bytes: measurements that would move more than this at once are left out.
         say: shows progress.
 
     Raises:
@@ -115,7 +115,7 @@ def _shape_rows(
 
 
 def make_shape(name: str, block_size: int) -> KVShape:
-    """Return a shape of `SHAPES` with blocks of so many tokens."""
+    """Return a shape of `SHAPES` with blocks of `block_size` tokens."""
     layers, heads, dim, planes = SHAPES[name]
     return KVShape(
         num_layers=layers, num_kv_heads=heads, head_dim=dim, dtype="bfloat16", block_size=block_size, planes=planes
@@ -125,7 +125,7 @@ def make_shape(name: str, block_size: int) -> KVShape:
 def _on_device(
     shape: KVShape, counts: Sequence[int], host: torch.Tensor, rounds: int, other: torch.Tensor
 ) -> dict[tuple[int, str], Times]:
-    """Return times by (number of blocks, direction) of what stays in device memory."""
+    """Return times of moves inside device memory, by (number of blocks, direction)."""
     found: dict[tuple[int, str], Times] = {}
     places = min(rounds, NUM_PLACES)
     for place in range(places):
@@ -144,7 +144,7 @@ def _on_device(
 
 
 def _over_the_link(setup: Setup, rounds: int, other: torch.Tensor) -> dict[tuple[int, str], Times]:
-    """Return times by (number of blocks, direction) of what goes to the host, comes from it, or both."""
+    """Return times of moves to the host, from it, or both, by (number of blocks, direction)."""
     found: dict[tuple[int, str], Times] = {}
     for direction, ways in link_directions(setup):
         times = measure_ways(ways, other, rounds, _LINK_DELAY_CYCLES)
@@ -157,16 +157,16 @@ def _over_the_link(setup: Setup, rounds: int, other: torch.Tensor) -> dict[tuple
 
 
 def make_setup(shape: KVShape, num_blocks: int, host: torch.Tensor | None = None) -> Setup:
-    """Return an engine's cache of random bits, slots in host memory, and so many blocks drawn at random out of each.
+    """Return an engine's cache of random bits, slots in host memory, and random blocks of both.
 
     Args:
         shape: of a block.
-        num_blocks: that are moved at once.
-        host: pinned slots that were made before, uint8 `[2 * num_blocks, block_bytes]`; default new ones.
+        num_blocks: number of blocks to draw, which are moved at once.
+        host: pinned slots to use, uint8 `[2 * num_blocks, block_bytes]`; default new ones.
     """
     total = _SPARE * num_blocks
     rng = np.random.default_rng()
-    spacers = []  # Between caches and slots, so that they lie elsewhere each time.
+    spacers = []  # Between caches and slots, so that their addresses differ each time.
     dims = (shape.num_planes, total, shape.block_size, shape.num_kv_heads, shape.row_dim)
     caches = []
     for _ in range(shape.num_layers):
@@ -196,7 +196,7 @@ def _spacer(rng: np.random.Generator, most_mib: int) -> torch.Tensor:
 
 
 def smaller_setup(whole: Setup, count: int) -> Setup:
-    """Return the same cache and slots with the first so many of the blocks."""
+    """Return the same cache and slots with only the first `count` blocks."""
     return replace(
         whole,
         block_ids=whole.block_ids[:count],
@@ -207,7 +207,7 @@ def smaller_setup(whole: Setup, count: int) -> Setup:
 
 
 def measure_ways(ways: dict[str, Way], other: torch.Tensor, rounds: int, delay_cycles: int) -> Times:
-    """Return the seconds of each way, a figure for each round; one more before them warms up and does not count."""
+    """Return the seconds of each way per round; one more round before them warms up."""
     found: Times = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
@@ -229,7 +229,7 @@ def _medians(times: Times) -> dict[str, float]:
 
 
 def check_bytes(setup: Setup, direction: str, ours: Way) -> None:
-    """Run ours once more over a poisoned destination and compare every byte."""
+    """Run our way again over a poisoned destination, and compare every byte."""
     shape, ids = setup.shape, torch.from_numpy(setup.block_ids).cuda()
     bits, slots = [cache.view(torch.int16) for cache in setup.caches], torch.from_numpy(setup.slot_ids).cuda()
     # On the device: a host takes seconds to gather as many slots.

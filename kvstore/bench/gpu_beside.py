@@ -1,8 +1,8 @@
-"""Loads beside a model: how fast blocks come in while matrix products fill the device, and what those lose by it.
+"""Loads beside a model: the speed of loads while matrix products fill the device, and the products' loss.
 
-A device that draws as much power as it may slows down by itself, more in the first milliseconds after a pause than
-later, and never twice alike. So the products of one round are one row without a pause, in which the ways take turns,
-and what counts is the share that a way has of the limit of its own round.
+A device at its power limit slows down by itself, more in the first milliseconds after a pause than later, and never
+twice alike. So one round is one row of products without a pause, in which the ways take turns, and a way's figure is
+its share of the limit of its own round.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from kvstore.kernels.spans import block_spans
 from kvstore.kernels.staging import StagingRing
 
 _SIZE = 8192  # products of two square bfloat16 matrices
-#: Products before the first way; and of each way before the load, timed beside it, and behind for slow ones.
+#: Products before the first way; and in each way: before the load, timed during it, and after it for slow loads.
 _NUM_WARM, _NUM_LEAD, _NUM_TIMED, _NUM_BEHIND = 14, 6, 10, 24
-#: At the speed of the link a little longer than the timed products take. In as few pieces as there can be: between two
-#: of them the link waits for a product to end.
+#: At the link's speed this takes a little longer than the timed products. As few pieces as possible: between two
+#: pieces the link waits for a product to end.
 _LOAD_BYTES = 1_100_000_000
-_ROUNDS = 2  # so many times the rounds of other measurements: a product varies by more than what is looked for
+_ROUNDS = 2  # times the rounds of other measurements, because a product varies more than the effect
 _DELAY_CYCLES = 40_000_000  # the host queues ahead of the device
 CAPS = (32, 132)
-"""Caps on thread blocks that are tried beside none."""
+"""Caps on thread blocks to try, besides no cap."""
 
 Queue = Callable[[], torch.cuda.Event]
-"""Queues one load of all blocks after what is on the current stream; returns the event of its end."""
+"""Queues one load of all blocks after the current stream's work; returns the event of its end."""
 
 
 def beside_products(setup: Setup, rounds: int) -> list[dict[str, Any]]:
-    """Return for every way of loading the blocks its speed, and the time of one product meanwhile.
+    """Measure each way of loading the blocks: its speed, and the time of one product meanwhile.
 
     Args:
         setup: the engine's cache and the slots.
-        rounds: the median of twice so many counts.
+        rounds: a figure is the median of twice this many measurements.
 
     Returns:
-        Rows with "way", "gb_per_s" of the load, "product_ms", and medians of what both are of those of the limit in
-        the same round: "of_limit", "product_of_limit". "no_load" is the product by itself, "limit" one memcpy of the
-        same bytes, and "limit_again" another, so what measuring itself adds.
+        Rows with "way", "gb_per_s" of the load and "product_ms". "of_limit" and "product_of_limit" are the medians of
+        both as shares of the limit in the same round. "no_load" is the product alone, "limit" one memcpy of the same
+        bytes, and "limit_again" another one, which shows the error of the measurement.
     """
     factors = [torch.randn(_SIZE, _SIZE, device="cuda").to(torch.bfloat16) for _ in range(2)]
     result, link = torch.empty_like(factors[0]), torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def beside_products(setup: Setup, rounds: int) -> list[dict[str, Any]]:
     ways |= {"ours": _ring(setup, None)} | {f"ours_max_ctas_{cap}": _ring(setup, cap) for cap in CAPS}
 
     def queue_way(queue: Queue | None) -> Callable[[], tuple[float, float]]:
-        """Queue the products and the load of one way; the returned function has the time of one and the speed."""
+        """Queue the products and the load of one way; return a function that returns product time and speed."""
         marks = [_timer() for _ in range(_NUM_LEAD + _NUM_TIMED + _NUM_BEHIND)]
         begin, end = _timer(), _timer()
         for number, mark in enumerate(marks):

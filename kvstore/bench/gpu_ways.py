@@ -1,4 +1,4 @@
-"""What `bench gpu` compares: the limit, ours, and what others do, each as a function that queues one copy."""
+"""The ways that `bench gpu` compares: the limit, ours, and others, each a function that queues one copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore.kernels.spans import block_spans
 from kvstore.kernels.staging import StagingRing
 
 Way = Callable[[], torch.cuda.Stream]
-"""Queues one copy; returns the stream on which it is done."""
+"""Queues one copy; returns its stream."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -37,18 +37,18 @@ class Setup:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are moved."""
+        """Return the number of bytes that are moved."""
         return len(self.block_ids) * self.shape.block_bytes
 
 
 def device_directions(setup: Setup) -> Iterator[tuple[str, dict[str, Way]]]:
-    """Yield every direction in device memory with its ways, by name."""
+    """Yield each direction in device memory with its ways by name."""
     yield "pack", _device_ways(setup, to_slots=True)
     yield "unpack", _device_ways(setup, to_slots=False)
 
 
 def link_directions(setup: Setup) -> Iterator[tuple[str, dict[str, Way]]]:
-    """Yield every direction over the link with its ways, by name."""
+    """Yield each direction over the link with its ways by name."""
     yield "gpu_to_host", _host_ways(setup, to_host=True)
     yield "host_to_gpu", _host_ways(setup, to_host=False)
     yield "both", _both_ways(setup)
@@ -149,7 +149,7 @@ def _host_ways(setup: Setup, to_host: bool) -> dict[str, Way]:
 
 
 def _both_ways(setup: Setup) -> dict[str, Way]:
-    """Save half of the blocks' worth while another set is loaded; bytes count in both directions."""
+    """Return ways that save the blocks while as many others are loaded; bytes of both directions count."""
     count = len(setup.block_ids)
     rings, streams = [StagingRing(setup.copier) for _ in range(2)], [_new_stream() for _ in range(2)]
     others = np.setdiff1d(np.arange(setup.caches[0].shape[1]), setup.block_ids)[:count]
@@ -176,7 +176,7 @@ def _both_ways(setup: Setup) -> dict[str, Way]:
             streams[0].wait_event(rings[0].save(spans, setup.host, setup.slot_ids))
 
     def ours() -> torch.cuda.Stream:
-        # Two threads queue, as a client's save and load do.
+        # Two threads queue copies, as a client's save and load do.
         saving = pool.submit(save)
         spans = block_spans(setup.copier.plan.paging, others, range(count), count)
         streams[1].wait_event(rings[1].load(setup.host, other_slots, spans))
@@ -194,7 +194,7 @@ def in_slots(slots: torch.Tensor, shape: KVShape) -> torch.Tensor:
 
 
 def _in_layers(slots: torch.Tensor, shape: KVShape) -> torch.Tensor:
-    """View the same bytes as `[L, P, S, T, H, D]`: what who gathers by layers would write."""
+    """View the same bytes as `[L, P, S, T, H, D]`, the order that a gather by layers writes."""
     dims = (shape.num_layers, shape.num_planes, len(slots), shape.block_size, shape.num_kv_heads, shape.row_dim)
     return slots.reshape(-1).view(torch_dtype(shape.dtype)).view(dims)
 
