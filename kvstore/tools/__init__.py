@@ -1,4 +1,4 @@
-"""What a person asks of a machine: the doctor, lanes, provenance, tables.
+"""Tools for a person at a machine: the doctor, lanes, provenance, tables.
 
 In: a command line.
 Out: findings with their remedies.

@@ -1,6 +1,6 @@
-"""What this machine can do for a store and will use, found by trying, each finding with its remedy.
+"""Checks of what this machine can do for a store, by trying; each finding has its remedy.
 
-Nothing here needs Ray: what does is in kvstore.actors.diagnose. Nothing is changed on the machine.
+Nothing here needs Ray; checks that do are in kvstore.actors.diagnose. Nothing is changed on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENOUGH_SHM_BYTES = 1 << 30
 
 
 class Status(Enum):
-    """How a finding is: FAIL means that a store cannot run as it is."""
+    """The status of a finding; FAIL means that a store cannot run on this machine now."""
 
     OK = "ok"
     WARN = "warn"
@@ -41,11 +41,11 @@ class Check:
     """One finding.
 
     Args:
-        name: what was looked at.
-        status: how it is.
-        found: what is there, in words.
-        fix: what to do about it, empty when there is nothing to do.
-        values: the same figures for machines.
+        name: the thing that was checked.
+        status: its status.
+        found: the result, in words.
+        fix: the remedy; empty when none is needed.
+        values: the same figures in machine-readable form.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Check:
         return {**asdict(self), "status": self.status.value}
 
 
-#: What is looked at, in words, and the call that does it.
+#: A check's title, and the call that makes it.
 Look = tuple[str, Callable[[], Check]]
 
 
 def machine_checks() -> list[Look]:
-    """Return everything that can be looked at without Ray. All of it takes about six seconds."""
+    """Return all checks that need no Ray. Together they take about six seconds."""
     return [
         ("the interpreter", check_python),
         ("NIXL and its plugins", check_nixl),
@@ -90,7 +90,7 @@ def check_python() -> Check:
 
 
 def check_nixl() -> Check:
-    """Load NIXL and each of its plugins, in a process of their own."""
+    """Load NIXL and each of its plugins in a separate process."""
     name = "NIXL"
     wheels = [f"{p} {v}" for p in ("nixl-cu12", "nixl-cu13") if (v := package_version(p)) is not None]
     if not wheels:
@@ -130,7 +130,7 @@ def check_lane(lane: str) -> Check:
 
 
 def judge_lane(name: str, lane: str, report: LaneReport) -> Check:
-    """Say what a lane report means."""
+    """Return the finding for a lane report."""
     values = {**asdict(report), "lane": lane}
     used = " + ".join(report.transports) or "unknown transports"
     found = f"{used}, {report.gb_per_s:.1f} GB/s (UCX {report.ucx or 'of unknown version'})"
@@ -177,7 +177,7 @@ def check_cuda() -> Check:
 
 
 def check_memory() -> Check:
-    """Ask how large an arena may be, and which limit says so."""
+    """Check how large an arena may be, and which limit decides."""
     room, source = available_bytes()
     found = f"{human_bytes(room)} for stores and engines, limited by the {source}"
     values = {"room_bytes": room, "source": source}
@@ -206,7 +206,7 @@ def check_shm() -> Check:
 
 
 def check_huge_pages() -> Check:
-    """Look whether the kernel may use huge pages for shared memory."""
+    """Check whether the kernel may use huge pages for shared memory."""
     path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     text = _first_line(path)
     chosen = text.partition("[")[2].partition("]")[0]
@@ -223,13 +223,13 @@ def check_huge_pages() -> Check:
 
 
 def check_ptrace() -> Check:
-    """Look whether one process may read another's memory (CMA), the fastest lane between stores of one host."""
+    """Check whether a process may read another's memory (CMA), the fastest lane between stores of one host."""
     name = "Attaching (CMA)"
     text = _first_line(Path("/proc/sys/kernel/yama/ptrace_scope"))
     if not text:
         return Check(name=name, status=Status.OK, found="no Yama: processes of one user may read each other")
     found, values = f"yama ptrace_scope is {text}", {"ptrace_scope": int(text)}
-    if int(text) <= 1:  # With 1 a process has to allow it, and UCX does that for its own.
+    if int(text) <= 1:  # With 1 the target process must allow it; UCX does that for its processes.
         return Check(name=name, status=Status.OK, found=found, values=values)
     return Check(
         name=name, status=Status.WARN, found=found, values=values,
@@ -239,7 +239,7 @@ def check_ptrace() -> Check:
 
 
 def check_rdma() -> Check:
-    """Look for RDMA devices and whether this process may open them."""
+    """Look for RDMA devices, and check whether this process may open them."""
     devices = _names_in(Path("/sys/class/infiniband"))
     verbs = [name for name in _names_in(Path("/dev/infiniband")) if name.startswith("uverbs")]
     values = {"devices": devices, "uverbs": verbs}
@@ -255,7 +255,7 @@ def check_rdma() -> Check:
 
 
 def check_memlock() -> Check:
-    """Look at the limit of locked memory, which registration with an RDMA device needs."""
+    """Check the limit of locked memory, which registration with an RDMA device needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     values = {"soft_bytes": None if unlimited else soft}
@@ -271,7 +271,7 @@ def check_memlock() -> Check:
 
 
 def check_files() -> Check:
-    """Look at how many files a process may have open."""
+    """Check how many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found, values = f"{soft} (at most {hard})", {"soft": soft, "hard": hard}
     if soft < _ENOUGH_FILES:

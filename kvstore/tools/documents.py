@@ -1,4 +1,4 @@
-"""JSON documents that a person can read and compare: one row a line."""
+"""JSON documents that a person can read and compare: one row per line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LINE_CHARS = 240
 
 
 def as_document(value: Any) -> str:
-    """Return a value as JSON, divided into lines only where it is longer than one."""
+    """Return a value as JSON, divided into lines only where it is too long for one."""
     return _lines(value, "") + "\n"
 
 

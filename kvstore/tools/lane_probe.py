@@ -1,7 +1,7 @@
-"""Which way bytes really take between two processes of this machine, and how fast: run, not guessed.
+"""Probe of a lane: the transport and speed of bytes between two processes of this machine, measured.
 
-The transfer engine is loaded in short-lived child processes only: it reads its settings once a process,
-prints as it likes, and can abort the process it lives in.
+NIXL is loaded only in short-lived child processes: it reads its settings once per process, prints by itself, and can
+abort its process.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _OWN_SETTINGS = {"UCX_LOG_FILE", "UCX_LOG_LEVEL", "UCX_PROTO_INFO", *UCX_DEFAULT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneReport:
-    """What the probe saw.
+    """The result of a probe.
 
     Args:
-        transports: as UCX names them, such as "cma/memory" or "tcp/lo", those that carried the bytes only.
-        gb_per_s: median over several READs of 64 MiB in blocks of 512 KiB, after one that connects.
+        transports: UCX's names of those that carried the bytes, such as "cma/memory" or "tcp/lo".
+        gb_per_s: median of several READs of 64 MiB in blocks of 512 KiB, after one that connects.
         ucx: version of UCX.
-        settings: what the user set for UCX in the environment, as UCX saw it.
+        settings: the user's UCX variables, as UCX read them from the environment.
     """
 
     transports: tuple[str, ...]
@@ -48,13 +48,13 @@ class LaneReport:
 
 
 def probe_lane(lane: str = "default") -> LaneReport:
-    """Read between two processes over a lane and say which transports UCX used.
+    """Read between two processes over a lane, and return the transports that UCX used.
 
     Args:
         lane: as in StoreConfig; "default" obeys UCX_TLS.
 
     Raises:
-        TransferError: the engine does not load, or bytes did not arrive as written.
+        TransferError: NIXL does not load, or bytes did not arrive as written.
         TransferTimeout: a child took longer than half a minute.
     """
     with tempfile.TemporaryDirectory(prefix="raykv-lane-") as folder:
@@ -81,7 +81,7 @@ def probe_lane(lane: str = "default") -> LaneReport:
 
 
 def probe_plugins() -> dict[str, list[str]]:
-    """Return the memory types of each NIXL plugin, none for one that does not load.
+    """Return the memory types of each NIXL plugin; none for a plugin that does not load.
 
     Raises:
         TransferError: NIXL itself does not load.
@@ -98,8 +98,8 @@ def probe_plugins() -> dict[str, list[str]]:
 def read_transports(log: str) -> tuple[str, ...]:
     """Return the transports that UCX's own report counts for READs ("remote memory read by ucp_get").
 
-    The report is a set of tables, each with a title, and rows of count, range, description, configuration.
-    Where the tables say nothing the line that lists a connection's lanes is taken.
+    The report is a set of tables, each with a title, and rows of count, range, description, configuration. Without
+    tables, the line that lists a connection's lanes is used.
     """
     found: list[str] = []
     in_reads = False
@@ -120,7 +120,7 @@ def _names(text: str) -> list[str]:
 
 
 def ucx_version(log: str) -> str:
-    """Return the version that UCX logs when it starts, empty when it did not."""
+    """Return the version that UCX logs when it starts, or "" if there is none."""
     match = re.search(r"UCX +INFO +Version ([0-9.]+)", log)
     return match.group(1) if match else ""
 
@@ -201,7 +201,7 @@ def _main(mode: str, lane: str) -> dict[str, Any]:
         slab[:] = content
         agent = base64.b64encode(transport.describe()).decode()
         _say({"agent": agent, "address": arena.address})
-        sys.stdin.read()  # Until the parent has what it wants and ends this process.
+        sys.stdin.read()  # Until the parent has its result and ends this process.
         return {}
     peer = json.loads(sys.stdin.readline())
     transport.add_peer(

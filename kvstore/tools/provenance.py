@@ -1,4 +1,4 @@
-"""Where a measurement comes from: the machine, the versions, the commit. Stands beside every figure."""
+"""The origin of a measurement: machine, versions, commit. Written with every figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def provenance() -> dict[str, Any]:
 def hardware() -> dict[str, Any]:
     """Return {"cpu", "num_cores", "memory_bytes", "kernel", "gpus"}.
 
-    Cores are those this process may use; GPUs are named where it has used torch for them.
+    Only cores that this process may use count. GPUs are named if it has used torch for them.
     """
     return {
         "cpu": _first_value(Path("/proc/cpuinfo"), "model name") or platform.machine(),
@@ -41,7 +41,7 @@ def _gpus() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the version of Python and of every package that matters and is installed."""
+    """Return the versions of Python and of the installed packages in `PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         if (number := package_version(package)) is not None:
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def package_version(package: str) -> str | None:
-    """Return the version of an installed distribution, None when it is not there."""
+    """Return the version of an installed distribution, None when it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -62,14 +62,14 @@ def package_version(package: str) -> str | None:
 
 
 def commit(root: Path | None = None) -> dict[str, Any] | None:
-    """Return {"id", "dirty"} of the checkout that this package is run from.
+    """Return {"id", "dirty"} of the checkout that this package runs from.
 
     Args:
         root: the folder that holds the package.
 
     Returns:
-        None when that is not the root of a git checkout, as when a wheel is installed below somebody's project; what a
-        file COMMIT in an archive of a commit names.
+        The commit that a file COMMIT names, as in an archive of a commit. Else git's answer, or None when the folder is
+        not the root of a git checkout, for example a wheel installed inside another project.
     """
     folder = root or Path(__file__).resolve().parents[2]
     if (archived := folder / "COMMIT").is_file():

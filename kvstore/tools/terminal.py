@@ -1,4 +1,4 @@
-"""How the command line looks on a terminal: a node's store, a finding, a table of figures, progress."""
+"""Terminal output of the command line: a node's store, a finding, a table of figures, progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLOUR = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
 
 def show_status(stats: dict[str, Any], capacity_bytes: int) -> None:
-    """Print the statistics of a store, with the ids under "without_store" of nodes that have none."""
+    """Print a store's statistics; "without_store" has the ids of nodes that have no store."""
     out, nodes = Console(highlight=False, soft_wrap=True), stats["nodes"]
     good = len(nodes.keys() - set(stats["without_store"]))
     out.print(
@@ -78,7 +78,7 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _bar(pool: dict[str, int]) -> str:
-    """Return the bar of slots by state; a state that is there at all has at least one character."""
+    """Return the bar of slots by state; each state with a slot has at least one character."""
     widths = {
         state: max(1, round(_BAR_CHARS * pool[f"num_{state}"] / pool["num_slots"])) if pool[f"num_{state}"] else 0
         for state, _, _ in _STATES
@@ -92,7 +92,7 @@ def show_check(check: Check) -> None:
     """Print one finding of the doctor: status, name, what was found, and what to do below it."""
     console, colour = Console(highlight=False, soft_wrap=True), _COLOUR[check.status]
     blank = " " * (_STATUS_CHARS + _NAME_CHARS)
-    # A file or a pipe gets one line each; wrapping is for eyes.
+    # A file or a pipe gets one line each; only a terminal gets wrapped lines.
     width = max(40, console.width - len(blank)) if console.is_terminal else None
     head = f"[{colour}]{check.status.value:<{_STATUS_CHARS}}[/]{check.name:<{_NAME_CHARS}}"
     for line in _wrapped(check.found, width):
@@ -125,9 +125,9 @@ def show_rows(
 
     Args:
         rows: all with `keys` and "way".
-        keys: what identifies a line; numbers are of bytes where the name says so.
-        cell: the text of one figure.
-        unit: of the figures; the title.
+        keys: fields that identify a line; numbers under a name that ends in "_bytes" are sizes.
+        cell: returns the text of one figure.
+        unit: unit of the figures; the title.
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     table = Table(title=unit, title_justify="left")
@@ -148,7 +148,7 @@ def _shown(key: str, value: str | int) -> str:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that says on stderr what is being done: beside a spinner, or a line each off a terminal."""
+    """Yield a function that reports progress on stderr: beside a spinner, or as lines without a terminal."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield lambda text: console.print(escape(text))
