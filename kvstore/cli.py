@@ -1,6 +1,6 @@
-"""The command line: `kvstore start|status|stop|doctor|bench`. Thin: what it shows is found out elsewhere.
+"""The command line: `kvstore start|status|stop|doctor|bench`. Thin: other modules find out what it shows.
 
-One of the two modules of the core that may look up to kvstore.actors, and only when a command needs it.
+One of the two modules of the core that may import kvstore.actors, and only when a command needs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.tools.provenance import provenance
 from kvstore.tools.terminal import progress, show_check, show_rows, show_status, show_summary
 
 _MAX_ERROR_CHARS = 600
-#: What errors say to Python callers, and what the same is called here.
+#: Texts of errors for Python callers, and their replacements on the command line.
 _OWN_WORDS = [
     (re.compile(pattern), words)
     for pattern, words in (
@@ -43,10 +43,10 @@ _OWN_WORDS = [
         (r"^(name|address): ", r"--\1: "),
     )
 ]
-#: In errors about settings numbers as large as these are sizes.
+#: Numbers this large in errors about settings are sizes.
 _SIZE = re.compile(r"\b[0-9]{6,15}\b")
 _LOOKS_EVERY_S = 2.0
-#: How long a Ray that is gone may take to be let go of.
+#: How long to wait for the end of a Ray that does not answer.
 _GRACE_S = 5.0
 #: How long `kvstore stop` tries to join Ray.
 _JOIN_S = 30.0
@@ -71,7 +71,7 @@ def _in_own_words(error: KVStoreError) -> str:
 
 
 class _Seconds(click.FloatRange):
-    """A time within bounds. No comparison with a bound refuses what is no number."""
+    """A time within bounds. Refuses NaN, which no comparison with a bound refuses."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)
@@ -81,7 +81,7 @@ class _Seconds(click.FloatRange):
 
 
 class _Output(click.Path):
-    """A file to be written later. What keeps it from that is said before anything is measured."""
+    """A file to be written later. Reports an unwritable folder before anything is measured."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
@@ -99,7 +99,7 @@ _output = click.option(
 
 
 class _Command(click.Command):
-    """A command whose errors of ours are one line, or one JSON object, and exit status 2."""
+    """A command that shows a KVStoreError as one line, or one JSON object, with exit status 2."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -178,7 +178,7 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
     try:
         with progress() as say:
             say(f"starting store {name!r}")
-            # What RAY_ADDRESS says is not passed on as address=, or errors would call it an option.
+            # RAY_ADDRESS is not passed on as address=, because errors would then call it an option.
             store = start_store(capacity, address=address or (None if named else "auto"), **settings)
     except StoreNotRunning as error:
         if named:
@@ -191,13 +191,13 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
 
 
 def _serve_until_signal(start_store: Callable[[], Any]) -> None:
-    """Start a store with a local Ray, wait for Ctrl-C, SIGTERM or the store's end, and stop both in order."""
+    """Start a store with a local Ray, wait for Ctrl-C, SIGTERM or the store's end, then stop both."""
     stop = threading.Event()
     with progress() as say:
         say("starting a local Ray with a store")
         store = start_store()
     try:
-        # After the start: Ray sets a handler of its own, which would end this process at once.
+        # After the start, because Ray sets its own handlers, which would end this process at once.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         _say_started(store)
@@ -212,7 +212,7 @@ def _serve_until_signal(start_store: Callable[[], Any]) -> None:
 
 
 def _end_of(store: Any) -> str:
-    """Return how a store with a local Ray has ended; empty while it runs, and while that cannot be told."""
+    """Return how a store with a local Ray has ended; empty while it runs or does not answer."""
     from kvstore.actors.calls import actor_name, find_actor
     from kvstore.actors.session.joining import check_answers
 
@@ -226,12 +226,12 @@ def _end_of(store: Any) -> str:
     except StoreNotRunning:
         return f"store {name!r} was stopped by another process; its Ray ends with it"
     except KVStoreError:
-        pass  # Slow, perhaps. It is looked for again.
+        pass  # Perhaps slow: the caller asks again.
     return ""
 
 
 def _stop_local(store: Any) -> None:
-    """Stop a store with its Ray. A signal to the whole process group ends that Ray meanwhile: it would not answer."""
+    """Stop a store with its Ray, and give up if that Ray ends first, as after a signal to the process group."""
     from kvstore.actors.session.joining import check_answers
 
     failed: list[KVStoreError] = []
@@ -248,7 +248,7 @@ def _stop_local(store: Any) -> None:
     while stopping.is_alive():
         stopping.join(0.2)
         try:
-            if gone_s is None:  # One that is ending may take a question, and answer none.
+            if gone_s is None:  # An ending Ray may accept a question and not answer it.
                 check_answers(store.address, time.monotonic() + _GRACE_S)
         except StoreNotRunning:
             gone_s = clock.now_s()
