@@ -1,4 +1,4 @@
-"""Ray calls with a timeout, whose every way to fail is one of our errors."""
+"""Ray calls with a timeout; every failure is raised as one of our errors."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kvstore.errors import ForkedClient, KVStoreError, PeerLost, StoreNotRunning
 
 #: All actors of raykv live in this Ray namespace.
 RAY_NAMESPACE = "raykv"
-#: How long one looks for an actor by its name.
+#: Limit for finding an actor by its name.
 _FIND_S = 10.0
 
-#: What Ray raises besides its own tree. ValueError: no such actor, or a reference of an earlier cluster. OSError,
-#: with ConnectionError in it: statuses of its core that are I/O errors. RuntimeError, SystemError, AttributeError
-#: and AssertionError: a process whose Ray has been shut down, or is being.
+#: Errors that Ray raises besides its own classes. ValueError: no such actor, or a reference of an earlier cluster.
+#: OSError, including ConnectionError: I/O errors of its core. RuntimeError, SystemError, AttributeError and
+#: AssertionError: Ray has been shut down in this process, or is being shut down.
 _OTHER_RAY_FAILURES = (ValueError, OSError, RuntimeError, SystemError, AttributeError, AssertionError)
 
 
 def _has_rays_objects_only() -> bool:
-    """Whether Ray is initialised here, but by a parent: a fork copies no thread of it."""
+    """Return whether Ray was initialised here by a parent process: a fork copies none of its threads."""
     if not ray.is_initialized():
         return False
-    listener = getattr(ray_worker.global_worker, "listener_thread", None)  # Of drivers; workers have none.
+    listener = getattr(ray_worker.global_worker, "listener_thread", None)  # Drivers have one; workers do not.
     return (listener is not None and not listener.is_alive()) or len(os.listdir("/proc/self/task")) == 1
 
 
-#: Of the whole process, as forks are. Asked now for those that load this module only after the fork.
+#: For the whole process. Checked now as well, for a process that loads this module only after the fork.
 _is_fork_of_connected = _has_rays_objects_only()
 
 
@@ -47,10 +47,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_not_forked() -> None:
-    """Refuse to use Ray in a fork of a process that was connected to it: calls hang there, and harm the parent's.
+    """Refuse Ray in a fork of a connected process: calls hang there, and harm the parent's connection.
 
     Raises:
-        ForkedClient: this is one.
+        ForkedClient: this is such a fork.
     """
     if _is_fork_of_connected:
         raise ForkedClient(
@@ -71,7 +71,7 @@ def node_address() -> str:
 
 
 class _OwnCalls(threading.local):
-    """How many of our Ray calls this thread is inside."""
+    """The number of our Ray calls that this thread is inside."""
 
     depth = 0
 
@@ -80,9 +80,9 @@ _own_calls = _OwnCalls()
 
 
 def _auto_init(auto_init: Callable[[], None] = auto_init_hook.auto_init_ray) -> None:
-    """Have Ray connect a process at its first call, as it does, but never for a call of ours.
+    """Let Ray connect a process at its first call, but never for a call of ours.
 
-    Another thread may shut Ray down just before one, which then would go to whatever other Ray runs here.
+    Another thread may shut Ray down just before our call, which would then go to any other Ray that runs here.
     """
     if not _own_calls.depth:
         auto_init()
@@ -90,22 +90,22 @@ def _auto_init(auto_init: Callable[[], None] = auto_init_hook.auto_init_ray) -> 
         raise StoreNotRunning("this process has just been disconnected from Ray; call kvstore.connect() again")
 
 
-# RAY_ENABLE_AUTO_CONNECT=0 would change it for the program's own calls, too.
+# RAY_ENABLE_AUTO_CONNECT=0 would also change the program's own calls.
 auto_init_hook.auto_init_ray = _auto_init
 
 
 @contextlib.contextmanager
 def ray_failures(what: str) -> Iterator[None]:
-    """Raise one of our errors for whatever way a Ray call inside fails; the one place that knows these ways.
+    """Raise one of our errors for any failure of a Ray call in the body; our own errors pass unchanged.
 
-    Every use of Ray by a thread that must live is inside one. Errors of ours pass unchanged.
+    Only this function knows how Ray fails. A thread that must survive uses Ray only inside it.
 
     Raises:
         ForkedClient: this is a fork of a process that was connected to Ray.
-        StoreNotRunning: this process has no Ray (any more). Asked first, because most calls would start one.
-        TransferTimeout: no answer in time; also of a GCS that hangs.
+        StoreNotRunning: this process has no Ray (any more). Checked first, because most calls would start one.
+        TransferTimeout: no answer in time; also if the GCS hangs.
         PeerLost: the actor, its process, its node or the GCS is gone, or cannot be reached.
-        KVStoreError: what the actor raised: that itself if it is ours.
+        KVStoreError: the actor's error; the same class if it is one of ours.
     """
     check_not_forked()
     if not ray.is_initialized():
@@ -113,7 +113,7 @@ def ray_failures(what: str) -> Iterator[None]:
     _own_calls.depth += 1
     try:
         yield
-    # First: what an actor raised comes as an error that is of Ray's class and of its own.
+    # First: an actor's error has both Ray's class and its own.
     except ray_errors.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, KVStoreError):
@@ -130,10 +130,10 @@ def ray_failures(what: str) -> Iterator[None]:
 
 
 def within(what: str, timeout_s: float, do: Callable[[], Any]) -> Any:
-    """Run something that may hang, as every question to a GCS that does; returns what it returns.
+    """Run a function that may hang, for example a question to a GCS, and return its result.
 
     Raises:
-        TransferTimeout: it was not done in time. It goes on.
+        TransferTimeout: it was not done in time. It keeps running.
     """
     done = threading.Event()
     answer: list[Any] = []
@@ -149,7 +149,7 @@ def within(what: str, timeout_s: float, do: Callable[[], Any]) -> Any:
     try:
         threading.Thread(target=run, name="raykv-within", daemon=True).start()
     except RuntimeError:
-        return do()  # Python starts no thread any more while it ends.
+        return do()  # At interpreter exit Python starts no thread.
     if not done.wait(timeout_s):
         raise TransferTimeout(f"{what}: not done within {timeout_s:g} s; does its Ray still answer?")
     if failed:
@@ -162,15 +162,15 @@ def find_actor(name: str, timeout_s: float | None = None) -> Any:
 
     Args:
         name: of the actor.
-        timeout_s: how long the GCS has for its answer; `_FIND_S` when None.
+        timeout_s: limit for the GCS's answer; `_FIND_S` when None.
 
     Raises:
-        StoreNotRunning: there is none, or no Ray in this process.
+        StoreNotRunning: there is no such actor, or no Ray in this process.
         TransferTimeout: the cluster's GCS does not answer.
-        PeerLost: it cannot be reached.
+        PeerLost: the GCS cannot be reached.
     """
     check_not_forked()
-    # Ray itself asks a GCS that hangs for a minute and longer.
+    # Ray itself waits a minute or longer for a GCS that hangs.
     return within(f"actor {name!r}", _FIND_S if timeout_s is None else timeout_s, lambda: _get_actor(name))
 
 
@@ -186,19 +186,19 @@ def _get_actor(name: str) -> Any:
 
 
 def begin(what: str, method: Any, *args: Any) -> Any:
-    """Call a method of an actor; returns the reference that `answer` waits for.
+    """Call a method of an actor, and return the reference that `answer` waits for.
 
-    Sending may fail, too, as when this process has just lost its Ray; hence no call goes out by another way.
+    Sending may fail as well, for example when this process has just lost its Ray. So every call is sent here.
 
     Raises:
-        StoreNotRunning, PeerLost: it could not be sent.
+        StoreNotRunning, PeerLost: the call could not be sent.
     """
     with ray_failures(what):
         return method.remote(*args)
 
 
 def is_answered(what: str, ref: Any, timeout_s: float) -> bool:
-    """Whether `answer` would return, or raise, at once; waits for that for `timeout_s` at most."""
+    """Wait at most `timeout_s`, and return whether `answer` would return or raise at once."""
     with ray_failures(what):
         done, _ = ray.wait([ref], timeout=timeout_s)
         return bool(done)
@@ -208,7 +208,7 @@ def answer(what: str, ref: Any, timeout_s: float) -> Any:
     """Wait for the answer of an actor.
 
     Raises:
-        KVStoreError: what the actor raised, if it is ours.
+        KVStoreError: the actor's error, if it is ours.
         TransferTimeout: no answer within `timeout_s`.
         PeerLost: the actor, its process or its node is gone.
     """
@@ -217,5 +217,5 @@ def answer(what: str, ref: Any, timeout_s: float) -> Any:
 
 
 def call(what: str, method: Any, *args: Any, timeout_s: float) -> Any:
-    """Call a method of an actor, and wait for its answer; raises what `begin` and `answer` do."""
+    """Call a method of an actor, and wait for its answer; raises what `begin` and `answer` raise."""
     return answer(what, begin(what, method, *args), timeout_s)

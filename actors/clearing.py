@@ -1,4 +1,4 @@
-"""Clearing a namespace on all nodes: which version that is, and that every store has taken it."""
+"""Clear a namespace on all nodes: choose the version, and have every store apply it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from kvstore.errors import InvalidRequest, KVStoreError, StaleVersion, StoreUnav
 logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-#: Each further try is for a node that could not be asked first, and was cleared by somebody else just then.
+#: Each further try is for a node that could not be asked first, and that another caller cleared meanwhile.
 _MAX_TRIES = 8
 
 
 def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> int:
-    """Clear a namespace under a version later than all that the stores and the directory know.
+    """Clear a namespace under a later version than the stores and the directory know.
 
     Args:
-        namespace: to be cleared.
+        namespace: digest of the namespace.
         stores: handle of each node's store by node id.
-        directory: its handle; None when it is away. It tells those that cannot be reached now.
+        directory: its handle; None when it is away. It notifies the stores that cannot be reached now.
 
     Returns:
-        How many blocks that concerned.
+        The number of cleared blocks.
 
     Raises:
         StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
             clearing is not known; nothing was cleared.
-        StaleVersion: others went on clearing in between; some nodes may have been cleared.
+        StaleVersion: other callers kept clearing it; some nodes may have been cleared.
         InvalidRequest: a store refused; the others were cleared.
     """
     cleared = 0
@@ -42,10 +42,10 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
         late, refused = [], None
         for node, said in _ask_all(methods, namespace, version).items():
             if isinstance(said, StaleVersion):
-                # One that knew less a moment ago has been cleared since, by another caller or through the directory.
+                # A store that was asked has been cleared since, by another caller or through the directory.
                 late += [node] if node not in asked else []
             elif isinstance(said, InvalidRequest):
-                refused = said  # It is there, and has not cleared: nobody may take that for one that hears of it later.
+                refused = said  # It is reachable but did not clear, and will not be notified later.
             elif isinstance(said, KVStoreError):
                 logger.warning("clear: the %s did not answer: %s", _name(node), said)
             else:
@@ -58,7 +58,7 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
 
 
 def _next_version(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> tuple[int, set[str]]:
-    """Return (the version after the highest that is known, who said which it knows; "" is the directory)."""
+    """Return (the version after the highest known one, the nodes that answered; "" is the directory)."""
     methods = {node: handle.version for node, handle in stores.items()}
     if directory is not None:
         methods[""] = directory.version
@@ -74,7 +74,7 @@ def _next_version(namespace: bytes, stores: Mapping[str, Any], directory: Any) -
 
 
 def _ask_all(methods: Mapping[str, Any], *args: Any) -> dict[str, Any]:
-    """Call all of them at once; returns what each answered, or the error of ours that came in its place."""
+    """Call all methods at once; return each one's answer, or its KVStoreError."""
     asked: dict[str, Any] = {}
     for node, method in methods.items():
         try:

@@ -1,4 +1,4 @@
-"""Starting, finding and ending a store in a Ray cluster, and the Store object that users hold."""
+"""The Store object that users hold: use, stop or destroy a store in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
 _END_S = 30.0
-#: How long the supervisor is given to say which call started it. The rest of `_END_S` is for ending what hangs.
+#: Limit for the supervisor to name the call that started it. The rest of `_END_S` is for ending actors that hang.
 _STARTER_S = 5.0
 
 
 class Store:
-    """A handle of a store that runs in a Ray cluster. Cheap, may be sent to other actors and tasks of that cluster.
+    """A handle of a store in a Ray cluster. Cheap; may be sent to actors and tasks of that cluster.
 
     Made by `kvstore.start` and `kvstore.connect`. Its calls go to the cluster that it was made in, and never connect
-    this process to Ray. As a context manager it is closed at the end.
+    this process to Ray. As a context manager it closes at the end.
 
     Every call raises:
         StoreNotRunning: the handle was closed, or this process is not connected to Ray.
@@ -54,7 +54,7 @@ class Store:
     def __init__(self, config: StoreConfig, session: RaySession, started_as: str | None = None) -> None:
         self.config = config
         self._session = session
-        self._started_as = started_as  # None: others started the store, and it is theirs to stop.
+        self._started_as = started_as  # None: another handle started the store, and only that stops it.
         self._pid = os.getpid()
         self._closed, self._has_ended = False, False
 
@@ -75,7 +75,7 @@ class Store:
 
     @property
     def address(self) -> str:
-        """The address of the store's Ray cluster, as `kvstore.connect` takes it."""
+        """Return the address of the store's Ray cluster, as `kvstore.connect` takes it."""
         return self._session.address
 
     def client(
@@ -89,22 +89,22 @@ class Store:
             node_id: another node whose store shares this machine, as in a cluster simulated on one host.
 
         Raises:
-            InvalidRequest: `space` is no namespace.
+            InvalidRequest: `space` is not a namespace.
             StoreNotRunning: this node has no store, or it is on another machine.
             ConfigError: the store's slots are too small for these blocks.
             LayoutMismatch: these blocks cannot be divided among so many ranks.
         """
         from kvstore.client.client import (
-            Client,  # With it comes torch, which starting and stopping a store need not wait for.
+            Client,  # Imports torch, which starting and stopping a store do not need.
         )
 
         return Client(self.control_path(node_id=node_id), space, part)
 
     def control_path(self, *, node_id: str | None = None) -> str:
-        """Return the path of the socket of a node's store, for a `kvstore.Client` of another process of that machine.
+        """Return the socket path of a node's store, for a `kvstore.Client` in another process there.
 
-        Such a process needs no Ray: it may be spawned, or forked from this one. The path is of this life of the node's
-        store; one that is started again has another.
+        That process needs no Ray; it may be spawned, or forked from this one. The path belongs to this epoch of the
+        node's store; a restarted store has another path.
 
         Args:
             node_id: of the node; this process's own when None.
@@ -122,10 +122,10 @@ class Store:
         return sorted(alive_nodes())
 
     def locate(self, hashes: BlockHashes) -> list[tuple[str, int]]:
-        """Return (node id, usable prefix length) for routers, longest first. Hints.
+        """Return (node id, usable prefix length) for routers, longest first. These are hints.
 
         Raises:
-            InvalidRequest: these are no hashes of `Namespace.block_hashes`.
+            InvalidRequest: these are not hashes of `Namespace.block_hashes`.
             PeerLost, TransferTimeout: the directory, or Ray's GCS, is away; try again in a second.
         """
         self._check()
@@ -138,18 +138,18 @@ class Store:
         return found
 
     def clear(self, space: Namespace) -> int:
-        """Make everything of a namespace a miss from now on, on every node; returns how many blocks it was.
+        """Make all blocks of a namespace a miss on every node, and return their number.
 
-        For when weights changed. Readers that hold a lease finish on the old bytes, and what was asked to be saved
-        before is not stored. A node that cannot be reached now hears of it from the directory, or from the first peer
+        Use it after weights changed. Readers that hold a lease finish on the old bytes, and saves that were requested
+        before are not stored. A node that cannot be reached now is notified by the directory, or by the first peer that
         it exchanges blocks with.
 
         Raises:
             StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
                 clearing is not known; nothing was cleared.
-            StaleVersion: others went on clearing this namespace in between; some nodes may have been cleared.
+            StaleVersion: other callers kept clearing this namespace; some nodes may have been cleared.
             PeerLost, TransferTimeout: Ray itself does not answer; nothing was cleared.
-            InvalidRequest: `space` is no namespace, and nothing was cleared; or a store refused, and the others were
+            InvalidRequest: `space` is not a namespace, and nothing was cleared; or a store refused, and the others were
                 cleared.
         """
         self._check()
@@ -163,16 +163,16 @@ class Store:
     def drain(self, node_id: str, timeout_s: float = 30.0, *, hand_over_bytes: int = 1 << 30) -> dict[str, int]:
         """Take a node out of service for a rolling restart.
 
-        It grants nothing to its workers any more, hands its most recently used chains to another node, then
+        The node grants nothing to its workers any more. It hands its most recently used chains to another node, then
         waits for leases and writes to end. `node_store(id).undrain` puts it back.
 
         Returns:
-            {"num_handed_over", "num_leases", "num_writes"}: blocks now elsewhere, and what was still held
-            when the time was over.
+            {"num_handed_over", "num_leases", "num_writes"}: blocks now elsewhere, and the leases and writes that were
+            left at the end of the time.
 
         Raises:
             StoreNotRunning: the node has no store.
-            InvalidRequest: a time over a day, or no time at all; nothing changed.
+            InvalidRequest: a time over a day, or not a time; nothing changed.
         """
         timeout_s = check_seconds("timeout_s", timeout_s)
         hand_over_bytes = check_count("hand_over_bytes", hand_over_bytes, 0, 1 << 62)
@@ -210,21 +210,21 @@ class Store:
                 nodes[node] = {"error": str(error)}
         found: dict[str, Any] = {"name": self.config.name, "nodes": nodes, "problems": {}, "starting": {}}
         try:
-            # It restarts by itself, and no node needs it to serve: what they said counts all the same.
+            # It restarts by itself, and nodes serve without it, so keep their answers if it fails.
             supervisor = find_actor(actor_name(self.config.name, "supervisor"))
             found["problems"] = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
             found["starting"] = call("supervisor", supervisor.unfinished, timeout_s=_CALL_S)
         except KVStoreError as error:
             if all("error" in said for said in nodes.values()):
-                raise  # Nobody answers: that is no store, and not one whose supervisor restarts.
+                raise  # No node answers, so this is more than a restart of the supervisor.
             found["problems"] = {**found["problems"], "supervisor": str(error)}
         return found
 
     def close(self) -> None:
-        """End this handle; the store goes on. May be called again.
+        """Close this handle; the store continues. May be called again.
 
-        A store in a Ray that `kvstore.start` began for this process is ended with the handle that started it: there
-        is nobody else to end it.
+        In a Ray that `kvstore.start` began for this process, the store ends with the handle that started it: nothing
+        else would end it.
         """
         if self._session.is_own:
             self.stop()
@@ -232,18 +232,19 @@ class Store:
         self._closed = True
 
     def stop(self) -> None:
-        """End the store if this handle started it, and this handle in any case. May be called again.
+        """End the store if this handle started it, and close this handle. May be called again.
 
-        A store that others started goes on; `destroy` ends it. A Ray that `kvstore.start` began for this process is
-        ended with the last store in it, every other Ray goes on. Where such a Ray does not say which stores it has, the
-        open handles of this process say whether it is needed.
+        A store that another handle started continues; `destroy` ends it. A Ray that `kvstore.start` began for this
+        process ends with the last store in it; any other Ray continues. If that Ray does not answer which stores it
+        has, the open handles of this process decide whether it is needed.
 
         Raises:
-            WrongCluster, StoreNotRunning: this process is not connected to the store's Ray any more; the store goes on.
-            StoreUnavailable, TransferError: that Ray does not answer, and goes on; this may be called again.
+            WrongCluster, StoreNotRunning: this process is not connected to the store's Ray any more; the store
+                continues.
+            StoreUnavailable, TransferError: that Ray does not answer, and continues; this may be called again.
         """
         if self._pid != os.getpid():
-            return  # A fork: the store is its parent's to stop.
+            return  # A fork: only its parent stops the store.
         if self._started_as is None:
             if not self._closed:
                 logger.info("store %r goes on: others started it. destroy() ends it for all", self.config.name)
@@ -255,10 +256,10 @@ class Store:
         self._closed, self._started_as = True, None
 
     def destroy(self) -> None:
-        """End the store on every node, whoever started it and uses it; their calls fail from now on.
+        """End the store on every node, even if others started or use it; their calls fail from now on.
 
-        Ray and other stores go on, but for a Ray that `kvstore.start` began for this process: it ends with the last
-        store in it.
+        Ray and other stores continue. Only a Ray that `kvstore.start` began for this process ends with the last store
+        in it.
 
         Raises:
             StoreUnavailable, TransferError: its Ray does not answer.
@@ -268,12 +269,12 @@ class Store:
         self._closed, self._started_as, self._has_ended = True, None, True
 
     def _end(self, only: str | None = None) -> None:
-        """End the store's actors, and a Ray that was begun for this process unless other stores are in it.
+        """End the store's actors, and this process's own Ray unless it has other stores.
 
         Args:
-            only: not if another call than this one started what runs now.
+            only: id of the starting call; end the store only if that call started it.
         """
-        USE.drop(self)  # Whatever comes of it, nothing needs to go on for this handle.
+        USE.drop(self)  # Even if this fails, this handle needs its Ray no more.
         name, failed = self.config.name, None
         try:
             check_goes_on(self._session, "close() this handle")
@@ -290,12 +291,12 @@ class Store:
         logger.warning("store %r ended with its Ray, at %s: %s", name, self.address, failed)
 
     def _end_actors(self, only: str | None) -> bool:
-        """End the store's actors; False where others started it again, and it goes on."""
+        """End the store's actors; return False if others started it again, so that it continues."""
         name, starter = self.config.name, only
         try:
             starter = starter_of(name, _STARTER_S) if only is not None else None
         except KVStoreError:
-            # In a Ray of this process alone only this process starts stores, and its handles say as much.
+            # In its own Ray only this process starts stores, so its handles tell the starter.
             if not self._session.is_own or USE.starts(name, self._session):
                 raise
         if starter not in (None, only):
@@ -305,15 +306,15 @@ class Store:
         return True
 
     def _is_of(self, session: RaySession) -> bool:
-        """Whether this is an open handle of a store in that Ray."""
+        """Return whether this is an open handle of a store in that Ray."""
         return not self._closed and self._session.name == session.name
 
     def _has_started(self, name: str, session: RaySession) -> bool:
-        """Whether this open handle started the store of that name in that Ray."""
+        """Return whether this open handle started the store `name` in that Ray."""
         return self._is_of(session) and self._started_as is not None and self.config.name == name
 
     def _check(self) -> None:
-        """Raise unless this handle is open and this process connected to the store's Ray; looks, and connects never."""
+        """Raise unless this handle is open and this process connected to the store's Ray; never connects."""
         if self._closed:
             if self._has_ended:
                 raise StoreNotRunning(

@@ -1,7 +1,7 @@
-"""What `kvstore doctor` finds out about Ray, and what an idle store costs. In processes of their own.
+"""Checks of `kvstore doctor` on Ray and on the cost of an idle store, each in a child process.
 
-A process can be connected to one Ray only, and an address that does not answer can block for long: so each
-question is asked by a child (`python -m kvstore.actors.diagnose`) that answers with one line of JSON.
+A process can be connected to one Ray only, and an address that does not answer can block for long. So a child (`python
+-m kvstore.actors.diagnose`) asks each question, and answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _CAPACITY_BYTES = 64 << 20
 
 
 def ray_checks(address: str | None) -> list[Look]:
-    """Return what can be looked at of Ray.
+    """Return the checks that concern Ray.
 
     Args:
-        address: of the cluster; None takes RAY_ADDRESS, then whatever runs on this machine.
+        address: of the cluster; None takes RAY_ADDRESS, then the Ray that runs on this machine.
     """
     return [
         ("Ray", check_version),
@@ -50,7 +50,7 @@ def ray_checks(address: str | None) -> list[Look]:
 
 
 def check_version() -> Check:
-    """Compare Ray with the versions this package is made for."""
+    """Compare Ray's version with the supported ones."""
     version = package_version("ray") or "none"
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     known = (2, 60) <= numbers < (3, 0)
@@ -78,7 +78,7 @@ def check_cluster(address: str | None) -> Check:
 
 
 def check_auth() -> Check:
-    """Say which authentication Ray will use, and whether a token is where Ray looks for one; never reads it."""
+    """Find Ray's authentication mode, and whether a token is where Ray looks; never reads the token."""
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(named) if named else Path.home() / ".ray" / "auth_token"
@@ -103,14 +103,14 @@ def check_auth() -> Check:
 
 
 def check_idle(seconds: float) -> Check:
-    """Run a store of 64 MiB, its mover and one client in a Ray of their own, and see what they use when idle.
+    """Measure an idle store of 64 MiB, its mover and one client, in a private Ray.
 
     Args:
         seconds: how long to measure, after two seconds of settling.
     """
     name, folder = "Idle cost", tempfile.mkdtemp(prefix="rk", dir="/tmp")
     private = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
-    # A token of its own: no other process may join, and no token of the user's is shown.
+    # A private token: no other process may join, and the user's token is not sent.
     private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     private["RAYKV_SOCKET_DIR"] = f"{folder}/raykv"
     try:
@@ -142,7 +142,7 @@ def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dic
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # Ctrl-C is for this process, which then ends the child and its Ray in order.
+        start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child and its Ray in order.
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
     ) as child:
         try:
@@ -163,7 +163,7 @@ def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dic
 
 @contextlib.contextmanager
 def _ending_in_order() -> Iterator[None]:
-    """Have SIGTERM, too, end the child and its Ray before this process; on its main thread."""
+    """Make SIGTERM end the child and its Ray before this process; only on the main thread."""
     is_ours = (
         threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
@@ -185,11 +185,11 @@ def _end(child: subprocess.Popen[str]) -> None:
         child.wait(10)
 
 
-# What the children do.
+# Run in the child processes.
 
 
 class _IdleClient:
-    """A worker that holds a client and does nothing with it."""
+    """A worker that holds an idle client."""
 
     def __init__(self, store: Any) -> None:
         import torch
@@ -228,7 +228,7 @@ def _measure_idle(seconds: float) -> dict[str, float]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the seconds of processor time that a process has used, all threads, user and system."""
+    """Return a process's seconds of processor time: all threads, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -17,16 +17,16 @@ class Directory:
     """Facade of kvstore.remote.directory.DirectoryServer.
 
     Args:
-        is_first: whether no store ran in the cluster when it was made, so that none has to find it again.
+        is_first: whether no store ran in the cluster when it was made, so that no store has to reconnect.
     """
 
     def __init__(self, is_first: bool = False) -> None:
-        # Ray makes it again with the same argument, beside stores that run by then.
+        # Ray restarts it with the same argument, when stores already run.
         is_first = is_first and not ray.get_runtime_context().was_current_actor_reconstructed
         self._server = DirectoryServer(node_address(), 0.0 if is_first else SETTLE_S)
 
     def ping(self, within_s: float = 1.0) -> bool:
-        """Whether this directory serves: the thread of its sockets answers within so many seconds."""
+        """Return whether this directory serves: its socket thread answers within `within_s` seconds."""
         return self._server.is_serving(check_seconds("within_s", within_s))
 
     def address(self) -> PeerAddress:
@@ -37,7 +37,7 @@ class Directory:
         """Return (node id, usable prefix length) for routers, longest first.
 
         Raises:
-            InvalidRequest: these are no hashes, or too many.
+            InvalidRequest: these are not hashes, or too many.
         """
         if not isinstance(hashes, list | tuple) or len(hashes) > MAX_CHAIN_BYTES // DIGEST_BYTES:
             most = MAX_CHAIN_BYTES // DIGEST_BYTES
@@ -47,25 +47,25 @@ class Directory:
         return self._server.index.locate(hashes)
 
     def version(self, namespace: bytes) -> int:
-        """Return the highest version of a namespace that was heard of here.
+        """Return the highest version of a namespace that the directory knows.
 
         Raises:
-            InvalidRequest: this is no namespace.
+            InvalidRequest: this is not a namespace.
         """
         return self._server.version(check_digest("namespace", namespace))
 
     def hear_clearing(self, namespace: bytes, version: int) -> bool:
-        """Note a clearing, for stores that are away; whether it is news.
+        """Note a clearing for stores that are away, and return whether it was new.
 
         Raises:
-            InvalidRequest: this is no namespace, or no version that a store counted; nothing was noted.
+            InvalidRequest: this is not a namespace, or not a version of a store; nothing was noted.
         """
         check_digest("namespace", namespace)
-        version = check_count("version", version, 0, _MAX_VERSION)  # None would count on, which only stores may.
+        version = check_count("version", version, 0, _MAX_VERSION)  # Not None, by which stores count on.
         return self._server.hear_clearing(namespace, version)
 
     def nodes(self) -> list[str]:
-        """Return the nodes that publish here."""
+        """Return the nodes that publish to this directory."""
         return self._server.index.nodes()
 
     def num_hashes(self) -> int:

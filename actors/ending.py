@@ -1,4 +1,4 @@
-"""Ending the actors of one store, and nothing else."""
+"""End the actors of one store, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvstore.actors.supervisor import alive_nodes
 from kvstore.errors import KVStoreError, StoreNotRunning, StoreUnavailable
 
 _CALL_S = 10.0
-#: For ending a store of which nothing answers: its supervisor, and then its nodes, are given `_CALL_S` each.
+#: Limit for ending a store that does not answer: its supervisor, then its nodes, get `_CALL_S` each.
 _END_S = 45.0
-#: Why an actor is not told to stop, and killed: it does not answer, or is of a version that has no such method.
+#: Errors after which an actor is killed without `stop`: it does not answer, or its version has no such method.
 _NOT_TOLD = (KVStoreError, AttributeError)
 
 
 def starter_of(name: str, timeout_s: float = _CALL_S) -> str | None:
-    """Return the id that the call which started the running store drew for itself; None when no store runs.
+    """Return the id of the call that started the running store; None when no store runs.
 
     Raises:
         KVStoreError: the cluster or the supervisor does not answer.
@@ -43,12 +43,12 @@ def node_stores(name: str) -> dict[str, Any]:
 
 
 def end_actors(name: str, patience_s: float = _CALL_S) -> None:
-    """End the actors of a store, on every node. What does not answer within `patience_s` is killed.
+    """End the actors of a store on every node. Kill those that do not answer within `patience_s`.
 
-    All actors that are named after the store are its own, also where no supervisor is left to say so.
+    All actors named after the store belong to it, even if its supervisor is gone.
 
-    The supervisor goes last, though it makes nothing any more from the beginning: where this call is interrupted,
-    another one finds by it what is left to end.
+    The supervisor makes no actors from the beginning of this call, but is ended last: after an interrupt, another call
+    finds through it what is left to end.
     """
     own: dict[str, Any] = {}
     with contextlib.suppress(KVStoreError):
@@ -76,12 +76,12 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
     if supervisor is not None:
         with contextlib.suppress(KVStoreError), ray_failures("supervisor"):
             ray.kill(supervisor)
-    # What is on nodes that do not count as living, say. By handles, not names: a new store may have these by now.
+    # For example actors on nodes that do not count as living. By handle: a new store may have the names by now.
     for path, handle in own.items():
         with contextlib.suppress(KVStoreError), ray_failures(path):
             ray.kill(handle)
     deadline_s = time.monotonic() + patience_s
-    while own and time.monotonic() < deadline_s:  # Ray knows them a moment longer.
+    while own and time.monotonic() < deadline_s:  # Ray lists ended actors a moment longer.
         own = {path: handle for path, handle in own.items() if _is_there(path, handle)}
         time.sleep(0.02)
 
@@ -98,15 +98,15 @@ def _is_there(path: str, handle: Any) -> bool:
 
 
 def end_store(name: str, say: Callable[[str], None]) -> None:
-    """End a store of the cluster that this process is connected to, whatever state it is in.
+    """End a store of this process's cluster, in any state.
 
     Args:
         name: of the store.
-        say: is told what will be ended, before it is.
+        say: called before the end, with the actors that will be ended.
 
     Raises:
-        StoreNotRunning: no actor of such a store is there.
-        StoreUnavailable: some are left.
+        StoreNotRunning: this store has no actors.
+        StoreUnavailable: some actors are left.
         TransferError: the cluster does not answer.
     """
     found = within("actors", _CALL_S, lambda: actors_of(name))
@@ -122,17 +122,17 @@ def end_store(name: str, say: Callable[[str], None]) -> None:
 
 
 def actors_of(name: str) -> list[str]:
-    """Return the names of a store's actors, in the cluster that this process is connected to."""
+    """Return the names of a store's actors in this process's cluster."""
     return sorted("/".join(path) for path in _paths() if path[1] == name)
 
 
 def stores_here() -> list[str]:
-    """Return the names of the stores of the cluster that this process is connected to, also of what is left of one."""
+    """Return the names of the stores in this process's cluster, including partly ended ones."""
     return sorted({path[1] for path in _paths()})
 
 
 def _paths() -> list[list[str]]:
-    """Return the names of all actors of stores, in their parts."""
+    """Return the names of all actors of stores, split into their parts."""
     with ray_failures("actors"):
         actors = ray.util.list_named_actors(all_namespaces=True)
     paths = [actor["name"].split("/") for actor in actors if actor["namespace"] == RAY_NAMESPACE]

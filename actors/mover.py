@@ -24,12 +24,12 @@ class Mover:
 
     Args:
         control_path: the node store's control socket on this node.
-        name: agent name, unique for each life of a mover.
+        name: NIXL agent name, unique for each mover process.
     """
 
     def __init__(self, control_path: str, name: str, config_json: str) -> None:
         config = StoreConfig.from_json(config_json)
-        # It stages blocks for every GPU whose worker asks, and knows them by UUID: Ray would show it none.
+        # It makes stages on every GPU whose worker asks, by UUID; Ray would hide all GPUs from it.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         set_ucx_lane(config.lane)
         from kvstore.mover.parallel import node_transport
@@ -50,11 +50,11 @@ class Mover:
         except Exception:
             logger.exception("mover: unexpected error; this process ends and is replaced")
         else:
-            # The store closed the connection: Ray ends this actor with it, if it is given the time.
+            # The store closed the connection: leave Ray time to end this actor with the store.
             time.sleep(_GRACE_S)
-        # The node store learns of it from the kernel, whatever the reason was, and starts another mover.
+        # The kernel tells the node store of this end, whatever its reason; the store starts another mover.
         os._exit(0)
 
     def pid(self) -> int:
-        """Return the process id; also says that the mover has started."""
+        """Return the process id; an answer also shows that the mover has started."""
         return os.getpid()

@@ -1,7 +1,7 @@
 """The node store as a Ray actor: named, detached, pinned to its node, never restarted by Ray.
 
-Its state is a cache, so a new one starts empty, with a new epoch, made by the supervisor. All logic is
-in kvstore.node.core.NodeCore; this facade adds the child mover and the names by which peers find each other.
+Its state is a cache, so the supervisor makes a new one, empty and with a new epoch. All logic is in
+kvstore.node.core.NodeCore; this facade adds the child mover and the names by which peers find each other.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 class NodeStore:
-    """One node's store, as serving code sees it through its Ray handle.
+    """One node's store, called through its Ray handle.
 
-    Callers over Ray name an `owner` for what they pin; nobody watches them, so their leases end with
-    their deadline. Worker processes of the node use kvstore.Client instead: faster, and watched.
+    Callers over Ray name an `owner` for what they pin. The store does not notice when they die, so their leases end
+    only at their deadline. Worker processes of the node use kvstore.Client instead: it is faster, and the store notices
+    their end.
 
     Args:
         node_id: Ray's id of the node this actor is pinned to.
@@ -94,17 +95,17 @@ class NodeStore:
     # For the supervisor and the public Store object.
 
     def ping(self, within_s: float = 1.0) -> bool:
-        """Whether this store serves: the thread of its sockets answers within so many seconds."""
+        """Return whether this store serves: its socket thread answers within `within_s` seconds."""
         return self._core.is_serving(within_s)
 
     @ray.method(concurrency_group=READY)
     def ready(self, timeout_s: float) -> bool:
-        """Wait until the mover has registered the arena."""
+        """Wait until the mover has registered the arena; return whether it has."""
         timeout_s = check_seconds("timeout_s", timeout_s)
         return self._core.wait_ready(timeout_s)
 
     def settings(self) -> str:
-        """Return what this store was made with, as `StoreConfig.from_json` reads it."""
+        """Return the settings of this store, as `StoreConfig.from_json` reads them."""
         return self._config.to_json()
 
     def control_path(self) -> str:
@@ -116,7 +117,7 @@ class NodeStore:
         return self._core.peer_address()
 
     def epoch(self) -> str:
-        """Return the id of this life of the store."""
+        """Return the epoch of the store."""
         return self._core.state.epoch.hex()
 
     def pids(self) -> dict[str, int]:
@@ -124,7 +125,7 @@ class NodeStore:
         return {"store": os.getpid(), "mover": self._core.mover_pid()}
 
     def stats(self) -> dict[str, Any]:
-        """Return counts of the pool, the engine and the calls served."""
+        """Return counts of the pool, NIXL and the served calls."""
         return self._core.stats()
 
     def stop(self) -> None:
@@ -135,7 +136,7 @@ class NodeStore:
     # The verbs, for remote and occasional callers.
 
     def attach(self, namespace: bytes, block_bytes: int) -> dict[str, int]:
-        """Make room for a namespace's blocks."""
+        """Prepare the store for a namespace's blocks; the first call divides the arena into slots."""
         return self._verbs.attach(namespace, block_bytes)
 
     def lookup(self, hashes: BlockHashes) -> int:
@@ -147,15 +148,15 @@ class NodeStore:
         return self._verbs.lease(_chain(hashes), _owner(owner), ttl_s)
 
     def renew(self, lease_id: int, owner: str, ttl_s: float = 30.0, epoch: bytes | None = None) -> bool:
-        """Extend a lease; whether it was still held, in this life of the store if `epoch` is given."""
+        """Extend a lease, and return whether it was still held; `epoch`, if given, must be the store's."""
         return self._verbs.renew(lease_id, _owner(owner), ttl_s, epoch)
 
     def release(self, lease_id: int, owner: str, epoch: bytes | None = None) -> bool:
-        """Drop a lease or a pin; whether it was still held by this owner, in this life of the store."""
+        """Drop a lease or a pin, and return whether this owner still held it in this epoch."""
         return self._verbs.release(lease_id, _owner(owner), epoch)
 
     def pin(self, hashes: BlockHashes, owner: str, ttl_s: float, soft: bool = False) -> Grant:
-        """Keep the readable prefix of a chain here for `ttl_s` seconds; nobody sees when this owner dies."""
+        """Keep the readable prefix of a chain here for `ttl_s` seconds, even if the owner dies."""
         deadline_after(ttl_s)
         return self._verbs.pin(_chain(hashes), _owner(owner), PinKind.SOFT if soft else PinKind.HARD, ttl_s)
 
@@ -170,9 +171,9 @@ class NodeStore:
     ) -> StoreTicket:
         """Claim slots for blocks that are not here, or join the writers of their other parts.
 
-        The slots come back `ttl_s` seconds after the store granted them. Nobody sees when this owner dies, so it
-        takes its clock before it asks, and has stopped writing by then. With `num_clears`, and after a later
-        clearing than that counts, nothing is claimed and the ticket's `num_clears` is another.
+        The store does not notice when this owner dies, so the slots come back `ttl_s` seconds after it granted them.
+        The owner reads its clock before it asks, and must stop writing by then. If the namespace was cleared after
+        `num_clears` was read, nothing is claimed, and the ticket has another `num_clears`.
         """
         deadline_after(ttl_s)
         return self._verbs.prepare_store(_chain(hashes), _owner(owner), num_parts, part, ttl_s, num_clears)
@@ -180,42 +181,42 @@ class NodeStore:
     def complete_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
     ) -> int:
-        """Publish a write; returns how many blocks became findable. Other generations than the ticket's are refused."""
+        """Publish a write, and return how many blocks became findable. Generations must be the ticket's."""
         return self._verbs.complete_store(write_id, _owner(owner), generations, epoch)
 
     def abort_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
     ) -> int:
-        """Give a write up; returns how many slots came back."""
+        """Abandon a write, and return how many slots came back."""
         return self._verbs.abort_store(write_id, _owner(owner), generations, epoch)
 
     def clear(self, namespace: bytes, version: int | None = None) -> int:
-        """Make a namespace a miss here; returns how many blocks that concerned.
+        """Make a namespace a miss here, and return the number of its blocks.
 
-        Left out, `version` is the next one that this store knows of. Another has to be later than what it knows, or
-        StaleVersion is raised and nothing is cleared. `Store.clear` reaches all nodes.
+        By default `version` is the next one after the version that this store knows. A given one has to be later than
+        that, or StaleVersion is raised and nothing is cleared. `Store.clear` reaches all nodes.
         """
         check_digest("namespace", namespace)
         return self._verbs.clear(namespace, version)
 
     def version(self, namespace: bytes) -> int:
-        """Return the version of the last clearing of a namespace that this store knows of."""
+        """Return the version of a namespace's last clearing that this store knows."""
         check_digest("namespace", namespace)
         return self._verbs.versions.get(namespace)
 
     def num_clears(self, namespace: bytes) -> int:
-        """Return what `prepare_store` takes as `num_clears`; to be asked for before KV is computed for a store."""
+        """Return the `num_clears` for `prepare_store`; ask for it before the KV to store is computed."""
         check_digest("namespace", namespace)
         return self._verbs.current.num_clears(namespace)
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
-        """Grant nothing to workers any more; returns hot chains for a peer to adopt."""
+        """Grant nothing to workers any more, and return hot chains for a peer to adopt."""
         max_bytes = check_count("max_bytes", max_bytes, 0, 1 << 62)
         return self._core.begin_drain(max_bytes)
 
     @ray.method(concurrency_group=DRAIN)
     def adopt(self, chains: list[bytes], timeout_s: float) -> int:
-        """Fetch chains from other nodes; returns how many blocks are here now."""
+        """Fetch chains from other nodes, and return how many of their blocks are here now."""
         timeout_s = check_seconds("timeout_s", timeout_s)
         if not isinstance(chains, list):
             raise InvalidRequest(f"chains: wanted what begin_drain() returned, got {type(chains).__name__}")
@@ -228,7 +229,7 @@ class NodeStore:
 
     @ray.method(concurrency_group=DRAIN)
     def drain(self, timeout_s: float) -> dict[str, int]:
-        """Grant nothing any more and wait for leases and writes to end; returns what is left."""
+        """Grant nothing any more, wait for leases and writes to end, and return what is left."""
         timeout_s = check_seconds("timeout_s", timeout_s)
         return self._core.drain(timeout_s)
 
@@ -242,13 +243,13 @@ class NodeStore:
 
 
 class _MoverActor:
-    """A mover as its keeper sees it."""
+    """A mover's actor, used by `MoverKeeper`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     def wait_started(self, timeout_s: float) -> None:
-        """Wait until its constructor is through."""
+        """Wait until its constructor has returned."""
         call("mover", self._handle.pid, timeout_s=timeout_s)
 
     def kill(self) -> None:
@@ -264,7 +265,7 @@ def _chain(hashes: BlockHashes) -> BlockHashes:
 
 
 def _owner(name: str) -> str:
-    """Return an owner that no worker and no peer can be."""
+    """Return an owner name that no worker and no peer can have."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_OWNER_CHARS:
         raise InvalidRequest(f"owner: wanted 1 to {MAX_OWNER_CHARS} characters, got {clip(name)}")
     return f"ray:{name}"

@@ -1,8 +1,8 @@
-"""Node stores and their movers as plain processes of this machine, without Ray: up in seconds.
+"""Node stores and their movers as plain processes of this machine, without Ray; they start in seconds.
 
-For benchmarks and tests that would wait longer for Ray than they last. They run the classes that the actors wrap, so
-nothing differs from a cluster but how processes find each other. A node ends with its standard input, and with it its
-mover, so that none outlives whoever started it.
+For benchmarks and tests that are shorter than a start of Ray. They run the classes that the actors wrap, so only
+finding processes differs from a cluster. A node ends with its standard input, and its mover with it, so none outlives
+its parent process.
 
     python -m kvstore.actors.plain_nodes store NODE LOG_LEVEL CONFIG
     python -m kvstore.actors.plain_nodes mover CONTROL_PATH NAME LOG_LEVEL CONFIG
@@ -35,7 +35,7 @@ _END_S = 10.0
 
 
 class PlainNode:
-    """A node store in a process of its own, as whoever started it sees it."""
+    """The parent's handle of a node store in a child process."""
 
     def __init__(self, node_id: str, config: StoreConfig) -> None:
         self.node_id = node_id
@@ -50,27 +50,27 @@ class PlainNode:
         """Ask the process and return its answer.
 
         Raises:
-            StoreUnavailable: it ended, or did not answer in time.
+            StoreUnavailable: the process ended, or did not answer in time.
         """
         assert self._process.stdin is not None, "made with a pipe"
         try:
             self._process.stdin.write(json.dumps([verb, value]) + "\n")
             self._process.stdin.flush()
             line = self._answers.get(timeout=timeout_s)
-        except (OSError, ValueError, queue.Empty) as error:  # ValueError: it was closed here.
+        except (OSError, ValueError, queue.Empty) as error:  # ValueError: the pipe was closed here.
             raise StoreUnavailable(f"node {self.node_id} did not answer {verb!r} within {timeout_s} s") from error
         if not line:
             raise StoreUnavailable(f"the process of node {self.node_id} ended")
         return json.loads(line)
 
     def begin_close(self) -> None:
-        """Have the process end."""
+        """Tell the process to end."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
     def close(self) -> None:
-        """End the process, by force if it does not by itself."""
+        """End the process, by force if needed."""
         self.begin_close()
         try:
             self._process.wait(_END_S)
@@ -90,15 +90,15 @@ class PlainNode:
 
 @contextlib.contextmanager
 def plain_nodes(config: StoreConfig, num_nodes: int = 2, timeout_s: float = 60.0) -> Iterator[list[PlainNode]]:
-    """Run nodes "node-0", "node-1" and so on, and a directory; all of them end with the block.
+    """Run nodes "node-0", "node-1" and so on, and a directory; all end with the `with` block.
 
     Args:
         config: of every store.
         num_nodes: how many.
-        timeout_s: for all of them to be ready.
+        timeout_s: limit for all of them to be ready.
 
     Raises:
-        StoreUnavailable: one did not get ready in time; nothing is left.
+        StoreUnavailable: a node was not ready in time; all were ended.
     """
     directory, nodes = DirectoryServer(_HOST, settle_s=0.0), list[PlainNode]()
     try:
@@ -124,7 +124,7 @@ def plain_nodes(config: StoreConfig, num_nodes: int = 2, timeout_s: float = 60.0
 
 
 class _ChildMover:
-    """A mover's process, for its keeper."""
+    """The process of a mover, used by `MoverKeeper`."""
 
     def __init__(self, core: NodeCore) -> None:
         name = f"raykv-{core.state.node_id}-{core.state.epoch.hex()}-{secrets.token_hex(3)}"
@@ -175,7 +175,7 @@ def _run_store(node_id: str, config: StoreConfig) -> None:
         verb, value = json.loads(line)
         sys.stdout.write(json.dumps(answers[verb](value), default=str) + "\n")
         sys.stdout.flush()
-    core.stop()  # First: the mover's end is then nobody's loss.
+    core.stop()  # First, so that the store does not report the mover's end as a loss.
     keeper.stop()
 
 

@@ -1,7 +1,7 @@
-"""Whether stores and the directory serve: asked of each by the supervisor, which replaces one that does not.
+"""Check that stores and the directory serve; the supervisor asks, and replaces one that does not.
 
 An actor may answer Ray while the one thread that serves its sockets is stuck, so `ping` asks that thread. Pings have
-a thread of their own in each actor: verbs that wait keep none from its answer.
+their own thread in each actor: verbs that wait cannot delay the answer.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ HEALTH = "health"
 #: Threads of an actor that only answer pings, as `ray.remote` takes it.
 HEALTH_GROUP = {HEALTH: 1}
 READY, DRAIN = "ready", "drain"
-#: Threads of a node store for verbs that wait as long as their caller says, a day at most: however many are asked, the
-#: others are answered, and a store can be found by its workers and peers.
+#: Threads of a node store for verbs that wait as long as their caller says, at most a day. Other calls are answered all
+#: the same, so workers and peers can still find the store.
 WAITING_GROUPS = {READY: 8, DRAIN: 4}
-#: How long the serving thread has for its answer, and what the call may take on top.
+#: How long the serving thread has for its answer, and how much longer the call may take.
 _SERVES_WITHIN_S, _CALL_S = 3.0, 2.0
-#: From the first ping that says so, an actor whose serving thread is stuck is left this long.
+#: An actor with a stuck serving thread is ended this long after the first ping that shows it.
 STUCK_S = 10.0
-#: One that does not answer Ray either may be suspended, and go on; but not for ever.
+#: The same for an actor that does not answer Ray either: it may only be suspended, and continue.
 SILENT_S = 60.0
 
 
 class ServingWatch:
-    """Since when actors do not serve, by name; each is asked by one thread at a time."""
+    """The times since when actors do not serve, by name. One thread at a time asks each."""
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
 
     def serves(self, name: str, what: str, handle: Any, *, may_restart: bool) -> bool:
-        """Ask an actor whether it serves; one that has not for too long is ended.
+        """Return whether an actor serves; end one that has not served for too long.
 
         Args:
             name: of the actor.
-            what: it is, for texts.
+            what: names it in texts.
             handle: of the actor.
-            may_restart: whether Ray makes it again by itself when it is ended.
+            may_restart: whether Ray makes it again after its end.
 
         Returns:
-            False when there is none any more, and another one may be made.
+            False when it is gone, and another one may be made.
 
         Raises:
-            TransferTimeout: it does not serve, but may yet.
+            TransferTimeout: it does not serve now, but may serve again.
         """
         asked_s = time.monotonic()
         try:
@@ -78,6 +78,6 @@ class ServingWatch:
 
     def keep(self, names: set[str]) -> None:
         """Forget all other actors."""
-        for name in list(self._since_s):  # A copy: threads that ask actors add to it and take from it meanwhile.
+        for name in list(self._since_s):  # A copy, because threads that ask actors change it meanwhile.
             if name not in names:
                 self._since_s.pop(name, None)

@@ -1,4 +1,4 @@
-"""Starting a store in a Ray cluster, or joining the one that runs there."""
+"""Start a store in a Ray cluster, or join the one that runs there."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from kvstore.errors import (
 logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-#: How long a store that is being ended is given before it is looked for again.
+#: Pause before looking again for a store that is ending.
 _ENDS_S = 0.2
-#: How long each part of a store that did not come up in time is given to end by itself: the time is over already.
+#: How long each part of a store that did not start in time may take to end: the caller's time is already used up.
 _UNDO_S = 2.0
-#: How often a call that waits says so to the supervisor, which takes one that is silent for gone.
+#: Interval at which a waiting call notifies the supervisor, for which a silent call is gone.
 _SAY_EVERY_S = 3.0
 
 
@@ -56,7 +56,7 @@ def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
         store = _start(config, deadline_s, joined.session)
         USE.hold(store)
     if joined.session.is_own:
-        # Ray ends with this process without telling its actors, which leave their sockets.
+        # Ray ends with this process without notice to its actors, which would leave their sockets.
         atexit.register(_stop_at_exit, store)
     _log_joined(store, joined)
     return store
@@ -81,13 +81,13 @@ def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store
             f"store {config.name!r} is being ended by another process, or its supervisor goes away again and again; "
             "where an end was interrupted, `kvstore stop` or destroy() completes it"
         )
-    except BaseException:  # Of who is interrupted, too: nobody else would end what this call began.
+    except BaseException:  # Interrupts as well: nothing else would end what this call began.
         _give_up(config.name, own_id)
         raise
 
 
 def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own_id: str) -> Store | None:
-    """Start a store or join the one that runs; None when that is just being ended, or was lost meanwhile."""
+    """Start a store or join the running one; return None when that is ending, or was lost meanwhile."""
     name = actor_name(config.name, "supervisor")
     try:
         supervisor = _find_supervisor(config.name, deadline_s)
@@ -114,7 +114,7 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own
 
 
 def _find_supervisor(name: str, deadline_s: float) -> Any:
-    """Find the supervisor of a store; a GCS that has just died would be asked until Ray ends this process."""
+    """Find a store's supervisor within the deadline; Ray would ask a dead GCS until it ends this process."""
     left_s = max(_ENDS_S, deadline_s - time.monotonic())
     return find_actor(actor_name(name, "supervisor"), left_s)
 
@@ -125,19 +125,18 @@ def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str
         return None
     _check_compatible(config, running)
     _wait_ready(config.name, supervisor, own_id, deadline_s)
-    # Several calls may have wanted to make the supervisor at once; it knows which one did, or whose it is since that
-    # one gave up.
+    # Several calls may have tried to make the supervisor at once; it knows the starter, or the call that replaced it.
     with contextlib.suppress(TransferTimeout):
         running = call("supervisor", supervisor.have, own_id, timeout_s=_UNDO_S)
-        if running["is_ending"]:  # The starter gave up, and took this call for gone.
+        if running["is_ending"]:  # The starter failed, and this call counted as gone.
             return None
     return Store(config, session, own_id if running["starter"] == own_id else None)
 
 
 def _give_up(name: str, own_id: str) -> None:
-    """End a store that this call began, and will not have, unless others have joined it meanwhile.
+    """End a store that this call began and failed to get, unless others have joined it meanwhile.
 
-    Its supervisor, which may only come up, would make it.
+    Its supervisor, which may still be starting, would otherwise make it.
     """
     try:
         supervisor = find_actor(actor_name(name, "supervisor"))
@@ -180,10 +179,10 @@ def _stop_at_exit(store: Store) -> None:
 
 
 def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> None:
-    """Wait until every node has a store that serves; one that is slow has until the deadline.
+    """Wait until every node has a store that serves, at most until the deadline.
 
     Raises:
-        ConfigError: no node can have one with these settings.
+        ConfigError: no node can have a store with these settings.
         StoreUnavailable: not every node had one in time.
         PeerLost: the supervisor, or a store, is gone.
     """
@@ -211,7 +210,7 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
 
 
 def _served(supervisor: Any, own_id: str, deadline_s: float) -> list[str]:
-    """Have the supervisor make a round, which may be long, and tell it all the while that this call waits."""
+    """Have the supervisor make a round, which may be long, and keep telling it that this call waits."""
     made, is_over = begin("supervisor", supervisor.reconcile), False
     while not is_over:
         left_s = max(0.0, deadline_s - time.monotonic())
@@ -222,7 +221,7 @@ def _served(supervisor: Any, own_id: str, deadline_s: float) -> list[str]:
 
 
 def _are_ready(name: str, supervisor: Any, served: list[str], deadline_s: float) -> bool:
-    """Whether the stores that `served` names are those of all nodes, and their movers are ready."""
+    """Return whether `served` names all nodes, and their movers are ready."""
     hopeless = call("supervisor", supervisor.hopeless, timeout_s=_CALL_S)
     nodes = set(alive_nodes())
     if hopeless and set(hopeless) >= nodes:

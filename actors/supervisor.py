@@ -1,7 +1,7 @@
-"""The supervisor: a stateless, restarting Ray actor that keeps one store on every living node.
+"""The supervisor: a stateless Ray actor that restarts, and keeps one store on every living node.
 
-It knows nothing but the configuration it was made with; everything else it reads from the cluster each
-time, so it can die and come back anywhere. Stores and directory do not depend on it to serve.
+It knows only the configuration it was made with and reads everything else from the cluster each time, so it can die and
+restart anywhere. Stores and directory serve without it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _CALL_S = 5.0
-#: Ray hands on what a constructor raised as text only.
+#: Ray passes a constructor's error on only as text.
 _CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
-#: Threads of the supervisor that only answer: rounds, in which callers wait for stores, keep none from its answer.
+#: Threads of the supervisor that only answer, so that rounds, in which callers wait, cannot delay answers.
 ASKED = "asked"
 ASKED_GROUP = {ASKED: 4}
-#: A round returns after this long; nodes that take longer are reported, and go on by themselves.
+#: A round returns after this long; slower nodes are reported and continue by themselves.
 _ROUND_S = 15.0
-#: How long others wait for a round: for the directory, for the nodes, and for the cluster's answers.
+#: How long other callers wait for a round: for the directory, the nodes, and the cluster's answers.
 _SHARED_S = 2 * _ROUND_S + 15.0
-#: A call of `start` that has not said for so long that it waits counts as gone: its process may have been killed.
+#: A call of `start` that is silent for this long counts as gone: its process may have been killed.
 _HEARD_S = 10.0
 
 
@@ -51,7 +51,7 @@ def alive_nodes() -> dict[str, dict[str, float]]:
         StoreUnavailable, TransferError: the cluster cannot be asked.
     """
     with ray_failures("nodes"):
-        # ray.nodes() asks the same, and waits for ever for a GCS that hangs.
+        # ray.nodes() asks the same, but waits forever for a GCS that hangs.
         nodes = ray_worker.global_worker.gcs_client.get_all_node_info(timeout=_CALL_S)  # type: ignore[attr-defined]
     return {
         node_id.hex(): dict(node.resources_total)
@@ -66,7 +66,7 @@ class Supervisor:
     Args:
         config_json: settings of the store.
         starter: id of the call that made it; kept when Ray restarts it.
-        watch: False does nothing on its own, only when `reconcile` is called; for tests.
+        watch: False makes rounds only when `reconcile` is called; for tests.
     """
 
     def __init__(self, config_json: str, starter: str = "", watch: bool = True) -> None:
@@ -76,24 +76,24 @@ class Supervisor:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._problems: dict[str, str] = {}
-        #: Nodes of whose problems time is no cure.
+        #: Nodes whose problems stay as long as the settings do.
         self._hopeless: set[str] = set()
-        #: When calls that wait for the store said so last, in the order of their coming; the starter's stays.
+        #: Time of the last message of each waiting call of `start`, in order of arrival; the starter's stays.
         self._heard_s: dict[str, float] = {}
-        #: Some call has a handle: from then on none that fails ends the store.
+        #: Whether a call has got a handle: from then on no failing call ends the store.
         self._is_had = False
         self._round: Future[list[str]] | None = None
         self._serving = ServingWatch()
-        #: Of each node's store whose settings were seen, the actor's id.
+        #: By node, the actor id of the store whose settings were checked.
         self._checked: dict[str, Any] = {}
-        # One thread a node at most: a store that hangs, or takes long to come up, delays no other.
+        # At most one thread per node: a store that hangs or starts slowly delays no other.
         self._running: dict[str, Future[None]] = {}
         if watch:
             threading.Thread(target=self._watch, name="raykv-supervisor", daemon=True).start()
 
     @ray.method(concurrency_group=ASKED)
     def config(self) -> dict[str, Any]:
-        """Return what a connecting process has to agree with, and whether the store is being ended."""
+        """Return the settings that a connecting process must match, and whether the store is ending."""
         return self._describe()
 
     def _describe(self) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class Supervisor:
 
     @ray.method(concurrency_group=ASKED)
     def join(self, caller: str) -> dict[str, Any]:
-        """Note that a call of `start` waits for this store; returns what `config` does.
+        """Note that a call of `start` waits for this store, and return what `config` returns.
 
-        A call says so every few seconds, else it counts as gone after `_HEARD_S`.
+        A call repeats this every few seconds; else it counts as gone after `_HEARD_S`.
         """
         with self._lock:
             if not self._stopping.is_set():
@@ -117,7 +117,7 @@ class Supervisor:
 
     @ray.method(concurrency_group=ASKED)
     def have(self, caller: str) -> dict[str, Any]:
-        """Note that a call of `start` has its handle, and waits no more; returns what `config` does."""
+        """Note that a call of `start` has its handle and waits no more; return what `config` returns."""
         with self._lock:
             self._heard_s.pop(caller, None)
             self._is_had = True
@@ -125,9 +125,9 @@ class Supervisor:
 
     @ray.method(concurrency_group=ASKED)
     def leave(self, caller: str) -> bool:
-        """Note that a call of `start` has failed; whether nobody wants the store now, and the caller is to end it.
+        """Note that a call of `start` failed; return whether no call wants the store, so the caller must end it.
 
-        Where others wait, the first of them counts as the starter from now on.
+        If other calls wait, the first of them becomes the starter.
         """
         with self._lock:
             waiting = self._waiting()
@@ -145,7 +145,7 @@ class Supervisor:
             return True
 
     def _waiting(self) -> list[str]:
-        """Return the calls of `start` that wait, and live; the caller has the lock."""
+        """Return the waiting calls of `start` that are not gone; the caller holds the lock."""
         since_s = time.monotonic() - _HEARD_S
         return [caller for caller, heard_s in self._heard_s.items() if heard_s >= since_s]
 
@@ -156,13 +156,13 @@ class Supervisor:
 
     @ray.method(concurrency_group=ASKED)
     def hopeless(self) -> dict[str, str]:
-        """Return those of `problems` that stay as long as the settings do."""
+        """Return the `problems` that stay as long as the settings do."""
         problems, hopeless = dict(self._problems), set(self._hopeless)
         return {node_id: text for node_id, text in problems.items() if node_id in hopeless}
 
     @ray.method(concurrency_group=ASKED)
     def unfinished(self) -> dict[str, str]:
-        """Return of each node whose store is being made just now what it may be waiting for, by node id."""
+        """Return, by node id, what each store that is being made now may wait for."""
         with self._lock:
             made = [key for key, future in self._running.items() if key != "directory" and not future.done()]
         if not made:
@@ -175,20 +175,20 @@ class Supervisor:
 
     @ray.method(concurrency_group=ASKED)
     def stop(self) -> None:
-        """Make nothing any more; the caller ends the actors."""
+        """Make no more actors; the caller ends the existing ones."""
         with self._lock:
             self._stopping.set()
             running = list(self._running.values())
         wait(running, _CALL_S)
 
     def reconcile(self) -> list[str]:
-        """Make what is missing; returns the ids of the nodes that have a living store.
+        """Make missing actors, and return the ids of the nodes that have a living store.
 
-        Every node is seen to on a thread of its own, and the round ends within `_ROUND_S` whatever one of them does.
-        All that ask while a round is under way share it.
+        Each node has its own thread, and the round ends within `_ROUND_S` whatever a node does. Calls during a round
+        share it.
 
         Raises:
-            KVStoreError: the cluster cannot be asked, or the directory cannot be made; the nodes were seen to.
+            KVStoreError: the cluster cannot be asked, or the directory cannot be made; nodes were handled all the same.
         """
         with self._lock:
             under_way, own = self._round, Future[list[str]]()
@@ -213,7 +213,7 @@ class Supervisor:
         nodes = alive_nodes()
         self._problems = {node_id: text for node_id, text in self._problems.items() if node_id in nodes}
         self._hopeless &= set(nodes)
-        # First, because a store that comes up before it would publish a second later.
+        # First, because a store that starts before the directory would publish a second later.
         directory = self._begin("directory", self._ensure_directory)
         wait([directory], _ROUND_S)
         ensured = {
@@ -243,7 +243,7 @@ class Supervisor:
         return served
 
     def _begin(self, key: str, ensure: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Run `ensure` on a thread unless it runs for this key already; after `stop` it is over at once."""
+        """Run `ensure` on a thread unless it already runs for this key; after `stop` it fails at once."""
         with self._lock:
             known = self._running.get(key)
             if known is not None and not known.done():
@@ -258,13 +258,13 @@ class Supervisor:
             try:
                 ensure(*arguments)
                 future.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - told to whoever reads the future.
+            except BaseException as error:  # noqa: BLE001 - raised where the future is read.
                 future.set_exception(error)
 
         try:
             threading.Thread(target=run, name=f"raykv-ensure-{key[:8]}", daemon=True).start()
         except (RuntimeError, MemoryError) as error:  # No thread can be started now.
-            future.set_exception(error)  # Else it would count as running, and nobody would ever see to this node.
+            future.set_exception(error)  # Else it would count as running, and this node would never get a store.
         return future
 
     def _watch(self) -> None:
@@ -275,7 +275,7 @@ class Supervisor:
                 guard.passed()
                 pause_s = 0.0
             except KVStoreError as error:
-                # An actor that Ray is just restarting, say: what the supervisor is there for, and no fault of its own.
+                # For example an actor that Ray is restarting: the next round handles it.
                 if not self._stopping.is_set():
                     logger.warning("supervisor: could not reconcile (%s); will try again", error)
             except Exception as error:  # noqa: BLE001 - logged by the guard; nobody else makes stores.
@@ -285,11 +285,11 @@ class Supervisor:
         name = actor_name(self._config.name, "directory")
         if self._serves(name, "the directory", may_restart=True):
             return
-        # Ray restarts it by itself; this makes the first one, and another should Ray have given up.
+        # Ray restarts the directory; this makes the first one, and another one if Ray has given up.
         _get_or_create(name, Directory, {"max_restarts": -1, "max_concurrency": 8}, self._has_no_stores(name))
 
     def _serves(self, name: str, what: str, *, may_restart: bool) -> bool:
-        """Whether an actor is there and serves; see `ServingWatch.serves`."""
+        """Return whether an actor exists and serves; see `ServingWatch.serves`."""
         try:
             handle = find_actor(name)
         except StoreNotRunning:
@@ -297,7 +297,7 @@ class Supervisor:
         return self._serving.serves(name, what, handle, may_restart=may_restart)
 
     def _has_no_stores(self, directory: str) -> bool:
-        """Whether neither the directory nor any store exists yet."""
+        """Return whether neither the directory nor any store exists yet."""
         for name in (directory, *(actor_name(self._config.name, "node", node_id) for node_id in alive_nodes())):
             try:
                 find_actor(name)
@@ -328,7 +328,7 @@ class Supervisor:
             ray.kill(made)
 
     def _check_settings(self, node_id: str, handle: Any) -> None:
-        """Refuse a node's store that another supervisor made and left, unless its settings are these; asked once."""
+        """Refuse a node's store that an earlier supervisor left with other settings; asked once per store."""
         actor_id = handle._actor_id
         if self._checked.get(node_id) == actor_id:
             return
@@ -343,7 +343,7 @@ class Supervisor:
 
 
 def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) -> Any:
-    """Return a named actor that answers, made if need be; `get_if_exists` may first hand back a dead one."""
+    """Return a named actor that answers; make it if needed. `get_if_exists` may first return a dead one."""
     last: KVStoreError = StoreNotRunning(f"{name} could not be made")
     groups = HEALTH_GROUP | (WAITING_GROUPS if cls is NodeStore else {})
     for _ in range(4):
@@ -365,7 +365,7 @@ def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) ->
             return handle
         except KVStoreError as error:
             last = error
-            if "creation task" in str(error):  # Ray's words for a constructor that raised: it would again.
+            if "creation task" in str(error):  # Ray's text for a constructor that raised; it would raise again.
                 if _CONFIG_ERROR in str(error):
                     raise ConfigError(str(error)) from error
                 break

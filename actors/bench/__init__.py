@@ -1,4 +1,4 @@
-"""What `kvstore bench` measures on a cluster.
+"""The measurements of `kvstore bench` on a cluster.
 
 In: sizes, counts and a running Ray.
 Out: rows of figures.

@@ -1,4 +1,4 @@
-"""A private two-node Ray cluster on this machine, for benchmarks; ended with everything in it."""
+"""A private two-node Ray cluster on this machine, for benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 @contextlib.contextmanager
 def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
-    """Run two Ray nodes and yield their ids, the driver's first.
+    """Run two Ray nodes, yield their ids, the driver's first, and end them with everything in them.
 
     Args:
         object_store_bytes: Ray's own object store of each node.
@@ -28,9 +28,9 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
     folder = tempfile.mkdtemp(prefix="rk", dir="/tmp")
     before = dict(os.environ)
     os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0")
-    # A token of its own: no other process may join, and no token of the user's is shown.
+    # A private token: no other process may join, and the user's token is not sent.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    Config.initialize("")  # What Ray read of them when it was imported holds no more.
+    Config.initialize("")  # Replaces the values that Ray read when it was imported.
     os.environ.pop("RAY_ADDRESS", None)
     cluster: Any = None
     try:
@@ -40,7 +40,7 @@ def two_nodes(object_store_bytes: int = 100 << 20) -> Iterator[list[str]]:
                 "num_cpus": num_cpus,
                 "object_store_memory": object_store_bytes,
                 "include_dashboard": False,
-                # Nothing that is not measured shall run.
+                # Run nothing that is not measured.
                 "include_log_monitor": False,
                 "no_monitor": True,
             },

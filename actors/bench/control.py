@@ -1,8 +1,7 @@
 """Benchmark: control calls of a worker to its node's store, over the local socket and over the Ray handle.
 
-Beside them stands what the machine takes for a bare exchange of the same bytes: another process that waits in
-epoll on the same kind of socket and answers eight bytes. Wake-ups are most of a call, and some machines are slow
-at them.
+Compared with a bare exchange of the same bytes: another process waits in epoll on the same kind of socket and answers
+eight bytes. Wake-ups are most of a call, and some machines are slow at them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _BLOCK_SIZE = 16
 
 
 class Echo:
-    """The bare other end: takes a packet, answers eight bytes, one client at a time."""
+    """The bare server: takes a packet, answers eight bytes, one client at a time."""
 
     def __init__(self) -> None:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -54,7 +53,7 @@ class Echo:
 
 
 class Caller:
-    """A worker that asks its node's store, again and again."""
+    """A worker that asks its node's store again and again."""
 
     def __init__(self, store: Store, space: Namespace, num_hashes: int, echo: bytes) -> None:
         self._echo = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Cores for the processes of a benchmark: some sleep, and on a machine that others share some are slow for seconds."""
+"""Cores for the processes of a benchmark: some sleep, and on a shared machine some are slow for seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 _NUM_TURNS, _NUM_TRIES = 2_000, 3
 _END_S = 10.0
-#: Ends with the process that started it.
+#: This program ends with the process that started it.
 _SPIN = """
 import os, sys
 os.sched_setaffinity(0, {int(sys.argv[1])})
@@ -23,10 +23,10 @@ while os.getppid() == int(sys.argv[2]):
 
 
 def faster_half(least: int = 8) -> set[int]:
-    """Return the faster half of the cores that this thread may use, as a loop in Python tells.
+    """Return the faster half of the cores that this thread may use, measured with a Python loop.
 
     Args:
-        least: of fewer than two times as many cores all are returned.
+        least: with fewer than twice this many cores, all are returned.
     """
     cores, times_s = os.sched_getaffinity(0), dict[int, float]()
     if len(cores) < 2 * least:
@@ -41,7 +41,7 @@ def faster_half(least: int = 8) -> set[int]:
 
 
 def keep_on(cores: set[int], pids: Iterable[int]) -> None:
-    """Let processes, all their threads, run on these cores alone; those that have ended are passed by."""
+    """Restrict processes, with all their threads, to these cores; skip processes that have ended."""
     for pid in pids:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
@@ -51,9 +51,9 @@ def keep_on(cores: set[int], pids: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def kept_awake() -> Iterator[None]:
-    """Let no core that this thread may use sleep: each has something to do that gives way to everything else at once.
+    """Keep this thread's cores awake: each runs a loop that yields at once to everything else.
 
-    A thread that waits is woken faster on a core that does not sleep, as on a host that lets none (`idle=poll`).
+    A waiting thread is woken faster on a core that does not sleep, as on a host with `idle=poll`.
     """
     with contextlib.ExitStack() as ending:
         for core in sorted(os.sched_getaffinity(0)):

@@ -1,15 +1,14 @@
 """Benchmark: hand-offs of a request's blocks from one engine to another, from the call to the last byte in place.
 
-Beside one copy of the same bytes between the two devices (the limit), and beside what NIXL does by itself with the
-engine's own fragments and with blocks that are packed already, all warm. Caches have a tensor for each layer. Engines,
-stores and movers are processes of their own, without Ray; tickets go through a pipe, and their way counts, too.
-Destinations are poisoned before each round and compared after the last. Rows "ours" wait for `Client.publish`, rows
-"ours_begun" send the ticket of `begin_publish` while the blocks are packed, and rows "ours_early" that of
-`prepare_ticket` before they publish. Rows "ours_ahead" begin to publish while the blocks
-are still being computed, as an engine does that queues its work on the device, and count from the end of that on.
-All processes run on those cores that were the faster half a moment ago: a hand-off is some milliseconds of single
-threads, and cores of a machine that others share differ by half. Rows "..._cores_awake" are the same on cores that
-never sleep: what a host takes to wake them is what they have less.
+Compared with one copy of the same bytes between the two devices (the limit), and with NIXL alone on the engine's own
+fragments and on packed blocks, all warm. Caches have one tensor per layer. Engines, stores and movers are separate
+processes without Ray; tickets go through a pipe, and their time counts. Destinations are poisoned before each round and
+compared after the last. Rows "ours" wait for `Client.publish`. Rows "ours_begun" send the ticket of `begin_publish`
+while the blocks are packed. Rows "ours_early" send the ticket of `prepare_ticket` before they publish. Rows
+"ours_ahead" begin to publish while the blocks are still being computed, as an engine does that queues its work on the
+device, and count from the end of that work. All processes run on the half of the cores that was faster a moment ago: a
+hand-off is some milliseconds of single threads, and cores of a shared machine differ by half. Rows "..._cores_awake"
+are the same on cores that never sleep: the difference is the host's time to wake cores.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from kvstore.errors import ConfigError
 
 _TIMEOUT_S = 60.0
 _WARM_ROUNDS = 3  # They build kernels, map memory and meet peers.
-#: Rounds after which the cores are looked at again.
+#: Rounds after which the cores are measured again.
 _ROUNDS_ON_CORES = 8
 _GPUS, _HOST = ("cuda:0", "cuda:1"), ("cpu", "cpu")
-#: The last one needs a device whose work is queued.
+#: The last way needs a device with queued work.
 _WAYS = ("ours", "ours_begun", "ours_early", "ours_ahead")
-#: What the publishing engine is asked to do where that is not `Engine.publish`.
+#: The method of the publishing engine, if it is not `Engine.publish`.
 _PUBLISH = {"ours_begun": "publish_begun", "ours_early": "publish_early", "ours_ahead": "publish_ahead"}
 
 
@@ -54,16 +53,16 @@ def run_handoff(
     say: Callable[[str], None],
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Return a row for every shape, block size, number of blocks, direction and way.
+    """Measure, and return a row per shape, block size, number of blocks, direction and way.
 
     Args:
         names: keys of `kvstore.bench.gpu.SHAPES`.
         block_sizes: tokens per block.
-        counts: blocks that are handed off at once.
-        rounds: the median of so many counts.
+        counts: numbers of blocks that are handed off at once.
+        rounds: a figure is the median of this many measurements.
         device: "cuda" needs two GPUs; "cpu" hands off through host memory alone; "auto" takes what there is.
         say: shows progress.
-        keep: called with all rows so far after each: a run that is cut off has measured something.
+        keep: called after each row with all rows so far, so that an interrupted run keeps its rows.
 
     Raises:
         ConfigError: an unknown shape, or fewer than two GPUs.
@@ -140,7 +139,7 @@ def _row(direction: str, way: str, count: int, shape: KVShape, found: dict[str, 
 
 
 class _Pair:
-    """Two engines in processes of their own, with a pipe for tickets from the first one to the second."""
+    """Two engines in child processes, with a pipe for tickets from the first to the second."""
 
     def __init__(
         self, nodes: Sequence[PlainNode], space: Namespace, places: tuple[str, str], num_blocks: int, closing: ExitStack
@@ -161,9 +160,9 @@ class _Pair:
         receives.close()
 
     def attach(self, num_bytes: int, say: Callable[[str], None]) -> None:
-        """Attach both to stages that hold so much; the second warms up the way from the first one's.
+        """Attach both to stages that hold `num_bytes`; the second warms up the lane from the first.
 
-        A hand-off's slots are given back after its result, so the next one may meet it in a stage with room for one.
+        One more block fits, because a hand-off's slots are given back only after its result.
         """
         for end, peers in ((self.source, ()), (self.target, (self._nodes[0].node_id,))):
             say(f"attached: {end.ask('attach', _TIMEOUT_S, num_bytes + self._block_bytes, peers)}")
@@ -173,7 +172,7 @@ class _Pair:
         keep_on(faster_half(), [self.source.pid, self.target.pid, *served])
 
     def hand_off(self, count: int, rounds: int, way: str = "ours") -> dict[str, Any]:
-        """Hand blocks off again and again; returns what a row wants."""
+        """Hand blocks off again and again, and return the fields of a row."""
         total, publish, results = list[float](), list[float](), []
         for index in range(rounds + _WARM_ROUNDS):
             if index % _ROUNDS_ON_CORES == 0:

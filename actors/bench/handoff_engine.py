@@ -18,15 +18,15 @@ from kvstore.errors import TransferTimeout
 from kvstore.kernels.reference import torch_dtype
 
 _POISON = 0x5A
-#: Some 5 ms of a GPU of 1.8 GHz.
+#: About 5 ms on a GPU of 1.8 GHz.
 _FORWARD_CYCLES = 9_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """When the call began and when it had returned, on this machine's monotonic clock.
+    """The times of the call's begin and return, on this machine's monotonic clock.
 
-    Of blocks that were published while they were computed: when they were computed, and when they were packed.
+    For blocks that were published while they were computed: the ends of computing and of packing.
     """
 
     began_s: float
@@ -35,23 +35,23 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """When the last byte was in place, on this machine's monotonic clock, and the fetch's result."""
+    """The time when the last byte was in place, on this machine's monotonic clock; and the fetch's result."""
 
     ended_s: float
     result: FetchResult
 
 
 class Engine:
-    """An engine: caches [plane, block, token, head, dim] of each layer, of which it hands off half.
+    """An engine: caches [plane, block, token, head, dim] of each layer; it hands off half of the blocks.
 
     Args:
         control_path: of its node's store.
         space: of the blocks.
         device: where its cache is.
-        num_blocks: most that it hands off at once.
+        num_blocks: most blocks that it hands off at once.
         seed: of the bytes, and of the order of blocks.
-        tickets: to or from the other engine.
-        timeout_s: for every wait.
+        tickets: pipe to or from the other engine.
+        timeout_s: limit for every wait.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Engine:
             torch.cuda.synchronize(self._device)
 
     def digest(self, count: int) -> str:
-        """Return what tells the bytes of blocks from others."""
+        """Return a hash of the bytes of blocks."""
         ids, digest = torch.from_numpy(self._block_ids[:count]).to(self._device), hashlib.sha256()
         for bits in self._bits:
             digest.update(bits[:, ids].cpu().numpy().tobytes())
@@ -122,13 +122,13 @@ class Engine:
     def publish_ahead(self, count: int) -> Published:
         """Publish blocks while they are still being computed, and send their ticket to the other engine.
 
-        The forward pass is a kernel that takes some milliseconds and writes nothing. The publication counts as begun
-        when that has ended, by the device's clock: nobody could pack the blocks before.
+        The forward pass is a kernel that takes some milliseconds and writes nothing. The publication counts as begun at
+        its end, by the device's clock, because the blocks cannot be packed earlier.
         """
         ids = self._block_ids[:count]
         began, computed = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._device)
-        began_s = time.monotonic()  # Before the event, so that what lies between the two counts as well.
+        began_s = time.monotonic()  # Before the event, so that the time between the two counts as well.
         began.record()
         torch.cuda._sleep(_FORWARD_CYCLES)  # type: ignore[no-untyped-call]
         computed.record()
@@ -139,7 +139,7 @@ class Engine:
         return Published(began_s + began.elapsed_time(computed) / 1e3, packed_s)
 
     def fetch(self, count: int) -> Fetched:
-        """Fetch what the other engine publishes next."""
+        """Fetch the blocks that the other engine publishes next."""
         if not self._tickets.poll(self._timeout_s):
             raise TransferTimeout(f"wanted a ticket within {self._timeout_s} s, got none")
         ticket = HandoffTicket.from_bytes(self._tickets.recv_bytes())

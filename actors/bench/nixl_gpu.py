@@ -1,4 +1,4 @@
-"""Benchmark: NIXL alone between two GPUs, each end in a process of its own, as one would use it without a store."""
+"""Benchmark: NIXL alone between two GPUs, without a store, each end in its own process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FRAGMENT_ROUNDS = 3
 def raw_nixl(
     shape: KVShape, counts: Sequence[int], rounds: int, chunk_bytes: int, timeout_s: float
 ) -> Iterator[tuple[int, str, list[float]]]:
-    """READ the bytes of blocks from GPU 0 to GPU 1, packed and in the fragments of an engine with a tensor per layer.
+    """READ the bytes of blocks from GPU 0 to GPU 1, packed, and in an engine's fragments.
 
     Args:
         shape: of a block.
         counts: numbers of blocks.
-        rounds: of the packed way; there are fewer of the other one, which is slow.
-        chunk_bytes: of one request of the packed way; several are under way at once.
-        timeout_s: for each step.
+        rounds: of the packed way; the other one is slow and has fewer.
+        chunk_bytes: size of one request of the packed way; several run at once.
+        timeout_s: limit for each step.
 
     Yields:
         (number of blocks, "nixl_packed" or "nixl_fragments", seconds of each round, of which the first is cold).
@@ -53,7 +53,7 @@ def raw_nixl(
 
 
 class Slab:
-    """Device memory of this process and the agent that offers it and reads into it."""
+    """Device memory of this process, and the NIXL agent that offers it and reads into it."""
 
     def __init__(self, name: str, gpu: int, num_bytes: int) -> None:
         from kvstore.kernels.vram import DeviceSlab
@@ -63,7 +63,7 @@ class Slab:
         self._transport = NixlTransport(name, self._slab.address, num_bytes, gpu=gpu)
 
     def describe(self, piece_bytes: int, count: int) -> PeerDescription:
-        """Cut the slab into pieces and return what the other end needs."""
+        """Cut the slab into pieces, and return its description for the other end."""
         self._transport.set_slots(piece_bytes, count)
         return PeerDescription(
             agent=self._transport.describe(), address=self._slab.address, slot_bytes=piece_bytes, num_slots=count,

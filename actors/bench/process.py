@@ -1,4 +1,4 @@
-"""An object in a process of its own, for benchmarks: asked over a pipe, never for longer than one says."""
+"""An object in a child process, for benchmarks: asked over a pipe, with a timeout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END_S = 5.0
 
 
 class InProcess:
-    """What a factory makes, in a process of its own.
+    """An object that a factory makes in a child process.
 
     Args:
         factory: a class or function that a new process can import.
@@ -30,7 +30,7 @@ class InProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 when there is none."""
+        """Return the id of the process; 0 when there is none."""
         return self._process.pid or 0
 
     def ask(self, verb: str, timeout_s: float, *args: object) -> Any:
@@ -39,7 +39,7 @@ class InProcess:
         return self.answer(timeout_s)
 
     def begin(self, verb: str, *args: object) -> None:
-        """Call a method, whose result is asked for with `answer`.
+        """Call a method; `answer` returns its result.
 
         Raises:
             StoreUnavailable: the process has ended.
@@ -54,7 +54,7 @@ class InProcess:
 
         Raises:
             StoreUnavailable: the process ended, or did not answer in time.
-            KVStoreError: what the method raised.
+            KVStoreError: the method's error.
         """
         try:
             if not self._pipe.poll(timeout_s):
@@ -67,7 +67,7 @@ class InProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, by force if it does not by itself."""
+        """End the process, by force if needed."""
         self._pipe.close()
         self._process.join(_END_S)
         if self._process.is_alive():

@@ -1,4 +1,4 @@
-"""One end of a raw NIXL transfer, for benchmarks: what the transport does without a store around it."""
+"""One end of a raw NIXL transfer, for benchmarks: the transport without a store."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvstore.memory.arena import Arena, create_arena
 from kvstore.mover.transport import PeerDescription, ReadRequest
 
 _TIMEOUT_S = 120.0
-#: Of a READ that is copied out as it goes; a whole number of blocks of every size.
+#: Piece of a READ that is copied out meanwhile; a whole number of blocks of every size.
 _PIECE_BYTES = 16 << 20
 POISON = 0xA5
 
 
 def random_bytes(num_bytes: int, seed: int) -> np.ndarray[Any, Any]:
-    """Return the bytes that a seed stands for."""
+    """Return the bytes of a seed."""
     return np.random.default_rng(seed).integers(0, 2**63, num_bytes // 8, dtype=np.int64).view(np.uint8)
 
 
 class RawEnd:
-    """One end of a raw NIXL transfer, in a process of its own: a slab, an agent, prepared lists.
+    """One end of a raw NIXL transfer, in its own process: a slab, an agent, prepared lists.
 
     Args:
-        huge_pages: whether the slab is of huge pages, as our arena is where the kernel can.
+        huge_pages: whether the slab has huge pages, as our arena has if the kernel can.
         tuned: False builds the agent as NIXL's Python wrapper does, and leaves UCX's TCP segments alone.
     """
 
@@ -37,7 +37,7 @@ class RawEnd:
     ) -> None:
         set_ucx_lane(lane)
         if not tuned:
-            # What the user set stays; only our own defaults are kept away.
+            # The user's settings stay; only our own defaults are replaced.
             os.environ.update({key: "8256" for key in UCX_DEFAULTS if key not in os.environ})
         from kvstore.mover.nixl import PROGRESS_DELAY_US, NixlTransport
 
@@ -54,7 +54,7 @@ class RawEnd:
         self._transport.set_slots(block_bytes, num_bytes // block_bytes)
 
     def describe(self) -> PeerDescription:
-        """Return what the other end needs."""
+        """Return the description of this end for the other end."""
         return PeerDescription(
             agent=self._transport.describe(),
             address=self._arena.address,
@@ -67,7 +67,7 @@ class RawEnd:
         self._transport.add_peer("source", description)
 
     def fill(self, start: int, num_bytes: int, seed: int) -> None:
-        """Write fresh data."""
+        """Write the data of a seed."""
         self._slab[start : start + num_bytes] = random_bytes(num_bytes, seed)
 
     def read(self, start: int, num_bytes: int, seed: int) -> float:
@@ -80,7 +80,7 @@ class RawEnd:
         return seconds
 
     def read_and_copy(self, start: int, num_bytes: int, seed: int) -> float:
-        """As `read`, in pieces, each copied out by a second thread while the next one is on its way."""
+        """Do what `read` does, in pieces; a second thread copies each out while the next is on its way."""
         self._slab[start : start + num_bytes] = POISON
         out = np.full(num_bytes, POISON, np.uint8)
         pieces = [slice(at, min(at + _PIECE_BYTES, num_bytes)) for at in range(0, num_bytes, _PIECE_BYTES)]

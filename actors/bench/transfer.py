@@ -1,10 +1,10 @@
 """Benchmark: bytes from one node to another, by memcpy, raw NIXL, our load, and Ray's object store.
 
-A load ends with the bytes in the engine's memory, a raw READ with the bytes in the slab. "nixl_copied" is the READ
-that goes as far as a load, done by hand: what a machine with few cores has left when it copies too.
+A load ends with the bytes in the engine's memory, a raw READ with the bytes in the slab. "nixl_copied" is a READ and a
+copy by hand, as far as a load goes: it shows the speed left on a machine with few cores that copies as well.
 
-Everything is measured in one run, round by round in turn, so that noise hits all ways alike. Data is drawn
-fresh for each round, destinations are poisoned before and compared after. The figure is the median.
+All ways take turns in each round of one run, so that noise affects all alike. Data is drawn again for each round;
+destinations are poisoned before and compared after. The figure is the median.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError
 
 _TIMEOUT_S = 120.0
-#: Ray takes no less than 75 MiB.
+#: Ray's minimum is 75 MiB.
 _LEAST_STORE_BYTES = 80 << 20
 #: Shapes whose blocks have a round size: bytes -> (layers, KV heads, head dim), 16 tokens, bfloat16.
 SHAPES = {
@@ -52,7 +52,7 @@ class Worker:
     """A worker with an engine cache whose blocks are contiguous, on one node."""
 
     def __init__(self, store: Store, space: Namespace, num_blocks: int) -> None:
-        import torch  # Here: the raw ends start several seconds sooner without it.
+        import torch  # Imported here: without it the raw ends start several seconds sooner.
 
         shape = space.shape
         self._space = space
@@ -63,18 +63,18 @@ class Worker:
         self._bytes = self._cache.view(torch.uint8).reshape(-1).numpy()
 
     def save(self, round_number: int, num_blocks: int) -> None:
-        """Draw fresh data and save it under hashes of this round."""
+        """Draw data and save it under hashes of this round."""
         num_bytes = num_blocks * self._space.shape.block_bytes
         self._bytes[:num_bytes] = random_bytes(num_bytes, round_number)
         result = self._client.save(self._hashes(round_number, num_blocks), range(num_blocks)).result(_TIMEOUT_S)
         assert result.num_written == num_blocks, result
 
     def load(self, round_number: int, num_blocks: int) -> float:
-        """Load what the other node saved; returns the seconds, after comparing every byte."""
+        """Load the other node's blocks, compare every byte, and return the seconds."""
         num_bytes = num_blocks * self._space.shape.block_bytes
         self._bytes[:num_bytes] = POISON
         hashes = self._hashes(round_number, num_blocks)
-        # As engines do: the scheduler looks up what a load then brings.
+        # As engines do: the scheduler looks blocks up before a load.
         assert max(count for _, count in self._client.lookup(hashes).nodes) == num_blocks
         started_s = time.perf_counter()
         result = self._client.load(hashes, range(num_blocks)).result(_TIMEOUT_S)
@@ -85,11 +85,11 @@ class Worker:
         return seconds
 
     def put(self, seed: int, num_bytes: int) -> list[Any]:
-        """Put fresh data into Ray's object store on this node."""
+        """Put the data of a seed into Ray's object store on this node."""
         return [ray.put(random_bytes(num_bytes, seed))]
 
     def get(self, refs: list[Any]) -> float:
-        """Get it on this node; returns the seconds."""
+        """Get it on this node, and return the seconds."""
         started_s = time.perf_counter()
         answer("ray object", refs[0], _TIMEOUT_S)
         return time.perf_counter() - started_s
@@ -101,7 +101,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run has found so far: rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}, and what failed."""
+    """Results so far: rows {"lane", "block_bytes", "way", "gb_per_s", "load_bytes"}, and failures."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -115,16 +115,16 @@ def run_transfer(
     progress: Callable[[str], None],
     measured: Measured,
 ) -> None:
-    """Measure every way for every lane and block size; one that fails takes no other's rows along.
+    """Measure every way for every lane and block size; a failure loses no other rows.
 
     Args:
         lanes: "default" and "tcp".
         block_bytes: sizes out of `SHAPES`.
         load_bytes: bytes moved at a time by every way.
-        rounds: how often; the median counts. One more is done first and thrown away.
-        progress: is told what is being measured.
-        measured: gets rows and failures as they come. The row of "load" also has "of_nixl", the median over the
-            rounds of its speed as a share of what "nixl_huge_pages" had in the same round.
+        rounds: a figure is the median of this many; one more runs first and is dropped.
+        progress: called with a text for each measurement.
+        measured: gets rows and failures as they come. The row of "load" also has "of_nixl", its speed as a share of
+            "nixl_huge_pages" in the same round, the median over the rounds.
 
     Raises:
         InvalidRequest: a block size that no shape has, or no block fits into `load_bytes`; nothing was measured.
@@ -156,7 +156,7 @@ def _rows(lane: str, block_bytes: int, load_bytes: int, times: dict[str, list[fl
             "load_bytes": load_bytes,
         }
         if way == "load":
-            # Round by round: what slows a shared machine down slows both of a pair.
+            # Round by round, because a slow moment of a shared machine slows both of a pair.
             pairs = zip(times["nixl_huge_pages"], seconds, strict=True)
             row["of_nixl"] = round(statistics.median(raw / load for raw, load in pairs), 3)
         rows.append(row)
@@ -184,7 +184,7 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
                 "nixl": _read_raw(raw, number, load_bytes),
             }
             call("save", workers[0].save, number, num_blocks, timeout_s=_TIMEOUT_S)
-            # One right after the other, for the sake of their ratio.
+            # Right after each other, because their ratio is reported.
             seen["nixl_huge_pages"] = _read_raw(huge, number, load_bytes)
             seen["nixl_copied"] = _read_raw(huge, number, load_bytes, "read_and_copy")
             seen["load"] = call("load", workers[1].load, number, num_blocks, timeout_s=_TIMEOUT_S)
@@ -195,7 +195,7 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
                 for way, seconds in seen.items():
                     times.setdefault(way, []).append(seconds)
     with contextlib.ExitStack() as started:
-        # By themselves: each agent as the wrapper builds it spins on a core all the time.
+        # Separately: each agent as the wrapper builds it always spins on a core.
         spinning = _raw_pair(started, nodes, lane, config.name, load_bytes, block_bytes, False, False)
         _connect(spinning)
         times["nixl_untuned"] = [_read_raw(spinning, number, load_bytes) for number in range(rounds + 1)][1:]

@@ -1,6 +1,6 @@
-"""Which calls and handles of this process use its Ray, so that none of them ends it under another.
+"""The calls and handles of this process that use its Ray, so that none ends it while another uses it.
 
-A process has one Ray at a time, whichever of its threads asks; hence there is one `USE`, too.
+A process has only one Ray at a time for all its threads; so there is only one `USE`.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from kvstore.errors import KVStoreError, StoreBusy
 
 logger = logging.getLogger(__name__)
 
-#: How long one asks which stores a Ray has, before handles of this process are believed in place of an answer.
+#: Limit for asking a Ray for its stores; without an answer the handles of this process decide.
 _ASK_S = 5.0
-#: How long one that leaves waits for another thread that joins or leaves.
+#: How long a leaving thread waits for another one that joins or leaves.
 _LEAVE_S = 60.0
 
 
 class RayUse:
-    """What of this process uses its Ray; any thread may call."""
+    """The uses of this process's Ray; any thread may call."""
 
     def __init__(self) -> None:
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget all uses and locks."""
-        #: Held while Ray is joined, begun or left: Ray itself does not stand two of these at once.
+        #: Held while Ray is joined, begun or left: Ray does not allow two of these at once.
         self._changing = threading.RLock()
-        #: May be taken twice: a handler of a signal may call on the thread that has it.
+        #: Reentrant: a signal handler may call on the thread that holds it.
         self._lock = threading.RLock()
         self._handles: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Calls under way that may yet return a handle: to each the session and the name of the store.
+        #: Running calls that may return a handle: session and store name of each.
         self._calls: dict[object, tuple[str, str]] = {}
-        #: The session that a call of ours connected this process to, until the first one has succeeded in it.
+        #: The session that a call of ours connected this process to, until a first call has succeeded in it.
         self._unused: str | None = None
 
     @contextlib.contextmanager
     def joined(self, address: str | None, name: str, deadline_s: float, *, may_start: bool) -> Iterator[Joined]:
-        """Join Ray for what follows, which is to `hold` a handle. Where it fails, this process leaves again.
+        """Join Ray for the body, which must `hold` a handle. If the body fails, leave Ray again.
 
-        It stays for handles and calls of other threads, and in a Ray that it was connected to before.
+        This process stays for handles and calls of other threads, and in a Ray that it was connected to before.
 
         Raises:
             StoreBusy: another thread joins or leaves Ray, and is not done by `deadline_s`.
-            KVStoreError: as `join_ray`.
+            KVStoreError: as for `join_ray`.
         """
         call, joined = object(), None
         try:
@@ -82,28 +82,28 @@ class RayUse:
             self._unused = None
 
     def drop(self, handle: Any) -> None:
-        """Count a handle no more."""
+        """Stop counting a handle."""
         with self._lock:
             self._handles.discard(handle)
 
     def starts(self, name: str, session: RaySession) -> bool:
-        """Whether an open handle of this process started a store of this name in that Ray, or a call may just now."""
+        """Return whether an open handle started this store in that Ray, or a running call may start it."""
         with self._lock:
             calls = (session.name, name) in self._calls.values()
             return calls or any(one._has_started(name, session) for one in self._handles)
 
     def leave(self, session: RaySession, name: str | None = None) -> list[str]:
-        """Shut Ray down in this process if nothing uses it any more; returns the stores that it goes on for.
+        """Shut Ray down in this process if nothing uses it, else return the stores that still need it.
 
-        Where the cluster does not say which stores it has, open handles of this process count as stores: that nothing
-        is known of others does not mean that there are none.
+        If the cluster does not answer which stores it has, the open handles of this process count as stores, for a
+        store without an answer may still run.
 
         Args:
-            session: of the Ray that is left; in another one nothing happens.
-            name: of a store that has ended.
+            session: the Ray to leave; nothing happens if this process is connected to another one.
+            name: a store that has ended.
 
         Raises:
-            StoreBusy: another thread joins or leaves Ray, and does not come to an end with it.
+            StoreBusy: another thread joins or leaves Ray, and is not done in time.
         """
         with self._alone(time.monotonic() + _LEAVE_S):
             if not is_connected(session):
@@ -117,7 +117,7 @@ class RayUse:
                     handles = set(within("the stores of this Ray", _ASK_S, stores_here))
                 except KVStoreError as error:
                     if isinstance(error.__cause__, ConnectionRefusedError):
-                        handles = set()  # Its head is a process of this machine: where nobody listens, it has ended.
+                        handles = set()  # Its head is on this machine: a refused connection means that it has ended.
                     logger.warning("which stores the Ray at %s has is not known: %s", session.address, error)
             others = sorted((handles - {name}) | starting)
             if not others:
@@ -127,7 +127,7 @@ class RayUse:
             return others
 
     def _undo(self, session: RaySession) -> None:
-        """Leave the Ray of a call that failed, if it was for such calls only that this process joined it."""
+        """Leave the Ray of a failed call, if this process joined it only for calls that failed."""
         try:
             if session.is_own or self._unused == session.name:
                 self.leave(session)
@@ -149,14 +149,14 @@ class RayUse:
 
 
 def is_connected(session: RaySession) -> bool:
-    """Whether this process is connected to that Ray; looks, and connects never."""
+    """Return whether this process is connected to that Ray; never connects."""
     try:
         return current_session().name == session.name
     except KVStoreError:
         return False
 
 
-#: Of the whole process, as Ray is.
+#: One for the whole process, like Ray.
 USE = RayUse()
 # Another thread of the parent may hold the locks, and its handles are not the child's.
 os.register_at_fork(after_in_child=USE.begin_anew)

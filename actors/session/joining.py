@@ -1,4 +1,4 @@
-"""Joining the Ray that an address names, that this process has, or that runs here; or starting one for this process."""
+"""Join the Ray of an address, of this process or of this machine; or start one for this process."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, StoreUnav
 
 LOCAL = "local"
 AUTO = "auto"
-#: What ray.init raises where another call of it, of the program itself, was first.
+#: Errors of ray.init when the program itself called it first.
 _INIT_FAILURES = (OSError, RuntimeError, ValueError, AssertionError, AttributeError, KeyError, ray_errors.RayError)
-#: How long one waits until what an earlier call began, and gave up, has ended.
+#: How long to wait for the end of a Ray that an earlier call began and abandoned.
 _SETTLE_S = 60.0
 _CONNECT_S = 10.0
-#: How often one looks for a node that is just being started.
+#: Interval at which to look for a node that is being started.
 _LOOK_EVERY_S = 0.5
-#: With less time a Ray that works might be taken for one that does not.
+#: With less time, a working Ray might be taken for one that has failed.
 _LEAST_S = 0.5
 _MAX_PORT = 65535
-#: What a client of HTTP/2, as gRPC is, begins with: the preface, and a frame of settings with none in it.
+#: The first bytes of an HTTP/2 client, such as gRPC: the preface, and an empty SETTINGS frame.
 _HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
-#: And the server: the kind of its first frame, behind three bytes of length.
+#: The type of the server's first frame, after three bytes of length.
 _HTTP2_SETTINGS = b"\x04"
 
-# Ray draws from here the id under which a driver listens to the cluster. Engines seed Python's generator, as a rule
-# with the same number (vLLM: 0), and drivers of one id end each other's polls: a thousand requests a second while both
-# live. Set once and for good: seeding Python's generator around ray.init is not safe beside other threads.
+# Ray draws a driver's subscriber id from this generator. Engines seed Python's generator, usually with the same number
+# (vLLM: 0), and drivers with one id end each other's polls: a thousand requests a second while both live. Set once and
+# permanently: seeding Python's generator around ray.init is not safe with other threads.
 for _module in (_raylet, external_storage, gcs_pubsub):
     _module.random = random.SystemRandom()  # type: ignore[attr-defined]
 
@@ -77,11 +77,11 @@ class Joined:
     """The Ray that this process is connected to now.
 
     Args:
-        session: of it.
-        started: this call began it.
-        connected: this call connected this process to it.
-        why: this one and no other, for the log.
-        passed_by: addresses of Rays on this machine that were started to stay, and were not joined.
+        session: its session.
+        started: whether this call began it.
+        connected: whether this call connected this process to it.
+        why: the reason for this Ray, for the log.
+        passed_by: addresses of lasting Rays on this machine that were not joined.
     """
 
     session: RaySession
@@ -94,19 +94,19 @@ class Joined:
 def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.inf) -> Joined:
     """Connect this process to Ray, or start one for it.
 
-    In this order: the Ray of this process; `address`; RAY_ADDRESS; what `ray start` began on this machine; a new one
-    if `may_start`, else the only one that runs here. Only one thread at a time may call this.
+    In this order: the Ray of this process; `address`; RAY_ADDRESS; the Ray that `ray start` began on this machine; a
+    new one if `may_start`, else the only one that runs here. Only one thread at a time may call this.
 
     Args:
         address: host:port, "auto", "local", or None.
-        may_start: whether to start one where none is to be joined.
-        deadline_s: by which a new one has to be up, and another one answers.
+        may_start: whether to start one if there is none to join.
+        deadline_s: by when a new Ray must be up, or an existing one must answer.
 
     Raises:
         StoreNotRunning: no cluster answers, or not its node on this machine, or the Ray of this process has ended.
-        StoreUnavailable: a new one does not come up, or not in time.
+        StoreUnavailable: a new one does not start, or not in time.
         WrongCluster: this process is connected to another one than `address`.
-        ConfigError: several run here; the address is of no use; or no token can be written.
+        ConfigError: several run here; the address is not usable; or no token can be written.
         ForkedClient: this is a fork of a process that was connected to Ray.
     """
     check_not_forked()
@@ -154,11 +154,11 @@ def join_ray(address: str | None, *, may_start: bool, deadline_s: float = math.i
 
 
 def check_named(address: str | None) -> None:
-    """Refuse to take one of several Rays of this machine for the one that is meant, before something is ended in it.
+    """Refuse an ambiguous Ray before something is ended in it.
 
     Raises:
-        ConfigError: several run here, and neither `address` nor RAY_ADDRESS, nor a Ray of this process, says which;
-            "auto" does not.
+        ConfigError: several run here, and none of `address`, RAY_ADDRESS and a Ray of this process selects one. "auto"
+            selects none.
     """
     if (address or os.environ.get("RAY_ADDRESS") or AUTO) != AUTO or ray.is_initialized():
         return
@@ -167,10 +167,10 @@ def check_named(address: str | None) -> None:
 
 
 def find_ray(deadline_s: float = math.inf) -> tuple[str | None, str]:
-    """Return the address of the Ray that `ray start` began on this machine, None without one, and how it was found.
+    """Return the address of the Ray that `ray start` began here, or None; and how it was found.
 
-    What is recorded counts only while a Ray of this user runs here at that address: anybody may listen there later,
-    and would be shown the user's token.
+    The recorded address counts only while a Ray of this user runs here at it: any other program may listen there later,
+    and would get the user's token.
 
     Raises:
         StoreNotRunning: it does not answer by `deadline_s`.
@@ -218,7 +218,7 @@ def _several(addresses: list[str]) -> str:
 
 
 def _check_same(address: str | None, session: RaySession) -> None:
-    """Refuse an address that is not the one of the Ray that this process has already."""
+    """Refuse an address that differs from that of this process's Ray."""
     if address in (None, "", AUTO) or (address == LOCAL and session.is_own):
         return
     assert address is not None
@@ -231,7 +231,7 @@ def _check_same(address: str | None, session: RaySession) -> None:
 
 
 def _are_same(one: str, other: str) -> bool:
-    """Whether two host:port name the same place, as seen from this machine."""
+    """Return whether two host:port name the same place, as seen from this machine."""
     (host, _, port), (other_host, _, other_port) = one.rpartition(":"), other.rpartition(":")
     return one == other or (port == other_port and bool(_addresses_of(host) & _addresses_of(other_host)))
 
@@ -245,42 +245,42 @@ def _addresses_of(host: str) -> set[str]:
 
 
 def check_answers(address: str, deadline_s: float = math.inf, called: str = "address") -> None:
-    """Refuse a host:port where no GCS answers: ray.init would go on trying for a minute, or for ever.
+    """Refuse a host:port where no GCS answers: ray.init would try for a minute, or forever.
 
-    What listens there has to greet as an HTTP/2 server does, which another program does not, and to answer a question
-    that every GCS knows, both in time. A token is shown only when it asks for one and Ray is to show it.
+    The program there must greet as an HTTP/2 server and answer a question that every GCS knows, both in time. The token
+    is sent only if it asks for one and Ray is set to send it.
 
     Args:
-        address: what was named.
-        deadline_s: by which the answer is there.
-        called: who named it, for the error: the argument, or a variable of the environment.
+        address: the host:port.
+        deadline_s: by when the answer must come.
+        called: the source of the address, for the error: the argument, or an environment variable.
 
     Raises:
-        StoreNotRunning: nobody listens there, or not a GCS that works.
-        ConfigError: this is no address, or the files that RAY_USE_TLS needs are of no use.
+        StoreNotRunning: no program listens there, or not a working GCS.
+        ConfigError: this is not an address, or the files that RAY_USE_TLS needs are not usable.
     """
     host, _, port = address.rpartition(":")
-    # Not isdigit() alone, to which "²" is one; nor int() of thousands of them, which Python refuses.
+    # isdigit() alone accepts "²", and int() of thousands of digits raises.
     if not host or not (port.isascii() and port.isdigit() and len(port) < 10) or int(port) > _MAX_PORT:
         raise ConfigError(f"{called}: wanted the host:port of a Ray cluster, 'auto' or 'local', got {clip(address)}")
     timeout_s = max(0.1, min(_CONNECT_S, deadline_s - time.monotonic()))
     try:
         _reach(host, int(port), timeout_s)
-    except (OSError, UnicodeError) as error:  # The latter: this cannot be a host.
+    except (OSError, UnicodeError) as error:  # UnicodeError: this cannot be a host.
         raise StoreNotRunning(
             f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"
         ) from error
 
 
 def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf) -> None:
-    """Refuse a Ray that this process is connected to and that has ended: most calls hang there.
+    """Refuse this process's Ray if it has ended, because most calls hang there.
 
-    Ray itself notices after a minute, and then ends the process.
+    Ray itself notices the end after a minute, and then ends the process.
 
     Args:
         session: of that Ray.
-        advice: what to do, for the error.
-        timeout_s: how long it may take to answer.
+        advice: the remedy, for the error.
+        timeout_s: limit for its answer.
 
     Raises:
         StoreNotRunning: it has ended, or does not answer.
@@ -295,9 +295,9 @@ def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf)
 
 
 def check_node(address: str, deadline_s: float = math.inf) -> None:
-    """Refuse a Ray whose node on this machine does not answer: ray.init waits a minute, or has this process ended.
+    """Refuse a Ray whose node here does not answer: ray.init would wait a minute, or end this process.
 
-    A node that is just being started is waited for.
+    Waits for a node that is being started.
 
     Raises:
         StoreNotRunning: no node of it runs here, or its raylet does not answer.
@@ -314,7 +314,7 @@ def check_node(address: str, deadline_s: float = math.inf) -> None:
 
 
 def _nodes_here(address: str, end_s: float) -> list[Any]:
-    """Return the living nodes of this machine of which ray.init takes one; none where a GCS wants another token.
+    """Return this machine's living nodes, of which ray.init takes one; none if the GCS wants another token.
 
     Raises:
         OSError: the GCS does not answer, or there is no such node by `end_s`.
@@ -334,17 +334,17 @@ def _nodes_here(address: str, end_s: float) -> list[Any]:
 
 
 def _node_ids_here() -> set[str]:
-    """Return the ids of nodes of any Ray of this machine, as Ray itself looks for them: with the processes."""
+    """Return the node ids of all Rays of this machine, found from processes, as Ray does it."""
     return set(find_node_ids())  # type: ignore[no-untyped-call]
 
 
 def _left_s(end_s: float) -> float:
-    """Return how much time is left; not nothing, which a socket would take for no waiting at all."""
+    """Return the time left, never 0: for a socket a timeout of 0 means no waiting."""
     return max(0.01, end_s - time.monotonic())
 
 
 def _reach(host: str, port: int, timeout_s: float) -> None:
-    """Have a GCS greet and answer, all of it within a time; raises OSError where none does."""
+    """Check that a GCS greets and answers within a time; raise OSError if not."""
     end_s = time.monotonic() + timeout_s
     with socket.create_connection((host.strip("[]"), port), timeout=timeout_s) as sock:
         if not _uses_tls():
@@ -362,7 +362,7 @@ def _reach(host: str, port: int, timeout_s: float) -> None:
 
 
 def _uses_tls() -> bool:
-    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # As Ray takes it.
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # As Ray reads it.
 
 
 def _channel(address: str) -> Any:
@@ -377,7 +377,7 @@ def _channel(address: str) -> Any:
 
 
 def _ask_gcs(address: str, question: str, request: Any, end_s: float) -> Any:
-    """Ask a GCS about its nodes; returns the reply, None where it wants a token that is not to be had.
+    """Ask a GCS about its nodes, and return the reply; None if it wants a token that we do not have.
 
     Raises:
         OSError: none answers.
@@ -392,34 +392,35 @@ def _ask_gcs(address: str, question: str, request: Any, end_s: float) -> Any:
                 if error.code() != grpc.StatusCode.UNAUTHENTICATED:
                     raise OSError(f"no answer of a GCS in time: {error.code().name}") from error
             if shown or get_authentication_mode() != AuthenticationMode.TOKEN:
-                return None  # It is one, and wants another token, or one at all: Ray says so when it joins.
+                return None  # A GCS that wants a token, or another one: Ray reports that when it joins.
             shown = tuple(AuthenticationTokenLoader.instance().get_token_for_http_header().items())
             if not shown:
                 return None
 
 
 def _ask_raylet(address: str, end_s: float) -> None:
-    """Ask a raylet what Ray's core asks first, and without whose answer it ends the process; raises OSError."""
+    """Ask a raylet the first question of Ray's core, which ends the process without an answer; raise OSError."""
     with _channel(address) as channel:
         stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             stub.GetSystemConfig(node_manager_pb2.GetSystemConfigRequest(), timeout=_left_s(end_s))  # type: ignore[attr-defined]
         except grpc.RpcError as error:
-            if error.code() != grpc.StatusCode.UNAUTHENTICATED:  # That is an answer, too.
+            if error.code() != grpc.StatusCode.UNAUTHENTICATED:  # That is an answer as well.
                 raise OSError(f"no answer of its raylet at {address} in time: {error.code().name}") from error
 
 
 @contextlib.contextmanager
 def _token_shown() -> Iterator[None]:
-    """Have Ray show the user's token, if there is one and nobody said whether; a cluster that wants none ignores it.
+    """Make Ray send the user's token, if there is one and RAY_AUTH_MODE is not set.
 
-    `ray start` and a new Ray ask for the token as soon as there is one; joining, Ray would not show it by itself. It is
-    for an address that the caller named, or that a Ray of this user has. Where joining fails, nothing has changed.
+    `ray start` and a new Ray ask for a token as soon as there is one, but Ray does not send it by itself when it joins.
+    The address is one that the caller named, or of a Ray of this user. A cluster that wants no token ignores it. If
+    joining fails, nothing has changed.
     """
     if "RAY_AUTH_MODE" in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         yield
         return
-    # As Ray does it for a Ray that it starts.
+    # As Ray does for a Ray that it starts.
     os.environ["RAY_AUTH_MODE"] = "token"
     Config.initialize("")
     try:
@@ -431,9 +432,9 @@ def _token_shown() -> Iterator[None]:
 
 
 def ensure_token() -> None:
-    """Write the token that a new Ray will want, where Ray looks for one and none is there, for its owner's eyes only.
+    """Write a token for a new Ray where Ray looks for one, if there is none, readable by its owner only.
 
-    Ray would write one itself, and let every user of the machine read it.
+    Ray would write one that every user of the machine can read.
 
     Raises:
         ConfigError: it cannot be written.
@@ -447,7 +448,7 @@ def ensure_token() -> None:
         if path.exists():
             return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Linked when it is whole: another process may look for it now.
+        # Linked when it is complete: another process may look for it now.
         with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         try:
@@ -464,9 +465,9 @@ def ensure_token() -> None:
 
 
 def _begin_ray(deadline_s: float) -> None:
-    """Begin a Ray for this process, which lives until that is shut down or ends, not with the calling thread."""
+    """Begin a Ray that lives until this process ends or shuts it down, beyond the calling thread."""
     if threading.current_thread() is threading.main_thread():
-        # As ray.init does it where it runs on this thread: the exit handlers run, which end the store and its Ray.
+        # As ray.init does on the main thread: then the exit handlers run, which end the store and its Ray.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
     ray_log = logging.getLogger("ray._private.worker")
     ray_log.addFilter(_without_sigterm)
@@ -476,7 +477,7 @@ def _begin_ray(deadline_s: float) -> None:
         )
     except KVStoreError:
         raise
-    except Exception as error:  # Ray raises a plain one where its node is late.
+    except Exception as error:  # Ray raises a plain Exception if its node is late.
         raise StoreUnavailable(
             f"wanted to begin a Ray for this process, got {type(error).__name__}: {error}; see its logs in the folder "
             "ray of RAY_TMPDIR, try again when this machine has less to do, or join one with address="
@@ -486,7 +487,7 @@ def _begin_ray(deadline_s: float) -> None:
 
 
 def _without_sigterm(record: logging.LogRecord) -> bool:
-    """Leave out that Ray sets no handler of SIGTERM on another thread than the main one: that is done here."""
+    """Drop Ray's log line that it sets no SIGTERM handler off the main thread: it is set here."""
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
@@ -496,10 +497,10 @@ def _init_ray(namespace: str, **options: Any) -> None:
     try:
         ray.init(log_to_driver=False, configure_logging=False, namespace=namespace, **options)
     except BaseException as error:
-        # Of what it has begun: a node that nothing is connected to counts as none, and lives on. But where the program
-        # itself has called ray.init meanwhile, that is what failed this one.
+        # Shut down what it has begun: Ray forgets a node without a connection, and the node lives on. Not if the
+        # program itself called ray.init meanwhile, which then caused this error.
         if not ray.is_initialized() or not isinstance(error, _INIT_FAILURES):
             ray.shutdown()
             if begins:
-                end_children(ray_children() - before)  # Of a node that did not come up Ray knows nothing any more.
+                end_children(ray_children() - before)  # Ray forgets a node that did not start.
         raise

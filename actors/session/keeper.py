@@ -1,7 +1,7 @@
-"""A thread that lives as long as this process, on which a Ray of its own is begun.
+"""A thread that lives as long as this process, and begins the Ray of this process.
 
 Linux ends Ray's processes with the thread that began them (PR_SET_PDEATHSIG), and a thread that calls `kvstore.start`
-may end long before its store is to.
+may end long before its store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from kvstore.errors import StoreBusy, StoreUnavailable
 
-#: How long one that is interrupted waits until what it began has ended; a second interrupt ends the wait.
+#: How long an interrupted call waits for the end of what it began; a second interrupt ends the wait.
 _UNDO_S = 20.0
 
 
@@ -44,12 +44,12 @@ class _Job:
         with self._lock:
             self._given_up = True
             if not self._has_begun or self.error is not None:
-                return  # The keeper undoes it.
+                return  # `run` undoes it.
         self._undo()
 
 
 class Keeper:
-    """Runs what begins processes that are to live until this process ends. One thread at a time may call."""
+    """Runs functions that begin processes which live until this process ends. One thread at a time may call."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -57,13 +57,13 @@ class Keeper:
         self._last: _Job | None = None
 
     def do(self, begin: Callable[[], object], undo: Callable[[], object], deadline_s: float) -> None:
-        """Run `begin`, and wait for its end; where the wait is interrupted, or too long, run `undo` after it.
+        """Run `begin` and wait for its end; if the wait is interrupted or too long, run `undo` after it.
 
         Raises:
-            StoreUnavailable: it was not done by `deadline_s`. It is undone as soon as it is.
-            Exception: what `begin` raised; it has to leave nothing then.
+            StoreUnavailable: `begin` was not done by `deadline_s`. It is undone as soon as it is done.
+            Exception: the error of `begin`, which must leave nothing then.
         """
-        if self._thread is None or not self._thread.is_alive():  # Also in a fork, which has no thread but its own.
+        if self._thread is None or not self._thread.is_alive():  # Also in a fork, which has only its own thread.
             self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(target=_run, args=(self._jobs,), name="raykv-keeper", daemon=True)
             self._thread.start()
@@ -82,10 +82,10 @@ class Keeper:
             raise job.error
 
     def settle(self, deadline_s: float) -> None:
-        """Wait until all that was begun here has come to an end.
+        """Wait until the last job has ended.
 
         Raises:
-            StoreBusy: what an earlier call gave up is not undone by `deadline_s`.
+            StoreBusy: a job that an earlier call abandoned is not undone by `deadline_s`.
         """
         if self._last is None or self._thread is None or not self._thread.is_alive():
             return
@@ -98,5 +98,5 @@ def _run(jobs: queue.SimpleQueue[_Job]) -> None:
         jobs.get().run()
 
 
-#: Of the whole process, as Ray is.
+#: One for the whole process, like Ray.
 KEEPER = Keeper()

@@ -1,4 +1,4 @@
-"""What a Ray that did not come up leaves: processes that this one began, and that nothing knows any more."""
+"""Processes that a failed start of Ray leaves: this process began them, and Ray no longer knows them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import ray
 
-#: How long they may take to end before they are killed, and then until they are gone.
+#: How long they may take to end before they are killed, and how long to end after that.
 _END_S, _GONE_S = 5.0, 5.0
-#: Of /proc/PID/stat, behind the name in brackets: the parent's id, and when the process began.
+#: Fields of /proc/PID/stat after the name in brackets: the parent's id, and the process's start time.
 _PARENT, _BEGAN = 1, 19
 
-#: A process: its id, and when it began, by which it is told from a later one of that id.
+#: A process: its id, and its start time, which distinguishes it from a later process with the same id.
 Child = tuple[int, int]
 
 
@@ -26,14 +26,14 @@ def ray_children() -> set[Child]:
 
 
 def end_children(children: set[Child]) -> None:
-    """End processes that this one began: they are asked to, and killed where they do not in time."""
+    """End processes that this one began: send SIGTERM, and SIGKILL to those that do not end in time."""
     with contextlib.ExitStack() as opened:
         fds = []
         for child in children:
             with contextlib.suppress(OSError):
                 fd = os.pidfd_open(child[0])
                 opened.callback(os.close, fd)
-                # Looked at behind that: what the descriptor names cannot become another process any more.
+                # Check after the open: the descriptor always names the same process.
                 if _ray_child(child[0]) == child:
                     fds.append(fd)
         for number, within_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _GONE_S)):
@@ -44,14 +44,14 @@ def end_children(children: set[Child]) -> None:
 
 
 def _still_there(fds: list[int], within_s: float) -> list[int]:
-    """Wait for the end of processes, take note of it, and return those that have not ended in time."""
+    """Wait for the end of processes, reap them, and return those that have not ended in time."""
     left, until_s = list(fds), time.monotonic() + within_s
     while left:
         ended, _, _ = select.select(left, (), (), max(0.0, until_s - time.monotonic()))
         if not ended:
             break
         for fd in ended:
-            with contextlib.suppress(ChildProcessError):  # Others have taken note.
+            with contextlib.suppress(ChildProcessError):  # Already reaped elsewhere.
                 os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG)
             left.remove(fd)
     return left
@@ -62,7 +62,7 @@ def _pids() -> list[int]:
 
 
 def _ray_child(pid: int) -> Child | None:
-    """Return a process if this one began it and Ray's package is what it runs; else the program's own are ended."""
+    """Return a process if this one began it and it runs Ray's package; never the program's own children."""
     folder = Path("/proc") / str(pid)
     try:
         fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Ray sessions: the one that this process is connected to, and those that run on this machine. Starts none."""
+"""Ray sessions: of this process, and of this machine. Starts none."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ray._common.utils import get_ray_address_file
 
 from kvstore.actors.calls import ray_failures
 
-#: Ray's own namespace of a Ray that kvstore.start began. Other processes that join it have another one.
+#: The Ray namespace of this process in a Ray that kvstore.start began. Processes that join it have another one.
 OWN_RAY_NAMESPACE = "raykv-own"
 _MAX_ADDRESS_BYTES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class RaySession:
-    """One life of a Ray cluster.
+    """One session of a Ray cluster.
 
     Args:
-        address: host:port at which other processes join it; the next life may have the same.
-        name: Ray's name of this life, which no other has.
+        address: host:port at which other processes join it; a later session may have the same.
+        name: Ray's unique name of this session.
         is_own: kvstore.start began it, in this process and for it alone.
     """
 
@@ -37,7 +37,7 @@ def current_session() -> RaySession:
     """Return the session that this process is connected to.
 
     Raises:
-        StoreNotRunning: it is connected to none.
+        StoreNotRunning: this process is not connected to Ray.
     """
     with ray_failures("Ray"):
         context = ray.get_runtime_context()
@@ -52,9 +52,9 @@ class LocalRay:
     """A Ray with a node on this machine, of this user.
 
     Args:
-        address: host:port at which it is joined.
+        address: host:port at which processes join it.
         folder: for its temporary files.
-        outlives_starter: `ray start` began it; another one ends with the process that began it.
+        outlives_starter: whether `ray start` began it; any other Ray ends with the process that began it.
     """
 
     address: str
@@ -63,7 +63,7 @@ class LocalRay:
 
 
 def rays_here() -> list[LocalRay]:
-    """Return what runs on this machine, one for each address."""
+    """Return the Rays on this machine, one for each address."""
     found = {}
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and (local := _of_raylet(process)) is not None:
@@ -80,7 +80,7 @@ def _of_raylet(process: Path) -> LocalRay | None:
         return None  # It ended meanwhile, or is another user's.
     if os.path.basename(words[0]) != "raylet":
         return None
-    # Some options are inside others, as the command that starts workers.
+    # Some options are inside others, for example in the command that starts workers.
     options = dict(word.split("=", 1) for words_ in words for word in words_.split(" ") if "=" in word)
     address, session = options.get("--gcs-address"), options.get("--session-name", "")
     if not address:
@@ -89,17 +89,17 @@ def _of_raylet(process: Path) -> LocalRay | None:
 
 
 def _shares_network(process: Path) -> bool:
-    """Whether a process has the network of this one; in another one the same address leads to somebody else.
+    """Return whether a process shares this one's network; else its address means another host here.
 
     Raises:
-        OSError: it has ended, or this user may not know.
+        OSError: it has ended, or this user may not look.
     """
     theirs, own = os.stat(process / "ns" / "net"), os.stat("/proc/self/ns/net")
     return (theirs.st_dev, theirs.st_ino) == (own.st_dev, own.st_ino)
 
 
 def _lives_for_itself(starter: str) -> bool:
-    """Whether the process that began a session still runs, and is no `ray start`."""
+    """Return whether the process that began a session still runs, and is not `ray start`."""
     try:
         words = Path(f"/proc/{starter}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -114,12 +114,11 @@ def _spell(words: list[str], program: str, verb: str) -> bool:
 def recorded_address() -> tuple[str, Path] | None:
     """Return the address that `ray start --head` recorded last in Ray's folder, and the file; None without one.
 
-    Ray removes the file only with `ray stop`, so the address may be that of a Ray that has ended. A file of another
-    user counts as none.
+    Ray removes the file only with `ray stop`, so that Ray may have ended. A file of another user is ignored.
     """
     file = Path(get_ray_address_file(None))
     try:
-        # Any user may make files in /tmp: a link, a pipe, or another user's file says nothing.
+        # Any user may make files in /tmp: ignore a link, a pipe, or another user's file.
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
             info = os.fstat(opened.fileno())
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
