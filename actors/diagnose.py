@@ -1,7 +1,7 @@
 """Checks of `kvstore doctor` on Ray and on the cost of an idle store, each in a child process.
 
-A process can be connected to one Ray only, and an address that does not answer can block for long. So a child (`python
--m kvstore.actors.diagnose`) asks each question, and answers with one line of JSON.
+A process can be connected to one Ray only, and an address that does not answer can block for long. So a child
+(`python -m kvstore.actors.diagnose`) asks each question, and answers with one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a copy through a staging ring is cut: which spans share a buffer, and which bytes the copy engines move for them.
+"""Cut a copy through a staging ring into chunks, and list the bytes that the copy engines move for each.
 
 Nothing here is done twice for a chunk: small copies wait for the host, and two rings share its interpreter.
 """
@@ -16,14 +16,14 @@ import numpy as np
 from kvstore.kernels.merging import I64, merge_runs
 from kvstore.kernels.spans import Spans
 
-#: Up to so many runs are listed one by one, which then takes less time than a few dozen calls of numpy.
+#: Up to this many runs are listed one by one, which is then faster than a few dozen calls of numpy.
 _FEW_RUNS = 256
 
 
 class Chunk(NamedTuple):
     """Spans [begin, end) of a list, in positions from `first` on, through buffer `buffer`.
 
-    A partial one is a slot of which only some tokens are saved: the kernel writes those across the link.
+    A partial chunk is a slot of which only some tokens are saved: the kernel writes these across the link.
     """
 
     begin: int
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 def partial_positions(spans: Spans, num_positions: int) -> I64 | None:
-    """Return the positions of which spans cover some tokens but not all, ascending; None when there are none."""
+    """Return the positions that spans cover only in part, ascending; None when there are none."""
     size = spans.paging.stored_block_size
     if spans.num_tokens == num_positions * size:
         return None
@@ -44,7 +44,7 @@ def partial_positions(spans: Spans, num_positions: int) -> I64 | None:
 
 
 def by_slot(spans: Spans, slot_ids: I64) -> tuple[Spans, I64]:
-    """Number the positions of a list anew, in the order of their slots: neighbours on the host are moved as one run.
+    """Renumber the positions of a list by their slots, so that neighbours on the host move as one run.
 
     Args:
         spans: the list; its slots are positions in `slot_ids`.
@@ -72,16 +72,16 @@ def cut_spans(
     most_first: int | None = None,
     most_last: int | None = None,
 ) -> list[Chunk]:
-    """Cut a list, whose positions ascend, so that each chunk fits a buffer.
+    """Cut a list with ascending positions into chunks that each fit a buffer.
 
     Args:
         spans: the list; its slots are positions.
         per_chunk: positions that a buffer holds.
-        partial: positions, ascending, that are chunks by themselves and take no buffer.
-        first_buffer: the buffer of the first chunk; they take turns.
-        num_buffers: buffers.
-        most_first: the first chunk has no more positions: nothing overlaps with the kernel that fills it.
-        most_last: likewise the last chunk, and the kernel that empties it.
+        partial: positions, ascending, that are chunks by themselves and use no buffer.
+        first_buffer: the buffer of the first chunk; the buffers take turns.
+        num_buffers: number of buffers.
+        most_first: most positions of the first chunk, because nothing overlaps with the kernel that fills it.
+        most_last: most positions of the last chunk, because nothing overlaps with the kernel that empties it.
     """
     positions, begin, turn = spans.rows[:, 1].tolist(), 0, first_buffer
     alone = [] if partial is None else partial.tolist()
@@ -105,13 +105,13 @@ def cut_spans(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """The runs of bytes that the copy engines move, of all chunks one after another.
+    """The runs of bytes that the copy engines move, chunk after chunk.
 
     Args:
         host: int64 `[n]`, addresses in the slots.
         device: int64 `[n]`, addresses in the buffers.
         lengths: int64 `[n]`, bytes.
-        ends: of each chunk the run after its last; a partial one has none.
+        ends: for each chunk, the index after its last run; a partial chunk has no runs.
     """
 
     host: I64
@@ -121,13 +121,13 @@ class Moves:
 
 
 class Memory(NamedTuple):
-    """Where the slots and the buffers of a copy are, and what is moved between them.
+    """The slots and the buffers of a copy, and the bytes that move between them.
 
     Args:
         slots: int64 `[num_positions]`, address of the slot of each position on the host.
         buffers: address of each buffer.
-        block_bytes: bytes of a block, and distance of two in a buffer.
-        runs: (offset, bytes) of what is moved of each slot.
+        block_bytes: bytes of a block, and the distance of two blocks in a buffer.
+        runs: (offset, bytes) of the runs that move in each slot.
         pieces: int64 `[num_positions]`, the piece of registered memory that each slot lies in; default one for all.
     """
 
@@ -139,7 +139,7 @@ class Memory(NamedTuple):
 
 
 def list_moves(spans: Spans, chunks: Sequence[Chunk], memory: Memory) -> Moves:
-    """List what the copy engines move for the chunks of a list; they are all of it, from `cut_spans`."""
+    """List the runs that the copy engines move for all chunks of a list, from `cut_spans`."""
     if len(spans) * len(memory.runs) <= _FEW_RUNS:
         return _list_few(spans, chunks, memory)
     slots, buffers, block_bytes, runs, pieces = memory
@@ -167,7 +167,7 @@ def _list_few(spans: Spans, chunks: Sequence[Chunk], memory: Memory) -> Moves:
     lengths: list[int] = []
     ends: list[int] = []
     for chunk in chunks:
-        follows, position = (-1, -1, -1), -1  # where the next run is one with the last
+        follows, position = (-1, -1, -1), -1  # begin of a run that joins the last one
         for span in () if chunk.partial else range(chunk.begin, chunk.end):
             if positions[span] == position:
                 continue  # The spans of a slot follow each other, and a slot is moved once.

@@ -1,7 +1,7 @@
 """Copies between an engine's cache and host slots by the copy engines alone: no kernel, no staging.
 
-Right where a block of the engine is few long runs in the order of the slot, as in a cross-layer cache in the
-stored order, whose blocks are one run each. It takes no multiprocessor from the model at all.
+Best where an engine block is a few long runs in the slot's order, as in a cross-layer cache in the stored order, whose
+blocks are one run each. It takes no multiprocessor from the model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvstore.kernels.streams import index_of, own_stream
 
 
 class DirectCopies:
-    """Copy between a CUDA cache and slots in pinned host memory, run by run, on a stream of its own.
+    """Copy between a CUDA cache and slots in pinned host memory, run by run, on its own stream.
 
-    Everything is asynchronous. Work starts after what is on the caller's stream, and the event that comes back is
-    done when all bytes are in place; arguments have to live until then. One thread at a time.
+    Everything is asynchronous. Work starts after the work on the caller's stream, and the returned event is done when
+    all bytes are in place; arguments must live until then. One thread at a time.
 
     Args:
         plan: of the engine's cache.
@@ -38,11 +38,11 @@ class DirectCopies:
 
     @property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """All streams that work is queued on: once they are through, nothing is touched any more."""
+        """Return all streams with queued work; once they are done, nothing is touched any more."""
         return (self._copies,)
 
     def save(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> torch.cuda.Event:
-        """Copy tokens from the engine into host slots; other bytes of a slot stay.
+        """Copy tokens from the engine into host slots; other bytes of a slot stay unchanged.
 
         Args:
             spans: slots in it are positions in `slot_ids`.
@@ -62,13 +62,13 @@ class DirectCopies:
     def load(self, slots: Tensor, slot_ids: Ids, spans: Spans) -> torch.cuda.Event:
         """Copy tokens from host slots into the engine; arguments as for `save`.
 
-        No byte of the engine that is in no span is written.
+        Only bytes of the engine that are in a span are written.
         """
         engine, host, lengths = self._listed(spans, slots, slot_ids)
         return self._queue(engine, host, lengths)
 
     def _listed(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> tuple[I64, I64, I64]:
-        if slots is not self._known:  # Asking the driver what memory this is takes longer than the rest.
+        if slots is not self._known:  # Asking the driver for the kind of memory takes longer than the rest.
             check_slots(self._plan, slots)
             self._known = slots
         ids = slots_of_positions(spans, slot_ids, len(slots))

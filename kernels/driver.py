@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that a copy makes, without what a general binding costs for each call."""
+"""The few calls of the CUDA driver that a copy makes, without a general binding's cost per call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.kernels.merging import I64
 
 _SUCCESS = 0
 _SOURCE_IN_STREAM_ORDER = 1
-#: Below this many runs a call for each is as fast as a batch.
+#: Below this many runs, one call for each run is as fast as a batch.
 _BATCH_FROM = 3
 
 
@@ -32,14 +32,14 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-#: One set of attributes, from the first run on. Never written.
+#: One set of attributes, for all runs. Never written.
 _IN_STREAM_ORDER = _Attributes(_SOURCE_IN_STREAM_ORDER, _Location(0, 0), _Location(0, 0), 0)
 _FIRST = ctypes.c_size_t(0)
 _ATTRIBUTES, _FIRST_RUN = ctypes.byref(_IN_STREAM_ORDER), ctypes.byref(_FIRST)
 
 
 class on_device:
-    """Make a device's primary context, the one that torch uses, current in this thread, whichever thread it is."""
+    """Make a device's primary context, which torch uses, current in the calling thread."""
 
     __slots__ = ("_index",)
 
@@ -65,7 +65,7 @@ def launch(function: int, num_ctas: int, num_threads: int, args: Sequence[Any], 
 
 
 def copy_run(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """Copy one run of bytes on a stream; host memory that is not pinned has been read when this returns.
+    """Copy one run of bytes on a stream. Host memory that is not pinned has been read at return.
 
     Raises:
         RuntimeError: the driver refused; nothing was queued.
@@ -79,14 +79,14 @@ def record(event: int, stream: int) -> None:
 
 
 def wait(stream: int, event: int) -> None:
-    """Let what comes next on a stream wait for an event; both are handles."""
+    """Make later work on a stream wait for an event; both are handles."""
     check(_queueing().cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent")
 
 
 class Runs:
-    """Runs of bytes to be copied, in an array that the driver reads.
+    """Runs of bytes to copy, in an array that the driver reads.
 
-    Runs that follow each other on both sides should have been merged. Host memory must be pinned, or a copy is neither
+    The caller should merge runs that follow each other on both sides. Host memory must be pinned, or a copy is neither
     fast nor asynchronous.
 
     Args:
@@ -103,7 +103,7 @@ class Runs:
         self._batch = getattr(libcuda(), "cuMemcpyBatchAsync_v2", None)
 
     def copy(self, begin: int, end: int, stream: int) -> None:
-        """Copy runs [begin, end) on a stream, in one call where the driver has one; nothing is waited for.
+        """Queue copies of runs [begin, end) on a stream, in one call if the driver has one for batches.
 
         Args:
             begin: the first run.
@@ -131,7 +131,7 @@ def copy_runs(targets: I64, sources: I64, lengths: I64, stream: int) -> None:
 
 
 def check(status: int, call: str) -> None:
-    """Raise RuntimeError for what a call of the driver answered, unless that is success."""
+    """Raise RuntimeError unless a call of the driver returned success."""
     if status != _SUCCESS:
         name = ctypes.c_char_p()
         libcuda().cuGetErrorName(ctypes.c_int(status), ctypes.byref(name))
@@ -152,7 +152,7 @@ def _primary_context(index: int) -> ctypes.c_void_p:
 
 @functools.cache
 def libcuda() -> ctypes.CDLL:
-    """Return the driver's library; the caller makes a device current first, and checks what a call answers."""
+    """Return the driver's library; the caller makes a device current first, and checks each status."""
     driver = ctypes.CDLL("libcuda.so.1")
     pointer = ctypes.c_void_p
     driver.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer)
@@ -164,10 +164,10 @@ def libcuda() -> ctypes.CDLL:
 
 @functools.cache
 def _queueing() -> ctypes.PyDLL:
-    """The calls that put one command into a queue and return within a microsecond or two.
+    """Return the library for calls that queue one command and return within a microsecond or two.
 
-    They keep the interpreter: to give it up for that long costs a hundred times as much beside a busy thread, because
-    the way back leads through a queue of its own. Copies of many runs give it up.
+    They keep the interpreter lock: with a busy thread, releasing it costs a hundred times as much, because taking it
+    again means waiting in a queue. Copies of many runs release it.
     """
     driver = ctypes.PyDLL("libcuda.so.1")
     pointer, count = ctypes.c_void_p, ctypes.c_uint

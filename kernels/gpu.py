@@ -24,7 +24,7 @@ def runner(file: str, device: torch.device, stream: torch.cuda.Stream | None = N
     Args:
         file: a key of `module.KERNELS`.
         device: a CUDA device.
-        stream: where they run; default the stream that is current when this is called.
+        stream: where they run; default the current stream of this call.
 
     Raises:
         ImportError: CuPy is not installed.
@@ -58,7 +58,7 @@ class PlacedSpans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCopy:
-    """The launches of a copy, for a list of spans that lies at `address` on the device."""
+    """The launches of a copy, for a list of spans at `address` on the device."""
 
     work: list[Launch]
     address: int
@@ -67,8 +67,8 @@ class PreparedCopy:
 class GpuCopier:
     """Copy between the CUDA cache of one plan and slots in device or pinned host memory.
 
-    Everything is checked before the first launch; all work is asynchronous on the stream that is given. Nothing is
-    waited for. The cache's tensors are kept alive; they, the slots and placed spans must stay until the stream is done.
+    Everything is checked before the first launch; all work is asynchronous on the given stream. The cache's tensors are
+    kept alive; they, the slots and placed spans must stay until the stream is done.
 
     Args:
         plan: from `plan_copy` over CUDA tensors.
@@ -89,13 +89,12 @@ class GpuCopier:
         self._tables = [Tables(bases.data_ptr(), offsets.data_ptr()) for bases, offsets in self._held]
 
     def place(self, spans: Spans, stream: torch.cuda.Stream | None = None, memory: Tensor | None = None) -> PlacedSpans:
-        """Bring a list of spans to the device, in the order of the stream.
+        """Copy a list of spans to the device, in the order of the stream.
 
         Args:
             spans: the list.
             stream: where it is copied; default the current one.
-            memory: int64 on the device, long enough, which nothing reads that does not run on this stream; default
-                fresh memory.
+            memory: int64 on the device, long enough, read only by work on this stream; default new memory.
         """
         chosen = torch.cuda.current_stream(self.plan.device) if stream is None else stream
         if memory is None or memory.numel() < spans.rows.size:
@@ -120,13 +119,13 @@ class GpuCopier:
         """Copy the tokens of spans from the engine into slots.
 
         Args:
-            spans: from `place`; tokens that are in no span are touched on neither side.
+            spans: from `place`; other tokens are touched on neither side.
             slots: uint8 `[S, slot_bytes]`, on the engine's device or in pinned host memory.
             stream: where it runs; default the current one.
             max_ctas: cap on thread blocks.
 
         Raises:
-            ValueError: slots that cannot be reached, are too small or are not those of the spans; nothing was written.
+            ValueError: slots that cannot be reached, are too small or do not fit the spans; nothing was written.
             RuntimeError: the driver refused a launch.
         """
         self._copy(True, spans, slots, stream, max_ctas)
@@ -164,7 +163,7 @@ class GpuCopier:
         first_slot: int = 0,
         max_ctas: int | None = None,
     ) -> PreparedCopy:
-        """Work out all that `pack` and `unpack` launch, for a caller that has checked what they check.
+        """Return the launches of `pack` or `unpack`; the caller has made their checks.
 
         Raises:
             ValueError: the copy is too large for one launch; nothing was launched.
@@ -173,7 +172,7 @@ class GpuCopier:
             self.plan, self._tables, placed.spans, placed.address, slots, to_slots=to_slots,
             begin=begin, end=end, first_slot=first_slot, max_ctas=max_ctas,
         )  # fmt: skip
-        return PreparedCopy(list(work), placed.address)  # All of them: a refusal leaves nothing half done.
+        return PreparedCopy(list(work), placed.address)  # All at once: after a refusal nothing is half done.
 
     def launch_prepared(self, copy: PreparedCopy, stream: int, address: int | None = None, slots_by: int = 0) -> None:
         """Launch what `prepare` returned, on the device.
@@ -181,8 +180,8 @@ class GpuCopier:
         Args:
             copy: may be launched again and again.
             stream: handle of the stream.
-            address: of the list, where that is another one of as many spans of as many tokens.
-            slots_by: how many bytes, whole slots, behind those of the copy its slots lie.
+            address: of another list, with the same numbers of spans and tokens.
+            slots_by: bytes, in whole slots, from the copy's slots to the slots to use.
 
         Raises:
             RuntimeError: the driver refused a launch.

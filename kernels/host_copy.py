@@ -1,9 +1,8 @@
 """Launcher of host_copy.ll: one call copies many fragments of many blocks in host memory, without the interpreter.
 
-A KV block of an engine is scattered over layers, planes and heads; its slot is one run. `fragments_of` lists,
-once for a run of tokens within a block, the bytes that both sides hold contiguously; a copy is then one call into
-compiled code for all blocks. The idea of one table of fragments for all blocks is the one of the CUDA kernels;
-tests compare with the oracle.
+An engine's KV block is scattered over layers, planes and heads; its slot is one run. For a run of tokens within a
+block, `fragments_of` lists once the bytes that are contiguous on both sides. A copy is then one call into compiled code
+for all blocks. The CUDA kernels use one table for all blocks in the same way; tests compare with the oracle.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class Fragments:
 
     Args:
         engine_addresses: int64 `[n]`, address of each run in engine block 0.
-        slot_offsets: int64 `[n]`, ascending, distance of each run from the begin of its slot.
+        slot_offsets: int64 `[n]`, ascending, distance of each run from the beginning of its slot.
         lengths: int64 `[n]`, bytes of each run, at least 1.
-        engine_order: int64 `[n]`, the runs by ascending engine address: a copy goes along its source, because
-            reading with gaps costs more than streaming with gaps.
+        engine_order: int64 `[n]`, the runs by ascending engine address: a copy follows its source, because reading with
+            gaps costs more than writing with gaps.
         block_stride_bytes: distance between two engine blocks.
         num_blocks: blocks of the engine's cache.
     """
@@ -59,13 +58,13 @@ def fragments_of(
         plan: of the engine's cache; on the CPU. The caller keeps it alive.
         engine_token: where the tokens begin in an engine block.
         slot_token: where they begin in a stored block.
-        num_tokens: how many; default: all that the smaller of the blocks holds.
+        num_tokens: number of tokens; default: the smaller block size.
 
     Returns:
         One table for the planes, and one for every side tensor.
 
     Raises:
-        ValueError: the tensors are not on the CPU, or the tokens are not within both blocks, or only some of a block
+        ValueError: the tensors are not on the CPU, the tokens are not within both blocks, or they are part of a block
             that may only be copied whole.
     """
     engine_size, stored_size = plan.paging.engine_block_size, plan.paging.stored_block_size
@@ -104,7 +103,7 @@ def pack(tables: Sequence[Fragments], block_ids: I64, slots: Tensor, slot_ids: I
         block_ids: int64 `[n]`; a pair with a negative id touches nothing.
         slots: uint8 `[S, slot_bytes]` on the CPU, contiguous, written.
         slot_ids: int64 `[n]`, none of the used ones twice.
-        num_threads: among how many threads the blocks are divided where there is enough to copy.
+        num_threads: most threads that share the blocks, if there is enough to copy.
 
     Raises:
         ValueError: ids or the slots' form do not fit; nothing was written.
@@ -190,13 +189,13 @@ def _launch(
 
 
 def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> None:
-    """Do all parts, on this thread and on helpers; no helper does anything any more when this ends, however it ends.
+    """Do all parts on this thread and on helpers; when this ends, however, no helper works any more.
 
-    An interrupt may come at any moment, also between a helper's start and the next line here. So a helper counts from
-    when it takes a part, none is left to take after an interrupt, and the waiting goes on until the last one is done.
+    An interrupt may come at any moment, also between a helper's start and the next line here. So a helper counts as
+    soon as it takes a part, an interrupt removes the parts that are left, and this waits until the last helper is done.
     """
     changed, num_at_work = threading.Condition(), 0
-    failures: list[BaseException] = []  # Of helpers: the parts that they took are not copied.
+    failures: list[BaseException] = []  # Errors of helpers, whose parts are then not copied.
 
     def help_out() -> None:
         nonlocal num_at_work
@@ -208,7 +207,7 @@ def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> 
                 num_at_work += 1
             try:
                 part(*own)
-            except BaseException as error:  # noqa: BLE001 - raised where the copy was asked for.
+            except BaseException as error:  # noqa: BLE001 - raised in the calling thread.
                 failures.append(error)
                 left.clear()
             finally:
@@ -216,10 +215,10 @@ def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> 
                     num_at_work -= 1
                     changed.notify_all()
 
-    # New threads each time: waiting ones would be missing in a process that was forked.
+    # New threads each time: a forked process would have no waiting threads.
     interrupt: BaseException | None = None
     try:
-        with contextlib.suppress(RuntimeError):  # No thread can be started: the rest is done here.
+        with contextlib.suppress(RuntimeError):  # No thread can be started: this thread does the rest.
             for _ in left[1:]:
                 threading.Thread(target=help_out, daemon=True).start()
         while True:
@@ -228,7 +227,7 @@ def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> 
                     break
                 own = left.pop(0)
             part(*own)
-    except BaseException as error:  # noqa: BLE001 - raised below, when nobody copies any more.
+    except BaseException as error:  # noqa: BLE001 - raised below, when no thread copies any more.
         interrupt = error
     while True:
         try:
@@ -236,7 +235,7 @@ def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> 
                 left.clear()
                 changed.wait_for(lambda: num_at_work == 0)
             break
-        except BaseException as error:  # noqa: BLE001 - likewise.
+        except BaseException as error:  # noqa: BLE001 - raised below as well.
             interrupt = interrupt or error
     if interrupt is not None or failures:
         raise interrupt or failures[0]
@@ -244,7 +243,7 @@ def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> 
 
 @functools.cache
 def compiled() -> Callable[..., None]:
-    """Compile host_copy.ll for this machine's processor; takes a few tenths of a second, once in a process."""
+    """Compile host_copy.ll for this processor, once per process; takes a few tenths of a second."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(Path(__file__).with_suffix(".ll").read_text())
@@ -258,6 +257,6 @@ def compiled() -> Callable[..., None]:
         None, *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), *(ctypes.c_void_p,) * 3, ctypes.c_int64
     )
     function = signature(engine.get_function_address("copy_fragments"))
-    # The engine owns the code: it has to live as long as whoever may call it.
+    # The compiler engine owns the code, so the function keeps it alive.
     function.engine = engine  # type: ignore[attr-defined]
     return function

@@ -1,4 +1,4 @@
-"""Register host memory with the driver, so that a GPU copies from and to it at the speed of the link."""
+"""Register host memory with the CUDA driver, so that a GPU copies from and to it at the link's speed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGIS
 
 
 def check_same_addresses(device: int) -> None:
-    """Refuse a device that knows registered memory by other addresses than the host.
+    """Refuse a device that uses other addresses for registered memory than the host.
 
     Raises:
-        RuntimeError: it does, or the driver does not answer.
+        RuntimeError: the device does, or the driver does not answer.
     """
     handle, value = ctypes.c_int(), ctypes.c_int()
     with on_device(device):
@@ -33,10 +33,10 @@ def check_same_addresses(device: int) -> None:
 def register(address: int, num_bytes: int, device: int) -> None:
     """Pin a mapped range of memory.
 
-    A copy must not go from one range into the next: the driver takes neighbours for unrelated memory.
+    A copy must not cross from one range into the next: for the driver, neighbours are unrelated memory.
 
     Args:
-        address: of the first byte, the begin of a page.
+        address: of the first byte, at the beginning of a page.
         num_bytes: whole pages, none of them registered yet.
         device: any CUDA device of this process.
 
@@ -51,9 +51,9 @@ def register(address: int, num_bytes: int, device: int) -> None:
 
 
 def unregister(address: int, device: int) -> None:
-    """End what `register` did for the range that begins at an address, which is still mapped.
+    """Undo `register` for the range that begins at an address; it must still be mapped.
 
-    No copy may be under way there.
+    No copy may run there.
 
     Raises:
         RuntimeError: the driver refused.

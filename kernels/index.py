@@ -25,7 +25,7 @@ _MAX_CTAS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """A ragged batch: the tokens of every sequence, and where they begin in flat lists of tokens and of pages.
+    """A ragged batch: the tokens of every sequence, and its begin in flat lists of tokens and of pages.
 
     Args:
         lengths: int64 `[n]`, tokens of each sequence; 0 is allowed.
@@ -41,17 +41,17 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Return the number of tokens of all sequences."""
         return int(self.lengths.sum())
 
     @property
     def num_pages(self) -> int:
-        """Pages of all sequences."""
+        """Return the number of pages of all sequences."""
         return int((-(-self.lengths // self.page_size)).sum())
 
 
 def make_batch(lengths: Sequence[int] | I64, page_size: int, device: torch.device | str) -> Batch:
-    """Describe a batch to the kernels.
+    """Return the description of a batch for the kernels.
 
     Raises:
         ValueError: a length is negative, not an integer, or page_size is below 1.
@@ -76,7 +76,7 @@ def split_evenly(num_sequences: int, group: int) -> int:
     """Return how many groups of `group` sequences a batch has.
 
     Raises:
-        ValueError: the batch is no multiple of a group.
+        ValueError: the batch is not a multiple of a group.
     """
     if group < 1 or num_sequences % group:
         raise ValueError(f"wanted a batch that is a multiple of {group} sequences, got {num_sequences}")
@@ -84,7 +84,7 @@ def split_evenly(num_sequences: int, group: int) -> int:
 
 
 def slots_to_pages(batch: Batch, slots: Tensor, run: Callable[[Launch], object]) -> Tensor:
-    """Name the page of every `page_size` tokens of every sequence.
+    """Return the page of every `page_size` tokens of every sequence.
 
     Args:
         batch: lengths in tokens.
@@ -108,11 +108,11 @@ def pages_to_slots(batch: Batch, pages: Tensor, run: Callable[[Launch], object])
 
     Args:
         batch: lengths in tokens.
-        pages: int32 or int64 `[num_pages]`; negative ones are not there.
+        pages: int32 or int64 `[num_pages]`; a negative one means no page.
         run: as for `slots_to_pages`.
 
     Returns:
-        `[num_tokens]` of the same dtype; -1 for the tokens of a page that is not there.
+        `[num_tokens]` of the same dtype; -1 for the tokens of a missing page.
 
     Raises:
         ValueError: wrong dtype, device or number of pages.
@@ -131,7 +131,7 @@ def repack_pages(
 
     Args:
         batch: lengths in tokens.
-        table: int32 or int64 `[rows, max_pages]` on the batch's device; its rows may be apart.
+        table: int32 or int64 `[rows, max_pages]` on the batch's device; its rows may have gaps between them.
         row_ids: the row of every sequence, on the host.
         run: as for `slots_to_pages`.
         capacity: entries that the receiver of the list has room for.
@@ -207,7 +207,7 @@ def _page(batch: Batch) -> ctypes.c_uint32:
 
 def _run(run: Callable[[Launch], object], name: str, batch: Batch, like: Tensor, args: Sequence[Any]) -> None:
     if not len(batch.lengths):
-        return  # A grid of no thread blocks is an error.
+        return  # An empty grid is an error.
     packed = tuple(ctypes.c_int64(arg.data_ptr()) if isinstance(arg, Tensor) else arg for arg in args)
     num_ctas = min(len(batch.lengths), _MAX_CTAS)
     run(Launch(f"{name}<{INDEX_TYPES[like.element_size()]}>", num_ctas, _NUM_THREADS, packed))

@@ -1,4 +1,4 @@
-"""The geometry and arguments of every launch of pack.cu, worked out and checked before any of them is made."""
+"""The geometry and arguments of every launch of pack.cu, computed and checked before the first launch."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ _MAX_INDEX = 2**31 - 1
 
 
 class Style(NamedTuple):
-    """How a copy of spans of some length is dealt out; `python -m benchmarks.studies.gpu_strips` compares them."""
+    """How a copy is divided among threads; `python -m benchmarks.studies.gpu_strips` compares styles."""
 
     threads: Threads
     strip: int | None
-    """Planes, or as many of them as a thread takes at once, that make up a strip.
+    """Number of planes, or of groups of planes that a thread takes at once, in a strip.
 
-    All spans of a strip come before the next strip, and in it one span after another. None: all planes are one strip.
+    All spans of a strip come before the next strip, one span after another. None: all planes are one strip.
     """
 
     apart: bool = False
-    """Whether the planes of a strip lie as far from each other as can be, else next to each other."""
+    """Whether the planes of a strip lie as far apart as possible; else next to each other."""
 
 
-#: From so many words of a plane of a span on they are long, very long, and longest.
+#: Words in a plane of a span from which it counts as long, very long, and longest.
 _LONG, _VERY_LONG, _LONGEST = 256, 2048, 4096
-#: Planes of very long spans in a strip. One alone is slow to read where slots are a power of two long.
+#: Planes of very long spans in a strip. A single plane is slow to read where slot sizes are a power of two.
 _PLANES = 4
-#: Engine blocks lie together when at least one of so many, from the first to the last, is copied.
+#: Engine blocks lie together if at least one of this many is copied, from the first to the last.
 _TOGETHER = 4
 
 
 def style_of(to_slots: bool, words: int, together: bool) -> Style:
-    """Return how spans are dealt out that have so many words in a plane; `together` if what is written lies together.
+    """Return the style for spans with `words` words in a plane; `together`: the written blocks lie together.
 
-    Slots lie together from plane to plane, the engine's blocks from span to span of a plane, if at all.
+    Slots lie together from plane to plane; the engine's blocks, if at all, from span to span of a plane.
     """
     if words < _LONG:
         return Style(ACROSS, None if to_slots else 1)
@@ -55,19 +55,19 @@ def style_of(to_slots: bool, words: int, together: bool) -> Style:
         return Style(INSIDE, None)
     if words < _VERY_LONG:
         return Style(INSIDE, 1)
-    # What a strip reads of a slot at one time is either a piece here and there, or long enough to be read in one go.
+    # A strip reads either scattered pieces of a slot at a time, or a piece long enough to be read at once.
     return Style(INSIDE, _PLANES, apart=words < _LONGEST)
 
 
 def lie_together(spans: Spans, begin: int, end: int, max_tokens: int) -> bool:
-    """Whether engine blocks of spans [begin, end), which have at most so many tokens, ascend and lie together."""
+    """Return whether engine blocks of spans [begin, end), of at most `max_tokens` tokens, ascend and lie together."""
     blocks = spans.rows[begin:end, 0]
     num_tokens = (int(blocks[-1]) - int(blocks[0]) + 1) * spans.paging.engine_block_size
     return 0 < num_tokens <= _TOGETHER * max_tokens * (end - begin) and bool((blocks[1:] >= blocks[:-1]).all())
 
 
 class Divisor(NamedTuple):
-    """`struct Divisor` of pack.cu: a product and a shift in place of a division."""
+    """`struct Divisor` of pack.cu: a product and a shift instead of a division."""
 
     value: int
     multiplier: int
@@ -76,7 +76,7 @@ class Divisor(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def divisor_of(value: int) -> Divisor:
-    """Return the divisor of a value of at least 1.
+    """Return the divisor for a value of at least 1.
 
     Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994.
     """
@@ -86,7 +86,7 @@ def divisor_of(value: int) -> Divisor:
 
 #: `struct Copy` of pack.cu: ten addresses and strides, five counts, six divisors.
 _COPY = struct.Struct("<10q23I4x")
-#: In it the addresses of the list and of the slots.
+#: The addresses of the list and of the slots in it.
 _ADDRESSES, _ADDRESSES_OFFSET = struct.Struct("<2q"), 16
 _CopyBytes = ctypes.c_char * _COPY.size
 
@@ -103,7 +103,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Addresses of a section's `engine_bases` and `slot_offsets` where the kernel can read them."""
+    """Addresses of a section's `engine_bases` and `slot_offsets` for the kernel."""
 
     engine_bases: int
     slot_offsets: int
@@ -137,11 +137,11 @@ def check_slots(plan: CopyPlan, slots: Tensor) -> None:
 def check_window(
     plan: CopyPlan, spans: Spans, num_slots: int, begin: int, end: int | None, first_slot: int, max_ctas: int | None
 ) -> None:
-    """Refuse a part of a list that does not fit the plan or the slots at hand.
+    """Refuse a part of a list that does not fit the plan or the slots.
 
     Raises:
-        ValueError: the list is of other block sizes or names slots outside the window, the bounds are no part of it,
-            max_ctas is below 1, or a span is part of a block that may only be copied whole.
+        ValueError: the list is for other block sizes or names slots outside the window, the bounds are outside the
+            list, max_ctas is below 1, or a span is part of a block that may only be copied whole.
     """
     if spans.paging != plan.paging:
         raise ValueError(
@@ -180,20 +180,20 @@ def launches(
     first_slot: int = 0,
     max_ctas: int | None = None,
 ) -> Iterator[Launch]:
-    """Yield one launch for every section of the plan, none when there is nothing to copy.
+    """Yield one launch for every section of the plan; none when there is nothing to copy.
 
-    Its arguments are those that `check_window` and `check_slots` have passed.
+    The caller has checked the arguments with `check_window` and `check_slots`.
 
     Args:
         plan: of the engine's cache.
         tables: of every section.
         spans: the whole list, on the host.
-        spans_address: the same list where the kernel can read it.
+        spans_address: address of the same list for the kernel.
         slots: uint8 `[S, slot_bytes]`.
         to_slots: whether the engine is the source.
         begin: the first span that is copied.
         end: the span after the last; default all.
-        first_slot: the number that slots[0] has in the list; a staging buffer holds a window of a longer list.
+        first_slot: number of slots[0] in the list; a staging buffer holds a window of a longer list.
         max_ctas: cap on thread blocks, so that a copy leaves multiprocessors to the model.
 
     Raises:
@@ -209,7 +209,7 @@ def launches(
         word = math.gcd(section.align_bytes, address, stride if num_slots > 1 else 16)
         row_words = section.row_bytes // word
         words = max_tokens * row_words * section.num_heads
-        # Asking takes a few microseconds in which nothing is queued.
+        # Checked last: it takes a few microseconds in which nothing is queued.
         together = not to_slots and words >= _LONG and lie_together(spans, begin, end, max_tokens)
         style = style_of(to_slots, words, together)
         grid = _grid(style, len(section.engine_bases), section.num_heads, end - begin, max_tokens, row_words, max_ctas)
@@ -230,7 +230,7 @@ class _Grid:
 
 
 def moved(work: Launch, spans_by: int, slots_by: int) -> Launch:
-    """Return a launch whose list and slots lie so many bytes, whole slots, behind those of another; both go on."""
+    """Return a copy of a launch with its list and slots moved by these bytes; `slots_by` is whole slots."""
     copy = _CopyBytes.from_buffer_copy(work.args[0])
     spans, slots = _ADDRESSES.unpack_from(copy, _ADDRESSES_OFFSET)
     _ADDRESSES.pack_into(copy, _ADDRESSES_OFFSET, spans + spans_by, slots + slots_by)
@@ -250,7 +250,7 @@ def _grid(
     row_words: int,
     max_ctas: int | None,
 ) -> _Grid:
-    """Cut what a launch copies: `max_tokens * row_words` words of each head, plane and span."""
+    """Divide a launch's work: `max_tokens * row_words` words of each head, plane and span."""
     is_inside, num_words, most_threads, _ = style.threads
     head_words = max_tokens * row_words
     num_tiles, lanes = _tiles(head_words * num_heads, num_words if is_inside else 1, most_threads)
@@ -275,9 +275,9 @@ def _grid(
 
 
 def _tiles(words: int, per_thread: int, most_threads: int) -> tuple[int, int]:
-    """Return into how many tiles words are cut, and the threads of each: as few without a word as there can be.
+    """Return the number of tiles and the threads of each, with as few idle threads as possible.
 
-    More than a warp of them are whole warps, so that none begins in the middle of a line.
+    Tiles of more than a warp are whole warps, so that none begins in the middle of a line.
     """
     if words <= WARP:
         return 1, -(-words // per_thread)

@@ -1,4 +1,4 @@
-"""Joining what lies side by side into runs. It needs no torch, so the processes of the store use it too."""
+"""Join adjacent items into runs. Needs no torch, so the store's processes use it as well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ I64 = npt.NDArray[np.int64]
 def begins_of_runs(
     targets: npt.NDArray[Any], sources: npt.NDArray[Any], lengths: I64 | int, *groups: I64
 ) -> npt.NDArray[np.bool_]:
-    """Tell of each item whether it begins a run or follows the one before; arguments as for `merge_runs`."""
+    """Return for each item whether it begins a run; arguments as for `merge_runs`."""
     begins = np.ones(len(targets), np.bool_)
     later, each = begins[1:], lengths if isinstance(lengths, int) else lengths[:-1]
     np.not_equal(targets[1:], targets[:-1] + each, out=later)
@@ -33,8 +33,8 @@ def merge_runs(
         targets: integers `[n]`, where each item begins on one side.
         sources: integers `[n]`, where it begins on the other side.
         lengths: `[n]`, in the same unit, or one length for all.
-        groups: `[n]` each; items that differ in one of them stay apart. The driver takes no copy that goes from one
-            piece of registered memory into the next, for example.
+        groups: `[n]` each; items that differ in one of them stay separate. For example, the driver refuses a copy from
+            one piece of registered memory into the next.
 
     Returns:
         (targets, sources, lengths) of the runs.

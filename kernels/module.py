@@ -1,4 +1,4 @@
-"""Load the .cu files of this folder: compiled by CuPy for the current device, once in a process and device."""
+"""Load the .cu files of this folder: CuPy compiles each once per process and device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 
 class Threads(NamedTuple):
-    """What a kernel of pack.cu is compiled for, beside the word: its template's other arguments."""
+    """The template arguments of a kernel of pack.cu, except the word."""
 
     is_inside: bool
-    """Whether the words of a thread lie in one plane of a span; else one each of as many planes."""
+    """Whether a thread's words lie in one plane of a span; else each lies in another plane."""
 
     num_words: int
     """Words that a thread copies at once."""
@@ -20,10 +20,10 @@ class Threads(NamedTuple):
     """The most threads of a thread block."""
 
     num_ctas: int
-    """Thread blocks of a multiprocessor that registers have to do for."""
+    """Thread blocks per multiprocessor for which the registers must suffice."""
 
     def kernel(self, to_slots: bool, word: int) -> str:
-        """Return the name of the kernel for words of so many bytes."""
+        """Return the name of the kernel for words of `word` bytes."""
         verb = "pack" if to_slots else "unpack"
         counts = f"{self.num_words}, {self.num_threads}, {self.num_ctas}"
         return f"{verb}_spans<{WORDS[word]}, {str(self.is_inside).lower()}, {counts}>"
@@ -44,7 +44,7 @@ KERNELS = {
         for index in INDEX_TYPES.values()
     ],
 }
-#: Modules unload with their last reference, so they are kept beside the cache of their handles.
+#: Modules unload with their last reference, so this list keeps them.
 _loaded: list[Any] = []
 OPTIONS = ("-std=c++17",)
 

@@ -1,4 +1,4 @@
-"""What a copy kernel has to know of one engine's cache; made and checked once, when the cache is registered.
+"""The data about one engine's cache that a copy kernel needs; made and checked once, at registration.
 
 Letters of dims: B engine block, H head, P plane, T token, D dim. Views of any strides, on any device: the same
 plan drives the kernels on a GPU and, in tests, on a CPU.
@@ -22,17 +22,17 @@ from kvstore.kernels.stored import Side, StoredBlock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
-    """One tensor of a block: where its rows lie on both sides.
+    """One tensor of a block: the places of its rows on both sides.
 
     Args:
-        engine_bases: int64 `[n]`, address of block 0, token 0, head 0 of every layer and plane; where an engine keeps
-            the elements of a row apart, of every element too.
-        slot_offsets: int64 `[n]`, distance of the same row from the begin of its slot.
-        num_heads: heads held; 1 where one row is for all of them.
+        engine_bases: int64 `[n]`, address of block 0, token 0, head 0 of every layer and plane; if the engine's row
+            elements are not contiguous, of every element as well.
+        slot_offsets: int64 `[n]`, distance of the same row from the beginning of its slot.
+        num_heads: heads held; 1 if one row is for all heads.
         row_bytes: bytes that are contiguous on both sides for one token and head.
-        engine_block_stride: bytes between two engine blocks; the other strides likewise. Where one row is for all
-            tokens of a block both token strides are 0: it is copied with each of them.
-        align_bytes: all of the above are multiples of it; a power of two, at most 16.
+        engine_block_stride: bytes between two engine blocks; the other strides are in bytes as well. If one row is for
+            all tokens of a block, both token strides are 0: the row is copied with each token.
+        align_bytes: a power of two, at most 16, that divides all of the above.
     """
 
     engine_bases: I64
@@ -47,7 +47,7 @@ class Section:
     align_bytes: int
 
     def rows(self, engine_token: int, slot_token: int, num_tokens: int) -> tuple[I64, I64]:
-        """List the rows of some tokens of a block: their addresses in engine block 0, and offsets in the slot."""
+        """List the rows of some tokens of a block: addresses in engine block 0, and offsets in the slot."""
         # A row that all tokens of a block share is copied once.
         token = np.arange(num_tokens if self.slot_token_stride else min(num_tokens, 1), dtype=np.int64)
         head = np.arange(self.num_heads, dtype=np.int64)[:, None]
@@ -58,7 +58,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CopyPlan:
-    """How to copy between one engine's cache and the slots of `stored`.
+    """The plan of copies between one engine's cache and the slots of `stored`.
 
     Args:
         stored: the block as it lies in a slot.
@@ -76,7 +76,7 @@ class CopyPlan:
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether blocks may only be copied whole, because something in them is for all of their tokens."""
+        """Return whether blocks may only be copied whole, because a side tensor's row is for all their tokens."""
         return not all(side.per_token for side in self.stored.sides)
 
 
@@ -88,17 +88,17 @@ def plan_copy(
     heads: range | None = None,
     sides: Sequence[Sequence[Tensor]] = (),
 ) -> CopyPlan:
-    """Check an engine's tensors against the stored block and work out both sides' addresses.
+    """Check an engine's tensors against the stored block, and compute both sides' addresses.
 
     Args:
-        views: per layer held one `[B, H, P, T, D]`, or per layer and plane one `[B, H, 1, T, D]` with the planes of
-            a layer adjacent; all of one shape, dtype, device and strides. T is the engine's block size. Only read
-            here; a copy out of slots writes them.
+        views: one `[B, H, P, T, D]` per held layer, or one `[B, H, 1, T, D]` per layer and plane with the planes of a
+            layer adjacent; all of one shape, dtype, device and strides. T is the engine's block size. Only read here; a
+            copy out of slots writes them.
         stored: the block of all layers and heads.
         layers: layers of the block that the engine holds; default all.
         heads: heads of the block that the engine holds; default all.
-        sides: for every side tensor of the block, views as above; with one H where it has no heads, and one T where
-            it has no tokens.
+        sides: for every side tensor of the block, views as above; H is 1 if it has no heads, and T is 1 if it has no
+            tokens.
 
     Raises:
         ValueError: number, shape, dtype, device or strides do not fit, memory is shared between views or within one,
@@ -177,7 +177,7 @@ def _check_views(views: Sequence[Tensor], sizes: tuple[int, ...], tensor: Side) 
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements of a tensor may share memory, as those of an expanded view do."""
+    """Return whether elements of a tensor may share memory, as in an expanded view."""
     extent = 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride < extent:
@@ -194,7 +194,7 @@ def _section(
     num_heads, head_bytes = (len(heads), stored.head_bytes) if tensor.per_head else (1, 0)
     held = tensor.num_planes // per_layer
     block, head, plane, token, dim = (stride * width for stride in first.stride())
-    # Elements of a row that lie apart become rows of their own.
+    # Separated elements of a row become separate rows.
     num_pieces, row_bytes = (1, tensor.row_bytes) if tensor.dim == 1 or dim == width else (tensor.dim, width)
 
     starts = np.array([view.data_ptr() for view in views], np.int64)[:, None, None]
@@ -207,7 +207,7 @@ def _section(
     rows = ((layer % per_group) * tensor.num_planes + planes) * stored.rows_of(tensor) * tensor.row_bytes
     offsets = (begin + rows + np.arange(num_pieces, dtype=np.int64) * row_bytes).ravel()
 
-    # A stride over a dim of size 1 is never walked, and torch may have put anything there.
+    # The stride of a dim of size 1 is never used, and torch may hold any value there.
     token = token if first.shape[3] > 1 else row_bytes
     strides = (
         block if first.shape[0] > 1 else 0,

@@ -43,7 +43,7 @@ def slot_tensor(
     block_dims: Sequence[int],
     dtype: torch.dtype | str,
 ) -> Tensor:
-    """View a buffer of slots as one tensor; nothing is copied.
+    """View a buffer of slots as one tensor, without copying.
 
     Args:
         buffer: one-dimensional contiguous uint8 tensor, or a writable buffer. It must outlive the result.
@@ -90,7 +90,7 @@ def pack_blocks(views: Sequence[Tensor], block_ids: Tensor, slots: Tensor, slot_
         views: per layer one `[B, H, P, T, D]`, or per layer and plane one `[B, H, 1, T, D]` with the
             planes of a layer adjacent; any strides. Only read.
         block_ids: int64 `[n]`.
-        slots: `[S, G, H, L, P, T, D]`, written; slots that are not named keep their bytes.
+        slots: `[S, G, H, L, P, T, D]`, written; other slots keep their bytes.
         slot_ids: int64 `[n]`, none of the used ones twice.
 
     Raises:
@@ -113,10 +113,10 @@ def unpack_blocks(
     Args:
         slots: `[S, G, H, L, P, T, D]`. Only read.
         slot_ids: int64 `[n]`.
-        views: as for `pack_blocks`, written; blocks that are not named keep their bytes.
+        views: as for `pack_blocks`, written; other blocks keep their bytes.
         block_ids: int64 `[n]`, none of the used ones twice.
-        first_token: in the block of pair 0, tokens below this one are never written; in [0, T].
-            When pair 0 has a negative id it applies to nothing.
+        first_token: in the block of pair 0, tokens below this one are never written; in [0, T]. Without effect if pair
+            0 has a negative id.
 
     Raises:
         ValueError: shapes, dtypes, ids or first_token do not fit; nothing was written.
@@ -144,7 +144,7 @@ def _tensor_of(buffer: memoryview | bytearray) -> Tensor:
 
 
 def _pieces(views: Sequence[Tensor], slots: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pair every view with the piece of the slots that holds the same KV, both as integers.
+    """Pair every view with the piece of the slots for the same KV, both as integers.
 
     Returns:
         Per view `([B, H, P, T, D], [S, H, P, T, D])`, sharing memory with the arguments.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def num_pages(length: int, page_size: int) -> int:
-    """Return how many pages a sequence of this length takes; none when it is empty."""
+    """Return how many pages a sequence of this length takes; 0 when it is empty."""
     return -(-length // page_size)
 
 
@@ -23,7 +23,7 @@ def slots_to_pages(slots: Sequence[int], lengths: Sequence[int], page_size: int)
 
 
 def pages_to_slots(pages: Sequence[int], lengths: Sequence[int], page_size: int) -> list[int]:
-    """Return the token slots of all sequences; -1 for the tokens of a page that is not there."""
+    """Return the token slots of all sequences; -1 for the tokens of a missing page."""
     slots, at = [], 0
     for length in lengths:
         for token in range(length):

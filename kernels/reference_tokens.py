@@ -1,7 +1,7 @@
 """The torch oracle of pack.cu: the same copies token by token, by plain indexing, on any device.
 
-Written to be obviously right and to share nothing with what it checks: it knows no spans, no strides of a slot
-and no word widths. Letters of dims: see stored.py and plan.py.
+Written to be obviously right and to share nothing with the checked code: it has no spans, no strides of a slot and no
+word widths. Letters of dims: see stored.py and plan.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def token_pairs(
     num_tokens: int,
     skip_prefix_tokens: int = 0,
 ) -> list[tuple[int, int, int]]:
-    """Return (flat token of the engine, slot, token of its block) of every token that is copied."""
+    """Return (flat token of the engine, slot, token of its block) for every copied token."""
     pairs = []
     for token in range(skip_prefix_tokens, num_tokens):
         place, slot = engine_tokens[token], slot_ids[token // stored_block_size]
@@ -34,7 +34,7 @@ def token_pairs(
 
 
 def flat_tokens(block_ids: Sequence[int], engine_block_size: int) -> list[int]:
-    """Return the flat token slots of whole engine blocks; -1 for those of negative blocks."""
+    """Return the flat token slots of whole engine blocks; -1 for tokens of negative blocks."""
     return [
         block * engine_block_size + offset if block >= 0 else -1
         for block in block_ids
@@ -50,8 +50,8 @@ def slot_sections(slots: Tensor, stored: StoredBlock) -> list[Tensor]:
         stored: the block.
 
     Returns:
-        Per tensor `[S, G, H, L, P, T, D]`, as integers of its elements' width, sharing the slots' memory; with one H
-        where it has no heads, and one T where it has no tokens.
+        Per tensor `[S, G, H, L, P, T, D]`, as integers of its elements' width, sharing the slots' memory; H is 1 if the
+        tensor has no heads, and T is 1 if it has no tokens.
     """
     groups, heads, per_group, _, tokens, _ = stored.block_dims
     whole = slots[:, : stored.block_bytes].view(-1, groups, stored.block_bytes // groups)
@@ -87,7 +87,7 @@ def pack_tokens(
     """
     for view, piece, size in _pieces(views, slots, stored, layers, heads):
         for place, slot, token in pairs:
-            # Where all tokens share one row, the row goes with each of them.
+            # A row that all tokens share is copied with each of them.
             piece[slot, :, :, token % piece.shape[3]] = view[place // size, :, :, place % size % view.shape[3]]
 
 
@@ -108,9 +108,9 @@ def unpack_tokens(
 def _pieces(
     views: Sequence[Sequence[Tensor]], slots: Tensor, stored: StoredBlock, layers: range, heads: range
 ) -> list[tuple[Tensor, Tensor, int]]:
-    """Pair every view `[B, H, P, T, D]` with the piece `[S, H, P, T, D]` of the slots that holds the same.
+    """Pair every view `[B, H, P, T, D]` with the piece `[S, H, P, T, D]` of the slots for the same KV.
 
-    Beside them comes the engine's block size, which views without tokens do not have.
+    Each pair also has the engine's block size, because views without tokens do not show it.
     """
     pieces, size = [], views[0][0].shape[3]
     for section, group in zip(slot_sections(slots, stored), views, strict=True):

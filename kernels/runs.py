@@ -1,7 +1,7 @@
-"""The runs of bytes in which spans lie on both sides: what a copy without kernels is made of.
+"""The runs of contiguous bytes of spans on both sides: the parts of a copy without kernels.
 
-Plain arithmetic over a plan, so it holds for any strides, block sizes, parts and skipped prefix. Whoever wants to
-know whether a cache is worth copying without kernels looks at how long its runs are.
+Plain arithmetic over a plan, so it holds for any strides, block sizes, parts and skipped prefix. The mean length of a
+cache's runs shows whether copying it without kernels is worthwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SpanRuns:
     Args:
         engine_addresses: int64 `[n]`, address of each run in engine block 0.
         block_strides: int64 `[n]`, bytes from there to the same run in engine block 1.
-        slot_offsets: int64 `[n]`, ascending, distance of each run from the begin of its slot.
+        slot_offsets: int64 `[n]`, ascending, distance of each run from the beginning of its slot.
         lengths: int64 `[n]`, bytes of each run.
     """
 
@@ -34,7 +34,7 @@ class SpanRuns:
 
 
 def span_runs(plan: CopyPlan, engine_token: int, slot_token: int, num_tokens: int) -> SpanRuns:
-    """List the runs of a span of `num_tokens` that begins with these tokens of its engine block and of its slot."""
+    """List the runs of a span of `num_tokens`, from these first tokens of its engine block and slot."""
     columns = []
     for section in plan.sections:
         engine, slot = section.rows(engine_token, slot_token, num_tokens)
@@ -42,18 +42,18 @@ def span_runs(plan: CopyPlan, engine_token: int, slot_token: int, num_tokens: in
         columns.append(np.stack((engine, slot, row, stride)))
     rows = np.concatenate(columns, axis=1)
     engine, slot, lengths, strides = rows[:, np.argsort(rows[1])]
-    # Neighbours with unlike block strides are no neighbours in the next block.
+    # Neighbours with different block strides are not neighbours in the next block.
     engine, offsets, lengths = merge_runs(engine, slot, lengths, strides)
     return SpanRuns(engine, strides[np.searchsorted(slot, offsets)], offsets, lengths)
 
 
 class RunTable:
-    """Lists the runs of copies of one plan; those of whole blocks are worked out once.
+    """Lists the runs of copies of one plan; runs of whole blocks are computed once.
 
     Args:
         plan: of the engine's cache.
-        slots_per_piece: host slots are registered in pieces of so many, from slot 0 on, and no run goes from one
-            into the next; default all in one.
+        slots_per_piece: host slots are registered in pieces of this many, from slot 0 on, and no run crosses from one
+            piece into the next; default one piece.
     """
 
     def __init__(self, plan: CopyPlan, slots_per_piece: int | None = None) -> None:
@@ -63,11 +63,11 @@ class RunTable:
 
     @property
     def mean_run_bytes(self) -> int:
-        """Mean length of the runs of a block of the smaller of both sizes."""
+        """Return the mean bytes of a run, in a block of the smaller of both sizes."""
         return int(self._of(0, 0, self._step).lengths.mean())
 
     def runs(self, spans: Spans, slots: Tensor, slot_ids: I64) -> tuple[I64, I64, I64]:
-        """Return addresses in the engine and on the host, and lengths, of all runs of a list of spans.
+        """Return the engine addresses, host addresses and lengths of all runs of a list of spans.
 
         Args:
             spans: slots in it are positions in `slot_ids`.

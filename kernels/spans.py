@@ -1,8 +1,8 @@
-"""The list of spans that a copy kernel works on: which tokens move, and where they lie on both sides.
+"""The list of spans for a copy kernel: the tokens to move, and their places on both sides.
 
-A span is a run of tokens inside one engine block and one stored block. What must not be touched is in no span:
-a skipped prefix, tokens past the end, negative ids. So the mask is exact per token, costs no thread, and cannot
-be forgotten by a kernel. Everything is checked here, on the host, before anything is launched.
+A span is a run of tokens inside one engine block and one stored block. Tokens that must not be touched are in no span:
+a skipped prefix, tokens past the end, negative ids. So the mask is exact per token, costs no thread, and a kernel
+cannot forget it. Everything is checked here, on the host, before any launch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Ids: TypeAlias = I64 | Tensor | Sequence[int]
 COLUMNS = ("block", "slot", "engine_token", "slot_token", "num_tokens")
 """Columns of a span list, as `struct Span` of pack.cu has them."""
 
-#: Engine blocks are near each other when at least one of so many, from the first to the last, is copied.
+#: Engine blocks are near each other if at least one of this many is copied, from the first to the last.
 _NEAR = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """How tokens are cut into blocks on both sides.
+    """The division of tokens into blocks on both sides.
 
     Args:
         engine_block_size: tokens of an engine block, or page.
@@ -55,12 +55,12 @@ class Paging:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Spans:
-    """A checked list of spans; made by the functions of this file alone.
+    """A checked list of spans; made only by the functions of this file.
 
     Args:
-        rows: int64 `[n, 5]`, see `COLUMNS`, each span of at least one token.
+        rows: int64 `[n, 5]`, see `COLUMNS`; each span has at least one token.
         paging: block sizes that it was made for.
-        num_slots: its slots are below it.
+        num_slots: upper bound of its slots.
     """
 
     rows: I64
@@ -73,8 +73,8 @@ class Spans:
     def to_unpack(self) -> Spans:
         """Return the same spans in the order in which a kernel unpacks them fastest.
 
-        By ascending engine block, so that what is written lies near each other. Where the blocks are too far apart for
-        that they stay as they are: the slots are read from begin to end.
+        By ascending engine block, so that writes are near each other. If the blocks are too far apart for that, the
+        order stays: then the slots are read from beginning to end.
         """
         blocks = self.rows[:, 0]
         if not len(blocks) or _NEAR * self.num_tokens < np.ptp(blocks) * self.paging.engine_block_size:
@@ -84,7 +84,7 @@ class Spans:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are copied."""
+        """Return the number of tokens that are copied."""
         return int(self.rows[:, 4].sum())
 
 
@@ -97,16 +97,16 @@ def block_spans(
     num_tokens: int | None = None,
     skip_prefix_tokens: int = 0,
 ) -> Spans:
-    """List the spans of one run of tokens that begins with the first engine block and the first slot.
+    """List the spans of a run of tokens that begins in the first engine block and the first slot.
 
     Args:
         paging: block sizes of both sides.
-        block_ids: engine blocks of the run, on the host; where one is negative its tokens touch nothing.
-        slot_ids: slots of the run, on the host; likewise.
-        num_slots: ids are below it.
-        num_tokens: length of the run; a last partial block is no error. Default: what the lists hold, which then
-            has to be the same on both sides.
-        skip_prefix_tokens: this many tokens from the begin of the run are not touched, on either side.
+        block_ids: engine blocks of the run, on the host; tokens of a negative one touch nothing.
+        slot_ids: slots of the run, on the host; tokens of a negative one touch nothing.
+        num_slots: upper bound of the ids.
+        num_tokens: length of the run; the last block may be partial. Default: the tokens of the lists, which must then
+            be equally many on both sides.
+        skip_prefix_tokens: this many tokens from the beginning of the run are not touched, on either side.
 
     Raises:
         ValueError: ids of another dtype, out of range, twice in a list or of the wrong number, or a bad skip.
@@ -139,9 +139,9 @@ def block_spans(
 
 
 def position_spans(paging: Paging, block_ids: I64) -> Spans:
-    """List the spans of whole engine blocks of the stored size, of which block i goes with slot i.
+    """List the spans of whole engine blocks of the stored size; block i belongs to slot i.
 
-    Made while an engine waits, so what its caller has to know is not checked: that no block comes twice.
+    An engine waits meanwhile, so this does not check that no block comes twice: the caller must know that.
 
     Raises:
         ValueError: the two block sizes differ, or ids are out of range.
@@ -153,7 +153,7 @@ def position_spans(paging: Paging, block_ids: I64) -> Spans:
         )
     rows = np.zeros((len(block_ids), len(COLUMNS)), np.int64)
     if len(rows):
-        # As unsigned numbers those below 0 are the largest ones.
+        # As unsigned numbers, negative ids are the largest.
         if int(np.maximum.reduce(block_ids.view(np.uint64))) >= paging.num_blocks:
             raise ValueError(
                 f"block_ids: wanted ids in [0, {paging.num_blocks}), got {block_ids.min()} to {block_ids.max()}"
@@ -171,16 +171,16 @@ def token_spans(
     num_tokens: int | None = None,
     skip_prefix_tokens: int = 0,
 ) -> Spans:
-    """List the spans of one run of tokens whose places in the engine are given one by one.
+    """List the spans of a run of tokens whose places in the engine are given one by one.
 
     Args:
         paging: block sizes of both sides; the engine's may be 1.
-        slot_mapping: flat token slot of every token of the run, block * engine_block_size + offset, on the host;
-            a token whose slot is negative touches nothing, on either side.
+        slot_mapping: flat token slot of every token of the run, block * engine_block_size + offset, on the host; a
+            token with a negative slot touches nothing, on either side.
         slot_ids: slots of the run, on the host.
         num_slots: as for `block_spans`.
         num_tokens: length of the run; slot_mapping may be longer. Default: all of slot_mapping.
-        skip_prefix_tokens: as for `block_spans`. The full mapping and the full run are passed with it.
+        skip_prefix_tokens: as for `block_spans`; the mapping and the run are passed in full.
 
     Raises:
         ValueError: as for `block_spans`, or slot_mapping is shorter than the run.
@@ -198,17 +198,17 @@ def token_spans(
     if not len(tokens):
         return Spans(rows=np.empty((0, len(COLUMNS)), np.int64), paging=paging, num_slots=num_slots)
     places, tokens, lengths = merge_runs(places, tokens, 1, places // engine, tokens // stored)
-    # Negative places stay negative under floor division, so their spans go.
+    # Negative places stay negative under floor division, so `_on_both_sides` drops their spans.
     columns = (places // engine, slots[tokens // stored], places % engine, tokens % stored, lengths)
     rows = _on_both_sides(np.stack(columns, axis=1))
     return Spans(rows=rows, paging=paging, num_slots=num_slots)
 
 
 def host_ids(name: str, ids: Ids, bound: int, num_used: int | None = None) -> I64:
-    """Return ids as int64 after checking them; the first `num_used` only when that is given.
+    """Return checked ids as int64; only the first `num_used` if that is given.
 
     Raises:
-        ValueError: not flat integers in host memory, not below `bound`, or one that is not negative comes twice.
+        ValueError: not flat integers in host memory, not below `bound`, or a non-negative one comes twice.
     """
     if isinstance(ids, range) and ids.step == 1 and ids.start >= 0 and len(ids) and ids.stop <= bound:
         return np.arange(ids.start, ids.stop, dtype=np.int64)[:num_used]
@@ -242,7 +242,7 @@ def slots_of_positions(spans: Spans, slot_ids: Ids, num_slots: int) -> I64:
     """Return the slot of each position of a list whose slots are positions.
 
     Raises:
-        ValueError: not one slot for each, one that is negative, out of range or named twice.
+        ValueError: not one slot for each position, or a slot is negative, out of range or named twice.
     """
     ids = host_ids("slot_ids", slot_ids, num_slots)
     if spans.num_slots != len(ids) or (len(ids) and int(ids.min()) < 0):
@@ -279,7 +279,7 @@ def _places(ids: I64, first: int, last: int, per_block: int, step: int) -> tuple
 
 
 def _on_both_sides(rows: I64) -> I64:
-    """Leave out the spans that lie nowhere on one side."""
+    """Leave out the spans that have a negative place on one side."""
     if int(rows[:, :2].min()) >= 0:
         return rows
     return np.ascontiguousarray(rows[(rows[:, 0] >= 0) & (rows[:, 1] >= 0)])

@@ -19,31 +19,31 @@ from kvstore.kernels.merging import I64
 from kvstore.kernels.spans import Ids, Spans, slots_of_positions
 from kvstore.kernels.streams import index_of, own_stream
 
-#: The first chunk of a save and the last of a load, which nothing overlaps with, are this part of a chunk at most.
+#: The first chunk of a save and the last of a load overlap with nothing, so they are at most this part of a chunk.
 _SHORT_CHUNK = 4
 
 
 class StagingRing:
     """Copy between a CUDA cache and slots in pinned host memory at the speed of the link.
 
-    Everything is asynchronous. Work starts after what is on the caller's stream, and the event that comes back is
-    done when all bytes are in place; arguments have to live until then. Blocks go in the order of their slots, so
-    that neighbours are one run for the copy engines.
+    Everything is asynchronous. Work starts after the work on the caller's stream, and the returned event is done when
+    all bytes are in place; arguments must live until then. Blocks are copied in the order of their slots, so that
+    neighbours are one run for the copy engines.
 
     Args:
         copier: of the engine's cache.
         layers: layers of the block that the engine holds.
         heads: heads of the block that the engine holds.
-        chunk_bytes: aim for the bytes of one chunk; at least one block goes into one.
-        num_chunks: chunks of the ring. Where the model's kernels fill the device, ours wait for them to end, one
-            after another; the default lets the link go on for more than 2 ms meanwhile.
-        max_ctas: cap on the thread blocks of a kernel. Default none: beside large matrix products caps took
-            between a quarter and two thirds of the speed of loads (docs/performance.md).
-        slots_per_piece: host slots are registered in pieces of so many, from slot 0 on, and no copy may go from one
-            into the next; default all in one. The first piece has to be there before the first copy.
+        chunk_bytes: wanted bytes of one chunk; a chunk holds at least one block.
+        num_chunks: chunks of the ring. If the model's kernels fill the device, each of ours waits for theirs to end;
+            the default keeps the link busy for more than 2 ms meanwhile.
+        max_ctas: cap on the thread blocks of a kernel. Default none: with large matrix products on the device, caps
+            cost between a quarter and two thirds of the speed of loads (docs/performance.md).
+        slots_per_piece: host slots are registered in pieces of this many, from slot 0 on, and no copy may cross from
+            one piece into the next; default one piece. The first piece must be registered before the first copy.
 
     Raises:
-        ValueError: fewer than two chunks, or layers that are no whole groups.
+        ValueError: fewer than two chunks, or layers that are not whole groups.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class StagingRing:
         self._per_chunk = max(1, chunk_bytes // stored.block_bytes)
         self._short = max(1, self._per_chunk // _SHORT_CHUNK)
         size = (num_chunks, self._per_chunk, stored.block_bytes)
-        # Zeros, so that what aligns side tensors in a slot is never another request's bytes.
+        # Zeros, so that the padding of side tensors in a slot never holds another request's bytes.
         self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self._buffers = list(self._memory)
-        # Before the model's kernels: a short copy kernel that waited behind them would leave the link idle.
+        # Higher priority than the model's kernels: a short copy kernel that waits for them would leave the link idle.
         self._kernels, self._copies = own_stream(device, -1), own_stream(device)
         for stream in (self._kernels, self._copies):
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -84,19 +84,19 @@ class StagingRing:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that the ring takes."""
+        """Return the bytes of device memory that the ring uses."""
         return self._memory.numel()
 
     @property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """All streams that the ring queues work on: once they are through, it touches nothing any more."""
+        """Return all streams with the ring's work; once they are done, it touches nothing any more."""
         return self._kernels, self._copies
 
     def save(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> torch.cuda.Event:
         """Copy tokens from the engine into host slots.
 
-        Slots of which spans cover a part only are written by the kernel across the link, token by token; their
-        other bytes stay.
+        If spans cover only a part of a slot, the kernel writes it across the link, token by token; its other bytes stay
+        unchanged.
 
         Args:
             spans: slots in it are positions in `slot_ids`.
@@ -136,7 +136,7 @@ class StagingRing:
     def load(self, slots: Tensor, slot_ids: Ids, spans: Spans) -> torch.cuda.Event:
         """Copy tokens from host slots into the engine; arguments as for `save`.
 
-        No byte of the engine that is in no span is written.
+        Only bytes of the engine that are in a span are written.
         """
         spans, ids = self._check(spans, slots, slot_ids)
         chunks = self._cut(spans, None, most_last=self._short)
@@ -161,8 +161,8 @@ class StagingRing:
         self._copier.launch_prepared(work, self._kernels.cuda_stream)
 
     def _check(self, spans: Spans, slots: Tensor, slot_ids: Ids) -> tuple[Spans, I64]:
-        """Check everything that a copy is given; return the spans by slot, and the slot of each position."""
-        if slots is not self._known:  # Asking the driver what memory this is takes longer than the rest.
+        """Check a copy's arguments; return the spans in slot order, and the slot of each position."""
+        if slots is not self._known:  # Asking the driver for the kind of memory takes longer than the rest.
             check_slots(self._copier.plan, slots)
             self._known = slots
         ids = slots_of_positions(spans, slot_ids, len(slots))
@@ -170,7 +170,7 @@ class StagingRing:
         return by_slot(spans, ids)
 
     def _join(self) -> None:
-        """Let both streams begin after what is on the caller's."""
+        """Make both streams wait for the work on the caller's stream."""
         self._started.record(torch.cuda.current_stream(self._index))
         self._kernels.wait_event(self._started)
         self._copies.wait_event(self._started)

@@ -1,4 +1,4 @@
-"""Where every byte of a stored block lies in its slot, side tensors and parts included.
+"""The place of every byte of a stored block in its slot, including side tensors and parts.
 
 Letters of dims: G layer group, H head, L layer within its group, P plane, T token, D dim. A block lies as
 [G, H, L, P, T, D]. Side tensors, such as the scales of a quantised cache, travel behind the planes of their head,
@@ -6,7 +6,7 @@ and those without heads behind all heads of their group:
 
     slot ─► group 0: head 0: [L, P, T, D] [side 0: L, P', T, D'] ... | head 1: ... | [side: L, P', T, D'] | group 1: ...
 
-so that what one tensor- or pipeline-parallel rank owns is still one run of bytes, and moves as one descriptor.
+So the part of one tensor- or pipeline-parallel rank is still one run of bytes, and moves as one descriptor.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _SIDE_ALIGN_BYTES = 16
 class Side:
     """A side tensor: a row of `dim` elements for every layer, plane, and head and token if it has them.
 
-    A row for all tokens of a block cannot be written without changing what every one of them means, so blocks with
-    such a side are only copied whole, between blocks of one size. A scale for a whole layer is no side tensor: it
-    belongs to the engine's configuration.
+    Writing a row that is for all tokens of a block changes the meaning of all of them. So blocks with such a side are
+    only copied whole, between blocks of one size. A scale for a whole layer is not a side tensor: it belongs to the
+    engine's configuration.
 
     Args:
-        num_planes: its planes; 2 when K and V have each their own.
+        num_planes: its planes; 2 when K and V have separate rows.
         dim: elements of one row.
         dtype: name of the element type, a key of `ELEMENT_BYTES`.
-        per_head: every head has rows of its own; else one row is for all heads, and moves with all of them only.
-        per_token: every token has rows of its own; else one row is for all tokens of a block.
+        per_head: every head has its own rows; else one row is for all heads, and moves only with all of them.
+        per_token: every token has its own rows; else one row is for all tokens of a block.
     """
 
     num_planes: int
@@ -52,7 +52,7 @@ class Side:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Return the bytes of one row."""
         return self.dim * ELEMENT_BYTES[self.dtype]
 
 
@@ -86,51 +86,51 @@ class StoredBlock:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole block."""
+        """Return the number of layers of the whole block."""
         return self.block_dims[0] * self.block_dims[2]
 
     @property
     def num_heads(self) -> int:
-        """Heads of the whole block."""
+        """Return the number of heads of the whole block."""
         return self.block_dims[1]
 
     @property
     def tensors(self) -> list[Side]:
-        """The planes themselves, then the side tensors."""
+        """Return the planes as a tensor, then the side tensors."""
         return [Side(num_planes=self.block_dims[3], dim=self.block_dims[5], dtype=self.dtype), *self.sides]
 
     def rows_of(self, tensor: Side) -> int:
-        """Rows that a tensor has in one block for a layer, plane and head."""
+        """Return the rows of a tensor in one block for a layer, plane and head."""
         return self.block_dims[4] if tensor.per_token else 1
 
     def section_bytes(self, index: int) -> int:
-        """Bytes of tensor `index` for one group, and one head of it if it has heads, without what aligns the next."""
+        """Return the bytes of tensor `index` in a group, and in one head if it has heads, without padding."""
         tensor = self.tensors[index]
         return self.block_dims[2] * tensor.num_planes * self.rows_of(tensor) * tensor.row_bytes
 
     def section_offset(self, index: int) -> int:
-        """Distance of tensor `index` from the begin of its head, or of its group where it has no heads."""
+        """Return the offset of tensor `index` in its head, or in its group if it has no heads."""
         per_head = self.tensors[index].per_head
         return (0 if per_head else self.num_heads * self.head_bytes) + self._extent(per_head, index)
 
     @property
     def head_bytes(self) -> int:
-        """Distance between two heads of a group."""
+        """Return the distance between two heads of a group."""
         return self._extent(True, len(self.tensors)) if self.sides else self.section_bytes(0)
 
     @property
     def group_bytes(self) -> int:
-        """Distance between two layer groups."""
+        """Return the distance between two layer groups."""
         return self.num_heads * self.head_bytes + self._extent(False, len(self.tensors))
 
     def _extent(self, per_head: bool, end: int) -> int:
-        """Bytes of the tensors below `end` that lie within a head, or behind all of them."""
+        """Return the bytes of the tensors below `end` that are in a head, or after all heads."""
         tensors = self.tensors[:end]
         return sum(_aligned(self.section_bytes(at)) for at, found in enumerate(tensors) if found.per_head == per_head)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Return the bytes of one block."""
         return self.block_dims[0] * self.group_bytes
 
     def part(self, tp_rank: int, tp_size: int, pp_rank: int = 0, pp_size: int = 1) -> tuple[range, range]:
@@ -159,9 +159,9 @@ class StoredBlock:
         return range(pp_rank * layers, (pp_rank + 1) * layers), range(tp_rank * held, (tp_rank + 1) * held)
 
     def runs(self, layers: range, heads: range) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of the runs of a slot that hold these heads of the groups of these layers.
+        """Return (offset, bytes) of the slot's runs that hold these heads of these layers' groups.
 
-        What has no heads is in none of them unless it is all heads.
+        Side tensors without heads are included only with all heads.
         """
         per_group = self.block_dims[2]
         if layers.start % per_group or layers.stop % per_group:

@@ -1,4 +1,4 @@
-"""CUDA streams that nobody shares: torch hands out the same 32 to everybody, so two of its streams may be one."""
+"""Unshared CUDA streams: torch reuses the same 32 for all callers, so two of its streams may be one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default st
 
 
 class _Owner:
-    """Lives as long as the stream that holds it."""
+    """Its finalizer ends the stream that holds it."""
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """Make a stream; it ends when nothing refers to it any more and its work is through.
+    """Make a stream; it ends when nothing refers to it and its work is done.
 
     Args:
         device: a CUDA device.
-        priority: lower numbers are served first; 0 is the ordinary one.
+        priority: lower numbers are served first; 0 is the default.
 
     Raises:
         RuntimeError: the driver refused.
@@ -45,7 +45,7 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 
 
 def index_of(device: torch.device) -> int:
-    """Return the index of a CUDA device, of the current one when it has none."""
+    """Return the index of a CUDA device; of the current device when it has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 

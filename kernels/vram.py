@@ -1,7 +1,7 @@
-"""Device memory that other processes map, through the CUDA driver alone: who allocates it here needs no torch.
+"""Device memory that other processes map. Uses only the CUDA driver, so allocating it needs no torch.
 
-A process allocates and exports; others of the same machine open the handle. An opened mapping cannot be exported again,
-so whoever offers memory to a transfer engine has to be the one who allocated it.
+A process allocates and exports memory; other processes of this machine open the handle. An opened mapping cannot be
+exported again, so the process that offers memory to NIXL must be the one that allocated it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DeviceSlab:
         num_bytes: its size.
 
     Raises:
-        RuntimeError: the GPU has not that much, or the driver refused; nothing is held.
+        RuntimeError: the GPU has too little memory, or the driver refused; nothing is held.
     """
 
     def __init__(self, ordinal: int, num_bytes: int) -> None:
@@ -57,18 +57,18 @@ class DeviceSlab:
             _check(driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)), "cuMemAlloc")
             self.address = address.value
             try:
-                # Nobody sees what another process left in it.
+                # No process sees bytes that another process left in it.
                 _check(driver.cuMemsetD8_v2(address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes)), "cuMemsetD8")
                 _check(driver.cuCtxSynchronize(), "cuCtxSynchronize")
                 _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), address), "cuIpcGetMemHandle")
             except BaseException:
                 driver.cuMemFree_v2(address)
                 raise
-        #: What `MappedSlab` of another process takes.
+        #: The handle for `MappedSlab` in another process.
         self.handle = bytes(bytearray(handle))
 
     def close(self) -> None:
-        """Free it; who has it mapped must use it no more. May be called again."""
+        """Free the memory; processes that map it must no longer use it. May be called again."""
         address, self.address = self.address, 0
         if address:
             with _current(self.ordinal):
@@ -83,7 +83,7 @@ class MappedSlab:
         handle: from `DeviceSlab`.
 
     Raises:
-        RuntimeError: its process has ended, or is this one, or the GPUs cannot reach each other.
+        RuntimeError: its process has ended or is this one, or the GPUs cannot reach each other.
     """
 
     def __init__(self, ordinal: int, handle: bytes) -> None:
@@ -120,22 +120,22 @@ class CopyQueue:
             _check(status, "cuStreamCreate")
 
     def copy(self, runs: list[tuple[int, int, int]], source: int) -> int:
-        """Queue copies of (target, source, bytes) from memory of GPU `source`; return a mark behind them.
+        """Queue copies of (target, source, bytes) from memory of GPU `source`; return a mark after them.
 
         Raises:
-            RuntimeError: the driver refused. What was queued until then has ended: this waits for it.
+            RuntimeError: the driver refused. Copies that were queued before have ended: this waits for them.
         """
         driver = _driver()
         with _current(self.ordinal):
             if source not in self._sources:
-                # Without it copies go through host memory; where it cannot be had, they do.
+                # Without peer access, or if it is refused, copies go through host memory.
                 driver.cuCtxEnablePeerAccess(_primary_context(source), ctypes.c_uint(0))
                 self._sources.add(source)
             try:
                 event = self._queue(runs)
             except RuntimeError:
-                # An error of this is the device's own, on which nothing runs then. A device that hangs holds up the
-                # mover, whose store gives the READ up and ends it.
+                # If this fails the device failed, and nothing runs on it. A device that hangs blocks the mover; its
+                # store then abandons the READ and ends the mover.
                 driver.cuStreamSynchronize(self._stream)
                 raise
         self._next += 1
@@ -143,7 +143,7 @@ class CopyQueue:
         return self._next
 
     def _queue(self, runs: list[tuple[int, int, int]]) -> ctypes.c_void_p:
-        """Queue copies, and return an event behind them."""
+        """Queue copies, and return an event after them."""
         driver, event = _driver(), ctypes.c_void_p()
         for target, at, num_bytes in runs:
             status = driver.cuMemcpyAsync(
@@ -159,7 +159,7 @@ class CopyQueue:
         return event
 
     def reached(self, mark: int) -> bool:
-        """Whether everything before a mark is in place; then the mark is forgotten.
+        """Return whether all copies before a mark are in place; if so, forget the mark.
 
         Raises:
             RuntimeError: the device failed.
@@ -174,7 +174,7 @@ class CopyQueue:
 
 
 def copy_to_host(ordinal: int, target: int, source: int, num_bytes: int) -> None:
-    """Copy device memory to host memory of any kind, by address; done when this returns.
+    """Copy device memory to host memory of any kind, by address, and wait for the copy.
 
     Raises:
         RuntimeError: the driver refused.
