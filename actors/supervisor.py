@@ -278,7 +278,7 @@ class Supervisor:
                 # For example an actor that Ray is restarting: the next round handles it.
                 if not self._stopping.is_set():
                     logger.warning("supervisor: could not reconcile (%s); will try again", error)
-            except Exception as error:  # noqa: BLE001 - logged by the guard; nobody else makes stores.
+            except Exception as error:  # noqa: BLE001 - logged by the guard; only the supervisor makes stores.
                 pause_s = guard.failed(error)
 
     def _ensure_directory(self) -> None:

@@ -5,7 +5,7 @@ round of one run, so that noise affects all alike. Before each way other memory 
 holds the same for all. Data is drawn again for each shape; destinations are poisoned before and compared after. A
 figure is bytes of KV over the median of event times. The device is kept busy until the host has queued its work, as a
 forward pass does before a save; "from_idle" includes the host's work before that. Other ways move fragments in the
-engine's own order; ours also moves heads outside, as slots need it. Loads beside matrix products also have the time of
+engine's own order; ours also moves heads outside, as slots need it. Loads during matrix products also have the time of
 one product. Speed inside device memory depends by a few percent on the addresses of caches and slots, also for one
 plain copy, so its rounds are divided among several places.
 """
@@ -57,7 +57,7 @@ def run_gpu(
 ) -> list[dict[str, Any]]:
     """Measure, and return a row per shape, block size, number of blocks, direction and way.
 
-    Loads beside matrix products are measured for the first block size and most blocks.
+    Loads during matrix products are measured for the first block size and most blocks.
 
     Args:
         names: keys of `SHAPES`.

@@ -1,4 +1,4 @@
-"""Loads beside a model: the speed of loads while matrix products fill the device, and the products' loss.
+"""Loads during a model's work: the speed of loads while matrix products fill the device, and the products' loss.
 
 A device at its power limit slows down by itself, more in the first milliseconds after a pause than later, and never
 twice alike. So one round is one row of products without a pause, in which the ways take turns, and a way's figure is

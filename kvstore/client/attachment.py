@@ -240,7 +240,7 @@ class Attachment:
         is_given_up = guard.abandon(0.0)
         threads.wake(work)
         threads.settle(work)
-        while not is_given_up and not work.future.done():  # A copy has to end before the caller goes on.
+        while not is_given_up and not work.future.done():  # A copy must end before the caller continues.
             is_given_up = guard.abandon(_CALL_OFF_S)
 
     @contextlib.contextmanager

@@ -462,7 +462,7 @@ class Client:
         """Wait for running jobs, give everything back and unmap the arena; may be called again.
 
         In a forked child it only closes the child's copies of file descriptors. Jobs that outlast the time give back
-        what they hold when they end. If an interrupt stops this call, call it again; it goes on.
+        what they hold when they end. After an interrupt, call `close` again; it continues.
 
         Args:
             timeout_s: limit for the jobs; `math.inf` waits for as long as they take.

@@ -188,7 +188,7 @@ class StoreConnections:
             with contextlib.suppress(StoreBusy):  # Raised if this thread has the turn: it is in a signal handler.
                 if not self._renewing.take(turn) and not self._renewing.wait(turn, timeout_s, _check_other):
                     raise TransferTimeout(f"{self._calls.name}: others who connect anew took all the time")
-            self.check_open()  # After a close in between, nobody would give back a grant.
+            self.check_open()  # If closed meanwhile, no call would give back a grant.
             broken = self._calls
             if broken.closed:
                 left_s = until_s - clock.now_s()

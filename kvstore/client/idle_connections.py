@@ -34,12 +34,12 @@ class IdleConnections:
     """Connections that no job uses now.
 
     Args:
-        connect: opens another one. Arguments: a broken connection that it replaces; the first question whose grants
-            nobody wants any more; the longest wait in seconds, or None for a call's.
+        connect: opens another one. Arguments: a broken connection that it replaces; the first question whose grants are
+            not wanted any more; the longest wait in seconds, or None for a call's.
         broken: shared by all `IdleConnections` of one client.
 
     Attributes:
-        is_closed: set when the client is closed: then nobody else closes a connection that comes back.
+        is_closed: set when the client is closed: then `keep` must close a connection that comes back.
     """
 
     def __init__(

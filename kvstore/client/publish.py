@@ -171,7 +171,7 @@ def _completing(attached: Attachment, publishing: Publishing, link: StageLink | 
         return _complete(attached, publishing)
 
     work = Work(lambda: in_one_step(run), math.inf, give_back)
-    work.begin()  # So that it cannot be cancelled: then nobody would give its slots back.
+    work.begin()  # So that it cannot be cancelled, which would leave its slots claimed.
     return work
 
 

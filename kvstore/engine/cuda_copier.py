@@ -67,7 +67,7 @@ class _Lane:
 
 
 class CudaCopier(EngineCopier):
-    """An `EngineCopier` of CUDA tensors. Saves and loads have streams and buffers of their own.
+    """An `EngineCopier` of CUDA tensors. Saves and loads have separate streams and buffers.
 
     Args:
         cache: on a GPU.

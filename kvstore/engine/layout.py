@@ -76,7 +76,7 @@ class EngineLayout:
 
     @property
     def cross_layer(self) -> bool:
-        """Whether one tensor holds all layers."""
+        """Return whether one tensor holds all layers."""
         return self.form is CacheForm.CROSS_LAYER
 
     @property

@@ -148,7 +148,7 @@ def _shown(key: str, value: str | int) -> str:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports progress on stderr: beside a spinner, or as lines without a terminal."""
+    """Yield a function that reports progress on stderr: with a spinner, or as lines without a terminal."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield lambda text: console.print(escape(text))
