@@ -1,4 +1,4 @@
-"""The class that vLLM makes: one for its scheduler, and one for each worker."""
+"""The connector class; vLLM makes one object for its scheduler, and one for each worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 def _timed(
     method: Callable[Concatenate[RaykvConnector, P], T],
 ) -> Callable[Concatenate[RaykvConnector, P], T]:
-    """Count how long the scheduler was kept."""
+    """Measure how long a call keeps the scheduler."""
     names = ("scheduler", method.__name__)
 
     def timed(self: RaykvConnector, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -39,10 +39,10 @@ def _timed(
 
 
 class RaykvConnector(KVConnectorBase_V1):
-    """Keeps the KV of prompts in the store, and brings it back.
+    """Saves the KV of prompts to the store, and loads it again.
 
-    Loads and saves are jobs of the client, beside the engine's steps. A request whose blocks are stored waits for
-    its load while others compute; a request that ended keeps its blocks until they are saved.
+    Client jobs load and save beside the engine's steps. A request whose blocks are stored waits for its load while
+    others compute. scheduler_side/ending.py says what happens to the blocks of a request that ended before its saves.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -52,7 +52,7 @@ class RaykvConnector(KVConnectorBase_V1):
         spec = check_engine(vllm_config, kv_cache_config)
         check_block_size(options.block_size, int(spec.block_size))
         part_of(vllm_config, 0, 0)
-        #: Counts and times of this half; `total()` has everything since the begin.
+        #: Counts and times of this half; `total()` has everything since the start.
         self.stats = Stats()
         self._is_closed = False
         self._scheduler: SchedulerSide | None = None
@@ -82,11 +82,11 @@ class RaykvConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether a request must not end before its KV is somewhere else. A cache may lose some."""
+        """Whether a request must not end before its KV is delivered: no, a cache may lose some."""
         return False
 
     def shutdown(self) -> None:
-        """Wait for what is under way and leave the store; may be called again."""
+        """Wait for running jobs and leave the store; may be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -97,7 +97,7 @@ class RaykvConnector(KVConnectorBase_V1):
     # The scheduler's half.
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        """Take what the workers found."""
+        """Take in the workers' findings."""
         found = [hello for hello in metadata.values() if isinstance(hello, WorkerHello)]
         if not found:
             return
@@ -109,17 +109,17 @@ class RaykvConnector(KVConnectorBase_V1):
         self._side().open(found)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
-        """Take what the workers found; keyed by pipeline and tensor rank."""
+        """Take in the workers' findings, keyed by pipeline and tensor rank."""
         self.set_xfer_handshake_metadata(metadata)
 
     @_timed
     def on_new_request(self, request: Any) -> None:
-        """Have a request looked up before vLLM asks."""
+        """Begin to look up a request before vLLM asks for the result."""
         self._side().begin(request)
 
     @_timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens the store has beyond the engine's; None while that is not known."""
+        """Return how many tokens the store has beyond the engine's; None while that is not known."""
         return self._side().match(request, num_computed_tokens)
 
     @_timed
@@ -129,35 +129,35 @@ class RaykvConnector(KVConnectorBase_V1):
 
     @_timed
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        """Return what the workers have to do in this step."""
+        """Return the workers' plan for this step."""
         return self._side().plan(scheduler_output)
 
     @_timed
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in what the workers did."""
+        """Take in the workers' report."""
         report = connector_output.kv_connector_worker_meta
         received = set(connector_output.finished_recving or ())
         self._side().heard(received, report if isinstance(report, WorkerReport) else None)
 
     @_timed
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Say whether a request's blocks have to stay for copies under way, and what the decode engine gets."""
+        """Return whether vLLM must keep a request's blocks, and the params for the decode engine."""
         return self._side().ended(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps are wanted although no request is left: to hear that the last saves have ended."""
+        """Whether vLLM should run steps without requests, so that the end of the last saves is reported."""
         return self._side().ending.has_news_to_come
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks of ended requests come back by themselves, so that none need be taken from others."""
+        """Whether blocks of ended requests will be freed soon, so that vLLM need not preempt other requests."""
         return self._side().ending.has_pending_frees
 
     def take_events(self) -> Iterable[Any]:
-        """Return KV cache events of what came into the store."""
+        """Return KV cache events of blocks that came into the store since the last call."""
         return self._side().take_events()
 
     def reset_cache(self) -> bool:
-        """Make everything of this engine's namespace a miss on every node; for when weights changed."""
+        """Make all blocks of this engine's namespace a miss on every node, after weights changed."""
         return self._side().reset()
 
     # The worker's half.
@@ -167,11 +167,11 @@ class RaykvConnector(KVConnectorBase_V1):
         self._rank().register(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerHello | None:
-        """Tell the scheduler's half what the tensors showed."""
+        """Return what the scheduler's half needs to know about the tensors; None before they are registered."""
         return self._rank().hello()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """End the saves of blocks that are about to be overwritten."""
+        """End the copies of blocks that are about to be overwritten."""
         self._rank().settle(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -189,7 +189,7 @@ class RaykvConnector(KVConnectorBase_V1):
         self._rank().save(self._get_connector_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose saves, and those whose loads, are through."""
+        """Return ended requests whose blocks vLLM may free, and requests whose load is received."""
         self._rank().publishing.forget(finished_req_ids)
         sent, received = self._rank().poll(self._get_connector_metadata())
         return sent or None, received or None
@@ -199,18 +199,18 @@ class RaykvConnector(KVConnectorBase_V1):
         return self._rank().take_failed_block_ids()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return what the scheduler's half has to hear of this step."""
+        """Return this step's report to the scheduler's half; None if it is empty."""
         return self._rank().take_report()
 
     # Both.
 
     def get_kv_connector_stats(self) -> RaykvStats | None:
-        """Return counts and times since the last time."""
+        """Return counts and times since the last call."""
         return self.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> RaykvStats:
-        """Make stats of what vLLM carried between processes."""
+        """Rebuild stats from the data that vLLM passed between processes."""
         return RaykvStats(data)
 
     def _side(self) -> SchedulerSide:

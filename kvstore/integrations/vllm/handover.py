@@ -1,7 +1,7 @@
-"""Hand-offs as `kv_transfer_params` carry them, in the words of vLLM's NixlConnector, so that its proxies work.
+"""Hand-offs in `kv_transfer_params`, with the keys of vLLM's NixlConnector, so that its proxies work.
 
-A request with `do_remote_decode` goes to a prefill engine, whose answer has the params that the decode engine gets:
-`do_remote_prefill`, and tickets of the prompt's full blocks.
+A request with `do_remote_decode` goes to a prefill engine. The answer carries the params for the decode engine:
+`do_remote_prefill`, and the tickets of the prompt's full blocks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ DO_PREFILL, DO_DECODE = "do_remote_prefill", "do_remote_decode"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desk:
-    """Where one worker publishes: its ticket has to name that.
+    """The place where one worker publishes; its tickets name it.
 
     Args:
-        node_id: of its store.
-        epoch: the life of that store.
-        part: of every block that it holds, as (tp_rank, tp_size, pp_rank, pp_size).
-        slab: the memory that it publishes in: 0 is the store's arena, another one a stage on the worker's GPU.
+        node_id: of the worker's store.
+        epoch: of that store.
+        part: the worker's part of every block, as (tp_rank, tp_size, pp_rank, pp_size).
+        slab: the memory that it publishes in: 0 for the store's arena, another number for a stage on the worker's GPU.
     """
 
     node_id: str
@@ -43,9 +43,9 @@ class Handover:
     """The full blocks of a prompt, on their way from one engine to another.
 
     Args:
-        tickets: one for each worker, by rank; each is good for its part of all blocks.
-        last_hash: of the last block. It stands for all tokens up to there and for all else that makes their KV, so
-            that blocks never come to a request that they are not for, whatever became of its params on the way.
+        tickets: one for each worker, by rank; each is good for that worker's part of all blocks.
+        last_hash: of the last block. It covers all tokens up to there and everything else that decides their KV. So a
+            request never gets blocks of another prompt, even if its params were changed on the way.
     """
 
     tickets: tuple[HandoffTicket, ...]
@@ -53,7 +53,7 @@ class Handover:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, from the prompt's first token on."""
+        """Number of blocks, counted from the prompt's first token."""
         return self.tickets[0].num_blocks
 
     def is_for(self, hashes: BlockHashes) -> bool:
@@ -67,10 +67,10 @@ class Handover:
 
     @staticmethod
     def from_params(params: Mapping[str, Any]) -> Handover:
-        """Return what `to_params` made.
+        """Return the hand-off that `to_params` wrote.
 
         Raises:
-            InvalidRequest: these params were not made by it.
+            InvalidRequest: `to_params` did not make these params.
         """
         try:
             value = params[TICKET]

@@ -1,4 +1,4 @@
-"""One half's connection to the store of its node, opened again when the store was restarted."""
+"""One half's connection to the store of its node; it opens again after the store was restarted."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _CLOSE_S = 10.0
 
 
 class StoreLink:
-    """Has a client while the store runs; a thread looks for a new one while it does not.
+    """Hold a client while the store runs; otherwise a thread tries to open a new one.
 
     Args:
         options: where the store is.
-        space: what the blocks mean.
+        space: namespace of the blocks.
         part: the part of them that this half holds.
         on_open: called with each new client before it is used.
 
     Raises:
-        StoreNotRunning: there is no store; says what to change.
-        KVStoreError: it cannot hold these blocks.
+        StoreNotRunning: there is no store; the message says what to change.
+        KVStoreError: the store cannot hold these blocks.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class StoreLink:
             ) from error
 
     def client(self) -> Client | None:
-        """Return the client; None while the store is away."""
+        """Return the client, or None while the store is not reachable."""
         return self._client
 
     def failed(self, client: Client, error: KVStoreError) -> None:
-        """Say that a call failed; when it means that this life of the store is over, a new one is looked for."""
+        """Report a failed call; an error that means the end of the store's epoch starts a search for the next one."""
         if isinstance(error, StoreUnavailable) and not isinstance(error, StoreDraining):
             self.lost(client)
 
     def lost(self, client: Client) -> None:
-        """Give a client up and look for the store's next life; nothing happens where that was done before."""
+        """Drop a client and look for the store's next epoch; no effect if it was dropped before."""
         with self._lock:
             if self._client is not client or self._stopping.is_set():
                 return
@@ -109,7 +109,7 @@ class StoreLink:
             except KVStoreError as error:
                 logger.info("the store is not back yet: %s", error)
                 continue
-            except Exception as error:  # noqa: BLE001 - without this thread the engine never has a store again.
+            except Exception as error:  # noqa: BLE001 - if this thread ended, the engine would never get a store again.
                 opening.failed(error)
                 continue
             with self._lock:

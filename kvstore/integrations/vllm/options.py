@@ -1,4 +1,4 @@
-"""What a user sets in vLLM's `kv_connector_extra_config`."""
+"""The user's settings in vLLM's `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ class SavePolicy(Enum):
     """Full blocks of the prompt."""
 
     ALL = "all"
-    """Those of the answer too: the next turn of a conversation begins with them."""
+    """Full blocks of prompt and answer: the next turn of a conversation begins with them."""
 
     NONE = "none"
-    """None; the engine only loads."""
+    """No blocks; the engine only loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The keys of `kv_connector_extra_config`; unknown ones are refused.
+    """The keys of `kv_connector_extra_config`; unknown keys are refused.
 
     Args:
         store: name of the store.
-        address: of its Ray cluster, as `kvstore.connect` takes it; None finds the one that runs here.
+        address: of the store's Ray cluster, as for `kvstore.connect`; None finds the cluster that runs here.
         node_id: another node whose store shares this machine, in a cluster simulated on one host.
-        model: names the weights where their path or name differs from engine to engine; None takes vLLM's.
-        salt: engines with another one share nothing with these.
-        block_size: tokens of a stored block; 0 takes the engine's block size. A multiple or a divisor of it.
-        portable: on a CPU, store rows of tokens instead of blocks as its attention kernel orders them: for engines
-            with blocks of another size, at the price of a second cache and slower copies. GPUs always do.
-        num_layer_groups: of the stored block, a multiple of every pipeline that shares it; 0 takes this engine's.
+        model: name of the weights, for engines that know them under different paths or names; None takes vLLM's.
+        salt: engines with different salts share nothing.
+        block_size: tokens of a stored block, a multiple or a divisor of the engine's block size; 0 takes that size.
+        portable: on a CPU, store rows of tokens and not blocks in the attention kernel's order. Engines with other
+            block sizes can then share, at the price of a second cache and slower copies. GPUs always store rows.
+        num_layer_groups: of the stored block, a multiple of each sharing engine's pipeline size; 0 takes this engine's.
         axes: names the dims of the engine's tensors where their sizes leave a choice (docs/layouts.md).
         save: a `SavePolicy`, or its value.
-        remote: also use what only other nodes have.
+        remote: also use blocks that only other nodes have.
         lookup_wait_s: how long the store may take for one answer before requests are computed without it.
         load_timeout_s: a load or fetch that takes longer than this has failed.
         handoff_ttl_s: how long a prefilled request's blocks are kept for the engine that decodes it.

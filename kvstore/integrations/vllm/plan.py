@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other: once a step down to the workers, once a step back."""
+"""Messages between the connector's two halves: in each step one to the workers, and one back."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class LoadPlan:
         req_id: the request, which vLLM holds back until it is reported as received.
         hashes: from the root of the chain on.
         block_ids: the engine's blocks for their tokens.
-        num_engine_tokens: tokens at the front that the engine has already, in blocks that others may read.
-        tickets: of a hand-off, one for each worker, in place of what the store has.
+        num_engine_tokens: tokens at the front that the engine has already, in blocks that other requests may read.
+        tickets: of a hand-off, one for each worker; the load then fetches these blocks instead of stored ones.
     """
 
     req_id: str
@@ -44,7 +44,7 @@ class SavePlan:
 
     Args:
         req_id: the request.
-        hashes: from the root of the chain on: whatever was evicted meanwhile is stored again.
+        hashes: from the root of the chain on, so that blocks evicted meanwhile are stored again.
         block_ids: the engine's blocks for their tokens.
     """
 
@@ -69,10 +69,10 @@ class PublishPlan:
 
 
 class Wakeup(threading.Event):
-    """Ends a worker's wait where it shares the scheduler's process; one that was sent to another is never set.
+    """Ends the wait of a worker that shares the scheduler's process; a pickled copy is never set.
 
     Args:
-        is_shared: whether whoever sets it has this very one.
+        is_shared: False for a pickled copy, which the scheduler's half cannot set.
     """
 
     def __init__(self, is_shared: bool = True) -> None:
@@ -84,17 +84,17 @@ class Wakeup(threading.Event):
 
 
 class Hook:
-    """Is called by a worker that shares the scheduler's process; one that was sent to another does nothing.
+    """Runs a function in a worker that shares the scheduler's process; a pickled copy does nothing.
 
     Args:
-        call: what it does.
+        call: the function.
     """
 
     def __init__(self, call: Callable[[], None] = lambda: None) -> None:
         self._call = call
 
     def __call__(self) -> None:
-        """Do it."""
+        """Call the function."""
         self._call()
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
@@ -102,30 +102,30 @@ class Hook:
 
 
 class Copies(Protocol):
-    """What a worker does at once about its copies, when the scheduler's half in its own process asks for it."""
+    """Calls that act on a worker's copies at once, for a scheduler's half in the same process."""
 
     def end_saves(self, req_ids: Collection[str]) -> None:
-        """Return when no save of some requests reads their blocks any more.
+        """End the saves of some requests; on return none of them reads its blocks any more.
 
         Raises:
-            CopyStuck: one still does.
+            CopyStuck: a save still reads them.
         """
 
     def begin_save(self, plan: SavePlan) -> None:
-        """Begin to save blocks that are computed, or about to be on the device."""
+        """Begin to save blocks that are computed, or that the device is about to compute."""
 
     def drop_saves(self) -> None:
-        """End all saves; those that have not copied are not made."""
+        """End all saves; a save that has not copied yet is left out."""
 
     def has_landed(self, req_id: str, wait_s: float) -> bool:
-        """Whether no load of a request is under way any more; waits so long for it."""
+        """Return whether no load of a request is landing any more; waits up to `wait_s` for that."""
 
 
 class Door:
-    """The way to a worker's copies; one that was sent to another process leads nowhere.
+    """Access to a worker's copies within one process; a pickled copy has none.
 
     Args:
-        copies: of the worker.
+        copies: of the worker; None for a pickled copy.
     """
 
     def __init__(self, copies: Copies | None = None) -> None:
@@ -137,22 +137,22 @@ class Door:
 
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
-    """What the scheduler's half tells the workers' in one step.
+    """The message of the scheduler's half to the workers for one step.
 
     Args:
         loads: to begin in this step.
         saves: to begin when this step is computed.
-        publications: likewise.
-        withdrawn: requests whose tickets nobody will get.
-        late_saves: to begin at once: of what steps before this one computed.
+        publications: to begin when this step is computed.
+        withdrawn: requests whose tickets no engine will get.
+        late_saves: to begin at once, as their blocks were computed in earlier steps.
         settle: requests whose blocks are overwritten in this step; none of their saves may still read them.
         ending: finished requests whose blocks vLLM keeps until they are reported as sent.
         is_computing: whether any token is computed in this step.
         num_waiting: requests that wait for an answer of the store.
-        num_unhashed_tokens: of those whose prompts are still to be hashed for it.
-        answered: set when there is such an answer.
+        num_unhashed_tokens: prompt tokens of those waiting requests that have no hashes yet.
+        answered: set when the store has answered.
         launched: called when all of the step is launched.
-        drop_saves: the cache was cleared: what was computed before must not be stored any more.
+        drop_saves: the cache was cleared: blocks computed before that must not be stored any more.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
@@ -172,17 +172,16 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What the workers tell the scheduler's half after a step; those of several workers are put together.
+    """The workers' message to the scheduler's half after a step; reports of several workers are merged.
 
     Args:
-        saves_ended: for each request, how many of its saves and publications came to an end on how many workers, well
-            or badly.
-        landing: for each request, how many more of its loads, on how many workers, go on although it was reported as
-            received; negative when they have ended.
-        failed_loads: for each request with a load that failed, the tokens that are right.
-        stored: blocks that are in the store now, for each save that wrote some: (request, blocks from the root).
-        num_drops: workers that have dropped their saves, as they were told.
-        desks: where workers publish, by rank, if that is news.
+        saves_ended: for each request, how many saves and publications ended, well or badly, summed over workers.
+        landing: for each request, the change in its loads that still copy although they were reported as received,
+            summed over workers; negative when such loads have ended.
+        failed_loads: for each request whose load failed, the number of leading tokens that are right.
+        stored: for each save that wrote blocks: (request, blocks from the root that are in the store now).
+        num_drops: workers that have dropped their saves because of `StepPlan.drop_saves`.
+        desks: where workers publish, by rank; only those that changed.
     """
 
     saves_ended: Counter[str] = field(default_factory=Counter)
@@ -198,12 +197,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
     def aggregate(self, other: Any) -> WorkerReport:
-        """Put two reports of one step together."""
+        """Return this report merged with another one of the same step."""
         failed = dict(self.failed_loads)
         for req_id, num_tokens in other.failed_loads.items():
             failed[req_id] = min(num_tokens, failed.get(req_id, num_tokens))
         landing = Counter(self.landing)
-        landing.update(other.landing)  # Unlike +, which drops what is negative.
+        landing.update(other.landing)  # The operator + would drop negative counts.
         return WorkerReport(
             saves_ended=self.saves_ended + other.saves_ended,
             landing=landing,
@@ -216,13 +215,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """What a worker found when it registered its caches: only it sees the tensors.
+    """A worker's findings when it registered its caches; only the worker sees the tensors.
 
     Args:
-        space: what the blocks of this engine mean; all workers must have found the same.
+        space: namespace of this engine's blocks; all workers must have found the same.
         desks: where this worker publishes, by its rank.
         launcher_pid: the process that launches its steps on a GPU; 0 where they run on the CPU.
-        door: to its copies, for a scheduler in its own process.
+        door: to its copies, for a scheduler in the same process.
     """
 
     space: Namespace

@@ -1,4 +1,4 @@
-"""What an engine's blocks mean and which part of them a worker holds, and start-up checks of both."""
+"""The namespace of an engine's blocks, the part of them that a worker holds, and start-up checks of both."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.integrations.vllm.options import Options
 
 _NOT_OF_KV = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "_commit_hash")
-"""Keys of a config that say where a model came from or what its head is called; the engine's dtype counts by itself."""
+"""Config keys that change no KV: a model's origin and the labels of its head. `_variant` has the dtype by itself."""
 
 
 def check_engine(config: Any, kv_cache_config: Any) -> Any:
     """Refuse an engine whose KV the store cannot hold yet; returns the spec of its one KV cache group.
 
     Raises:
-        ConfigError: which setting or model does not work, and what to change.
+        ConfigError: a setting or model does not work; the message says which one and what to change.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -35,7 +35,7 @@ def check_engine(config: Any, kv_cache_config: Any) -> Any:
             "models do not work yet. Where only sliding windows make it one, --disable-hybrid-kv-cache-manager helps"
         )
     spec = groups[0].kv_cache_spec
-    # Subclasses hold something else besides, or free blocks that the store would still be reading.
+    # Subclasses hold other data as well, or free blocks while the store still reads them.
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         raise ConfigError(
             f"RaykvConnector: wanted full attention or MLA, got {type(spec).__name__}; such models do not work yet"
@@ -54,10 +54,10 @@ def check_engine(config: Any, kv_cache_config: Any) -> Any:
 
 
 def has_names_of_media(config: Any) -> bool:
-    """Whether media with equal identifiers are equal, in all engines.
+    """Return whether equal media identifiers mean equal media in all engines.
 
-    With neither cache that would use them, vLLM makes no hashes of media, and drops the names that users gave. It
-    counts instead, anew in each process: two engines then have the same name for unlike recordings.
+    vLLM hashes media only for its prefix cache or its media cache. Without both it drops names that users gave, and
+    numbers media instead, from the start in each process. Two engines can then use one name for different media.
     """
     media = getattr(config.model_config, "multimodal_config", None)
     if media is None or getattr(config.cache_config, "enable_prefix_caching", False):
@@ -66,7 +66,7 @@ def has_names_of_media(config: Any) -> bool:
 
 
 def check_block_size(stored: int, engine: int) -> int:
-    """Return the stored block size: what was asked for, or the engine's.
+    """Return the stored block size: the configured one, or else the engine's.
 
     Raises:
         ConfigError: neither size divides the other.
@@ -81,12 +81,12 @@ def check_block_size(stored: int, engine: int) -> int:
 
 
 def part_of(config: Any, tp_rank: int, pp_rank: int) -> tuple[Part, bool]:
-    """Return the part of every block that a worker holds, and whether it is the one that saves it.
+    """Return a worker's part of every block, and whether this worker saves it.
 
-    Where there are more ranks than KV heads, several hold the same heads: all load them, the first saves them.
+    With more ranks than KV heads, several ranks hold the same heads: all of them load, the first one saves.
 
     Raises:
-        ConfigError: the ranks do not divide the heads, nor the heads the ranks.
+        ConfigError: the number of ranks does not divide that of heads, nor the number of heads that of ranks.
     """
     parallel, num_heads = config.parallel_config, _num_kv_heads(config)
     tp_size, pp_size = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
@@ -101,7 +101,7 @@ def part_of(config: Any, tp_rank: int, pp_rank: int) -> tuple[Part, bool]:
 
 
 def in_order_of_layers(caches: Mapping[str, Any]) -> dict[str, Any]:
-    """Sort an engine's tensors by layer, and leave out those that name another layer's tensor once more."""
+    """Return an engine's tensors sorted by layer; a tensor that several layers share comes once."""
 
     def numbers(name: str) -> tuple[list[int], str]:
         return [int(digits) for digits in re.findall(r"\d+", name)], name
@@ -121,7 +121,7 @@ def planes_of(tensors: Sequence[Any], spec: Any) -> Planes:
     """Return how K and V share an engine's tensors.
 
     Raises:
-        LayoutMismatch: the last dim is neither a row of K or V, nor one of both.
+        LayoutMismatch: the last dim is neither a row of K or V, nor a row of both.
     """
     if isinstance(spec, MLAAttentionSpec):
         return Planes.SINGLE
@@ -137,17 +137,17 @@ def planes_of(tensors: Sequence[Any], spec: Any) -> Planes:
 
 
 def make_space(config: Any, spec: Any, options: Options, tensors: Sequence[Any], order: str) -> Namespace:
-    """Return the namespace of an engine's blocks, as a worker's tensors show it.
+    """Return the namespace of an engine's blocks, derived from a worker's tensors.
 
     Args:
         config: vLLM's.
         spec: of the one KV cache group.
         options: the user's.
-        tensors: those that are registered, one a layer.
-        order: how blocks are ordered inside, "" for rows of tokens.
+        tensors: the registered ones, one per layer.
+        order: name of the order inside a block, "" for rows of tokens.
 
     Raises:
-        ConfigError, LayoutMismatch: it cannot be stored; what to change.
+        ConfigError, LayoutMismatch: the store cannot hold the blocks; the message says what to change.
     """
     model, parallel = config.model_config, config.parallel_config
     pp_size = int(parallel.pipeline_parallel_size)
@@ -182,7 +182,7 @@ def _num_kv_heads(config: Any) -> int:
 
 
 def _variant(config: Any, order: str) -> str:
-    """Everything besides the name that makes another model of the same weights, as text."""
+    """Return, as text, every setting besides the name that makes the KV different."""
     model = config.model_config
     overrides = getattr(model, "hf_overrides", None) or {}
     if callable(overrides):
@@ -198,7 +198,7 @@ def _variant(config: Any, order: str) -> str:
         "code": str(getattr(model, "code_revision", None) or ""),
         "overrides": overrides,
         "media": _settings_of_media(model),
-        # Weights that vLLM makes up, for a benchmark, are none of the model that it names.
+        # vLLM can invent weights for a benchmark; they are not those of the model that it names.
         "dummy": str(getattr(getattr(config, "load_config", None), "load_format", "")) == "dummy",
         "order": order,
         "draft": _place_of(getattr(draft, "model", None) or ""),
@@ -209,10 +209,10 @@ def _variant(config: Any, order: str) -> str:
 
 
 def _settings_of_media(model: Any) -> dict[str, Any]:
-    """Return how an engine turns media into what the model sees; vLLM's names of media are of what came in alone."""
+    """Return the settings with which media become model input; vLLM's media names cover the raw media only."""
     media = getattr(model, "multimodal_config", None)
     kwargs = dict(getattr(media, "mm_processor_kwargs", None) or {})
-    kwargs.pop("device", None)  # Where it is done.
+    kwargs.pop("device", None)  # Only says where this is done.
     found = {
         "processor": kwargs,
         "io": getattr(media, "media_io_kwargs", None) or {},
@@ -222,12 +222,12 @@ def _settings_of_media(model: Any) -> dict[str, Any]:
 
 
 def _place_of(name: Any) -> str:
-    """Return a model's name, or, of a folder on this machine, its path: a relative one names others elsewhere."""
+    """Return a model's name, or a local folder's real path: a relative path names other folders elsewhere."""
     return os.path.realpath(name) if os.path.exists(str(name)) else str(name)
 
 
 def _config_digest(model: Any) -> str:
-    """Return SHA-256 over the model's config, without what changes no KV, in hex."""
+    """Return the SHA-256, in hex, of the model's config without the keys that change no KV."""
     config = getattr(model, "hf_config", None)
     found = config.to_dict() if config is not None else {}
     fields = {key: value for key, value in found.items() if key not in _NOT_OF_KV}
@@ -235,7 +235,7 @@ def _config_digest(model: Any) -> str:
 
 
 def _length_of_rope(model: Any) -> str:
-    """Return which factors of a LongRoPE the engine takes: for all tokens, by the longest sequence that it allows."""
+    """Return which LongRoPE factors the engine uses; it chooses them for all tokens by its longest sequence."""
     config = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
     found = []
     for name in ("rope_parameters", "rope_scaling"):
@@ -247,6 +247,6 @@ def _length_of_rope(model: Any) -> str:
         return ""
     name, longest = "original_max_position_embeddings", int(model.max_model_len)
     limits = {int(each.get(name) or getattr(config, name, 0) or 0) for each in found}
-    if 0 in limits:  # Whatever decides then, equal engines decide alike.
+    if 0 in limits:  # The limit is unknown, but engines with the same longest sequence choose alike.
         return f"longrope {longest}"
     return " ".join("long" if longest > limit else "short" for limit in sorted(limits))

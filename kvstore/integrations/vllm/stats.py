@@ -1,4 +1,4 @@
-"""Counts and times of a connector: for vLLM's log and Prometheus, and in total for whoever asks."""
+"""Counts and times of a connector: per interval for vLLM's log and Prometheus, and in total."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def _bucket(seconds: float) -> int:
 
 
 class Stats:
-    """What one half of a connector counts; may be used from any thread.
+    """Counts and times of one half of a connector; any thread may use it.
 
-    Times are kept in buckets each a quarter wider than the last, so a quantile is at most that much too high.
+    Each time bucket ends a quarter higher than the one before, so a quantile is at most that much too high.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class Stats:
             self.time(name, time.perf_counter() - begin_s)
 
     def total(self) -> dict[str, int | float]:
-        """Return everything since the begin, flat: counts, and p50, p99 and longest of each time in milliseconds."""
+        """Return counts, and p50, p99 and maximum of each time in milliseconds, since the start; flat."""
         with self._lock:
             return self._total.reduce()
 
     def take(self) -> RaykvStats | None:
-        """Return what came since the last time, or None where that is nothing, or not long ago."""
+        """Return the counts and times since the last call; None if there are none, or it was too short ago."""
         if time.monotonic() - self._taken_s < _INTERVAL_S:
             return None
         with self._lock:
@@ -100,7 +100,7 @@ class RaykvStats(KVConnectorStats):
         return not self.data["counts"] and not self.data["times"]
 
     def aggregate(self, other: Any) -> RaykvStats:
-        """Add another worker's or interval's."""
+        """Add the counts and times of another worker or interval."""
         for name, number in other.data["counts"].items():
             self.data["counts"][name] = self.data["counts"].get(name, 0) + number
         for name, theirs in other.data["times"].items():
@@ -112,7 +112,7 @@ class RaykvStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return it flat, for a log: counts, and p50, p99 and longest of each time in milliseconds."""
+        """Return counts, and p50, p99 and maximum of each time in milliseconds; flat, for a log."""
         flat: dict[str, int | float] = dict(sorted(self.data["counts"].items()))
         for name, times in sorted(self.data["times"].items()):
             flat[f"num_{name}"] = sum(times["buckets"].values())

@@ -1,6 +1,6 @@
-"""The side of the connector that runs beside vLLM's scheduler: what is asked of the store, and what workers are to do.
+"""The connector's half beside vLLM's scheduler: it asks the store, and plans the workers' steps.
 
-In: vLLM's requests and what it has computed of them.
+In: vLLM's requests, and how much of them is computed.
 Out: how much of a prompt need not be computed, and a plan for each step.
-Floor: above what both sides share; the two sides never import each other.
+Floor: above the modules that both sides share; the two sides never import each other.
 """

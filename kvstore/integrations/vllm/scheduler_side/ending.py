@@ -1,9 +1,9 @@
-"""Requests that ended with copies under way: what becomes of their blocks.
+"""Blocks of requests that ended while copies of them were under way.
 
-Where the workers share the scheduler's process, vLLM gets the blocks back at once: what asks for all of them, such as
-`reset_prefix_cache`, need not wait for saves. Freed blocks keep their bytes until they are given to others, and vLLM
-says so before anything of that step is launched; the saves that read them end then. Where workers are processes of
-their own, vLLM keeps the blocks until it hears of the copies' end. Why: docs/adr/0022-blocks-of-ended-requests.md.
+If the workers share the scheduler's process, vLLM gets the blocks back at once, so that `reset_prefix_cache` and others
+need not wait for saves. A freed block keeps its bytes until vLLM gives it to another request. vLLM reports that before
+it launches anything of that step, and the saves that read the block end then. If workers are separate processes, vLLM
+keeps the blocks until it is notified of the copies' end. Why: docs/adr/0022-blocks-of-ended-requests.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from kvstore.integrations.vllm.plan import Copies, Door, StepPlan
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 
-#: The token that ended a request was computed behind its load; what is missing is that a thread says so.
+#: Wait for the load of an ended request: its last token was computed behind the copies; only the report is missing.
 _LANDED_S = 0.02
 
 
@@ -24,18 +24,18 @@ class Ending:
 
     Args:
         engine_block_size: tokens of vLLM's blocks.
-        num_workers: that report about each save.
-        keeps_memory: whether the cache's memory stays while the engine has nothing to do.
+        num_workers: workers that report the end of each save.
+        keeps_memory: whether the cache's memory stays while the engine is idle.
     """
 
     def __init__(self, engine_block_size: int, num_workers: int, *, keeps_memory: bool) -> None:
         self._engine_block_size, self._num_workers, self._keeps_memory = engine_block_size, num_workers, keeps_memory
-        #: Of all workers; none where one is in another process.
+        #: One for each worker; empty if any worker is in another process.
         self._copies: list[Copies] = []
         self._requests: dict[str, Tracked] = {}
         #: Blocks that were given to requests since the last step was planned.
         self._given: set[int] = set()
-        #: Whether some were given that nobody named, by older vLLMs to another connector beside this one.
+        #: Whether blocks were given without their ids, as older vLLMs do for another connector beside this one.
         self._is_blind = False
 
     def __len__(self) -> int:
@@ -48,11 +48,11 @@ class Ending:
         return req_id in self._requests
 
     def get(self, req_id: str) -> Tracked | None:
-        """Return what is known of a request that is among them."""
+        """Return the state of an ended request that is still tracked here, or None."""
         return self._requests.get(req_id)
 
     def open(self, doors: Sequence[Door]) -> None:
-        """Take in how the workers are reached."""
+        """Take in the doors to the workers' copies."""
         found = [door.copies for door in doors if door.copies is not None]
         self._copies = found if len(found) == self._num_workers else []
 
@@ -63,14 +63,14 @@ class Ending:
 
     @property
     def has_news_to_come(self) -> bool:
-        """Whether steps are wanted although vLLM keeps nothing, to hear of the end of copies."""
+        """Whether vLLM should run steps, although it keeps no blocks, so that the end of copies is reported."""
         return any(tracked.is_freed for tracked in self)
 
     def add(self, plan: StepPlan, tracked: Tracked) -> bool:
         """Take in a request with copies under way; returns whether vLLM has to keep its blocks."""
         req_id = tracked.request.request_id
         self._requests[req_id] = tracked
-        # What lands is written, so that is waited for; its token came behind it.
+        # A landing load still writes, so it is waited for; the last token was computed behind it.
         if self._copies and self._keeps_memory:
             tracked.is_freed = not tracked.num_landing or all(
                 each.has_landed(req_id, _LANDED_S) for each in self._copies
@@ -78,7 +78,7 @@ class Ending:
         if not tracked.is_freed:
             plan.ending.add(req_id)
             return True
-        # No step may follow that would carry them, and its blocks still hold what it computed.
+        # No later step may come that would carry the late saves, and the blocks still hold the request's KV.
         late = [save for save in plan.late_saves if save.req_id == req_id]
         plan.late_saves = [save for save in plan.late_saves if save.req_id != req_id]
         for each in self._copies:
@@ -87,22 +87,22 @@ class Ending:
         return False
 
     def forget(self, req_id: str) -> None:
-        """No copy of a request is under way any more."""
+        """Forget a request whose copies have all ended."""
         self._requests.pop(req_id, None)
 
     def given(self, blocks: Any, num_engine_tokens: int) -> None:
-        """Take in which blocks a request was given; those of its hit in the engine's own cache it only reads."""
+        """Note the blocks that a request was given; it only reads those of its hit in the engine's own cache."""
         if self._requests:
             ids = blocks.get_block_ids()[0]
             self._is_blind = self._is_blind or not ids
             self._given.update(ids[num_engine_tokens // self._engine_block_size :])
 
     def settle(self, plan: StepPlan, new_block_ids: Sequence[Any]) -> None:
-        """End the saves whose blocks others were given, before anything of the step that writes them is launched.
+        """End saves whose blocks other requests got, before the step that overwrites them is launched.
 
         Args:
-            plan: of the step; loses late saves of such blocks.
-            new_block_ids: that running requests were given, as vLLM's scheduler says.
+            plan: of the step; late saves of such blocks are removed from it.
+            new_block_ids: blocks that vLLM's scheduler gave to running requests.
 
         Raises:
             CopyStuck: a copy does not end.
@@ -110,7 +110,7 @@ class Ending:
         given, self._given = self._given, set()
         is_blind, self._is_blind = self._is_blind, False
         for each in self._copies if plan.settle else ():
-            each.end_saves(plan.settle)  # Some model runners write new blocks before they say so to the workers.
+            each.end_saves(plan.settle)  # Some model runners write to new blocks before they notify the workers.
         freed = [tracked for tracked in self if tracked.is_freed and tracked.num_saves_open]
         if not freed:
             return
@@ -130,12 +130,12 @@ class Ending:
         for each in self._copies:
             each.end_saves(taken.keys())
         for req_id, tracked in taken.items():
-            tracked.block_ids = []  # Theirs no more.
+            tracked.block_ids = []  # They belong to other requests now.
             if not tracked.is_copied:
                 self.forget(req_id)
 
     def drop_saves(self) -> None:
-        """End the saves of all requests at once, where that can be done: they are of no use, or memory goes away."""
-        with ExitStack() as steps:  # All workers are asked, before an error of one is raised.
+        """End all saves at once where workers share this process: they are of no use, or memory goes away."""
+        with ExitStack() as steps:  # All workers are asked before the error of any one is raised.
             for each in self._copies:
                 steps.callback(each.drop_saves)

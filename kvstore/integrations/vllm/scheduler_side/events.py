@@ -1,4 +1,4 @@
-"""KV cache events of what came into the store, as vLLM publishes them."""
+"""KV cache events for blocks that came into the store, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.blocks.hashing import BlockHashes, Namespace
 def stored_event(space: Namespace, request: Any, hashes: BlockHashes) -> Any:
     """Return the event of a run of blocks, from the root on; fields that this vLLM does not know are left out.
 
-    The hashes are the store's own, of the stored block size, and so not those of vLLM's own events.
+    The hashes are the store's, of the stored block size; they differ from those in vLLM's own events.
     """
     size = space.shape.block_size
     fields = {

@@ -1,4 +1,4 @@
-"""The scheduler's half of hand-offs: which blocks are for another engine, and which come from one."""
+"""The scheduler's half of hand-offs: which blocks go to another engine, and which come from one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 
 
 class HandoffSide:
-    """One for each engine.
+    """The hand-offs of one engine.
 
     Args:
-        space: what the blocks mean.
+        space: namespace of the blocks.
         engine_block_size: tokens of vLLM's blocks.
         num_workers: of this engine; each publishes, and fetches, its part.
         publishes: whether the engine hands its blocks off when a request asks for it.
-        ttl_s: how long they are kept for who decodes it.
+        ttl_s: how long published blocks are kept for the decode engine, in seconds.
         stats: gets counts.
     """
 
@@ -42,16 +42,16 @@ class HandoffSide:
         self._desks: dict[int, Desk] = {}
 
     def learn(self, desks: Mapping[int, Desk]) -> None:
-        """Take in where workers publish, by rank; they say so at first, and when their store was restarted."""
+        """Note where workers publish, by rank; they report it at the start and after a restart of their store."""
         self._desks.update(desks)
 
     def begin(self, tracked: Tracked) -> None:
-        """Read the params of a new request, which goes on as if it had none where they are of no use."""
+        """Read the params of a new request; it goes on without params that are of no use."""
         request = tracked.request
         params = getattr(request, "kv_transfer_params", None)
         if params is None:
             return
-        if not isinstance(params, Mapping):  # vLLM passes on what came over HTTP as it is.
+        if not isinstance(params, Mapping):  # vLLM does not check what came over HTTP.
             self._stats.count("num_bad_tickets")
             logger.error(
                 "request %s goes on without its kv_transfer_params: wanted a mapping, got %s; pass the params of a "
@@ -72,7 +72,7 @@ class HandoffSide:
             logger.error("request %s goes on without its ticket: %s", request.request_id, error)
 
     def num_arriving(self, tracked: Tracked, hashes: BlockHashes) -> int:
-        """Return how many blocks a request brings tickets for; drops those that turn out to be for another prompt."""
+        """Return how many blocks a request has tickets for; drops tickets that are for another prompt."""
         if tracked.arriving is not None and tracked.arriving.is_for(hashes):
             return tracked.arriving.num_blocks
         tracked.arriving = None
@@ -81,9 +81,9 @@ class HandoffSide:
         return 0
 
     def plan(self, plan: StepPlan, tracked: Tracked, begin: int, end: int) -> None:
-        """Hand a prompt off in the step that computes its end, tokens [begin, end).
+        """Plan a prompt's hand-off in the step that computes its last token; tokens [begin, end).
 
-        A request that is sent back, and does so once more, is handed off under new tickets.
+        If vLLM sends a request back and computes the prompt again, it is handed off under new tickets.
         """
         num_tokens = tracked.request.num_prompt_tokens
         if not (tracked.may_publish and begin < num_tokens <= end) or tracked.hashes is None:

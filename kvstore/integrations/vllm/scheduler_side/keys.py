@@ -1,7 +1,7 @@
-"""From a request to the hashes of its blocks, with everything that vLLM counts as part of a block's content.
+"""Block hashes of a request, over everything that vLLM counts as part of a block's content.
 
-The store's own chained hashes are used, not vLLM's: those depend on the engine's block size and hash algorithm,
-and engines with other ones could not share.
+These are the store's own chained hashes. vLLM's hashes depend on the engine's block size and hash algorithm, so engines
+with different ones could not share.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.token_bytes import ExtraKey
 
-#: Hashed at a stretch; meanwhile the scheduler's thread may wait for the interpreter.
+#: Tokens hashed in one piece; meanwhile the scheduler's thread may wait for the interpreter.
 _PIECE_TOKENS = 512
 
 
 def has_extra_keys(request: Any) -> bool:
-    """Whether anything but its tokens decides what a request's KV is."""
+    """Whether a request's KV depends on more than its tokens."""
     return bool(
         request.lora_request
         or request.mm_features
@@ -31,7 +31,7 @@ def has_extra_keys(request: Any) -> bool:
 
 
 def prompt_tokens(request: Any) -> Sequence[int]:
-    """Return the prompt; one of embeddings has zeros, and its content in the extra keys."""
+    """Return the prompt's tokens; for embeddings they are zeros, and the extra keys have the content."""
     tokens: Sequence[int] | None = request.prompt_token_ids
     return [0] * int(request.num_prompt_tokens) if tokens is None else tokens
 
@@ -49,28 +49,28 @@ class PromptHashes:
 
     @property
     def is_quick(self) -> bool:
-        """Whether one block takes microseconds: embeddings are read whole."""
+        """Whether one block is hashed in microseconds; embeddings take longer, as they are read whole."""
         return getattr(self._request, "prompt_embeds", None) is None
 
     @property
     def is_made(self) -> bool:
-        """Whether none is left to make."""
+        """Whether all hashes are made."""
         return self._num_made >= self.num_blocks
 
     def first(self) -> BlockHashes:
-        """Return the first block alone; the prompt has one at least."""
+        """Return the hash of the first block alone; the prompt must have at least one block."""
         if not self._runs:
             self._make(1)
         first = self._runs[0]
         return first if len(first) == 1 else first[:1]
 
     def advance(self) -> None:
-        """Make the next ones, if any are left; takes a fraction of a millisecond."""
+        """Make the next hashes, if any are left; takes a fraction of a millisecond."""
         if not self.is_made:
             self._make(max(_PIECE_TOKENS // self._size, 1))
 
     def all(self) -> BlockHashes:
-        """Make all that are left, and let other threads go on in between."""
+        """Make the hashes that are left and return all; other threads can run in between."""
         while not self.is_made:
             self.advance()
             time.sleep(0)
@@ -94,10 +94,10 @@ def hash_blocks(
     """Hash the full blocks of some of a request's tokens.
 
     Args:
-        space: what the blocks mean.
+        space: namespace of the blocks.
         request: vLLM's.
-        tokens: those that follow the blocks of `parent`, from the first one on when there is none.
-        parent: the run before them.
+        tokens: those behind the blocks of `parent`; without a parent, those from the first one on.
+        parent: the run of blocks before them.
 
     Raises:
         InvalidRequest: vLLM counts something as content that is neither text, bytes nor number.
@@ -110,7 +110,7 @@ def hash_blocks(
     media = 0
     for block in range(begin, begin + len(tokens) // size):
         keys, media = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, media)
-        # vLLM's keys name no kinds: an adapter that is called like another tenant's salt would pass for it.
+        # vLLM's keys carry no kind: an adapter named like another tenant's salt would be taken for that salt.
         named: list[ExtraKey] = [("lora", lora)] if lora is not None else []
         if request.cache_salt and block == 0:
             named.append(("salt", request.cache_salt))
@@ -119,6 +119,6 @@ def hash_blocks(
 
 
 def _plain(keys: Sequence[Any]) -> Iterator[ExtraKey]:
-    """Make tuples of vLLM's nested keys, which may be lists."""
+    """Yield vLLM's nested keys, with each list made a tuple."""
     for key in keys:
         yield tuple(_plain(key)) if isinstance(key, list | tuple) else key

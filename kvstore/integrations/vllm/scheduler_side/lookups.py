@@ -1,4 +1,4 @@
-"""What is stored of a request's prompt: surely nothing, or found out on a thread; the scheduler never waits for it."""
+"""Lookups of prompts in the store: surely absent ones at once, others on a thread; the scheduler never waits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvstore.integrations.vllm.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-#: The directory is not asked for this long after it gave no answer: each question would keep others waiting.
+#: How long the directory is not asked after it gave no answer: each question would delay others.
 _BACK_OFF_S = 5.0
 _CLOSE_S = 5.0
-#: After an answer the engine's thread begins a step, and would wait for the interpreter while this one hashes. Steps
-#: take longer. Questions that come on and on hold it up for no more than the other.
+#: Wait before hashes that only saves need: after an answer the engine's thread begins a step, and would wait for the
+#: interpreter while this thread hashes. A step takes longer. New questions delay them by at most the second value.
 _LATE_S, _OVERDUE_S = 0.002, 0.05
-#: Enough for the thread to wake, and to be on its way to the store.
+#: Enough for the thread to wake up and begin its call to the store.
 _YIELD_S = 2e-5
 
 
@@ -31,9 +31,9 @@ class Question:
 
     Args:
         prompt: makes the hashes of the prompt's full blocks.
-        hashes: of all of them, where they are known.
+        hashes: of all these blocks, if they are known.
         is_lookup: whether the store is to be asked too.
-        needs_hashes: whether an answer without the hashes is of no use.
+        needs_hashes: whether the answer is useless without the hashes.
     """
 
     def __init__(
@@ -41,30 +41,30 @@ class Question:
     ) -> None:
         self.prompt, self.is_lookup, self.needs_hashes = prompt, is_lookup, needs_hashes
         self.asked_s = time.monotonic()
-        #: May come after the answer that nothing is stored.
+        #: May be set only after the answer, if nothing is stored.
         self.hashes = hashes
         #: Usable prefix in blocks; grows while other nodes are asked.
         self.num_blocks = 0
-        #: Whether vLLM was told the answer.
+        #: Whether vLLM got the final answer.
         self.is_given = False
-        #: Whether nothing more becomes known of what is stored.
+        #: Whether the answer is final.
         self.done = False
-        #: Whether that was known at once, without a question to the store.
+        #: Whether the answer was final at once, without a call to the store.
         self.is_immediate = False
 
     def hash_all(self) -> BlockHashes:
-        """Make the hashes that are not made yet."""
+        """Return the hashes of all full blocks; makes them if needed."""
         if self.hashes is None:
             self.hashes = self.prompt.all()
         return self.hashes
 
 
 class Lookups:
-    """The thread that answers, one question after the other.
+    """A thread that answers one question after the other.
 
     Args:
         link: to the store.
-        is_remote: whether what only other nodes have counts.
+        is_remote: whether blocks that only other nodes have count.
         wait_s: how long the store may take for an answer.
         stats: gets times and counts.
         answered: set after each answer.
@@ -76,9 +76,9 @@ class Lookups:
         self._answered = answered
         self._link, self._is_remote, self._wait_s, self._stats = link, is_remote, wait_s, stats
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
-        #: Answered, but not hashed to the end, and when that begins; the thread's own.
+        #: Answered questions without all hashes, and when to make these; used by the thread only.
         self._late: collections.deque[tuple[float, Question]] = collections.deque()
-        #: Answered at once, and to be hashed when `hash_rest` says so; the caller's own.
+        #: Questions answered at once, to be hashed when `hash_rest` is called; used by the caller only.
         self._unhashed: list[Question] = []
         self._not_before_s = 0.0
         self._begun_s: float | None = None
@@ -86,7 +86,7 @@ class Lookups:
         self._thread.start()
 
     def ask(self, question: Question) -> None:
-        """Have a question answered; returns at once, with the answer where nobody has to be asked for it."""
+        """Answer a question at once if no store call is needed, else give it to the thread."""
         if self._is_surely_nothing(question):
             question.done = question.is_immediate = True
             if question.hashes is None:
@@ -95,7 +95,7 @@ class Lookups:
         is_first = self._begun_s is None and self._questions.empty()
         self._questions.put(question)
         if is_first:
-            time.sleep(_YIELD_S)  # The thread would wait for this one's interpreter until a step has nothing to do.
+            time.sleep(_YIELD_S)  # Else the thread would wait for the interpreter until a step has nothing to do.
 
     @property
     def num_unhashed_tokens(self) -> int:
@@ -103,13 +103,13 @@ class Lookups:
         return sum(question.prompt.num_tokens for question in self._unhashed)
 
     def hash_rest(self) -> None:
-        """Have the prompts hashed that were answered at once: their saves will need it. Returns at once."""
+        """Have the thread hash the prompts that were answered at once, for their saves. Returns at once."""
         unhashed, self._unhashed = self._unhashed, []
         for question in unhashed:
             self._questions.put(question)
 
     def _is_surely_nothing(self, question: Question) -> bool:
-        """Whether nothing is stored that a question wants to know of, as far as is known without a wait."""
+        """Whether it is known without a wait that nothing is stored for a question."""
         if question.needs_hashes:
             return False
         if not (question.is_lookup and question.prompt.num_blocks):
@@ -122,16 +122,16 @@ class Lookups:
         try:
             first = question.prompt.first() if question.hashes is None else question.hashes[:1]
             return client.is_surely_absent(first, remote=self._is_remote)
-        except Exception:  # noqa: BLE001 - the thread meets it too, and says so
+        except Exception:  # noqa: BLE001 - the thread meets this error too, and logs it
             return False
 
     def is_held_up(self) -> bool:
-        """Whether the store takes too long for an answer: then the questions behind it need not wait for theirs."""
+        """Whether the store takes too long for an answer; the questions behind it then need not wait for theirs."""
         begun_s = self._begun_s
         return begun_s is not None and time.monotonic() > begun_s + self._wait_s
 
     def close(self) -> None:
-        """End the thread; questions that wait are answered with nothing. May be called again."""
+        """End the thread after the queued questions; waits up to 5 s for it. May be called again."""
         self._questions.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -144,7 +144,7 @@ class Lookups:
                 else:
                     self._answer(question)
             except Exception:
-                # One request that cannot be hashed must not end the thread that answers for all others.
+                # A request that cannot be hashed must not end the thread that answers for all others.
                 logger.exception("a lookup failed; the prompt is computed")
                 self._stats.count("num_lookup_errors")
             finally:
@@ -154,7 +154,7 @@ class Lookups:
                     self._answered.set()
 
     def _next(self) -> Question | None:
-        """Wait for a question; hashes that only saves need come when there is none for a while."""
+        """Wait for a question; hashes that only saves need are made when no question came for a while."""
         while True:
             left_s = self._late[0][0] - time.monotonic() if self._late else None
             if left_s is not None and left_s <= -_OVERDUE_S:
@@ -175,7 +175,7 @@ class Lookups:
         if question.needs_hashes or question.prompt.is_made:
             question.hash_all()
         elif question.hashes is None:
-            self._late.append((time.monotonic() + _LATE_S, question))  # Who waits for an answer comes first.
+            self._late.append((time.monotonic() + _LATE_S, question))  # Requests that wait for an answer come first.
 
     def _look_up(self, question: Question) -> None:
         client = self._link.client()
@@ -185,7 +185,7 @@ class Lookups:
         prompt, wait_s = question.prompt, self._wait_s
         try:
             if question.hashes is None:
-                # Without its first block nothing of a prompt is usable: a new one is known after one hash.
+                # Without its first block nothing of a prompt is usable, so one hash is enough for a new prompt.
                 first = client.lookup(prompt.first(), remote=is_remote, timeout_s=wait_s, meanwhile=prompt.advance)
                 if not first.num_blocks:
                     return

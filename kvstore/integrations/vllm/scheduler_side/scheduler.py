@@ -1,7 +1,7 @@
-"""The scheduler's half: what is stored, what to load and save, and when blocks may be freed.
+"""The scheduler's half: it looks up prompts, plans loads and saves, and says when blocks may be freed.
 
-No method of it waits for the store: that it surely has nothing is read in shared memory, other answers come from a
-thread (lookups.py). `reset_cache` is the exception.
+Except `reset`, its methods do not wait for the store. Shared memory shows what is surely absent; other answers come
+from a thread (lookups.py).
 """
 
 from __future__ import annotations
@@ -36,29 +36,28 @@ from kvstore.integrations.vllm.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-#: An answer that vLLM had and could not use at once is asked for again after this: blocks may have been evicted. The
-#: first time it is given whatever its age, or none would be young enough where steps or many lookups take longer; but
-#: not one that came at once, as the next one will.
+#: An answer that vLLM had and could not use is looked up again after this time: blocks may have been evicted. An
+#: answer of the thread is given once whatever its age, or none would be young enough where steps or lookups take
+#: longer. An immediate answer is not, as the next one is immediate too.
 _ANSWER_S = 1.0
-#: Hashes wait until a step is launched that computes at least this share of the tokens: it takes longer than they do.
+#: Hashing waits for the launch of a step that computes at least this share of the tokens: such a step takes longer.
 _LAUNCHED_SHARE = 0.25
 
 
 class SchedulerSide:
-    """One for each engine.
+    """The scheduler's half of one engine.
 
     Args:
         options: the user's.
         engine_block_size: tokens of vLLM's blocks.
-        num_workers: that report about each load and save.
-        loads: whether this engine uses what is stored.
+        num_workers: workers that report the end of each load and save.
+        loads: whether this engine uses stored blocks.
         saves: whether it stores what it computes.
         publishes: whether it may be asked to hand blocks off.
-        emits_events: whether anybody reads KV cache events.
+        emits_events: whether KV cache events are enabled.
         stats: gets times and counts.
-        names_media: whether media of equal names are equal; requests with any go on without the store where not.
-        keeps_memory: whether the cache's memory stays while the engine has nothing to do, as with sleep mode it does
-            not.
+        names_media: whether equal names mean equal media; if not, requests with media go on without the store.
+        keeps_memory: whether the cache's memory stays while the engine is idle; with sleep mode it does not.
     """
 
     def __init__(
@@ -83,23 +82,23 @@ class SchedulerSide:
         self._lookups: Lookups | None = None
         self._handoffs: HandoffSide | None = None
         self._tracked: dict[str, Tracked] = {}
-        #: Those that go on without the store, until they end.
+        #: Requests that go on without the store, until they end.
         self._untracked: set[str] = set()
-        #: Whether it was said that requests with media are among them.
+        #: Whether the warning about requests with media was logged.
         self._has_warned = False
-        #: Those that ended, with copies under way.
+        #: Ended requests with copies under way.
         self._ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
         self._plan = StepPlan()
         self._answered = Wakeup()
         #: Whether the engine's steps are launched by this process, on a GPU.
         self._is_launching = False
         self._events: list[Any] = []
-        #: Workers that have yet to drop what was computed before the cache was cleared.
+        #: Workers that have yet to drop saves of blocks computed before the cache was cleared.
         self._num_drops_open = 0
         self._clearing: threading.Thread | None = None
 
     def open(self, found: Sequence[WorkerHello]) -> None:
-        """Begin, with what the workers found; until then nothing is loaded or saved.
+        """Connect to the store with the workers' findings; before that nothing is loaded or saved.
 
         Raises:
             StoreNotRunning: there is no store on this node.
@@ -128,14 +127,14 @@ class SchedulerSide:
             self._link.close()
 
     def begin(self, request: Any) -> None:
-        """Have a new request looked up, so that the answer is there when vLLM asks.
+        """Begin to look up a new request, so that the answer is there when vLLM asks.
 
-        Raises nothing about one request: vLLM would end the engine, and all others with it.
+        Logs an error of one request and does not raise it: vLLM would end the engine, and all other requests with it.
         """
         name = request.request_id
         if self._handoffs is None or name in self._tracked or name in self._untracked:
             return
-        # Of the same name: reports could not tell them apart.
+        # Reports could not tell two requests of one name apart.
         if getattr(request, "resumable", False) or name in self._ending:
             return
         if not self._names_media and getattr(request, "mm_features", None):
@@ -152,7 +151,7 @@ class SchedulerSide:
             self._stats.count("num_request_errors")
             logger.exception("request %s goes on without the store", name)
             return
-        self._tracked[name] = tracked  # Known in full: the methods that vLLM calls next count on its question.
+        self._tracked[name] = tracked  # Not earlier: the methods that vLLM calls next rely on its question.
 
     def match(self, request: Any, num_engine_tokens: int) -> tuple[int | None, bool]:
         """Answer `get_num_new_matched_tokens`; None while the store has not answered."""
@@ -169,12 +168,12 @@ class SchedulerSide:
             self._ask(tracked)
         question = tracked.question
         assert question is not None
-        # A prompt that is handed off needs its hashes, whoever has its blocks.
+        # A prompt that is handed off needs its hashes, even if the engine has all its blocks.
         if tracked.is_covered(size, num_engine_tokens) and (question.done or not tracked.may_publish):
             return 0, False
         assert self._lookups is not None
         if not question.done and not self._plan.num_waiting:
-            self._answered.clear()  # Of answers that were seen: the next one ends the wait for this one.
+            self._answered.clear()  # It may be set by earlier answers; the next answer ends the wait.
         if not question.done and not self._lookups.is_held_up():
             self._plan.num_waiting += 1
             self._plan.num_unhashed_tokens += request.num_prompt_tokens if question.hashes is None else 0
@@ -187,7 +186,7 @@ class SchedulerSide:
         if tracked.arriving is not None and tracked.hashes is not None:
             assert self._handoffs is not None
             num_blocks = self._handoffs.num_arriving(tracked, tracked.hashes)
-            if not num_blocks:  # So the store is to be asked after all.
+            if not num_blocks:  # Then the store is asked after all.
                 self._ask(tracked)
                 self._plan.num_waiting += 1
                 return None, False
@@ -197,7 +196,7 @@ class SchedulerSide:
         return num_new, True
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plan a load once vLLM has given it blocks; called again, with 0, when the load is through."""
+        """Plan a load once vLLM has given it blocks; called again, with 0 tokens, after the load."""
         tracked = self._tracked.get(request.request_id)
         self._ending.given(blocks, 0 if tracked is None else tracked.num_engine_tokens)
         if not num_external_tokens or tracked is None or tracked.hashes is None or self._space is None:
@@ -217,11 +216,11 @@ class SchedulerSide:
             )
         )
         tracked.is_fetching = handover is not None
-        if handover is None:  # What was handed off the store may not have.
+        if handover is None:  # The store may not have handed-off blocks.
             tracked.num_saved = num_blocks
 
     def plan(self, output: Any) -> StepPlan:
-        """Return what the workers have to do in this step, and begin to collect for the next one."""
+        """Return the workers' plan for this step, and begin the plan of the next one."""
         plan, self._plan = self._plan, StepPlan()
         plan.answered = self._answered
         self._have_hashed(plan, output.total_num_scheduled_tokens)
@@ -254,11 +253,11 @@ class SchedulerSide:
         return plan
 
     def ended(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request.
+        """Take in that a request ended, and forget it.
 
         Args:
-            request: that ended.
-            block_ids: that it still has.
+            request: the ended request.
+            block_ids: the blocks that it still has.
 
         Returns:
             Whether vLLM has to keep its blocks until they are reported as sent, and the params for the engine that
@@ -271,8 +270,8 @@ class SchedulerSide:
         if block_ids and not tracked.is_loading:
             is_alike = all(own == its for own, its in zip(tracked.block_ids, block_ids, strict=False))
             self._leave_unsaved(request.request_id, "" if is_alike else "vLLM ended it with other blocks than it gave")
-            # Its hashes may have come after its last step was planned. That counted drafts: where one was rejected the
-            # cache has its KV, and not that of the token that was sampled instead. vLLM has taken those back here.
+            # The hashes may have come after the last step was planned. That plan counted drafts. If one was rejected,
+            # the cache has its KV, not that of the token sampled instead; num_computed_tokens does not count it.
             end = min(tracked.num_planned_tokens, request.num_computed_tokens)
             self._plan_save(self._plan.late_saves, request.request_id, end, end)
         del self._tracked[request.request_id]
@@ -283,7 +282,7 @@ class SchedulerSide:
         return self._ending.add(self._plan, tracked), params
 
     def heard(self, received: set[str], report: WorkerReport | None) -> None:
-        """Take in what the workers did."""
+        """Take in which loads are received, and the workers' report."""
         for req_id in received:
             if tracked := self._tracked.get(req_id):
                 tracked.is_loading = False
@@ -293,8 +292,8 @@ class SchedulerSide:
             self._handoffs.learn(report.desks)
         for req_id, num_tokens in report.failed_loads.items():
             if (tracked := self._tracked.get(req_id)) and self._space is not None:
-                # Not again: what failed once would fail, and be waited for, again and again. After a hand-off that
-                # failed the store is asked, if vLLM asks.
+                # No second load: it could fail, and be waited for, again and again. After a failed hand-off the store
+                # is asked, if vLLM asks.
                 tracked.may_load, tracked.question = tracked.may_load and tracked.is_fetching, None
                 tracked.num_saved = min(tracked.num_saved, num_tokens // self._space.shape.block_size)
         for req_id, num_blocks in report.stored:
@@ -310,28 +309,28 @@ class SchedulerSide:
         if report.num_drops and self._num_drops_open:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
             if not self._num_drops_open:
-                # A save that was on its way while the cache was cleared may have come after that.
+                # A save that ran while the store was cleared may have stored blocks after that.
                 self._clearing = threading.Thread(target=self._clear, name="raykv-clear", daemon=True)
                 self._clearing.start()
 
     @property
     def ending(self) -> Ending:
-        """Those that ended, with copies under way."""
+        """Ended requests with copies under way."""
         return self._ending
 
     def take_events(self) -> list[Any]:
-        """Return the events since the last time."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def reset(self) -> bool:
-        """Make everything of this namespace a miss, on every node; for when weights changed. Waits for the store.
+        """Make all blocks of this namespace a miss on every node, after weights changed. Waits for the store.
 
         Returns:
             False when a node could not be asked, or a load of old blocks is still under way.
 
         Raises:
-            CopyStuck: a save does not end. The store was cleared all the same.
+            CopyStuck: a save does not end. The store was asked to clear all the same.
         """
         try:
             self._ending.drop_saves()
@@ -341,12 +340,12 @@ class SchedulerSide:
         return self._forget_all()
 
     def _forget_all(self) -> bool:
-        """Clear the store, and store nothing more of what was computed before; returns as `reset`."""
+        """Clear the store, and store no more blocks computed before this; returns as `reset`."""
         if any(tracked.num_saves_open for tracked in (*self._tracked.values(), *self._ending)):
             self._plan.drop_saves, self._num_drops_open = True, self._num_workers
         is_loading = False
         for tracked in self._tracked.values():
-            # Their blocks were computed before.
+            # Their blocks were computed before the reset.
             tracked.may_save = tracked.may_publish = False
             tracked.question = None
             is_loading = is_loading or tracked.is_loading
@@ -376,7 +375,7 @@ class SchedulerSide:
         self._lookups.ask(tracked.question)
 
     def _have_hashed(self, plan: StepPlan, num_computed_tokens: int) -> None:
-        """Have prompts hashed that were answered at once; if possible when no launch of this process waits for that."""
+        """Have prompts hashed that were answered at once; if possible not while this process launches a step."""
         if self._lookups is None or not (num_tokens := self._lookups.num_unhashed_tokens):
             return
         if self._is_launching and num_computed_tokens >= _LAUNCHED_SHARE * num_tokens:
@@ -385,7 +384,7 @@ class SchedulerSide:
             self._lookups.hash_rest()
 
     def _leave_out(self, name: str) -> None:
-        """Let a request with media go on without the store, as nothing tells its media from others."""
+        """Let a request with media go on without the store, as its media cannot be told from others."""
         self._untracked.add(name)
         self._stats.count("num_unnamed_media_requests")
         if not self._has_warned:
@@ -398,7 +397,7 @@ class SchedulerSide:
             )
 
     def _leave_unsaved(self, req_id: str, why: str) -> None:
-        """Store no more of a request whose blocks may not be what their hashes say; nothing happens without a why."""
+        """Store no more blocks of a request, as they may not match their hashes; no effect without a reason."""
         tracked = self._tracked[req_id]
         if why and (tracked.may_save or tracked.may_publish):
             tracked.may_save = tracked.may_publish = False
@@ -406,7 +405,7 @@ class SchedulerSide:
             logger.warning("no more of request %s is saved: %s", req_id, why)
 
     def _plan_save(self, saves: list[SavePlan], req_id: str, begin: int, end: int) -> None:
-        """Plan what becomes whole while a request computes tokens [begin, end)."""
+        """Plan to save the blocks that become full while a request computes tokens [begin, end)."""
         tracked = self._tracked[req_id]
         tracked.num_planned_tokens = end
         if tracked.question is not None and tracked.hashes is None:
@@ -422,7 +421,7 @@ class SchedulerSide:
                 self._stats.count("num_request_errors")
                 logger.exception("no more of request %s is saved", req_id)
                 return
-        # A failed load or a preemption sends a request back: what follows is computed, and saved, once more.
+        # After a failed load or a preemption, the blocks behind that point are computed and saved again.
         tracked.num_saved = min(tracked.num_saved, -(-begin // size))
         if tracked.question is not None and tracked.num_saved < tracked.question.num_blocks <= begin // size:
             tracked.num_saved = tracked.question.num_blocks  # The engine had them itself, and the store has them too.

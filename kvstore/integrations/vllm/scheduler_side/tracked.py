@@ -1,4 +1,4 @@
-"""What the scheduler's half knows of one request."""
+"""The state of one request in the scheduler's half."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from kvstore.integrations.vllm.scheduler_side.lookups import Question
 
 @dataclass(slots=True)
 class Tracked:
-    """What is known of one request that has not ended."""
+    """The state of one request until it and its copies have ended."""
 
     request: Any
     question: Question | None = None
     hashes: BlockHashes | None = None
     block_ids: list[int] = field(default_factory=list)
     num_engine_tokens: int = 0  # in the engine's own prefix cache, when vLLM asked last
-    num_external_tokens: int = 0  # behind those, that were planned to be loaded since
-    num_planned_tokens: int = 0  # that are computed when the last planned step is
+    num_external_tokens: int = 0  # behind those, planned to be loaded since
+    num_planned_tokens: int = 0  # computed once the last planned step is done
     num_saved: int = 0
     num_saves_open: int = 0  # on all workers
-    num_landing: int = 0  # loads whose copies go on although vLLM heard that they are received, on all workers
+    num_landing: int = 0  # loads still copying although vLLM has them as received, on all workers
     is_loading: bool = False
     may_load: bool = True
     may_save: bool = True
     may_publish: bool = False
-    arriving: Handover | None = None  # brought along, and not asked for yet
-    leaving: Handover | None = None  # published, for another engine
+    arriving: Handover | None = None  # tickets that the request brought, not used yet
+    leaving: Handover | None = None  # tickets published for another engine
     is_fetching: bool = False
     is_freed: bool = False  # ended; vLLM may give its blocks to others, and its saves end before they are overwritten
 
     @property
     def is_copied(self) -> bool:
-        """Whether copies of its blocks may go on that vLLM does not know of."""
+        """Whether copies that vLLM does not know of may still use its blocks."""
         return bool(self.num_saves_open or self.num_landing)
 
     def why_unsure(self, begin: int, end: int, engine_block_size: int) -> str:
@@ -44,7 +44,7 @@ class Tracked:
 
         Args:
             begin: first token that the step computes, as vLLM says.
-            end: behind the last one.
+            end: the token behind the last one.
             engine_block_size: tokens of vLLM's blocks.
         """
         num_known = max(self.num_planned_tokens, self.num_engine_tokens + self.num_external_tokens)
@@ -58,14 +58,14 @@ class Tracked:
         return ""
 
     def is_covered(self, block_size: int, num_engine_tokens: int) -> bool:
-        """Whether the engine's own cache has all that the store could have of the prompt."""
+        """Whether the engine's own cache has all blocks of the prompt that the store could have."""
         return bool(self.request.num_prompt_tokens // block_size * block_size <= num_engine_tokens)
 
     def hash_answer(self, space: Namespace, end: int) -> None:
-        """Hash blocks of the answer whose tokens are known, and computed when those before `end` are.
+        """Hash the answer's full blocks up to `end` whose tokens are known.
 
-        Drafts are none of a request's tokens before they are accepted, so `end` may lie behind some that are planned.
-        It may not behind some that were rejected: tokens that were sampled since then have their places.
+        Drafts become tokens of a request only when accepted, so `end` may include planned drafts. It must not include
+        rejected ones: tokens sampled since then are in their places.
         """
         assert self.hashes is not None
         size = space.shape.block_size

@@ -1,8 +1,8 @@
-"""How vLLM's CPU attention orders what is inside a block, which tensor shapes do not say.
+"""The order inside a block of vLLM's CPU attention, which tensor shapes do not show.
 
-Its kernels keep the keys of a block as [head_dim, tokens] and the values as [tokens, head_dim], one behind the other,
-or in tiles. Whole blocks of it can be copied as they are; to be cut into tokens, keys have to be turned first. Caches
-on a GPU are rows of one token each, and have none of this.
+Its kernels keep a block's keys as [head_dim, tokens] and its values as [tokens, head_dim], one behind the other, or in
+tiles. Whole blocks can be copied as they are. To cut a block into tokens, its keys are transposed first. Caches on a
+GPU are rows of one token each, and need none of this.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def order_inside(config: Any, name: str, tensor: Tensor, spec: Any) -> str:
 
 
 def axes_inside(tensor: Tensor) -> str:
-    """Name the dims of a CPU attention cache, whose sizes alone may leave a choice."""
+    """Return the axes of a CPU attention cache; its sizes alone may be ambiguous."""
     return "BHTD" if tensor.dim() == 4 else "PBHTD"
 
 
 class TokenRows:
-    """A second cache with the same block ids, in rows of tokens; blocks are brought across where they are used.
+    """A second cache with the same block ids, in rows of tokens; `take` and `give` copy the blocks in use.
 
     Args:
-        tensors: the engine's, one a layer.
-        order: of `order_inside`.
+        tensors: the engine's, one per layer.
+        order: as `order_inside` returns it.
         head_dim: elements of a row of K or V.
 
     Raises:
@@ -68,14 +68,14 @@ class TokenRows:
             )
         self._registered = Registered(list(tensors))
         self._pairs = [_keys_and_values(tensor, head_dim) for tensor in tensors]
-        #: One a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim]; memory comes as blocks are used.
+        #: One per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim]; memory is taken as blocks are used.
         self.tensors = [torch.empty((v.shape[0], 2, *v.shape[1:]), dtype=v.dtype) for _, v in self._pairs]
 
     def take(self, block_ids: Sequence[int]) -> None:
-        """Bring blocks of the engine here.
+        """Copy blocks from the engine's cache to this one.
 
         Raises:
-            LayoutMismatch: its tensors are not those that were registered.
+            LayoutMismatch: the engine's tensors are not the registered ones.
         """
         self._registered.check()
         ids = torch.as_tensor(block_ids, dtype=torch.int64)
@@ -84,10 +84,10 @@ class TokenRows:
             rows[ids, 1] = values[ids]
 
     def give(self, block_ids: Sequence[int]) -> None:
-        """Bring blocks from here to the engine; nothing else of its cache is written.
+        """Copy blocks from this cache to the engine's; nothing else of the engine's cache is written.
 
         Raises:
-            LayoutMismatch: its tensors are not those that were registered.
+            LayoutMismatch: the engine's tensors are not the registered ones.
         """
         self._registered.check()
         ids = torch.as_tensor(block_ids, dtype=torch.int64)

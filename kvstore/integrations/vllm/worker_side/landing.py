@@ -1,6 +1,6 @@
-"""Loads whose copies go on although vLLM heard that they are received, and how long an idle step waits for copies.
+"""Loads reported to vLLM as received while their copies go on, and how long an idle step waits for copies.
 
-The engine's stream waits for such a load in place of its thread. Why: docs/adr/0013-loads-that-land.md.
+The engine's stream, and not its thread, waits for such a load. Why: docs/adr/0013-loads-that-land.md.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvstore.errors import CopyStuck, KVStoreError
 from kvstore.integrations.vllm.plan import StepPlan, Wakeup
 from kvstore.integrations.vllm.stats import Stats
 
-#: With nothing to compute the engine would step on and on. It waits instead, which leaves the cores to those who copy,
-#: until one has ended, or so long: new requests may have come. A worker apart from its scheduler hears of no answers.
+#: An engine with nothing to compute would step in a loop. It waits instead for a job's end, and leaves the cores to
+#: copying threads. The wait is short, as new requests may have come. Workers in other processes get no answers.
 _ANSWER_WAIT_S, _TOKEN_WAIT_S, LONGEST_WAIT_S = 0.0003, 0.15e-6, 0.005
-#: For a load into a cache on the CPU, where the shortest step that computes takes longer: mostly it ends in the step
-#: that begins it.
+#: For a load into a cache on the CPU: the shortest step that computes takes longer there, and most loads end in the
+#: step that begins them.
 LONGEST_LOAD_WAIT_S = 0.05
 
 
@@ -34,12 +34,12 @@ class Running:
     client: Client
     job: Job[Any]
     begin_s: float
-    #: Of a load, set when it is no more refused; whoever waits for its copies may go on.
+    #: Of a load: set when nothing can refuse it any more, so that a thread waiting for its copies may go on.
     queued: threading.Event = field(default_factory=threading.Event)
 
 
 class Landing:
-    """The loads of one worker that were handed over early.
+    """The loads of one worker that were reported as received early.
 
     Args:
         stats: gets times and counts.
@@ -57,7 +57,7 @@ class Landing:
         return req_id in self._loads
 
     def begin(self, load: Running) -> None:
-        """Let what the engine computes from now on wait for a load that is queued, and not the engine's thread.
+        """Let the engine's stream wait for a queued load, so that the engine's thread does not.
 
         The launches of a step take milliseconds, and can begin meanwhile. Nothing can refuse the load any more
         (`Client.load`).
@@ -68,21 +68,21 @@ class Landing:
         self._stats.count("num_landing_loads")
 
     def poll(self) -> None:
-        """Take in those that have ended.
+        """Take in the loads that have ended.
 
         Raises:
-            CopyStuck: blocks do not hold what was asked for, and may have been used.
+            CopyStuck: blocks do not hold the requested KV, and the engine may have used them.
         """
         for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
             self._end(req_id, 0.0)
 
     def settle(self, req_ids: Collection[str], timeout_s: float) -> None:
-        """Wait for those of some requests, whose blocks are about to be given away; raises as `poll`."""
+        """Wait for the loads of requests whose blocks are about to be given away; raises as `poll`."""
         for req_id in [req_id for req_id in req_ids if req_id in self._loads]:
             self._end(req_id, timeout_s)
 
     def has_landed(self, req_id: str, wait_s: float) -> bool:
-        """Whether no load of a request is among them any more; waits so long for it. Raises as `poll`."""
+        """Return whether no load of a request is landing any more; waits up to `wait_s`. Raises as `poll`."""
         load = self._loads.get(req_id)
         if load is None:
             return True
@@ -94,12 +94,12 @@ class Landing:
         return True
 
     def take_changes(self) -> Counter[str]:
-        """Return, for each request, how many more loads land than at the last time; see `WorkerReport.landing`."""
+        """Return how the landing loads of each request changed since the last call; see `WorkerReport.landing`."""
         changes, self._changes = self._changes, Counter()
         return changes
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all loads."""
         self._loads.clear()
 
     def _end(self, req_id: str, wait_s: float) -> None:
@@ -118,7 +118,7 @@ class Landing:
 
 
 def count_load(stats: Stats, load: Running, result: LoadResult, verb: str = "load") -> None:
-    """Count a load, or a fetch of what was handed off, that ended."""
+    """Count an ended load, or an ended fetch of a hand-off."""
     stats.time(verb, time.perf_counter() - load.begin_s)
     stats.count(f"num_{verb}ed_local_blocks", result.num_local)
     stats.count(f"num_{verb}ed_peer_blocks", result.num_peer)
@@ -138,7 +138,7 @@ def wait_idle(
     elif loads or saves:
         deadline_s = time.monotonic() + (LONGEST_LOAD_WAIT_S if loads and not is_on_gpu else LONGEST_WAIT_S)
         while True:
-            job_ended.clear()  # Before they are asked, so that none is overlooked.
+            job_ended.clear()  # Before the jobs are checked, so that no end is missed.
             left_s = deadline_s - time.monotonic()
             if _has_ended(loads, saves) or left_s <= 0:
                 break
@@ -152,7 +152,7 @@ def _answer_wait_s(plan: StepPlan, answered: Wakeup) -> float:
 
 
 def _has_ended(loads: Mapping[str, Running], saves: Mapping[str, list[Running]]) -> bool:
-    """Whether a load can be reported; a save, where nobody waits for a load."""
+    """Whether a load can be reported; if there is no load, whether a save can."""
     if loads:
         return any(load.queued.is_set() or load.job.done() for load in loads.values())
     return any(save.job.done() for its in saves.values() for save in its)

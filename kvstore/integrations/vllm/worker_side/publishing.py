@@ -1,4 +1,4 @@
-"""The worker's half of hand-offs: publishes its part of a prompt's blocks, and fetches that of another engine's."""
+"""The worker's half of hand-offs: it publishes its part of a prompt's blocks, and fetches it from another engine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Publishing:
-    """One for each rank.
+    """The hand-offs of one rank.
 
     Args:
-        rank: among all workers of the engine; of a request's tickets this one is this worker's.
-        part: of every block that it holds.
+        rank: among all workers of the engine; also the index of this worker's ticket in a request.
+        part: this worker's part of every block.
         ttl_s: how long blocks are kept for a decode engine.
         staging_bytes: of the GPU's memory, for hand-offs that go from GPU to GPU; 0 for none.
     """
@@ -38,14 +38,14 @@ class Publishing:
         return len(self._open)
 
     def attach(self, client: Client, device: str) -> None:
-        """Let a new client's hand-offs go from GPU to GPU, if that is wanted. Where it cannot be, host memory serves.
+        """Let a new client's hand-offs go from GPU to GPU, if configured; where that fails, host memory serves.
 
         Args:
-            client: with the engine's cache.
+            client: with the engine's cache registered.
             device: of that cache.
 
         Raises:
-            ConfigError: it is wanted of a cache that is on no GPU.
+            ConfigError: it is configured, and the cache is on no GPU.
         """
         if not self._staging_bytes:
             return
@@ -62,7 +62,7 @@ class Publishing:
             logger.info("hand-offs go by way of the %s %s", route.route, route.why_not)
 
     def news(self, client: Client | None) -> dict[int, Desk]:
-        """Return where this worker publishes, by its rank, if that is not what it told last."""
+        """Return where this worker publishes, by its rank, if that changed since the last call."""
         if client is None:
             return {}
         desk = Desk(node_id=client.node_id, epoch=client.epoch, part=self._part.ranks, slab=client.handoff_slab)
@@ -74,8 +74,8 @@ class Publishing:
     def publish(self, client: Client, plan: PublishPlan, pages: list[int]) -> Job[HandoffTicket]:
         """Begin to publish; the blocks have to stay as they are until the job is done.
 
-        When this returns, a fetch of the ticket waits for the blocks. A request that was computed once more, after a
-        preemption or a failed load, is published once more, and its earlier blocks are taken back.
+        On return, a fetch of the ticket waits for the blocks. A request that is computed again, after a preemption or a
+        failed load, is published again, and its earlier blocks are withdrawn.
 
         Raises:
             KVStoreError: nothing is published; a fetch of the ticket fails.
@@ -87,7 +87,7 @@ class Publishing:
         return publication.job
 
     def withdraw(self, req_ids: Iterable[str]) -> int:
-        """Take back the blocks of requests whose tickets nobody will get; returns of how many requests."""
+        """Withdraw the blocks of requests whose tickets no engine will get; returns the number of requests."""
         found = [self._open.pop(req_id) for req_id in list(req_ids) if req_id in self._open]
         for client, ticket, job in found:
 
@@ -95,18 +95,18 @@ class Publishing:
                 with contextlib.suppress(KVStoreError):
                     client.withdraw(ticket)
 
-            job.add_done_callback(withdraw)  # Not before: their slots are still written.
+            job.add_done_callback(withdraw)  # Not before: the job still writes their slots.
         return len(found)
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Leave the blocks of ended requests to those who have the tickets, and to their time."""
+        """Stop tracking ended requests; their blocks stay for the ticket holders until they expire."""
         for req_id in req_ids:
             self._open.pop(req_id, None)
 
     def fetch(
         self, client: Client, plan: LoadPlan, pages: list[int], timeout_s: float, num_threads: int
     ) -> Job[FetchResult]:
-        """Fetch this worker's part of the blocks that a request brings tickets for; see `Client.fetch`.
+        """Fetch this worker's part of the blocks that a request has tickets for; see `Client.fetch`.
 
         Raises:
             KVStoreError: the ticket cannot be for these blocks; nothing changed.

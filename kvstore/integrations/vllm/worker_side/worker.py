@@ -35,7 +35,7 @@ _SETTLE_S, _STUCK_S, _POLL_S = 1.0, 60.0, 0.0005
 
 
 class WorkerSide:
-    """One for each rank.
+    """The worker's half of one rank.
 
     Args:
         options: the user's.
@@ -43,7 +43,7 @@ class WorkerSide:
         spec: of the one KV cache group.
         part: which part of every block this rank holds.
         rank: among all workers of the engine.
-        is_saver: whether this rank saves it; where several hold the same heads, one does.
+        is_saver: whether this rank saves its part; of several ranks with the same heads, one does.
         stats: gets times and counts.
     """
 
@@ -67,17 +67,17 @@ class WorkerSide:
         self._failed_ids: set[int] = set()
         self._report = WorkerReport()
         self._job_ended = threading.Event()
-        #: What this engine's blocks mean, once its tensors are known.
+        #: Namespace of this engine's blocks, once its tensors are known.
         self.space: Namespace | None = None
 
     def register(self, caches: Mapping[str, Any]) -> None:
-        """Take the engine's tensors, and find out from them what its blocks mean.
+        """Take the engine's tensors, derive the blocks' namespace from them, and connect to the store.
 
         Raises:
             StoreNotRunning: there is no store on this node.
-            LayoutMismatch, ConfigError: these tensors cannot be stored; what to change.
+            LayoutMismatch, ConfigError: the store cannot hold these tensors; the message says what to change.
         """
-        if self._link is not None:  # After the engine slept, its tensors may be others.
+        if self._link is not None:  # After the engine slept, its tensors may be different.
             self._link.close()
         found = in_order_of_layers(caches)
         tensors, axes = list(found.values()), self._options.axes
@@ -120,7 +120,7 @@ class WorkerSide:
         return WorkerHello(self.space, self.publishing.news(self._client()), launcher_pid=pid, door=Door(self))
 
     def settle(self, plan: StepPlan) -> None:
-        """Make sure that nothing reads blocks any more that are overwritten in this step; may be called again."""
+        """End the copies of blocks that are overwritten in this step; may be called again."""
         self.end_saves(plan.settle)
         self._landing.settle(plan.settle, _STUCK_S)
 
@@ -133,11 +133,11 @@ class WorkerSide:
         self._end_saves(list(self._saves), 0.0)
 
     def has_landed(self, req_id: str, wait_s: float) -> bool:
-        """Whether no load of a request is under way any more; see `Copies`."""
+        """Return whether no load of a request is landing any more; see `Copies`."""
         return self._landing.has_landed(req_id, wait_s)
 
     def begin(self, plan: StepPlan) -> None:
-        """Start what a step begins with, before anything is computed in it."""
+        """Start the step's late saves and loads, before the step computes anything."""
         self.settle(plan)
         if plan.drop_saves:
             self.drop_saves()
@@ -149,14 +149,14 @@ class WorkerSide:
                 self._report.saves_ended[save.req_id] += 1
             else:
                 self.begin_save(save)
-        # With nothing else to do, who waits for a load may as well help it.
+        # With nothing to compute, a thread that waits for a load may as well help to copy.
         num_threads = 0 if plan.is_computing else num_idle_copy_threads()
         for load in plan.loads:
             self._begin_load(load, num_threads)
         self._unsent |= plan.ending
 
     def save(self, plan: StepPlan) -> None:
-        """Start the saves and publications of a step that was computed; vLLM keeps the blocks until they have ended."""
+        """Start the saves and publications of a step that was computed; nothing waits for their end here."""
         begun: list[SavePlan | PublishPlan] = [*plan.publications, *plan.saves]
         for save in begun:
             self.begin_save(save)
@@ -164,13 +164,13 @@ class WorkerSide:
             plan.launched()
 
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
-        """Return the ended requests whose blocks are free, and the requests whose load is through, well or badly."""
-        if not plan.is_computing and not self._has_news:  # Which vLLM may hear only after this step.
+        """Return ended requests whose blocks vLLM may free, and requests whose load is received or failed."""
+        if not plan.is_computing and not self._has_news:  # vLLM acts on the last news only after this step.
             wait_idle(plan, self._loads, self._saves, self._job_ended, is_on_gpu=self._is_on_gpu)
         self._landing.poll()
         for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
             self._end_load(self._loads.pop(req_id))
-        if not plan.is_computing:  # Else those that compute would have to wait for its copies too.
+        if not plan.is_computing:  # Else the computing requests would wait for its copies too.
             for req_id in [req_id for req_id, load in self._loads.items() if load.queued.is_set()]:
                 self._landing.begin(self._loads.pop(req_id))
                 self._received.add(req_id)
@@ -183,19 +183,19 @@ class WorkerSide:
         return sent, received
 
     def take_failed_block_ids(self) -> set[int]:
-        """Return the blocks of loads that ended since the last time which do not hold what was asked for."""
+        """Return the blocks that loads left unfilled since the last call."""
         failed, self._failed_ids = self._failed_ids, set()
         return failed
 
     def take_report(self) -> WorkerReport | None:
-        """Return what the scheduler's half has to hear of this step."""
+        """Return this step's report to the scheduler's half; None if it is empty."""
         report, self._report = self._report, WorkerReport()
         report.desks = self.publishing.news(self._client())
         report.landing = self._landing.take_changes()
         return report or None
 
     def close(self) -> None:
-        """Wait for what is under way and close the client; may be called again."""
+        """Wait for running jobs and close the client; may be called again."""
         with ExitStack() as steps:
             steps.callback(self._landing.clear)
             steps.callback(self._loads.clear)
@@ -246,7 +246,7 @@ class WorkerSide:
                 own, size_engine = plan.num_engine_tokens, int(self._spec.block_size)
                 self._rows.give(plan.block_ids[own // size_engine : -(-result.num_blocks * size // size_engine)])
         except CopyStuck:
-            raise  # The device may still write: no block may be used again by anybody.
+            raise  # The device may still write, so no block may be used again.
         except KVStoreError as error:
             logger.warning("a load failed: %s", error)
             if not isinstance(error, LayoutMismatch):
@@ -264,10 +264,10 @@ class WorkerSide:
         self._fail(plan, max(result.num_blocks * size, plan.num_engine_tokens), reason.value)
 
     def _fail(self, plan: LoadPlan, num_right_tokens: int, reason: str) -> None:
-        """Report the blocks behind the tokens that are right. Those of the engine's own hit stay what they are."""
+        """Report the blocks behind the right tokens as failed. Blocks of the engine's own hit stay valid."""
         self._failed_ids.update(plan.block_ids[num_right_tokens // int(self._spec.block_size) :])
         self._report.failed_loads[plan.req_id] = num_right_tokens
-        # vLLM waits for a request until it is received, whatever came of it.
+        # vLLM waits until a request is reported as received, even if its load failed.
         self._received.add(plan.req_id)
         what = "fetches" if plan.tickets else "loads"
         self._stats.count(f"num_failed_{what}")
@@ -327,7 +327,7 @@ class WorkerSide:
             self._report.stored.append((save.plan.req_id, result.num_blocks))
 
     def _forget_save(self, save: Running) -> None:
-        """Report that a save has ended; before its result is asked for, so that each is reported once."""
+        """Report that a save has ended; call this before its result is read, so that each is reported once."""
         req_id = save.plan.req_id
         self._report.saves_ended[req_id] += 1
         self._saves[req_id] = [each for each in self._saves[req_id] if each is not save]
@@ -335,7 +335,7 @@ class WorkerSide:
             del self._saves[req_id]
 
     def _end_saves(self, req_ids: Collection[str], wait_s: float) -> None:
-        """Wait for the saves of each request a little, then give them up; all of them, before an error is raised."""
+        """Wait for the saves of each request a little, then abandon them; all, before an error is raised."""
         with ExitStack() as steps:
             for req_id in req_ids:
                 steps.callback(self._end_saves_of, req_id, wait_s)
@@ -350,7 +350,7 @@ class WorkerSide:
         while not save.job.done() and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         if not save.job.done() and not save.job.abandon(_STUCK_S):
-            # It stays among the saves: vLLM may not have its blocks.
+            # It stays among the saves: vLLM must not get its blocks.
             raise CopyStuck(
                 f"wanted the copies of {save.job!r} to end within {_STUCK_S} s; the blocks they read are about to "
                 "be overwritten; restart the engine"
@@ -380,6 +380,6 @@ class WorkerSide:
         return self.space.shape.block_size
 
     def _pages(self, block_ids: list[int]) -> list[int]:
-        """Return the pages of the tensors that are vLLM's blocks: an attention kernel may want smaller ones."""
+        """Return the tensor pages that make up vLLM's blocks: an attention kernel may want smaller pages."""
         count = self._pages_in_block
         return block_ids if count == 1 else [block * count + page for block in block_ids for page in range(count)]
