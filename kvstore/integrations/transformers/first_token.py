@@ -1,4 +1,4 @@
-"""Calling something once, when the first new token is out."""
+"""Calling a function once, when the first new token is out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Once:
         self._call: Callable[[], None] | None = call
 
     def __call__(self) -> None:
-        """Make it, unless it was made."""
+        """Make the call, unless it was made before."""
         call, self._call = self._call, None
         if call is not None:
             call()
 
 
 class AfterFirstToken(StoppingCriteria):
-    """Stops nothing; calls when the second token was chosen, so that the first one did not have to wait."""
+    """Calls a function when the second token was chosen, so that the first one did not wait; stops nothing."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call, self._num_tokens = call, 0

@@ -1,4 +1,4 @@
-"""What a model's KV is: the shape of a block, and a namespace that no other weights have."""
+"""The identity of a model's KV: the shape of a block, and a namespace that no other weights have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NOT_OF_KV = ("_name_or_path", "transformers_version", "architectures", "id2labe
 """Keys of a config that say where a model came from or what its head is called, and change no KV."""
 
 _ATTENTION = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+)")
-"""Ways to compute the same attention, of transformers itself; under another name lies a function of the user's."""
+"""Names of transformers' own ways to compute the same attention; any other name is a function of the user."""
 
 _QUANTISES_ALL_TOKENS = ("torch.ao.nn.quantized.dynamic", "torch.nn.quantized.dynamic")
 """Modules with one scale for the activations of all tokens that they are given at once."""
@@ -44,7 +44,7 @@ _OLDEST = (5, 23)
 
 
 def check_version(version: str) -> None:
-    """Refuse versions of transformers of which nobody has seen that they go on from a filled cache.
+    """Refuse versions of transformers that are not known to continue from a filled cache in every mode.
 
     Raises:
         ConfigError: it is older than 5.23.
@@ -57,7 +57,7 @@ def check_version(version: str) -> None:
 
 
 def check_supported(model: Any) -> None:
-    """Refuse models whose KV of a prefix is not what the tokens of that prefix say.
+    """Refuse models whose KV of a prefix depends on more than the tokens of that prefix.
 
     Raises:
         UnsupportedModel: it is such a model; the message says what is supported.
@@ -90,10 +90,10 @@ def check_supported(model: Any) -> None:
 
 
 def _check_causal(config: Any) -> None:
-    """Refuse models of which a config says that a token's KV depends on tokens behind it.
+    """Refuse models whose config says that a token's KV depends on later tokens.
 
     Raises:
-        UnsupportedModel: attention goes in both directions, or drops columns by what comes later.
+        UnsupportedModel: attention goes in both directions, or drops columns depending on later tokens.
     """
     for each in (config, config.get_text_config(decoder=True)):
         if not getattr(each, "is_causal", True):
@@ -101,7 +101,7 @@ def _check_causal(config: Any) -> None:
                 "wanted attention to earlier tokens alone, got a config with is_causal=False: KV of a prefix then "
                 "depends on the tokens behind it, so it cannot be shared; leave is_causal out, or call model.generate"
             )
-        # By config, since the probe sees it in prompts of more tokens than the window alone; the default is 2048.
+        # By config, since the probe would see it only in prompts longer than the window; the default is 2048.
         if (size := getattr(each, "keep_window_size", None)) is not None:
             raise UnsupportedModel(
                 f"wanted full attention in every layer, got {type(each).__name__} with keep_window_size={size}: in "
@@ -111,7 +111,7 @@ def _check_causal(config: Any) -> None:
 
 
 def check_unadapted(model: Any) -> None:
-    """Refuse models with PEFT adapters: which of them are active can change from call to call, unseen.
+    """Refuse models with PEFT adapters: the active ones can change from call to call, unseen.
 
     Raises:
         UnsupportedModel: a module of PEFT is in the model.
@@ -125,7 +125,7 @@ def check_unadapted(model: Any) -> None:
 
 
 def kv_shape(model: Any, block_size: int) -> tuple[KVShape, torch.device]:
-    """Ask the model itself what its cache holds, by running it on one token.
+    """Return the shape of a model's blocks, found by running the model on one token.
 
     Configs name heads and dims in a dozen ways; the tensors that come out cannot be wrong.
 
@@ -133,7 +133,7 @@ def kv_shape(model: Any, block_size: int) -> tuple[KVShape, torch.device]:
         The stored block, and the device of the KV.
 
     Raises:
-        UnsupportedModel: the cache is of a kind that has no blocks, or its layers are unlike each other.
+        UnsupportedModel: the cache is of a kind that has no blocks, or its layers differ.
     """
     cache = new_cache(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -179,25 +179,25 @@ def new_cache(model: Any) -> DynamicCache:
 
 
 def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) -> Namespace:
-    """Return the namespace of a model: its class, its config with RoPE scaling, its weights, and the shape.
+    """Return the namespace of a model: its class, config with RoPE scaling, modules, weights and block shape.
 
-    A name and a revision would not do: weights are fine-tuned, merged, quantised or made from a seed under one
-    name. Nor would a sample of the parameters: an edit of a few rows (new tokens in an embedding, one fact in one
+    A name and a revision are not enough: weights are fine-tuned, merged, quantised or made from a seed under one
+    name. Nor is a sample of the parameters: an edit of a few rows (new tokens in an embedding, one fact in one
     matrix) can miss every sample, and then one model answers with the KV of another. So by default the digest is
     SHA-256 over every byte of every parameter and buffer, once per object. Two models share KV only if all of it is
-    equal; the price is one pass over the weights (`weights_digest`). It errs on one side: a buffer computed at
-    start-up, such as RoPE's frequencies, may differ in its last bit between unlike machines, which then do not share.
+    equal; the price is one pass over the weights (`weights_digest`). It may share too little: a buffer computed at
+    start-up, such as RoPE's frequencies, may differ in its last bit on different machines, which then do not share.
 
     Args:
         model: the model.
         shape: of its blocks.
-        model_id: what the user calls exactly these weights, in every process that is to share; replaces the digest
-            of the weights, and whoever passes it answers for it, and for the source of its classes. Class, config,
-            modules and shape count all the same.
+        model_id: the user's name of exactly these weights, in every process that shares. It replaces the digests of
+            weights and sources, and the caller is responsible for both. Class, config, modules and shape count all the
+            same.
         salt: keeps tenants apart.
 
     Raises:
-        UnsupportedModel: of weights, or of the source of a class, no digest can be taken; pass model_id.
+        UnsupportedModel: no digest can be taken of the weights, or of the source of a class; pass model_id.
     """
     fields: dict[str, Any] = {
         "class": name_of(type(model)),
@@ -214,12 +214,12 @@ def namespace_of(model: Any, shape: KVShape, model_id: str | None, salt: bytes) 
 def weights_digest(model: Any) -> str:
     """Return SHA-256 over names, dtypes, shapes and all bytes of a model's parameters and buffers, in hex.
 
-    Every name counts, also of a tensor that has several: else models whose layers are tied in unlike ways would have
-    one digest. Takes as long as a few threads need to hash each tensor once. Weights on a GPU are copied to the host
-    in pieces.
+    Every name counts, also if a tensor has several: otherwise models with differently tied layers would have one
+    digest. Takes as long as a few threads need to hash each tensor once. Weights on a GPU are copied to the host in
+    pieces.
 
     Raises:
-        UnsupportedModel: a weight is not in memory, or holds more than its bytes say; pass model_id then.
+        UnsupportedModel: a weight is not in memory, or its bytes are not all of its content; pass model_id then.
     """
     named = sorted(
         chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)),
@@ -256,7 +256,7 @@ def _check_no_more(model: Any) -> None:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Return the settings of a model's config that can change KV, and of configs that modules have besides."""
+    """Return the settings that can change KV, of a model's config and of other configs in its modules."""
     found, seen = _fields_of(model.config), {id(each) for each in configs_in(model.config)}
     others = []
     for config in configs_of(model):
@@ -269,7 +269,7 @@ def config_of(model: Any) -> dict[str, Any]:
 def _fields_of(config: Any) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    except Exception as error:  # Values of a config may be anything, with a repr or a to_dict of their own.
+    except Exception as error:  # Values of a config may be anything, with their own repr or to_dict.
         raise UnsupportedModel(
             f"wanted a config whose settings JSON can hold, got {_unlike_json(config)}, and to_json_string of "
             f"{type(config).__name__} said {type(error).__name__}; take it out of the config, which is in every id"
@@ -289,7 +289,7 @@ def _unlike_json(config: Any) -> str:
         try:
             delattr(others, name)
             others.to_json_string(use_diff=False)
-        except Exception:  # noqa: BLE001 - another one cannot be held, or this one cannot be missing.
+        except Exception:  # noqa: BLE001 - JSON cannot hold another setting, or the config needs this one.
             continue
         return f"{name} of {type(value).__name__}"
     return "several that it cannot"

@@ -1,4 +1,4 @@
-"""Which kinds of values a program's code may hold that can be told from others, and what each of them holds."""
+"""Kinds of values in a program's code that can be identified, and what each of them holds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvstore.errors import UnsupportedModel
 from kvstore.integrations.transformers.tensors import tensor_digest
 
 _KNOWN = ("torch", "transformers", "builtins", "typing", "abc")
-"""Packages whose classes are told by their names: they come with a version, and users do not write them."""
+"""Packages whose classes are identified by name: they come with a version, and users do not write them."""
 
 KNOWN_VALUES = (*_KNOWN, "numpy", "math", "cmath", "functools", "collections", "operator", "enum", "types", "einops")
-"""Packages whose functions, classes and modules are told by their names where a program holds them."""
+"""Packages whose functions, classes and modules are identified by name where a program holds them."""
 
 AS_JSON = (int, float, str, bool, type(None))
 BY_REPR = (
@@ -33,7 +33,7 @@ SETS = (set, frozenset)
 MAPPINGS = (dict, OrderedDict, types.MappingProxyType)
 
 NUMBERS = "biufcSUmM"
-"""Kinds of NumPy's dtypes whose bytes say all; objects and records have others in them."""
+"""Kinds of NumPy dtypes whose bytes are all of their content; objects and records hold other values."""
 
 IN_C = (
     types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
@@ -51,7 +51,7 @@ WRAPPERS: Mapping[type, tuple[str, ...]] = {
     functools._lru_cache_wrapper: ("__wrapped__",),
     contextlib._GeneratorContextManager: ("func", "args", "kwds"),
 }
-"""What makes methods and properties of functions, or fixes arguments: the attributes that say all of it."""
+"""Types that make methods and properties of functions, or fix arguments; with the attributes that define them."""
 
 CAN_CHANGE = (functools.partialmethod, functools.cached_property)
 
@@ -61,10 +61,10 @@ _NOT_OF_CODE = {
     "__match_args__", "_auto_class", "_can_set_attn_implementation_cached_value",
     "_can_set_experts_implementation_cached_value",
 }  # fmt: skip
-"""What a class has to be read by people and tools; some of it comes when somebody asks for it."""
+"""Attributes of a class for readers and tools; some of them appear only when they are asked for."""
 
 _NOT_OF_MODULE = _NOT_OF_CODE | {"__init__", "__setstate__", "___needs_generation_tag_patch"}
-"""What torch.compile replaces in torch.nn.Module itself, to number modules as they are made."""
+"""`_NOT_OF_CODE`, and attributes of torch.nn.Module that torch.compile replaces to number new modules."""
 
 OF_LIBRARIES = (
     "torch",
@@ -79,16 +79,16 @@ OF_LIBRARIES = (
     "re",
     "pybind11_builtins",
 )
-"""Packages of objects that code of a library holds; they are told by their classes."""
+"""Packages of objects that code of a library holds; such objects are identified by their classes."""
 
 _NUM_READ = 1 << 16
-"""Elements of a tensor, besides weights and buffers, that are compared before each load and save."""
+"""Largest tensor, in elements, whose content is compared before each load and save; not for weights and buffers."""
 
 NAMED_BY_TORCH = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-"""Operators; those of a program's own have a name and other code in each program."""
+"""Types of torch's operators; a program's own operators may have the same name and other code elsewhere."""
 
 EMPTY = object()
-"""In place of what a function has not got yet from the function around it."""
+"""Placeholder for a variable of the function around that is not set yet."""
 
 
 def name_of(kind: type) -> str:
@@ -97,7 +97,7 @@ def name_of(kind: type) -> str:
 
 
 def is_known(module: object, packages: tuple[str, ...] = _KNOWN) -> bool:
-    """Whether a module is of a library whose classes are told by their names."""
+    """Whether a module is of one of these packages."""
     return str(module).split(".")[0] in packages
 
 
@@ -115,23 +115,23 @@ def pairs_of(value: Mapping[Any, Any]) -> tuple[Any, ...]:
 
 
 def attributes_of(kind: type) -> list[tuple[str, Any]]:
-    """Return what a class itself has that code may read or run."""
+    """Return a class's own attributes that code may read or run."""
     left_out = _NOT_OF_MODULE if kind is torch.nn.Module else _NOT_OF_CODE
     return [pair for pair in vars(kind).items() if pair[0] not in left_out]
 
 
 def held_by_class(kind: type) -> list[Any]:
-    """Return what makes a class do something else if it is replaced."""
+    """Return the objects that change what a class does if they are replaced."""
     return [type(kind), kind.__mro__, *(value for _, value in attributes_of(kind))]
 
 
 def held_by_object(value: Any) -> list[Any]:
-    """Return what `vars` shows, but for what contexts of torch note while they are on."""
+    """Return the values in `vars`, without the previous state that torch's contexts keep while they are on."""
     return [each for name, each in vars(value).items() if not name.startswith("prev")]
 
 
 def held_by_cells(cells: tuple[types.CellType, ...]) -> list[Any]:
-    """Return values of the function around another one; EMPTY where there is none yet."""
+    """Return the values of a function's cells; EMPTY for a cell without a value yet."""
     found = []
     for cell in cells:
         try:
@@ -147,7 +147,7 @@ def bytes_of_array(value: Any) -> tuple[object, ...]:
 
 
 def state_of_tensor(value: torch.Tensor) -> tuple[object, ...]:
-    """Return what shows a change: the content of small tensors, count of writes and place of large ones."""
+    """Return a text that shows changes: count of writes, and content of small or address of large tensors."""
     version = 0 if value.is_inference() else value._version
     try:
         state = tensor_digest("", value) if value.numel() <= _NUM_READ else str(value.data_ptr())
@@ -157,17 +157,17 @@ def state_of_tensor(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def settings_of_config(value: Any) -> tuple[object, ...]:
-    """Return class and settings of a config, the same objects for the same ones."""
+    """Return class and settings of a config; equal ones are the same objects."""
     return _interned(name_of(type(value))), _interned(value.to_json_string(use_diff=False))
 
 
 def _interned(text: str) -> str:
-    """Return one object for equal texts, for these are compared as objects are."""
+    """Return the same object for equal texts, as they are compared by identity."""
     return sys.intern(text)
 
 
 def is_of_library(kind: type) -> bool:
-    """Whether a library has a class under its name: those that its tools make have its name too, as dataclasses do."""
+    """Whether a library has a class under its name; classes made by its tools, as by dataclasses, only carry it."""
     found: Any = sys.modules.get(kind.__module__) if is_known(kind.__module__, KNOWN_VALUES) else None
     for name in kind.__qualname__.split("."):
         found = getattr(found, name, None)

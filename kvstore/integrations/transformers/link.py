@@ -1,4 +1,4 @@
-"""The way to the store, which may fail at any time and must not fail what uses it."""
+"""The connection to the store; the store may fail at any time, and its user must not fail with it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 class StoreLike(Protocol):
-    """What is asked of a store: `kvstore.start` and `kvstore.connect` return one."""
+    """The part of a store that is used here: `kvstore.start` and `kvstore.connect` return one."""
 
     def client(self, space: Namespace) -> Client:
         """Open a client on this process's node."""
 
 
 class StoreLink:
-    """One client and its staging buffer, made anew after a failure. For any number of threads, one at a time.
+    """One client and its staging buffer, opened again after a failure. Threads use it one at a time.
 
     Args:
         store: opens clients.
-        space: of the clients.
+        space: namespace of the clients.
         num_blocks: blocks in each half of the buffer.
         device: of the buffer.
         retry_s: how long the store is left alone after a failure, and how long a thread waits for others.
@@ -53,11 +53,11 @@ class StoreLink:
         self._staging: Staging | None = self._open()
 
     def use(self, action: Callable[[Staging], T], otherwise: T) -> T:
-        """Return what an action with the buffer returns, or `otherwise` when the store fails, or failed a while ago."""
+        """Return an action's result, or `otherwise` if the store fails, failed recently, or is in use for too long."""
         me = threading.get_ident()
-        if self._user == me:  # By a signal handler: what it interrupted is using the buffer.
+        if self._user == me:  # In a signal handler: the interrupted code is using the buffer.
             return self._bypass(otherwise)
-        # An interrupt may come as soon as the lock is taken, so that is inside; only its owner can give it back.
+        # An interrupt may come right after the lock is taken, so `acquire` is inside; only its owner can release it.
         try:
             if not self._lock.acquire(timeout=self._retry_s):
                 return self._bypass(otherwise)
@@ -67,15 +67,15 @@ class StoreLink:
             finally:
                 self._user = None
         finally:
-            try:  # noqa: SIM105 - entering a context is a place where an interrupt may come
+            try:  # noqa: SIM105 - an interrupt may come while a context is entered
                 self._lock.release()
             except RuntimeError:
                 pass
-            if self._user == me:  # A second interrupt came as the first one was on its way out.
+            if self._user == me:  # A second interrupt came while the first one was handled.
                 self._user = None
 
     def close(self) -> None:
-        """Give everything back to the store; may be called again. A use that goes on does it at its end."""
+        """Give everything back to the store; may be called again. A running `use` does it at its end."""
         self.closed = True
         if self._user == threading.get_ident():
             return
@@ -83,7 +83,7 @@ class StoreLink:
             if self._lock.acquire(timeout=self._retry_s):
                 self._give_back()
         finally:
-            try:  # noqa: SIM105 - entering a context is a place where an interrupt may come
+            try:  # noqa: SIM105 - an interrupt may come while a context is entered
                 self._lock.release()
             except RuntimeError:
                 pass
@@ -96,11 +96,11 @@ class StoreLink:
                 self._staging = self._open()
                 logger.info("the store answers again: prefixes are shared")
             return action(self._staging)
-        except (KVStoreError, OSError, RuntimeError) as error:  # torch says RuntimeError when memory is short
+        except (KVStoreError, OSError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
             self._fail(error)
             return otherwise
         except BaseException:
-            # An interrupt, say: a job may still use the buffer, so that nothing else may.
+            # For example an interrupt: a job may still use the buffer, so nothing else may.
             self._give_back()
             raise
         finally:
@@ -127,7 +127,7 @@ class StoreLink:
 
     def _fail(self, error: Exception) -> None:
         staging, self._staging = self._staging, None
-        # Said once: from here on, until the store answers again, there is no buffer.
+        # Warn once: until the store answers again, there is no buffer.
         log = logger.debug if staging is None else logger.warning
         log(
             "the store failed; prompts are computed, and it is tried again in %.0f s: %s: %s",

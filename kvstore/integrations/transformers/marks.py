@@ -1,7 +1,7 @@
-"""Seeing that a model is not what its namespace was made of any more: other weights, other buffers, another config.
+"""Checks that a model is still what its namespace was made from: its weights, buffers, modules and config.
 
-A digest of all weights before each `generate` would take too long. Where they lie, how often torch has counted a
-write, and a few elements of each tensor show almost every change; docs/transformers.md says which ones they do not.
+A digest of all weights before each `generate` would take too long. Addresses, torch's counts of writes, and a few
+elements of each tensor show almost every change; docs/transformers.md says which changes they do not show.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvstore.integrations.transformers.identity import config_of
 from kvstore.integrations.transformers.modules import ModuleMarks
 
 _NUM_SAMPLED = 16
-"""Elements of each tensor that are compared: writes through `.data` are counted nowhere."""
+"""Elements of each tensor that are compared, as torch does not count writes through `.data`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where a tensor lies, and how often it was written.
+    """A tensor's place, and how often it was written.
 
     Args:
-        storage: weak, so that weights can be freed; its address is given to no other while this is held.
-        place: of the first element, dtype and shape.
+        storage: weak, so that weights can be freed; while this is held, no other storage gets its address.
+        place: address of the first element, dtype and shape.
         version: torch's count of writes; 0 where it keeps none.
     """
 
@@ -44,7 +44,7 @@ class _Mark:
 
 
 class Marks:
-    """What a model was like when it was wrapped.
+    """The state of a model when it was wrapped.
 
     Args:
         model: whose parameters, buffers, modules and config are remembered; not kept alive.
@@ -59,13 +59,13 @@ class Marks:
         self._derived_digests = [(tuple(each.shape), _digest(each)) for each in derived]
 
     def check(self, model: Any) -> None:
-        """Refuse a model that was changed since.
+        """Refuse a model that was changed since it was wrapped.
 
-        A buffer that is no part of the checkpoint may be lengthened, as sinusoids are for a long prompt.
+        A buffer outside the checkpoint may grow, as sinusoids do for a long prompt.
 
         Raises:
-            InvalidRequest: weights or buffers were written to or moved, a module was replaced or set otherwise, or the
-                config changed.
+            InvalidRequest: weights or buffers were written to or moved, a module was replaced or its settings
+                changed, or the config changed.
         """
         weights, derived, names = _tensors_of(model)
         if self._names != names:
@@ -79,7 +79,7 @@ class Marks:
                 _begins_with(each, *known) for each, known in zip(derived, self._derived_digests, strict=True)
             ):
                 self._refuse("buffers")
-            # Only these marks are new: what counts is still the content when the namespace was made.
+            # Only the marks are replaced; the digests stay those of when the namespace was made.
             self._derived, self._derived_samples = [_mark(each) for each in derived], _samples(derived)
         if self._config != json.dumps(config_of(model), sort_keys=True):
             self._refuse("config")
@@ -92,10 +92,10 @@ class Marks:
 
 
 def _tensors_of(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[str, int]]]:
-    """Return parameters and saved buffers, buffers that the model derives by itself, and who has which of them.
+    """Return parameters with saved buffers, derived buffers, and for each name the number of its tensor.
 
-    Each tensor is there once; each of its names has its number, so that a layer that is tied to another one than
-    before is seen.
+    Each tensor is listed once. Each of its names has its number, so that it is seen when a layer is tied to another one
+    than before.
     """
     weights, derived = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     numbers, names = dict[int, int](), list[tuple[str, int]]()
@@ -154,7 +154,7 @@ def _are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _begins_with(tensor: torch.Tensor, shape: tuple[int, ...], digest: bytes) -> bool:
-    """Whether a tensor is what it was, or that with more rows behind it."""
+    """Whether a tensor has its old content, or that with more rows behind it."""
     if tensor.dim() != len(shape) or tuple(tensor.shape[1:]) != shape[1:] or (shape and len(tensor) < shape[0]):
         return False
     return _digest(tensor[: shape[0]] if shape else tensor) == digest

@@ -1,6 +1,6 @@
-"""What the modules of a model are: their classes, their settings, and the code of all of them.
+"""Descriptions of a model's modules: their classes, their settings and their code.
 
-A config says how a model was to be built. It may be edited afterwards, and modules may be replaced; what runs is them.
+A config says how a model was to be built. Later edits and replaced modules are not in it, so the modules count.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvstore.integrations.transformers.values import Reader, UnclearError, diges
 
 _NOT_OF_KV = {
     "gradient_checkpointing", "name_or_path", "loss_type", "max_seq_len_cached", "generation_config",
-    # How transformers compiles, shards, loads, ties and saves a model; attention of its own is in no id.
+    # How transformers compiles, shards, loads, ties and saves a model; its own kinds of attention count in no id.
     "_attn_implementation", "_compiled_call", "_compiled_call_impl", "_ep_plan", "_fsdp_plan", "_is_hf_initialized",
     "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules", "_pp_plan",
     "_skip_keys_device_placement", "_tp_plan", "_tp_size", "_use_kernels", "_device_mesh", "_weight_conversions",
     "_output_capturing_hooks_installed", "all_tied_weights_keys",
-    # What a decoding loop feeds, which the witness sees run by run.
+    # What a decoding loop feeds to the model; the witness checks that run by run.
     "prepare_inputs_for_generation", "hf_device_map", "_loss_function",
 } | set(vars(torch.nn.Module()))  # fmt: skip
 """Settings of modules that say where a model came from or how it is trained, or that change while it runs."""
 
 
 def modules_digest(model: Any) -> str:
-    """Return SHA-256, in hex, over the name, class and settings of each module, by each of its names.
+    """Return the SHA-256, in hex, of each module's class and settings, under each of its names.
 
-    What is unclear counts by its class alone: `sources_of` refuses it.
+    Unclear values count by their class alone; `sources_of` refuses them.
     """
     return digest_of(_tree(model, Reader(_covered_by(model), _by_class)))
 
@@ -46,14 +46,14 @@ def modules_digest(model: Any) -> str:
 def sources_of(model: Any) -> dict[str, Any]:
     """Return digests of the code and the settings of all modules, by name of the module.
 
-    Two programs may each have a class of one name, with another `forward`; and so may two modules of one model. Of
-    classes of torch and transformers that counts which a program has put in the place of their own.
+    Two programs, or two modules of one model, may have classes of one name with a different `forward`. In classes of
+    torch and transformers, attributes that a program has replaced count.
 
     Args:
         model: whose modules they are.
 
     Raises:
-        UnsupportedModel: something cannot be told from others of its kind; pass model_id.
+        UnsupportedModel: a value or code cannot be told from others of its kind; pass model_id.
     """
     reader = Reader(_covered_by(model))
     try:
@@ -78,7 +78,7 @@ def _by_identity(value: object, where: str, _: str) -> Any:
 
 
 def _covered_by(model: Any) -> dict[int, str]:
-    """Return names of what is in an id by itself: modules, parameters, buffers, and configs."""
+    """Return names, by id(), of objects that count by themselves: modules, parameters, buffers and configs."""
     first = {id(each): each for config in configs_of(model) for each in configs_in(config)}
     configs = ((f"config {at}", each) for at, each in enumerate(first.values()))
     named = chain(model.named_modules(), model.named_parameters(), model.named_buffers(), configs)
@@ -86,7 +86,7 @@ def _covered_by(model: Any) -> dict[int, str]:
 
 
 def configs_of(model: Any) -> Iterator[PreTrainedConfig]:
-    """Yield the configs that the modules of a model have, under whatever name, as often as they have them."""
+    """Yield the configs of a model's modules, under any name, once for each place that has them."""
     for module in each_module(model):
         for each in (getattr(module, "config", None), *vars(module).values()):
             if isinstance(each, PreTrainedConfig):
@@ -94,7 +94,7 @@ def configs_of(model: Any) -> Iterator[PreTrainedConfig]:
 
 
 def configs_in(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield a config and all in it."""
+    """Yield a config and all configs in it."""
     yield config
     for each in vars(config).values():
         if isinstance(each, PreTrainedConfig):
@@ -114,12 +114,12 @@ def _tree(model: Any, reader: Reader) -> list[Any]:
 
 
 def _code_of_graph(module: torch.nn.Module) -> str:
-    """Return the code of a module that torch.fx wrote: its class has the name of all of them."""
+    """Return the code of a module that torch.fx wrote, as all such modules have the same class name."""
     return module.code if isinstance(module, torch.fx.GraphModule) else ""
 
 
 def _settings_of(module: torch.nn.Module) -> list[tuple[str, object]]:
-    is_graph = isinstance(module, torch.fx.GraphModule)  # All of it is in its code.
+    is_graph = isinstance(module, torch.fx.GraphModule)  # All its content is in its code.
     return [
         (name, value)
         for name, value in sorted(vars(module).items())
@@ -140,7 +140,7 @@ def _code_of(model: Any, reader: Reader, *, needs_source: bool) -> dict[str, lis
 
 
 def _source_of(kind: type) -> list[str]:
-    """Return the lines of a class.
+    """Return the source lines of a class.
 
     Raises:
         UnsupportedModel: they cannot be read, or may be another class's.
@@ -152,7 +152,7 @@ def _source_of(kind: type) -> list[str]:
         pass
     else:
         codes = [inspect.unwrap(each).__code__ for each in _own_functions(kind)]
-        # Where a file has two classes of a name, Python may find the source of the other one.
+        # Where a file has two classes of one name, Python may find the source of the other one.
         if all(first <= each.co_firstlineno < first + len(lines) for each in codes if each.co_filename == path):
             return lines
     raise UnsupportedModel(
@@ -163,7 +163,7 @@ def _source_of(kind: type) -> list[str]:
 
 
 def _own_functions(kind: type) -> Iterator[FunctionType]:
-    """Yield the functions that were defined in a class, without what makes methods and properties of them."""
+    """Yield the functions defined in a class, without the wrappers that make methods and properties of them."""
     for name, value in vars(kind).items():
         given = next(
             (getattr(value, each, None) for each in ("fget", "__func__", "func") if hasattr(value, each)), value
@@ -174,15 +174,15 @@ def _own_functions(kind: type) -> Iterator[FunctionType]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
-    """A module as it was.
+    """The state of a module when it was marked.
 
     Args:
-        module: weak, so that it can be freed; no other is taken for it while this is held.
+        module: weak, so that it can be freed; while this is held, no other module is taken for it.
         kind: its class.
         children: names of the modules in it.
         num_attributes: of all kinds.
         names: of its settings.
-        values: of these.
+        values: of these settings.
     """
 
     module: weakref.ref[torch.nn.Module]
@@ -204,24 +204,24 @@ class _Mark:
 
 
 class ModuleMarks:
-    """What the modules of a model were like when it was wrapped.
+    """The state of a model's modules when the model was wrapped.
 
     Args:
-        model: which is not kept alive.
+        model: whose modules are remembered; not kept alive.
     """
 
     def __init__(self, model: Any) -> None:
         self._seen = self._look_at(model)
 
     def _look_at(self, model: Any) -> tuple[Reader, str, list[_Mark]]:
-        # One walk gives the digest and what is compared: what counts for the one cannot be missed by the other.
+        # One walk gives the digest and the values to compare, so that neither can miss what the other has.
         reader = Reader(_covered_by(model), _by_identity)
         code = _code_of(model, reader, needs_source=False)
         digest = digest_of([_tree(model, reader), code])
         return reader, digest, [_mark_of(module) for module in each_module(model)]
 
     def are_of(self, model: Any) -> bool:
-        """Whether all modules are the same ones, or others that are like them, with the same code and values."""
+        """Whether all modules are the same objects, or others with the same code and values."""
         reader, digest, marks = self._seen
         modules = list(each_module(model))
         if (
@@ -230,11 +230,11 @@ class ModuleMarks:
             and reader.are_same()
         ):
             return True
-        # It takes longer, and is seldom: a value was replaced by an equal one, or a module by one like it.
+        # Slow and rare: a value was replaced by an equal one, or a module by one like it.
         now = self._look_at(model)
         if now[1] != digest:
             return False
-        self._seen = now  # In one step, and only where nothing changed: other threads compare with it meanwhile.
+        self._seen = now  # One assignment, and only if nothing changed: other threads compare with it meanwhile.
         return True
 
 
@@ -251,7 +251,7 @@ def _mark_of(module: torch.nn.Module) -> _Mark:
 
 
 def each_module(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a module and all in it, as often as they have names."""
+    """Yield a module and all modules in it, once for each of their names."""
     yield module
     for child in module._modules.values():
         if child is not None:

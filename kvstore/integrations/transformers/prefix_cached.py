@@ -41,22 +41,22 @@ Planes = list[tuple[torch.Tensor, torch.Tensor]]
 class PrefixCachedModel:
     """A Hugging Face decoder model with a prefix cache.
 
-    `generate` loads the KV of the longest stored prefix of each prompt, has the model compute the rest, at least
-    the last token, and saves the prompt's full blocks once the first new token is out. What the store cannot give
-    is computed: no failure of the store fails a `generate`. The first of a row of failures is logged as a warning;
-    the store is tried again after `retry_s`.
+    `generate` loads the KV of each prompt's longest stored prefix. The model computes the rest, at least the last
+    token. The prompt's full blocks are saved once the first new token is out. KV that the store cannot give is
+    computed: no failure of the store fails a `generate`. The first of several failures in a row is logged as a
+    warning; the store is tried again after `retry_s`.
 
     Threads may share it as far as they may share the model: loads and saves take turns, the model runs are
-    not serialised. It must not be sent to other processes; each makes its own around the same store.
+    not serialised. It must not be sent to other processes; each process makes its own around the same store.
 
     Args:
         model: a decoder model in eval mode, with full attention in every layer. Its weights must not change while it
-            is wrapped; that is noticed where torch counts writes.
-        store: of `kvstore.start` or `kvstore.connect`.
+            is wrapped; a change is noticed where torch counts writes.
+        store: as `kvstore.start` or `kvstore.connect` returns it.
         block_size: tokens per block; only full blocks are shared.
-        model_id: names exactly these weights, for every process that is to share; the digest of all
-            weights when None (`identity.namespace_of` says why it is of all). Spares reading the weights.
-        salt: keeps tenants apart who must not see what others have asked.
+        model_id: a name of exactly these weights, in every process that shares; spares reading the weights. None takes
+            the digest of all weights (`identity.namespace_of` says why of all).
+        salt: separates tenants that must not see what others have asked.
         save_generated: also save the blocks of the answer, for the next turn of a conversation. Their KV was computed
             token by token and differs in rounding from that of a prefill.
         staging_bytes: of the buffer between the cache and the store, on the device of the KV; at least two blocks.
@@ -65,7 +65,7 @@ class PrefixCachedModel:
 
     Raises:
         UnsupportedModel: KV of this model cannot be shared yet; the message says what can.
-        InvalidRequest: the model is in training mode, autocast is on, or one of both is no model or no store.
+        InvalidRequest: the model is in training mode, autocast is on, or an argument is no model or no store.
         StoreNotRunning: there is no store on this node.
         ConfigError: transformers is too old, an argument cannot work, or the store's slots are too small for these
             blocks.
@@ -85,7 +85,7 @@ class PrefixCachedModel:
         retry_s: float = 30.0,
     ) -> None:
         check_version(transformers.__version__)
-        # generate of a compiled module runs the one inside, and so do the hooks on that one alone.
+        # `generate` of a compiled module runs the module inside it, and then only that module's hooks run.
         model = getattr(model, "_orig_mod", model)
         if not isinstance(model, GenerationMixin):
             raise InvalidRequest(f"model: wanted a transformers model with generate, got a {type(model).__name__}")
@@ -93,7 +93,7 @@ class PrefixCachedModel:
             raise InvalidRequest(
                 f"store: wanted what kvstore.start or kvstore.connect returns, got a {type(store).__name__}"
             )
-        check_supported(model)  # First: an adapter that was just added is in training mode, and eval() would not do.
+        check_supported(model)  # First: a new adapter is in training mode, and eval() would not help.
         check_mode(model)
         shape, self._device = kv_shape(model, block_size)
         num_staged = staging_bytes // shape.block_bytes // 2
@@ -117,18 +117,18 @@ class PrefixCachedModel:
         return replace(self._stats, num_store_failures=link.num_failures, num_bypassed=link.num_bypassed)
 
     def generate(self, inputs: torch.Tensor | None = None, **options: Any) -> Any:
-        """Do what `model.generate` does, with the KV of stored prefixes; returns what it returns.
+        """Run `model.generate` with the KV of stored prefixes, and return its result.
 
         Beams, sampling, streamers, stopping criteria, chunked prefill and all settings pass through.
 
         Args:
-            inputs: token ids, [batch, tokens], padded on the left where they are unlike; or `input_ids=` by name.
+            inputs: token ids, [batch, tokens], padded on the left if lengths differ; or `input_ids=` by name.
             options: all other arguments of `model.generate`. Inputs of the model other than input_ids and
                 attention_mask, such as images or embeddings, and other caches are refused: the tokens alone would
                 not name that KV.
 
         Raises:
-            InvalidRequest: such an argument; padding that is not on the left; the model's weights or mode changed.
+            InvalidRequest: an argument is refused, padding is not on the left, or the model's weights or mode changed.
             UnsupportedModel: a PEFT adapter was added meanwhile.
             StoreUnavailable: this object was closed.
         """
@@ -162,7 +162,7 @@ class PrefixCachedModel:
         try:
             with witness:
                 output = self.model.generate(
-                    prompts.input_ids.clone(),  # It is handed to streamers and processors, which may change it.
+                    prompts.input_ids.clone(),  # Streamers and processors get it, and may change it.
                     attention_mask=prompts.attention_mask.clone(),
                     past_key_values=cache,
                     stopping_criteria=criteria,
@@ -193,7 +193,7 @@ class PrefixCachedModel:
     def _load(self, staging: Staging, prompts: Prompts, rows: list[BlockHashes]) -> tuple[Planes, int]:
         """Load the columns that all rows have; returns per-layer (K, V), and how many of their columns are right.
 
-        A cache is a rectangle: the row that knows least, counted in columns, decides for all.
+        A cache is a rectangle, so the row with the fewest stored columns decides for all.
         """
         size = self.space.shape.block_size
         # At least the last token is computed: its logits choose the first new one.
@@ -210,7 +210,7 @@ class PrefixCachedModel:
         for row, (hashes, padding, num_blocks) in enumerate(zip(rows, prompts.num_padding, needed, strict=True)):
             for pair in planes:
                 for plane in pair:
-                    plane[row, :, :padding] = 0  # Masked, but 0 times what lay in memory could be NaN.
+                    plane[row, :, :padding] = 0  # Masked, but 0 times old memory content could be NaN.
             write = rows_into(planes, row, padding, size)
             loaded = staging.load(hashes[:num_blocks], write, self._load_timeout_s)
             width = min(width, padding + loaded * size)
@@ -219,7 +219,7 @@ class PrefixCachedModel:
     def _save(
         self, prompts: Prompts, rows: list[BlockHashes], cache: DynamicCache, first: list[int], num_right: int
     ) -> None:
-        """Save the blocks [first, ..) of each row that lie in the leading columns that are right."""
+        """Save each row's blocks from `first` on, as far as they lie in the `num_right` leading columns."""
         size = self.space.shape.block_size
         known = [
             hashes[: max(0, num_right - padding) // size]
@@ -256,7 +256,7 @@ class PrefixCachedModel:
         num_written = num_refused = 0
         for row, (hashes, begin) in enumerate(zip(rows, first, strict=True)):
             while begin < len(hashes) and hashes[begin] in seen:
-                begin += 1  # Another row of this batch has it.
+                begin += 1  # Another row of this batch has saved it.
             if begin >= len(hashes):
                 continue
             read = rows_out_of(planes, row * prompts.num_copies, prompts.num_padding[row], self.space.shape.block_size)
@@ -273,7 +273,7 @@ class PrefixCachedModel:
         sequences: torch.Tensor,
         num_right: int,
     ) -> None:
-        # The last token was chosen, but never computed.
+        # The last token was chosen, but its KV was never computed.
         num_columns = min(cache.get_seq_length(), sequences.shape[1] - 1)
         answered = [
             self.space.block_hashes(sequences[row, padding:num_columns].cpu())
@@ -282,7 +282,7 @@ class PrefixCachedModel:
         self._save(prompts, answered, cache, [len(hashes) for hashes in rows], num_right)
 
     def _check_planes(self, planes: Planes, num_rows: int) -> None:
-        """Refuse KV that is not as it was when the model was wrapped: a copy would convert it."""
+        """Refuse KV that differs in shape or dtype from the wrapped model's: a copy would convert it."""
         shape = self.space.shape
         wanted = {(num_rows, shape.num_kv_heads, shape.head_dim, getattr(torch, shape.dtype))}
         found = {(len(each), each.shape[1], each.shape[3], each.dtype) for pair in planes for each in pair}
@@ -293,7 +293,7 @@ class PrefixCachedModel:
             )
 
     def _check_model(self) -> None:
-        """Refuse a model that is not as it was when it was wrapped; see `generate`."""
+        """Refuse a model that changed since it was wrapped; see `generate`."""
         check_unadapted(self.model)
         check_mode(self.model)
         self._marks.check(self.model)

@@ -1,7 +1,7 @@
-"""Trying a model out when it is wrapped: is KV of a prefix the same, however a prompt gets into the cache?
+"""A trial of a model when it is wrapped: is the KV of a prefix the same, however a prompt gets into the cache?
 
-What a model makes of positions, masks and padding lies in code of its own, of which some drops the positions that
-`generate` counts, or counts them anew by the tokens that look like padding. No config says so; a few tokens do.
+A model handles positions, masks and padding in its own code. Some models drop the positions that `generate` counts, or
+count them again from the tokens that look like padding. No config says so; a run on a few tokens shows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.integrations.transformers.prompts import Prompts
 from kvstore.integrations.transformers.witness import Witness
 
 _NUM_PADDING, _NUM_FIRST, _NUM_FRESH = 7, 5, 4
-"""Columns of padding, ordinary tokens of the prefix, and columns that are computed behind a filled cache."""
+"""Numbers of padding columns, ordinary prefix tokens, and columns computed behind a filled cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Run:
 def can_pad(model: Any, device: torch.device) -> bool:
     """Run a model five times on a dozen tokens, and compare KV and logits.
 
-    Nothing of it stays: RNG states, settings and hooks are as before.
+    Afterwards RNG states, settings and hooks are as before.
 
     Args:
         model: as `generate` runs it, with full attention in every layer.
@@ -44,16 +44,16 @@ def can_pad(model: Any, device: torch.device) -> bool:
         Whether a row that is padded on the left has the KV that it has alone.
 
     Raises:
-        UnsupportedModel: a prompt that goes on from a filled cache gets other KV than one that is computed in one
-            run, or the model computes other tokens, or at other positions, than those of the prompt.
+        UnsupportedModel: a prompt computed behind a filled cache gets other KV than in one run, or the model computes
+            other tokens or positions than those of the prompt.
     """
     tokens, special = _tokens_of(model)
     first, fresh = tokens[:_NUM_FIRST], tokens[_NUM_FIRST : _NUM_FIRST + _NUM_FRESH]
     long = torch.tensor([[*first, *special, *fresh]], device=model.device)
     short = long[:, :-_NUM_FRESH]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        # What is in a cache was computed before anybody knew how the prompt goes on: so the prefix is run alone, and
-        # behind its KV comes the rest. Columns that were cut out of the run of all would have seen the rest.
+        # KV in a cache was computed before the rest of the prompt was known. So the prefix is run alone, and the rest
+        # behind its KV. Columns cut out of a run of the whole prompt would have seen the rest.
         whole, alone = _run(model, long, torch.ones_like(long)), _run(model, short, torch.ones_like(short))
         if whole is not None and alone is not None and not _is_prefix(alone, whole, has_experts=_has_experts(model)):
             raise UnsupportedModel(
@@ -85,7 +85,7 @@ def can_pad(model: Any, device: torch.device) -> bool:
 
 
 def _tokens_of(model: Any) -> tuple[list[int], list[int]]:
-    """Return a few ordinary tokens, and, twice each, those that may be taken for padding."""
+    """Return a few ordinary tokens, and twice each token that may be taken for padding."""
     text = model.config.get_text_config(decoder=True)
     configs = (model.generation_config, text, model.config)
     embeddings = model.get_input_embeddings()
@@ -106,13 +106,13 @@ def _tokens_of(model: Any) -> tuple[list[int], list[int]]:
 
 
 def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None = None) -> _Run | None:
-    """Have prompts computed as `generate` does; None where something else was computed.
+    """Compute prompts as `generate` does; None if the model computed something else.
 
     Args:
-        model: that runs.
+        model: the model that runs.
         rows: of tokens.
         mask: of padding.
-        filled: a run of which all but the last few columns are in the cache before.
+        filled: an earlier run; all but the last few columns are taken from its cache.
     """
     cache, num_filled = new_cache(model), 0
     if filled is not None:
@@ -123,7 +123,7 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
     prompts = Prompts(
         input_ids=rows, attention_mask=mask, num_padding=num_padding, num_copies=1, follows_rows=True, may_load=True
     )
-    # A copy of the outermost object alone, so that no setting of the model's own changes what is run.
+    # A shallow copy, so that the model's own generation settings do not change the run.
     bare = copy.copy(model)
     bare.generation_config = GenerationConfig(
         max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1, pad_token_id=0
@@ -137,7 +137,7 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
                 return_dict_in_generate=True,
                 output_logits=True,
             )
-    except InvalidRequest:  # Of the witness.
+    except InvalidRequest:  # Raised by the witness.
         return None
     except (TypeError, ValueError, IndexError, AttributeError) as error:
         raise UnsupportedModel(
@@ -150,15 +150,15 @@ def _run(model: Any, rows: torch.Tensor, mask: torch.Tensor, filled: _Run | None
 
 
 def _has_experts(model: Any) -> bool:
-    """Whether a router may send a token elsewhere because of a rounding."""
+    """Whether a router may send a token to another expert because of rounding."""
     return any("expert" in name.lower() or "moe" in name.lower() for name, _ in model.named_modules())
 
 
 def _is_prefix(alone: _Run, whole: _Run, *, has_experts: bool) -> bool:
     """Whether a prefix that was run alone has the KV that it has in the run of a longer prompt.
 
-    Every column counts: a model that looks one token ahead gets the last one wrong and no other. But in half
-    precision, and with a router of experts, a rounding may turn a few; then more than half of them have to agree.
+    Every column counts: a model that looks one token ahead gets only the last one wrong. In half precision, or with a
+    router of experts, rounding may change a few columns; then more than half of them have to agree.
     """
     num_tokens, limit, is_exact = alone.planes[0].shape[2], *_precision(alone)
     for one, other in zip(whole.planes, alone.planes, strict=True):
@@ -170,10 +170,10 @@ def _is_prefix(alone: _Run, whole: _Run, *, has_experts: bool) -> bool:
 
 
 def _are_alike(found: _Run, wanted: _Run, row: int, begin: int, num_tokens: int) -> bool:
-    """Whether a row's tokens, from a column on, have the KV and the logits of a run of them alone.
+    """Whether a row's tokens from column `begin` on have the KV and logits of a run of them alone.
 
-    Other batches are summed in another order. Of the tokens of a plane the middle one counts, so that a router of
-    experts which a rounding turns elsewhere is no difference; logits count where rounding is small.
+    Other batches are summed in another order. More than half of the compared columns of a plane must agree, so that a
+    token sent to another expert by rounding is no difference; logits count where rounding is small.
     """
     limit, is_exact = _precision(wanted)
     pairs = [
@@ -182,7 +182,7 @@ def _are_alike(found: _Run, wanted: _Run, row: int, begin: int, num_tokens: int)
     ]
     if is_exact:
         pairs.append((found.logits[row, None, None], wanted.logits[0, None, None]))
-    # Of what was loaded nothing is to be seen.
+    # Only new columns: loaded ones show nothing.
     last = slice(-min(_NUM_FRESH, num_tokens), None)
     for one, other in pairs:
         is_alike = _alike_columns(one, other, limit)[last]

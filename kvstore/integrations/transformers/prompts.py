@@ -13,16 +13,16 @@ from transformers import GenerationConfig, GenerationMixin
 from kvstore.errors import InvalidRequest
 
 _INPUTS = ("attention_mask", "logits_to_keep", "tokenizer", "assistant_tokenizer")
-"""Arguments that are neither of `generate` itself nor settings, and change no KV."""
+"""Arguments that are allowed besides those of `generate` itself and settings; they change no KV."""
 
 _REFEED = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "token_healing")
-"""Settings with which `generate` does not go on behind what a cache holds, or changes the prompt itself."""
+"""Settings with which `generate` does not continue behind a filled cache, or changes the prompt itself."""
 
 _OF_ALL_COLUMNS = ("output_hidden_states", "output_attentions")
-"""Outputs of each column of a run: those of columns that were loaded would be missing."""
+"""Outputs for each column of a run: those of loaded columns would be missing."""
 
 _OTHER_LOOPS = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
-"""Settings with which `generate` runs a loop that it fetches from elsewhere, as custom_generate does."""
+"""Settings with which `generate` runs a loop from elsewhere, as custom_generate does."""
 
 _REFUSED = {
     "past_key_values": "the cache is made here; leave it out",
@@ -41,9 +41,9 @@ class Prompts:
         attention_mask: [num_rows, width] of 0 (padding on the left) and 1.
         num_padding: padding tokens of each row.
         num_copies: rows of the cache for each row of the prompt: beams, or returned sequences.
-        follows_rows: whether row r of the cache goes on to be row r of the answer, token by token.
-        may_load: whether decoding goes on from a filled cache; assisted decoding feeds the whole prompt once more,
-            and hidden states and attentions are wanted of all columns.
+        follows_rows: whether row r of the cache is row r of the answer, token by token.
+        may_load: whether decoding can continue from a filled cache. It cannot if assisted decoding feeds the whole
+            prompt again, or if hidden states or attentions of all columns are wanted.
     """
 
     input_ids: torch.Tensor
@@ -111,7 +111,7 @@ def read_prompts(
             "generation_config), or call model.generate, which shares nothing"
         )
     if setting("cache_implementation") is not None:
-        options["cache_implementation"] = None  # It is the default, but generate wants no name of it beside a cache.
+        options["cache_implementation"] = None  # The default, but `generate` allows no name of it beside a cache.
     mask = options.pop("attention_mask", None)
     is_inferred = mask is None
     if mask is None:
@@ -127,7 +127,7 @@ def read_prompts(
     configs = (model.config, model.config.get_text_config(decoder=True))
     wants_all_columns = _is_on_anywhere(_OF_ALL_COLUMNS, options, [*settings, *configs])
     prompts = Prompts(
-        # Their own: who else holds the caller's tensors may change them while they are looked at.
+        # Copies: other holders of the caller's tensors may change them meanwhile.
         input_ids=input_ids.clone(),
         attention_mask=mask.clone(),
         num_padding=padding,
@@ -139,7 +139,7 @@ def read_prompts(
 
 
 def _is_on_anywhere(names: tuple[str, ...], options: dict[str, Any], settings: list[Any]) -> bool:
-    """Whether a call, or settings that it is mixed with, turn one of these on; which of them wins is left open."""
+    """Whether the call or any of the settings turns one of these on, no matter which of them would win."""
     return any(
         getattr(each, name, None) not in (None, False)
         for name in names
@@ -148,8 +148,8 @@ def _is_on_anywhere(names: tuple[str, ...], options: dict[str, Any], settings: l
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Let through what `generate` itself takes; any other input of the model may change KV unseen."""
-    # Not the model's own, which may take images and more.
+    """Refuse arguments that `generate` itself does not take: other inputs of the model may change KV unseen."""
+    # Not the signature of the model's own `generate`, which may take images and more.
     known = {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), *_INPUTS}
     for name, value in options.items():
         if value is not None and (name in _REFUSED or name not in known):
@@ -158,7 +158,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _inferred_mask(input_ids: torch.Tensor, pad_id: Any, eos_ids: Any) -> torch.Tensor:
-    """Return the mask that `generate` would infer: padding is masked where the pad token ends no sequence."""
+    """Return the mask that `generate` would infer: padding is masked unless the pad token also ends sequences."""
     eos = eos_ids if isinstance(eos_ids, list | tuple) else [eos_ids]
     if pad_id is None or pad_id in eos:
         return torch.ones_like(input_ids)
@@ -174,7 +174,7 @@ def _padding(mask: torch.Tensor, input_ids: torch.Tensor, *, pad_id: Any = None)
         pad_id: the token that the mask was inferred from; None where the caller passed a mask.
 
     Raises:
-        InvalidRequest: the mask is none of these rows, or has zeros behind a token.
+        InvalidRequest: the mask has another shape, other numbers than 0 and 1, or zeros behind a token.
     """
     if mask.shape != input_ids.shape:
         raise InvalidRequest(

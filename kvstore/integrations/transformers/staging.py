@@ -1,4 +1,4 @@
-"""Blocks between a store and a cache that has no blocks, through a buffer of limited size."""
+"""Copies of blocks between a store and a cache without blocks, through a buffer of limited size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Write: TypeAlias = "Callable[[int, torch.Tensor], None]"
 """Takes the index of a first block, and blocks [n, num_kv_heads, num_layers, 2, block_size, head_dim]."""
 
 _GRACE_S = 5.0
-"""A job ends by its own timeouts; this much later it is given up."""
+"""A job ends by its own timeouts; it is abandoned this much later."""
 
 
 class Staging:
-    """A buffer in two halves, registered with a client: one is copied while the other one's job runs.
+    """A buffer in two halves, registered with a client: one half is copied while a job uses the other.
 
     Not for several threads. After an error it must not be used again: a job may still be using the buffer.
 
@@ -36,13 +36,13 @@ class Staging:
         self._client, self._num_blocks = client, num_blocks
         dims = (2 * num_blocks, shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim)
         # The stored order, so that each block is copied as one run.
-        with torch.inference_mode(False):  # Whatever mode it is made in: others may not be written in that one.
+        with torch.inference_mode(False):  # A buffer made in inference mode could not be written outside of it.
             self._blocks = torch.empty(dims, dtype=getattr(torch, shape.dtype), device=device)
         client.register_kv_caches(self._blocks, "BHLPTD")
         self._limit_s = client.config.transfer_timeout_s + client.config.call_timeout_s + _GRACE_S
 
     def close(self) -> None:
-        """Close the client, which waits a little for what runs."""
+        """Close the client; it waits a little for running jobs."""
         self._client.close(1.0)
 
     def num_stored(self, hashes: BlockHashes) -> int:
@@ -61,7 +61,7 @@ class Staging:
             How many leading blocks were written.
 
         Raises:
-            KVStoreError: the store cannot be used; what was written before is right.
+            KVStoreError: the store cannot be used; blocks written before are right.
         """
         starts = range(0, len(hashes), self._num_blocks)
         following = self._load_job(hashes, 0, timeout_s) if starts else None
@@ -83,25 +83,25 @@ class Staging:
         return len(hashes)
 
     def save(self, hashes: BlockHashes, first: int, read: Write) -> tuple[int, int]:
-        """Save blocks [first, len(hashes)) of a chain, of which the earlier ones are stored.
+        """Save blocks [first, len(hashes)) of a chain whose earlier blocks are stored.
 
         Args:
             hashes: a chain from its root.
-            first: blocks before it are stored; when they turn out not to be, they are saved, too.
+            first: index of the first block; if earlier blocks turn out not to be stored, they are saved, too.
             read: called to fill blocks, with the index of the first one.
 
         Returns:
             (blocks that this wrote, blocks for which the store had no room).
 
         Raises:
-            KVStoreError: the store cannot be used; what was saved before stays.
+            KVStoreError: the store cannot be used; blocks saved before stay.
         """
         try:
             return self._save(hashes, first, read)
         except ChainBroken:
             if first == 0:
                 raise
-            return self._save(hashes, 0, read)  # What it was built on was evicted meanwhile.
+            return self._save(hashes, 0, read)  # Earlier blocks were evicted meanwhile.
 
     def _save(self, hashes: BlockHashes, first: int, read: Write) -> tuple[int, int]:
         num_written, num_at_once = 0, len(self._blocks)
@@ -126,7 +126,7 @@ class Staging:
         try:
             return job.result(self._limit_s)
         except BaseException:
-            # Of an interrupt, too: nobody waits for it any more, and it must not store what the buffer holds later.
+            # On an interrupt too: no caller waits for the job now, and it must not store what the buffer holds later.
             if not job.done():
                 job.abandon(0.0)
             raise
@@ -136,8 +136,8 @@ def rows_into(planes: Sequence[tuple[torch.Tensor, torch.Tensor]], row: int, off
     """Return a function that writes blocks into a row of per-layer (K, V), [rows, heads, tokens, head_dim].
 
     Args:
-        planes: of each layer; written.
-        row: which.
+        planes: (K, V) of each layer; written.
+        row: index of the row.
         offset: column of the row's first token.
         block_size: tokens of a block.
     """

@@ -1,4 +1,4 @@
-"""Digests of tensors, for those whose bytes in memory are all that they hold."""
+"""Digests of plain tensors, whose bytes in memory are all of their content."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvstore.errors import UnsupportedModel
 _PIECE_BYTES = 64 << 20
 
 _HOLD_MORE = ("is_quantized", "is_nested", "is_mkldnn", "is_sparse", "is_sparse_csr")
-"""Attributes of tensors that have scales, offsets, indexes or an order of their own besides their elements."""
+"""Attributes of tensors that have scales, offsets, indexes or their own order besides the elements."""
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> str:
     """Return SHA-256 over dtype, shape and all bytes of a tensor, in hex.
 
     Raises:
-        UnsupportedModel: it is not in memory, or holds more than its bytes say; pass model_id then.
+        UnsupportedModel: it is not in memory, or its bytes are not all of its content; pass model_id then.
     """
     if why := _why_not(tensor):
         raise UnsupportedModel(
@@ -34,7 +34,7 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> str:
 
 
 def _why_not(tensor: torch.Tensor) -> str:
-    """Return what a tensor is if its bytes do not say all; empty for plain ones."""
+    """Return why a tensor's bytes are not all of its content; empty for a plain tensor."""
     # Quantised and distributed tensors keep scales or shards where no digest would see them.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return f"a {type(tensor).__name__}"
@@ -44,7 +44,7 @@ def _why_not(tensor: torch.Tensor) -> str:
         return f"with {found[0]}"
     if tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}"
-    # Views of the bytes of another tensor, whose signs are turned as they are read.
+    # Views of another tensor's bytes, whose signs are flipped when they are read.
     if found := [name for name, is_on in (("is_conj", tensor.is_conj()), ("is_neg", tensor.is_neg())) if is_on]:
         return f"with {found[0]}"
     return ""

@@ -1,6 +1,6 @@
-"""What a value is that a program has put into a model: data by content, code by what it does, the rest not at all.
+"""Descriptions of values that a program has put into a model: data by content, code by what it does.
 
-Whatever code may read counts, or is refused: a kind of value that nobody thought of must not be passed over in silence.
+Every value that code may read counts or is refused: a value of an unknown kind must not be ignored silently.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from kvstore.integrations.transformers.tensors import tensor_digest
 
 
 class UnclearError(Exception):
-    """There is a value of which it cannot be told what a program does with it.
+    """A value is of no known kind, so its effect in a program is not known.
 
     Args:
-        where: the name of what holds it.
-        what: it is.
+        where: name of the value's holder.
+        what: description of the value.
     """
 
     def __init__(self, where: str, what: str) -> None:
@@ -66,49 +66,49 @@ class UnclearError(Exception):
 
 
 def digest_of(described: Any) -> str:
-    """Return SHA-256, in hex, of what `Reader.read` gives."""
+    """Return the SHA-256, in hex, of a description by `Reader.read`."""
     return sha256(json.dumps(described).encode()).hexdigest()
 
 
 def refuse(_: object, where: str, what: str) -> Any:
-    """Refuse a value that is unclear: the rule where an id is made of it."""
+    """Refuse an unclear value; this is the rule when an id is made from the values."""
     raise UnclearError(where, what)
 
 
 class Reader:
-    """Says in JSON what values are, and sees whether what it looked at is another since.
+    """Describes values as JSON, and sees whether values that it read were replaced since.
 
     Args:
-        covered: names of modules, parameters and buffers, by id: they are in an id already.
-        unclear: what is said of a value of no known kind: given it, the name of what holds it, and what it is.
+        covered: names of modules, parameters and buffers, by id(): the model's id has them already.
+        unclear: describes a value of no known kind; takes the value, the name of its holder, and its kind.
     """
 
     def __init__(self, covered: Mapping[int, str], unclear: Callable[[object, str, str], Any] = refuse) -> None:
         self._covered, self._unclear = covered, unclear
-        #: What is being read, by id: values may hold each other.
+        #: Values being read, by id(): values may hold each other.
         self._open = dict[int, int]()
-        #: What was read and cannot become another value unseen, and all of that, so that no id is given anew.
+        #: Descriptions of the values read, and these values: they are kept alive so that no id() is used again.
         self._known, self._kept = dict[tuple[int, bool], Any](), list[Any]()
         self._functions = list[types.FunctionType]()
         self._parts = list[tuple[Callable[[Any], Sequence[object]], Any, Sequence[object]]]()
         self._held = list[object]()
 
     def are_same(self) -> bool:
-        """Whether all that was looked at is the same as then, object by object."""
+        """Whether all values that were read are still the same objects."""
         return all(map(is_, chain.from_iterable(map(OF_FUNCTION, self._functions)), self._held)) and all(
             are_same(parts(owner), held) for parts, owner, held in self._parts
         )
 
     def read(self, value: Any, where: str, *, of_library: bool = False) -> Any:
-        """Return what a value is, as JSON has it.
+        """Return the description of a value, as JSON has it.
 
         Args:
             value: of any kind.
-            where: the name of what holds it, for whoever reads the error.
-            of_library: whether code of a library holds it, which has objects of its own.
+            where: name of the value's holder, for error messages.
+            of_library: whether code of a library holds the value; such code has its own objects.
 
         Raises:
-            UnclearError: it is unclear, if that is the rule.
+            UnclearError: the value is unclear, and unclear values are refused.
         """
         if type(value) in AS_JSON:
             return value
@@ -121,7 +121,7 @@ class Reader:
                 self._known[key] = self._read(value, where, of_library)
             except UnclearError:
                 raise
-            # Code of a program's own may run here, such as a __bool__ or a __len__: it may fail in any way.
+            # The program's own code may run here, such as a __bool__ or a __len__, and may fail in any way.
             except Exception as error:  # noqa: BLE001
                 self._known[key] = self._unclear(value, where, f"{_kind(value)}, with {type(error).__name__}")
             finally:
@@ -129,10 +129,10 @@ class Reader:
         return self._known[key]
 
     def read_class(self, kind: type, where: str) -> Any:
-        """Return what a class itself has: its methods, and its other attributes.
+        """Return the description of a class's own methods and other attributes.
 
         Raises:
-            UnclearError: one is unclear, if that is the rule.
+            UnclearError: an attribute is unclear, and unclear values are refused.
         """
         self._mark(held_by_class, kind)
         is_library = is_known(kind.__module__)
@@ -175,7 +175,7 @@ class Reader:
         if kind in SETS:
             if kind is set:
                 self._mark(tuple, value)
-            # The order of a set of texts is another one in each process.
+            # The order of a set of texts differs from process to process.
             return [name_of(kind), sorted(json.dumps(self.read(each, where, of_library=of_library)) for each in value)]
         if kind in MAPPINGS:
             self._mark(pairs_of, value)
@@ -204,7 +204,7 @@ class Reader:
         if isinstance(value, numpy.ufunc) and getattr(numpy, name := str(value.__name__), None) is value:
             return ["numpy", name]
         if kind is logging.Logger or (kind in NAMED_BY_TORCH and str(value).startswith("aten.")):
-            return [name_of(kind), "" if kind is logging.Logger else str(value)]  # What is logged is no KV.
+            return [name_of(kind), "" if kind is logging.Logger else str(value)]  # Loggers change no KV.
         if is_known(kind.__module__) and is_of_library(kind) and is_of_python(kind):
             return self._object(value, where)
         if kind is weakref.ref:
@@ -214,7 +214,7 @@ class Reader:
         return self._unclear(value, where, _kind(value))
 
     def _array(self, value: Any, kind: type, where: str) -> Any:
-        """Return what numbers of NumPy and tensors are; None for anything else."""
+        """Return the description of a NumPy value or a tensor; None for anything else."""
         if isinstance(value, numpy.generic | numpy.ndarray | numpy.dtype):
             dtype = value if isinstance(value, numpy.dtype) else value.dtype
             is_plain = kind.__module__.split(".")[0] == "numpy" and dtype.kind in NUMBERS
@@ -229,7 +229,7 @@ class Reader:
         if isinstance(value, torch.Tensor):
             if self._unclear is refuse:
                 return ["tensor", tensor_digest(where, value)]
-            # Not by content: packed weights of a model that has a name may be of any size.
+            # Not by content: packed weights of a model with a model_id may be of any size.
             self._mark(state_of_tensor, value)
             return self._unclear(value, where, _kind(value))
         return None
@@ -240,19 +240,19 @@ class Reader:
         return ["class", self.read_class(kind, where), [self.read(each, where) for each in kind.__mro__[1:]]]
 
     def _object(self, value: Any, where: str) -> Any:
-        """Return what an object of a library is: its class, and all that it holds."""
+        """Return the description of a library's object: its class, and all that it holds."""
         self._mark(held_by_object, value)
         return [name_of(type(value)), [
             (name, self.read(each, f"{where}.{name}", of_library=True))
             for name, each in sorted(vars(value).items())
-            if not name.startswith("prev")  # Contexts of torch note there what was on before.
+            if not name.startswith("prev")  # torch's contexts keep the previous state there.
         ]]  # fmt: skip
 
     def _in_c(self, value: Any, where: str, of_library: bool) -> Any:
         if isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType) and not of_library:
             return self._unclear(value, where, "a slot, whose values no digest sees")
         owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
-        # Functions of pybind11 have a record of theirs there.
+        # Functions of pybind11 have their own record there.
         is_record = type(owner).__module__ == "pybind11_builtins"
         is_bound = not (owner is None or is_record or isinstance(owner, types.ModuleType | type))
         bound = [self.read(owner, where, of_library=of_library)] if is_bound else []
@@ -265,14 +265,14 @@ class Reader:
         return [name_of(type(value)), str(module), value.__qualname__, getattr(whose, "__qualname__", ""), bound]
 
     def _function(self, function: types.FunctionType, where: str) -> Any:
-        """Return what a function does: its code, its defaults, and what it has from the function around it."""
+        """Return the description of a function: its code, its defaults, and variables of the function around it."""
         self._functions.append(function)
         self._held += OF_FUNCTION(function)
         code, module = function.__code__, function.__globals__.get("__name__")
         # Not by __module__, which a decorator copies from the function that it wraps.
         is_library = is_known(module)
         if is_library and code.co_filename == function.__globals__.get("__file__"):
-            # Of lambdas and functions within others there may be several of a name.
+            # Several lambdas, or functions within others, may have the same name.
             body = [module, code.co_qualname, code.co_firstlineno if "<" in code.co_qualname else 0]
         else:
             body = self._code(code)

@@ -1,8 +1,8 @@
-"""Seeing what a cache is filled with: KV is saved only where it was computed of the tokens that its hash names.
+"""Checks of what fills a cache: KV is saved only if it was computed from the tokens that its hash names.
 
 Decoding loops use a cache in many ways, and more come with each version of transformers: they feed candidates and take
-them back, or feed a prompt once more. From the cache alone that cannot be told: it has no tokens, and its length may be
-right by chance. So each run of the model on it is looked at before it begins.
+them back, or feed a prompt again. The cache alone does not show that: it has no tokens, and its length may be right by
+chance. So each run of the model on it is checked before it begins.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Witness:
     """Follows one cache through one `generate`, as a context.
 
     Args:
-        model: that runs.
-        cache: that it fills.
-        prompts: what the first columns of the cache have to be of.
+        model: the model that runs.
+        cache: the cache that it fills.
+        prompts: the prompts that the first columns of the cache must belong to.
         num_loaded: leading columns that hold KV of the prompts already.
-        sees_answer: whether what comes behind the prompts counts as well.
+        sees_answer: whether columns behind the prompts count as well.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Witness:
         self._tokens, self._mask = prompts.input_ids, prompts.attention_mask
         #: Leading columns that are known to be right.
         self._num_right = num_loaded
-        #: Behind the prompts: (first column, tokens, positions) of each run, looked at when they are asked for.
+        #: (first column, tokens, positions) of each run behind the prompts; `num_right_of` compares them.
         self._answer: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
-        #: Both are of this one alone, so that it is found on the model even without its handle.
+        #: The hook is this witness's own object, so `close` finds it on the model even without the handle.
         self._hook: Any = self._see
         self._handle: Any = None
 
@@ -49,7 +49,7 @@ class Witness:
         return self
 
     def close(self) -> None:
-        """Leave the model as it was; may be called again, and where an interrupt came as the context began."""
+        """Remove the hook from the model; may be called again, also after an interrupt while the context began."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
@@ -58,7 +58,7 @@ class Witness:
             for key in [key for key, hook in list(hooks.items()) if hook is self._hook]:
                 hooks.pop(key, None)
                 self._model._forward_pre_hooks_with_kwargs.pop(key, None)
-        self._hook = None  # A cycle, which would keep the cache in memory.
+        self._hook = None  # Else a cycle would keep the cache in memory.
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -70,7 +70,7 @@ class Witness:
         return min(self._num_right, self._num_held())
 
     def num_right_of(self, sequences: torch.Tensor) -> int:
-        """Return the same for prompts with their answers, [num_rows, ...], token by token in one row of the cache."""
+        """Return `num_right` for prompts with their answers, [num_rows, ...], each in one row of the cache."""
         width = self._tokens.shape[1]
         num_right = min(self.num_right(), self._num_unchanged(sequences))
         if num_right < width:
@@ -86,11 +86,11 @@ class Witness:
             )
             if not is_right:
                 return min(start, num_right)
-            num_right = end  # What was fed before and taken back is overwritten.
+            num_right = end  # It overwrites columns that were fed before and taken back.
         return min(num_right, self._num_held())
 
     def _num_unchanged(self, sequences: torch.Tensor) -> int:
-        """Return how many leading columns of the answers are the prompts': generate's own copy can be edited."""
+        """Return how many leading columns are still those of the prompts: generate's own copy can be edited."""
         width = min(self._tokens.shape[1], sequences.shape[1])
         tokens = self._tokens[:, :width]
         if len(tokens) != len(sequences):
@@ -99,7 +99,7 @@ class Witness:
         return int(changed[0]) if len(changed) else width
 
     def _see(self, _: Any, __: Any, given: Mapping[str, Any] | None = None) -> None:
-        """Look at a run of the model before it begins; threads that share the model run it on other caches."""
+        """Check a run of the model before it begins; other threads run the same model on other caches."""
         if given is None or given.get("past_key_values") is not self._cache:
             return
         start, width = self._num_held(), self._tokens.shape[1]
@@ -120,7 +120,7 @@ class Witness:
             self._num_right = end
 
     def _num_held(self) -> int:
-        """Return how many columns every layer holds; 0 where they are unlike each other, or no plain layers."""
+        """Return how many columns every layer holds; 0 if layers differ, or one is no plain DynamicLayer."""
         layers = self._cache.layers
         if any(type(layer) is not DynamicLayer for layer in layers):
             return 0
@@ -130,7 +130,7 @@ class Witness:
     def _is_of_prompt(
         self, start: int, end: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: Any
     ) -> bool:
-        """Whether tokens that are about to be computed are columns [start, end) of the prompts, and lie there."""
+        """Whether tokens about to be computed are columns [start, end) of the prompts, at these positions."""
         wanted, is_token = self._rows(self._tokens), self._rows(self._mask).ne(0)
         if len(tokens) != len(wanted):
             return False
