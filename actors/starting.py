@@ -206,7 +206,10 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
         last = f"{unfinished | problems}{last}"
     except KVStoreError as error:
         last = str(error)
-    raise StoreUnavailable(f"not every node had a store in time: {last}")
+    raise StoreUnavailable(
+        f"not every node had a store in time: {last}; try again when the machines have less to do, or with a longer "
+        "timeout_s="
+    )
 
 
 def _served(supervisor: Any, own_id: str, deadline_s: float) -> list[str]:

@@ -169,9 +169,10 @@ class Supervisor:
             return {}
         with ray_failures("nodes"):
             free = available_resources_per_node()  # type: ignore[no-untyped-call]
-        text = "its store is still being made; it wants {} bytes of Ray memory, free there are {}"
-        wanted = self._config.capacity_bytes
-        return {node: text.format(wanted, int(free.get(node, {}).get("memory", 0))) for node in made}
+        text, wanted = "its store is still being made", self._config.capacity_bytes
+        left = {node: int(free.get(node, {}).get("memory", 0)) for node in made}
+        lacks = "; it wants {} bytes of Ray memory, free there are {}"
+        return {node: text + (lacks.format(wanted, left[node]) if left[node] < wanted else "") for node in made}
 
     @ray.method(concurrency_group=ASKED)
     def stop(self) -> None:

@@ -37,6 +37,7 @@ _OWN_WORDS = [
         (r"\bconnect\(\) to it", "use it as it runs"),
         (r"\baddress='local'", "`kvstore start --local`"),
         (r"\b(address|name|capacity|lane)=(?=[ ,;.]|$)", r"--\1"),
+        (r"\btimeout_s=(?=[ ,;.]|$)", "--timeout"),
         (r"\bblock_bytes=(?=[ ,;.]|$)", "--block-bytes"),
         (r"^block_bytes: ", "--block-bytes: "),
         (r"^capacity_bytes: ", "--capacity: "),
@@ -68,6 +69,13 @@ def _in_own_words(error: KVStoreError) -> str:
     if isinstance(error, ConfigError):
         text = _SIZE.sub(lambda size: f"{size[0]} ({human_bytes(int(size[0]))})", text)
     return text
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 class _Seconds(click.FloatRange):
@@ -155,7 +163,17 @@ def main() -> None:
 )
 @click.option("--block-bytes", default="0", help="Size of a slot at least; 0 takes it from the first client.")
 @click.option("--local", is_flag=True, help="Start a Ray for this store alone; stay until Ctrl-C or SIGTERM.")
-def start(capacity: str, name: str, address: str | None, lane: str, block_bytes: str, local: bool) -> None:
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=_Seconds(1.0, 3600.0),
+    default=60.0,
+    show_default=True,
+    help="Seconds within which every node has to have its store.",
+)
+def start(
+    capacity: str, name: str, address: str | None, lane: str, block_bytes: str, local: bool, timeout_s: float
+) -> None:
     """Run a store on every node of a Ray cluster.
 
     The store outlives this command and serves until `kvstore stop`; nodes that join later get one too. Run
@@ -165,9 +183,15 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
 
     if local and address:
         raise click.UsageError("--local starts a Ray of its own; leave --address out")
-    settings: dict[str, Any] = {"name": name, "lane": lane, "block_bytes": parse_bytes(block_bytes)}
+    settings: dict[str, Any] = {
+        "name": name,
+        "lane": lane,
+        "capacity": _size("--capacity", capacity),
+        "block_bytes": _size("--block-bytes", block_bytes),
+        "timeout_s": timeout_s,
+    }
     if local:
-        _serve_until_signal(lambda: start_store(capacity, address="local", **settings))
+        _serve_until_signal(lambda: start_store(address="local", **settings))
         return
     named = address or os.environ.get("RAY_ADDRESS")
     if named == "local":
@@ -179,7 +203,7 @@ def start(capacity: str, name: str, address: str | None, lane: str, block_bytes:
         with progress() as say:
             say(f"starting store {name!r}")
             # RAY_ADDRESS is not passed on as address=, because errors would then call it an option.
-            store = start_store(capacity, address=address or (None if named else "auto"), **settings)
+            store = start_store(address=address or (None if named else "auto"), **settings)
     except StoreNotRunning as error:
         if named:
             raise
