@@ -121,7 +121,7 @@ def test_a_very_long_error_is_cut(monkeypatch):
 def test_a_bad_size_is_one_line(monkeypatch):
     result = run("start", "--block-bytes", "much")
     assert result.exit_code == 2
-    assert result.stderr.startswith("ConfigError: wanted a size")
+    assert result.stderr.startswith("ConfigError: --block-bytes: wanted a size")
     assert result.stderr.count("\n") == 1
 
 
@@ -150,17 +150,20 @@ def test_start_passes_what_it_was_given(monkeypatch):
         def node_ids(self):
             return ["n1", "n2"]
 
-    def start(capacity, **settings):
-        seen.update(settings, capacity=capacity)
+    def start(**settings):
+        seen.update(settings)
         return Store()
 
     monkeypatch.setattr(api, "start", start)
     result = run(
-        *["start", "--capacity", "2GiB", "--name", "a", "--address", "h:1", "--lane", "tcp", "--block-bytes", "64KiB"]
+        *["start", "--capacity", "2GiB", "--name", "a", "--address", "h:1", "--lane", "tcp", "--block-bytes", "64KiB"],
+        *["--timeout", "90"],
     )
     assert result.exit_code == 0
     assert result.stdout == "store 'a' runs on 2 node(s) of the Ray at h:1, 1 GiB each\n"
-    assert seen == {"capacity": "2GiB", "name": "a", "address": "h:1", "lane": "tcp", "block_bytes": 65536}
+    assert seen == {
+        "capacity": 2 << 30, "name": "a", "address": "h:1", "lane": "tcp", "block_bytes": 65536, "timeout_s": 90.0
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [("status",), ("start",), ("stop",)])
