@@ -56,7 +56,7 @@ class Namespace:
             if not isinstance(value, str) or not _is_utf8(value) or (name == "model" and not value):
                 raise ConfigError(
                     f"Namespace: wanted {name} as {'a non-empty ' if name == 'model' else ''}text, "
-                    f"got {value!r}; pass a str without lone surrogates"
+                    f"got {value!r}; pass its name as a str of valid Unicode"
                 )
         if not isinstance(self.salt, bytes):
             raise ConfigError(f"Namespace: wanted salt as bytes, got {brief(self.salt)}; encode it first")
