@@ -1,6 +1,6 @@
-"""The node store: everything that one node keeps, and what it answers to whom.
+"""The node store: everything that one node keeps, and its answers to workers, movers and peers.
 
 In: messages of workers, movers and peers, calls of the Ray actor.
-Out: their answers; a fence that kills a mover which cannot be trusted with slots any more.
+Out: their answers; a fence that kills a mover that can no longer be trusted with slots.
 Floor: the highest in the column of the store.
 """

@@ -1,7 +1,7 @@
 """The node store: everything that one node keeps, as a plain class. actors/node_store.py wraps it for Ray.
 
-One thread serves local workers, the mover and peers (kvstore.rpc.server); what has to wait for a
-peer runs on threads of kvstore.remote.fetch. The pool has its own lock, so any thread may call the verbs here.
+One thread serves local workers, the mover and peers (kvstore.rpc.server). Work that waits for a peer runs on threads
+of kvstore.remote.fetch or the store's threads. The pool has its own lock, so any thread may call the verbs here.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class NodeCore:
         host: address at which peers reach this node.
         resolve_peer: finds another node's store through the cluster.
         resolve_directory: finds the directory through the cluster.
-        on_mover_gone: called, on a thread of its own, when the mover's process is gone and has to be replaced.
+        on_mover_gone: called, on its own thread, when the mover's process is gone and has to be replaced.
 
     Raises:
         ConfigError: there is not enough memory; nothing is left behind.
-        InvalidRequest: this is no id of a node.
+        InvalidRequest: `node_id` is not valid; nothing is left behind.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class NodeCore:
         remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{epoch.hex()}.sock")
         self._control = NodeControl(self.state, lambda: self.stats(), on_mover_gone)
-        # Before a worker can reach this store: it would keep blocks that the first peer made it drop.
+        # Before a worker can reach this store: else it would store blocks that the first peer then makes it drop.
         hints.start(_FIRST_CONTACT_S)
         self._control.start(self.control_path, host)
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, epoch.hex())
@@ -145,11 +145,11 @@ class NodeCore:
         return self.state.pool_service.pool
 
     def peer_address(self) -> PeerAddress:
-        """Return where peers reach this store, and the secret they have to name."""
+        """Return where peers reach this store, and the secret that they must send."""
         return PeerAddress(self._host, self._control.port, self.state.token)
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
-        """Grant nothing to this node's workers any more, but go on serving peers.
+        """Stop granting to this node's workers, but continue to serve peers.
 
         Returns:
             The most recently used chains, up to `max_bytes` of blocks, encoded, for a peer to `adopt`.
@@ -161,7 +161,7 @@ class NodeCore:
         return [chain.encode() for chain in service.current.hot_chains(max_bytes // service.slot_bytes)]
 
     def adopt(self, chains: list[bytes], timeout_s: float) -> int:
-        """Fetch chains from the nodes that have them; returns how many blocks are here now."""
+        """Fetch chains from the nodes that have them; return how many of their blocks are here now."""
         service, ttl_s = self.state.pool_service, self.state.config.lease_ttl_s
         deadline_s, arrived = clock.now_s() + timeout_s, 0
         for encoded in chains:
@@ -190,9 +190,9 @@ class NodeCore:
         return arrived
 
     def drain(self, timeout_s: float) -> dict[str, int]:
-        """Grant nothing any more, to peers either, and wait for leases and writes; returns what is left.
+        """Stop granting, also to peers, and wait for leases and writes; return what is left.
 
-        The directory forgets this node's blocks, as of a node that has left. Soft pins are not waited for.
+        The directory forgets this node's blocks, as if the node had left. Soft pins are not waited for.
         """
         service = self.state.pool_service
         was_closed = service.is_closed_to_peers
@@ -205,7 +205,7 @@ class NodeCore:
         return self._left()
 
     def undrain(self) -> None:
-        """Serve again, and announce again what is here."""
+        """Serve again, and announce the blocks that are here again."""
         service = self.state.pool_service
         was_closed = service.is_closed_to_peers
         service.is_draining = service.is_closed_to_peers = False
@@ -238,35 +238,35 @@ class NodeCore:
         }
         if state.mover.own is not None:
             try:
-                # In time for the caller, which waits for this answer no longer than for any other.
+                # A third of the caller's own time limit, so that this answer still reaches it in time.
                 result["nixl"] = state.mover.stats(state.config.call_timeout_s / 3)
             except TransferError as error:
                 logger.debug("no mover statistics: %s", error)
         return result
 
     def is_serving(self, within_s: float) -> bool:
-        """Whether the thread that serves workers and peers answers within so many seconds."""
+        """Return whether the control thread answers within `within_s` seconds."""
         return self._control.is_serving(within_s)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until the mover has registered the arena."""
+        """Wait until the mover has registered the arena; return whether it has."""
         return self.state.mover.wait_ready(timeout_s)
 
     def mover_pid(self) -> int:
-        """Return the process id of the present mover, 0 when there is none."""
+        """Return the process id of the present mover; 0 when there is none."""
         return self.state.mover.pid
 
     def stop(self) -> None:
         """Close everything; may be called again. Workers that still map the arena keep their mapping.
 
-        In a forked child this does nothing: all that is here is the parent's, and goes with the child.
+        In a forked child this does nothing: all of this belongs to the parent; the child's copies end with the child.
         """
         if os.getpid() != self._pid:
             return
         state, service = self.state, self.state.pool_service
         service.is_ending = service.is_draining = service.is_closed_to_peers = True
         with contextlib.ExitStack() as steps:
-            # From the last to the first; each is done whatever the others raise.
+            # ExitStack runs them from the last to the first, and each one even if others raise.
             steps.callback(self._close_memory)
             steps.callback(self._control.stop)
             steps.callback(state.peers.close)
@@ -275,7 +275,7 @@ class NodeCore:
             steps.callback(state.fetcher.stop)
 
     def _close_memory(self) -> None:
-        # Once: the numbers of the descriptors may be somebody else's by the second time.
+        # Only once: at a second call the file descriptor numbers may belong to other files.
         if not self._memory_closed:
             self._memory_closed = True
             self.state.arena.close()

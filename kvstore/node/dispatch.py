@@ -1,4 +1,4 @@
-"""What a node store says on its control connections: to workers, to its mover, and to peers.
+"""The control connections of a node store: with workers, with its mover, and with peers.
 
 Runs on the one thread of kvstore.rpc.server, so nothing here may block.
 """
@@ -46,8 +46,8 @@ class NodeControl:
 
     Args:
         state: of the node store.
-        stats: returns the node store's counts; on a thread.
-        on_mover_gone: called, on a thread of its own, when the mover's process is gone.
+        stats: returns the node store's counts; called on a thread of the store.
+        on_mover_gone: called, on its own thread, when the mover's process is gone.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class NodeControl:
 
     @property
     def num_calls(self) -> dict[str, int]:
-        """How many messages of each kind were served."""
+        """Number of served messages, by kind."""
         return {op.name: count for op, count in self._server.num_served.items()}
 
     @property
     def port_counts(self) -> dict[str, int]:
-        """What went wrong at this node's ports, each kind counted."""
+        """Number of failures at this node's ports, by kind."""
         server = self._server
         return {
             "num_malformed": server.num_malformed,
@@ -98,7 +98,7 @@ class NodeControl:
 
     @property
     def num_fenced(self) -> int:
-        """How many movers had to be killed so far."""
+        """Number of movers that were killed so far."""
         return self._fence.num_fenced
 
     def start(self, path: str, host: str) -> None:
@@ -108,11 +108,11 @@ class NodeControl:
         self._server.start()
 
     def is_serving(self, within_s: float) -> bool:
-        """Whether the control thread goes through a whole round within so many seconds."""
+        """Return whether the control thread completes a whole round within `within_s` seconds."""
         return self._server.is_serving(within_s)
 
     def wake(self) -> None:
-        """Have the thread look at its timers: a lease was made by another thread."""
+        """Make the control thread check its timers, because another thread made a lease."""
         self._server.wake()
 
     def stop(self) -> None:
@@ -121,7 +121,7 @@ class NodeControl:
         self.handoffs.fetcher.stop()
 
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
-        """Serve what is in no route."""
+        """Serve the messages that have no route."""
         if message.op is Op.HELLO:
             return self._hello(connection, message)
         raise ProtocolError(f"a node store does not serve {message.op.name} to a {connection.role}")
@@ -135,7 +135,7 @@ class NodeControl:
             mover.serve(connection, message, self._notified)
         except ProtocolError as error:
             if mover.is_present(connection):
-                # It writes to slots, and nothing that it says of them can be believed any more.
+                # It writes to slots, and its reports about them can no longer be trusted.
                 self._fence.kill(str(error))
             else:
                 if self._log.passes():
@@ -161,7 +161,7 @@ class NodeControl:
             if role == Role.CLIENT:
                 self._join(connection, value)
             self._take_role(connection, Role(role))
-            # What the mover says frees slots: it is heard, however slowly it reads what it is asked.
+            # The mover's messages free slots: read them even while the mover is slow to read its own.
             connection.reads_on = role == Role.MOVER
             memory = self._state.presence if role == Role.PRESENCE else self._state.arena
             connection.send(Op.HELLO, Flag.REPLY, message.request, self._greeting(connection), (memory.fd,))
@@ -175,7 +175,7 @@ class NodeControl:
         raise ProtocolError(f"wanted role client, mover or presence locally, or peer remotely, got {clip(role)}")
 
     def _join(self, connection: Connection, hello: dict[str, Any]) -> None:
-        """Know whose connection it is, and which one it replaces."""
+        """Note the owner of a connection, and end the connection that it replaces."""
         key, replaced, since = hello.get("owner"), hello.get("replaces"), hello.get("since")
         if key is not None:
             self._server.join(connection, owner_of_key(key))
@@ -206,7 +206,7 @@ class NodeControl:
             if self._state.mover.is_present(connection):
                 self._is_mover_wanted = True
                 with contextlib.ExitStack() as parts:
-                    # From the last to the first; each is done whatever the others raise.
+                    # ExitStack runs them from the last to the first, and each one even if others raise.
                     parts.callback(self._want_mover)
                     parts.callback(self.handoffs.mover_gone)
                     parts.callback(self._state.mover.gone, connection)
@@ -217,7 +217,7 @@ class NodeControl:
                 logger.info("client %s is gone: %d leases, writes and hand-offs came back", connection.owner, dropped)
 
     def _want_mover(self) -> None:
-        """Say that the mover is gone; where no thread can be started now, the next tick says it."""
+        """Call `on_mover_gone` on a new thread; if no thread can be started, the next tick tries again."""
         if not self._is_mover_wanted:
             return
         try:
@@ -230,7 +230,7 @@ class NodeControl:
 
     def _holds(self, connection: Connection) -> bool:
         if connection.role is Role.MOVER:
-            # What it posted may still write until its process is gone. One that was turned away posted nothing.
+            # Its READs may still write until its process is gone. A mover that was turned away posted no READ.
             return self._state.mover.is_present(connection)
         if connection.role is not Role.CLIENT:
             return False
@@ -245,7 +245,7 @@ class NodeControl:
     def _tick(self) -> None:
         now_s = clock.now_s()
         with contextlib.ExitStack() as parts:
-            # From the last to the first; each is done whatever the others raise.
+            # ExitStack runs them from the last to the first, and each one even if others raise.
             parts.callback(self._peers.tick, now_s)
             parts.callback(self._state.fetcher.flights.give_up_overdue)
             parts.callback(self._state.hints.answer_overdue)
@@ -256,12 +256,12 @@ class NodeControl:
 
 
 def owner_of_key(key: object) -> str:
-    """Return the owner that a client is, by the key that it chose and tells nobody else.
+    """Return the owner's name for a client's secret key. The client chose the key and sends it only to this store.
 
     Raises:
-        ProtocolError: that is no key.
+        ProtocolError: `key` is not a key.
     """
     if not (isinstance(key, str) and len(key) == OWNER_KEY_DIGITS):
         raise ProtocolError(f"owner: wanted {OWNER_KEY_DIGITS} digits, got {key!r:.40}; run one version of raykv")
-    # Owners are named in messages and logs.
+    # Hashed, because owners' names appear in messages and logs, and the key is a secret.
     return f"client-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

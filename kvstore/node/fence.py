@@ -1,8 +1,8 @@
 """The fence: kills a mover whose abandoned READs hold too many slots, or hold them for too long.
 
-Dropping a READ does not stop it while the agent that posted it makes progress; the end of its process does
-(docs/adr/0004). So slots that wait for one come back at the latest with the mover: it is killed, the kernel
-says when it is gone, its slots are free, and the node store brings up another one.
+Dropping a READ does not stop it while the agent that posted it makes progress. Only the end of the mover's
+process stops it surely (docs/adr/0004). So the fence kills the mover; the kernel reports when the process is
+gone; then the slots are free, and the node store starts another mover.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-#: A process that was killed is gone in milliseconds, unless it hangs in the kernel: then it is said again.
+#: A killed process is gone in milliseconds, unless it hangs in the kernel: then it is killed, and logged, again.
 _GONE_WITHIN_S = 5.0
 
 
@@ -28,7 +28,7 @@ class MoverFence:
     Args:
         config: has the two bounds, `max_quarantined_fraction` and `max_quarantine_s`.
         mover: the link to the mover; only the process behind it is ever killed.
-        pools: returns those whose slots may wait: the arena's and the stages'.
+        pools: returns the pools whose slots may wait for READs: the arena's and the stages'.
     """
 
     def __init__(self, config: StoreConfig, mover: MoverLink, pools: Callable[[], list[Pool]]) -> None:
@@ -37,16 +37,16 @@ class MoverFence:
         self.num_fenced = 0
 
     def wants_ticks(self) -> bool:
-        """Whether there is anything to watch."""
+        """Return whether there is anything to watch."""
         return self._mover.num_abandoned > 0 or self._mover.lost_touch()
 
     def check(self) -> None:
-        """Kill the mover if a bound is passed."""
+        """Kill the mover if a bound is exceeded."""
         if reason := self._reason(clock.now_s()):
             self.kill(reason)
 
     def kill(self, reason: str) -> None:
-        """Kill the mover, unless that was done a moment ago."""
+        """Kill the mover, unless it was killed less than `_GONE_WITHIN_S` ago."""
         now_s, pid = clock.now_s(), self._mover.pid
         if pid == self._killed_pid and now_s < self._again_s:
             return

@@ -1,4 +1,4 @@
-"""Claims of other nodes' stores on what was published here. On the control thread, so nothing here may block."""
+"""Claims of other nodes' stores on blocks published here. On the control thread, so nothing here may block."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kvstore.runtime.store_threads import Blocking
 
 
 class HandoffPeers:
-    """Serves `routes` to peers. One that raises KVStoreError changed nothing.
+    """Serves `routes` to peers. A route that raises KVStoreError changed nothing.
 
     Args:
         state: of the node store.
-        table: of what was published here.
+        table: the hand-offs that were published here.
         waiting: the claims that wait for blocks.
         stages: of this node.
         arena: returns the place for blocks that a peer cannot read from a stage.
@@ -74,7 +74,7 @@ class HandoffPeers:
         self._waiting.serve(wanted.key, connection, wanted.wait_s, serve, soon)
 
     def _claim_there(self, connection: Connection, message: Message, wanted: PeerClaim, is_last: bool) -> bool:
-        """Answer a peer with the slots of a ticket, or why not; False when they are still being written."""
+        """Answer a peer with the slots of a ticket or a reason; return False while they are still being written."""
         try:
             reason, claim = self._claim(connection.owner, wanted)
         except KVStoreError as error:
@@ -112,7 +112,7 @@ class HandoffPeers:
         claim = self._table.claim(wanted.key, owner, wanted.namespace, version, deadline_s, is_early=wanted.is_early)
         if isinstance(claim, str):
             return claim, None
-        if not claim.slab or wanted.to_host:  # Of a READ between stages its reader tells the end.
+        if not claim.slab or wanted.to_host:  # A READ between stages has no notification: its reader reports the end.
             self._claim_began(claim.claim_id, deadline_s)
         return "", claim
 
@@ -131,7 +131,7 @@ class HandoffPeers:
         )
 
     def _spill(self, connection: Connection, message: Message, wanted: PeerClaim, claim: Claim) -> None:
-        """Copy claimed blocks from a stage to the arena for a reader that cannot reach the stage; on a thread."""
+        """Copy claimed blocks from a stage to the arena, on a thread: the reader cannot reach the stage."""
         state, answer = self._state, b""
         try:
             slots = self._table.move(claim.claim_id, self._arena())
@@ -144,7 +144,7 @@ class HandoffPeers:
             try:
                 state.mover.ask(Op.MOVER_SPILL, question, state.config.transfer_timeout_s, moved, claim.generation)
             except TransferTimeout:
-                raise  # It may still write to the slots.
+                raise  # The mover may still write to the slots.
             except BaseException:
                 moved()
                 raise
@@ -157,7 +157,7 @@ class HandoffPeers:
         connection.send(message.op, Flag.REPLY, message.request, answer)
 
     def notified(self, payload: bytes) -> None:
-        """Peers' READs have ended; those under claims free what was claimed."""
+        """End the claims whose READs have ended, by the notifications in `payload`."""
         for claim_id, epoch, reader in NOTIFICATION.iter_unpack(payload):
             if claim_id & CLAIM_BIT and epoch == self._state.epoch:
                 self._end_remote(claim_id, owner_of(reader), used=True)

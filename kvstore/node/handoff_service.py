@@ -1,4 +1,4 @@
-"""Hand-offs as clients ask for them. Runs on the control thread, so nothing here may block."""
+"""The hand-off requests of clients. Runs on the control thread, so nothing here may block."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 from kvstore.runtime.store_threads import Blocking
 
-#: For what follows when blocks are to be packed into a stage: word that they are, and their reader's claim. And for a
-#: fetch that was announced.
+#: How long the control thread stays awake for the messages that follow the packing of blocks into a stage (that they
+#: are packed, and their reader's claim), and for a fetch that was announced.
 _AWAKE_S = 2e-3
 
 
 class HandoffControl:
-    """Serves `routes` to clients: each returns the answer, None when it comes later, or never.
+    """Serves `routes` to clients: each returns the answer, or None when it comes later, or never.
 
-    One that raises KVStoreError changed nothing.
+    A route that raises KVStoreError changed nothing.
 
     Args:
         state: of the node store.
         claim_began: called with the id and the deadline of a peer's claim.
         claim_ended: called with its id.
-        server: whose thread this runs on.
+        server: its thread is the control thread, on which this runs.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class HandoffControl:
         self._service.check_serving()
         wanted = decode_prepare_handoff(message.payload)
         self._service.block_bytes_of(wanted.namespace)
-        # First the version: a clearing between is seen in the count.
+        # Read the version before the count: the count then shows a clearing that happens between the two reads.
         place, version = self._place(wanted.slab, wanted.generation), self._version(wanted.namespace)
         if self._service.current.num_clears(wanted.namespace) != wanted.num_clears:
             raise StaleVersion(
@@ -121,8 +121,8 @@ class HandoffControl:
         if wanted.slab:
             self._server.stay_awake(_AWAKE_S)
         if not connection.send(message.op, Flag.REPLY, message.request, encode(np.asarray(slots, np.int32))):
-            # It gave up waiting. Not all packets of the answer went out, and of a part no slot is taken out:
-            # so nothing writes to these, and the publisher may live for long.
+            # The publisher gave up waiting. It did not receive the whole answer, and takes no slot from a part of it.
+            # So nothing writes to these slots. Free them now: the publisher may live for long.
             self._never_written(wanted.key, wanted.writer)
         connection.gave = message.request, functools.partial(self._never_written, wanted.key, wanted.writer)
 
@@ -133,7 +133,7 @@ class HandoffControl:
     def _complete(self, connection: Connection, message: Message) -> bytes:
         done = decode_complete_handoff(message.payload)
         completed = self.table.complete(done.key, done.writer, connection.owner, deadline_after(done.ttl_s))
-        self._waiting.look_again(done.key)  # First: nobody is in a hurry for this answer.
+        self._waiting.look_again(done.key)  # Before the answer, which is not urgent.
         return encode(completed)
 
     def _abort(self, connection: Connection, message: Message) -> bytes:
@@ -150,7 +150,7 @@ class HandoffControl:
 
     def _soon(self, connection: Connection, message: Message) -> None:
         self._server.stay_awake(_AWAKE_S)
-        if message.payload:  # Of a fetch: for a publication there is nothing for the mover to do.
+        if message.payload:  # Only a fetch has one: for a publication the mover has nothing to do.
             self._state.mover.expect_read(message.payload)
 
     def _make_stage(self, connection: Connection, message: Message) -> None:
@@ -196,7 +196,7 @@ class HandoffControl:
             fetch_id = self.fetcher.begin(request, connection.owner, block_bytes, send)
             connection.gave = question, functools.partial(self.fetcher.end, fetch_id, connection.owner)
             return
-        # Straight out of the slots in which they were published.
+        # The client copies directly out of the slots in which the blocks were published.
         serve = functools.partial(self._claim_here, connection, question, clock.now_s(), request, send)
         self._waiting.serve(request.key, connection, request.timeout_s, serve)
 
@@ -209,12 +209,12 @@ class HandoffControl:
         send: Callable[[bytes, bool], None],
         is_last: bool,
     ) -> bool:
-        """Answer with the slots of a ticket of this node, or why not; False when they are still being written."""
+        """Answer with the slots of this node's ticket or a reason; return False while they are still being written."""
         report, slots, number = LoadReport(), b"", 0
         if request.epoch != self._state.epoch:
             report.reason = "stale: the store that had the blocks was restarted, and they are gone"
         else:
-            report.waited_s = clock.now_s() - asked_s  # First: the client counts the claim's time from then on.
+            report.waited_s = clock.now_s() - asked_s  # Before the claim: the client counts its time from here.
             version, deadline_s = self._version(request.namespace), deadline_after(request.ttl_s)
             claim = self.table.claim(
                 request.key, connection.owner, request.namespace, version, deadline_s, is_early=request.is_early
@@ -232,23 +232,23 @@ class HandoffControl:
         return True
 
     def mover_gone(self) -> None:
-        """What was in the mover's memory is gone with it."""
+        """Void the hand-offs in stages: the mover is gone, and its memory with it."""
         self.table.lose_stages()
 
     def release_owner(self, owner: str) -> int:
-        """Take back what a client held that is gone; returns how many hand-offs and fetches."""
+        """Take back everything that a dead client held; return the number of hand-offs and fetches."""
         return self.table.release_owner(owner) + self.fetcher.release_owner(owner)
 
     def holds(self, owner: str) -> bool:
-        """Whether an owner has hand-offs or fetches."""
+        """Return whether an owner has hand-offs or fetches."""
         return self.table.holds(owner) or self.fetcher.holds(owner)
 
     def wants_ticks(self) -> bool:
-        """Whether something here ends with time."""
+        """Return whether anything here has a deadline."""
         return len(self.table) > 0 or len(self._waiting) > 0 or len(self.fetcher) > 0
 
     def tick(self, now_s: float) -> None:
-        """End what is over."""
+        """End the claims, hand-offs and waits whose time has expired."""
         for claim_id in self.table.expire(now_s):
             self._claim_ended(claim_id)
         self._waiting.tick(now_s)

@@ -1,4 +1,4 @@
-"""Answers that a thread of the store makes, because they wait for others: each question gets one in any case."""
+"""Answers that a thread of the store makes, because they wait for other processes. Each question gets an answer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvstore.runtime.store_threads import Blocking, StoreThreads
 
 logger = logging.getLogger(__name__)
 
-#: A question that waits: over which connection, its op and number. Not its message, which may be long.
+#: A question that waits: its connection, op and number. The message is not kept: it may be long.
 Asked = tuple[Connection, Op, int]
-#: Questions that wait for one answer.
+#: Most questions that may wait for one shared answer.
 _MAX_SHARED = 1024
 
 
 def answer_all(asked: Sequence[Asked], work: Callable[[], object]) -> None:
-    """Answer each question with what `work` returns, or raises; an error that nobody expected is logged, too."""
+    """Answer each question with the result or the error of `work`; log unexpected errors too."""
     try:
         flag, answer = Flag.REPLY, encode(work())
     except KVStoreError as error:
@@ -37,10 +37,10 @@ def answer_all(asked: Sequence[Asked], work: Callable[[], object]) -> None:
 def answer_later(
     threads: StoreThreads, kind: Blocking, connection: Connection, message: Message, work: Callable[[], object]
 ) -> None:
-    """Answer with what `work` returns, or raises, on a thread.
+    """Run `work` on a thread, and answer with its result or its error.
 
     Raises:
-        StoreBusy: too much of that kind waits; nothing was begun.
+        StoreBusy: too much work of this kind waits; nothing was begun.
     """
     asked = (connection, message.op, message.request)
     if not threads.submit(kind, partial(answer_all, [asked], work)):
@@ -48,11 +48,11 @@ def answer_later(
 
 
 class SharedAnswer:
-    """One answer for all that asked before it was begun, so that many questions cost the others no more than one.
+    """One answer for all questions that came before `work` began: many questions cost other work no more than one.
 
     Args:
         threads: of the store.
-        kind: of what `work` waits for.
+        kind: what `work` waits for.
         work: makes the answer, on a thread.
     """
 
@@ -62,10 +62,10 @@ class SharedAnswer:
         self._asked: list[Asked] = []
 
     def ask(self, connection: Connection, message: Message) -> None:
-        """Have a question answered; on the control thread.
+        """Queue a question for the next answer; on the control thread.
 
         Raises:
-            StoreBusy: too much waits; this question is forgotten.
+            StoreBusy: too much waits; this question is dropped.
         """
         with self._lock:
             if len(self._asked) >= _MAX_SHARED:

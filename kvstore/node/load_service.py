@@ -21,7 +21,7 @@ from kvstore.runtime.store_threads import Blocking
 
 
 class LoadControl:
-    """Serves `routes` to clients. One that raises KVStoreError changed nothing.
+    """Serves `routes` to clients. A route that raises KVStoreError changed nothing.
 
     Args:
         state: of the node store.
@@ -50,11 +50,11 @@ class LoadControl:
         block_bytes, pool = service.block_bytes_of(chain.namespace), service.pool
         version_now = partial(self._state.versions.get, chain.namespace)
         version = version_now()  # Before the pin.
-        # A look at the first block: a load of what is all elsewhere is not searched for block by block.
+        # Look at the first block only: if it is not here, the rest of the chain need not be searched here.
         held = chain if pool.lookup(chain.head(1)) else chain.head(0)
         grant = pool.pin_prefix(held, connection.owner, deadline_after(asked.ttl_s))
         self._wake()
-        question = message.request  # Not the message: its bytes would stay for as long as the load waits.
+        question = message.request  # Do not keep the message: its bytes would stay in memory while the load waits.
         connection.gave = question, partial(pool.release, grant.lease_id, connection.owner)
         load = Load(
             chain=chain,
@@ -85,10 +85,10 @@ def _answer(connection: Connection, question: int, payload: bytes, last: bool) -
 
 
 def lookup_all(state: NodeState, chain: BlockHashes, until_s: float = math.inf) -> list[tuple[str, int]]:
-    """Return (node, prefix length), this node first and as it is, the others as the directory hints.
+    """Return (node, prefix length) pairs: this node first and exact, the others as the directory hints.
 
-    A node that is drained brings its workers nothing of others either, and names none. The directory is not asked
-    when `until_s` has passed before others were answered.
+    A drained node does not fetch from other nodes for its workers, so it names none. The directory is not asked
+    if `until_s` passes before earlier questions to it were answered.
     """
     num_local, hints = state.pool_service.lookup(chain), state.hints
     found = [(state.node_id, num_local)]

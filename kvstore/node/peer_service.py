@@ -1,7 +1,7 @@
-"""What a node store grants to the stores of other nodes. Runs on the control thread, so nothing here may block.
+"""The leases of other nodes' stores. Runs on the control thread, so nothing here may block.
 
-A lease of a peer ends by its word, by its READ's notification or with its time, and with nothing else: a closed
-connection says nothing of the peer's mover, which may be reading.
+A peer's lease ends only when the peer releases it, when its READ's notification arrives, or when its time expires.
+A closed connection does not end it: the peer's mover may still be reading.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Message, Op
 from kvstore.rpc.messages import NOTIFICATION, OWNER_KEY_BYTES
 
-#: Peers may always ask for as much.
+#: Peers may always ask for this much.
 _LEAST_MOST_TTL_S = 60.0
 
 
 class PeerControl:
-    """Serves `routes` to peers, and keeps count of what they hold. One that raises KVStoreError changed nothing.
+    """Serves `routes` to peers, and counts their leases. A route that raises KVStoreError changed nothing.
 
     Args:
         state: of the node store.
@@ -46,13 +46,13 @@ class PeerControl:
         }
 
     def owner_in(self, hello: dict[str, Any]) -> str:
-        """Return who owns the leases of the store that says this hello.
+        """Return the owner of the leases of the store that sent this hello.
 
-        Connections of one life of a store come and go, its leases stay its own. Its epoch is known to many, so it
-        names a key too, which it has chosen at random for this store alone: nobody else can release them.
+        Leases belong to one life of the peer's store, not to one of its connections. Many processes know its epoch,
+        so it also sends a random key, chosen for this store alone: no other process can release its leases.
 
         Raises:
-            ProtocolError: it does not name its key.
+            ProtocolError: the hello has no valid key.
         """
         try:
             key = bytes.fromhex(hello["owner"])
@@ -66,10 +66,10 @@ class PeerControl:
         return owner_of(key)
 
     def notified(self, payload: bytes) -> None:
-        """Peers' READs under our leases are through: their pins can go early.
+        """Release the leases whose READs have ended, before their time expires.
 
         Raises:
-            ProtocolError: these are no notifications; nothing changed.
+            ProtocolError: `payload` is not a row of notifications; nothing changed.
         """
         if len(payload) % NOTIFICATION.size:
             raise ProtocolError(f"wanted notifications of {NOTIFICATION.size} bytes each, got {len(payload)} bytes")
@@ -78,8 +78,8 @@ class PeerControl:
                 self._release(lease_id, owner_of(reader))
 
     def tick(self, now_s: float) -> None:
-        """Forget the leases whose time is over; the pool has dropped them."""
-        # A copy: those of stages end on another thread.
+        """Forget the leases that have expired; the pool has dropped them."""
+        # A copy: claims on blocks of stages may end on another thread.
         for lease_id in [i for i, deadline_s in list(self._leases.items()) if deadline_s < now_s]:
             self.ended(lease_id)
 
@@ -132,7 +132,7 @@ class PeerControl:
         return b""
 
     def _release(self, lease_id: int, owner: str) -> None:
-        # Of a lease that somebody else holds nothing ends, also not the polling for its notification.
+        # If another owner holds the lease, nothing changes: the mover also keeps polling for its notification.
         if self._service.current.release(lease_id, owner):
             self.ended(lease_id)
 
@@ -143,16 +143,16 @@ class PeerControl:
         self._wake()
 
     def ended(self, lease_id: int) -> None:
-        """Expect none any more."""
+        """Stop expecting a notification for a lease, or for a claim."""
         if self._leases.pop(lease_id, None) is not None:
             self._state.mover.expect_notifications(len(self._leases))
 
 
 def owner_of(key: bytes) -> str:
-    """Return who owns the leases of the store that names this key."""
+    """Return the owner of the leases of the store that sends this key."""
     return f"store-{key.hex()}"
 
 
 def most_for_peers_s(config: StoreConfig) -> float:
-    """Return the longest lease that a peer gets: peers of the same configuration ask for no more."""
+    """Return the longest lease that a peer gets. Peers with the same configuration do not ask for more."""
     return max(config.lease_ttl_s, _LEAST_MOST_TTL_S)

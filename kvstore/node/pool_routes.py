@@ -1,4 +1,4 @@
-"""The pool's verbs as a node's own workers ask for them. Runs on the control thread, so nothing here may block."""
+"""The pool's verbs for a node's own workers. Runs on the control thread, so nothing here may block."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kvstore.runtime import clock
 
 
 class PoolRoutes:
-    """Serves `routes`: each takes a message and returns the answer, None when that comes later.
+    """Serves `routes`: each takes a message and returns the answer, or None when it comes later.
 
-    One that raises KVStoreError changed nothing.
+    A route that raises KVStoreError changed nothing.
 
     Args:
         state: of the node store.
@@ -45,7 +45,7 @@ class PoolRoutes:
             Op.AWAIT_STORE: self._await_store,
             Op.UNPIN_ALL: self._unpin_all,
         }
-        # Each save that waits for others to have written the same blocks: until when, and who asked.
+        # Deadline and connection of each save that waits until other workers have written the same blocks.
         self._waiting: dict[int, tuple[float, Connection]] = {}
 
     def _lookup(self, connection: Connection, message: Message) -> bytes:
@@ -105,23 +105,23 @@ class PoolRoutes:
         timeout_s = check_seconds("timeout_s", asked.seconds)
         pool = self._service.pool
         watch_id = pool.watch(asked.chain, lambda count: self._reply_when_known(connection, message, count))
-        if pool.is_watching(watch_id):  # One that is told between is forgotten by the next tick.
+        if pool.is_watching(watch_id):  # If it is answered between these two lines, the next tick forgets it.
             self._waiting[watch_id] = clock.now_s() + timeout_s, connection
 
     def _reply_when_known(self, connection: Connection, message: Message, value: int) -> None:
         def reply() -> None:
             connection.send(message.op, Flag.REPLY, message.request, encode(value))
 
-        # Answered after the directory has heard, so that who waits for a save can find it from any node.
+        # Answer after the directory has received it: then the waiting caller can find the blocks from any node.
         self._hints.publish_soon(reply)
 
     def wants_ticks(self) -> bool:
-        """Whether something here or in the pool ends with time."""
+        """Return whether anything here or in the pool has a deadline, or slots are to be swept."""
         pool = self._service.current
         return bool(self._waiting) or pool.has_deadlines() or pool.has_cleared()
 
     def tick(self, now_s: float) -> None:
-        """End what has expired."""
+        """End leases, writes and waits that have expired, and sweep cleared slots."""
         pool = self._service.current
         pool.expire(now_s)
         pool.sweep()

@@ -1,6 +1,6 @@
-"""What a node store's callers may do with its pool, whether they come over a socket or over Ray.
+"""The verbs of a node store's pool for its callers, over a socket or over Ray.
 
-Times are given as seconds from now, since callers have clocks of their own; the pool is told deadlines.
+Callers give times as seconds from now, since they have their own clocks; the pool gets deadlines.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from kvstore.runtime import clock
 logger = logging.getLogger(__name__)
 
 FOREVER_S = math.inf
-#: Slots begin at multiples of this, so that word-wide copies are always aligned.
+#: Slots begin at multiples of this, so that copies in machine words are always aligned.
 SLOT_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PoolEvents:
-    """Called by the pool service; each from any thread, and none may block.
+    """Callbacks of the pool service. Any thread may call them, and none may block.
 
     Args:
-        changed: blocks became findable or stopped being so, or a namespace was cleared.
+        changed: blocks became findable or are no longer findable, or a namespace was cleared.
         wake: a deadline was set, or slots are to be swept, so the control thread has to look.
-        divided: the arena was divided: into this pool, of slots of so many bytes.
+        divided: the arena was divided into this pool, with slots of this many bytes.
     """
 
     changed: Callable[[], None]
@@ -55,15 +55,15 @@ class PoolEvents:
 class PoolService:
     """The pool of one node store, and the verbs that concern it. Any thread may call.
 
-    Until the first namespace attaches the pool has no slots.
+    The pool has no slots until the first namespace attaches.
 
     Args:
         node_id: for messages.
         config: of the store.
         epoch: this life of the store.
-        presence: for the node's workers to read.
+        presence: the table that the node's workers read.
         versions: of the namespaces that this node knows were cleared.
-        events: who hears of what happens here.
+        events: the callbacks for changes in the pool.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PoolService:
         self._node_id, self._config, self._epoch = node_id, config, epoch
         self._presence, self.versions, self._events = presence, versions, events
         self._attach_lock = threading.Lock()
-        #: The pool of the arena: of no slots until the first namespace attaches.
+        #: The pool of the arena; it has no slots until the first namespace attaches.
         self.current = Pool(0, epoch=epoch, clears=presence.clears)
         self.slot_bytes = 0
         #: Of each namespace that has attached.
@@ -87,7 +87,7 @@ class PoolService:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the arena is divided, so that there are slots."""
+        """Whether the arena is divided into slots."""
         return self.current.num_slots > 0
 
     @property
@@ -106,7 +106,7 @@ class PoolService:
 
         Raises:
             ConfigError: the blocks do not fit the slots, or there are too many namespaces; nothing changed.
-            InvalidRequest: these are no namespace and no size; nothing changed.
+            InvalidRequest: `namespace` or `block_bytes` is not valid; nothing changed.
             LayoutMismatch: the namespace is known with another block size in bytes; nothing changed.
         """
         check_digest("namespace", namespace)
@@ -170,11 +170,11 @@ class PoolService:
         return known
 
     def check_serving(self) -> None:
-        """Refuse when the node is being drained, or its store ends.
+        """Raise an error while the node is drained, or when its store is being stopped.
 
         Raises:
-            StoreDraining: it is drained.
-            StoreUnavailable: it ends. A client has to look for another store then, and not to wait for this one.
+            StoreDraining: the node is drained.
+            StoreUnavailable: the store is being stopped. A client then has to use another store, not wait for this one.
         """
         if self.is_ending:
             raise StoreUnavailable(f"the store of node {self._node_id} is being stopped; make a new client")
@@ -182,7 +182,7 @@ class PoolService:
             raise StoreDraining(f"node {self._node_id} is being drained; use another node or undrain it")
 
     def check_serving_peers(self) -> None:
-        """Refuse a peer when the node has been drained, or its store ends.
+        """Raise an error for a peer when the node is closed to peers, or its store is being stopped.
 
         Raises:
             StoreDraining, StoreUnavailable: as for `check_serving`.
@@ -191,14 +191,14 @@ class PoolService:
             self.check_serving()
 
     def lookup(self, chain: BlockHashes) -> int:
-        """Return how many leading blocks this node's workers can have; none while it is drained. No side effect."""
+        """Return how many leading blocks this node's workers can load; 0 while it is drained. No side effect."""
         return 0 if self.is_draining else self.current.lookup(chain)
 
     def lease(self, chain: BlockHashes, owner: str, ttl_s: float) -> Grant:
         """Pin the readable prefix of a run for `ttl_s` seconds.
 
         Raises:
-            StoreDraining: nothing is granted any more.
+            StoreDraining: the store no longer grants anything.
             InvalidRequest: `ttl_s` is not a time; nothing changed.
         """
         self.check_serving()
@@ -210,10 +210,10 @@ class PoolService:
         return grant
 
     def pin(self, chain: BlockHashes, owner: str, kind: PinKind, ttl_s: float) -> Grant:
-        """Keep the readable prefix of a run here for `ttl_s` seconds, or as long as its owner lives when infinite.
+        """Pin the readable prefix of a run for `ttl_s` seconds; if infinite, while its owner lives.
 
         Raises:
-            StoreDraining: nothing is granted any more.
+            StoreDraining: the store no longer grants anything.
             PoolExhausted: the budget of pins is used up; nothing changed.
             InvalidRequest: `ttl_s` is not a time; nothing changed.
         """
@@ -224,11 +224,11 @@ class PoolService:
         return grant
 
     def release(self, lease_id: int, owner: str, epoch: bytes | None = None) -> bool:
-        """Drop a lease or a pin; whether it was still held by this owner, in this epoch."""
+        """Drop a lease or a pin; return whether this owner still held it, in this epoch."""
         return self.current.release(lease_id, owner, epoch=epoch)
 
     def renew(self, lease_id: int, owner: str, ttl_s: float, epoch: bytes | None = None) -> bool:
-        """Extend a lease to `ttl_s` from now; whether it was still held. Never shortens.
+        """Extend a lease to `ttl_s` from now; return whether it was still held. Never shortens it.
 
         Raises:
             InvalidRequest: `ttl_s` is not a time; nothing changed.
@@ -244,23 +244,23 @@ class PoolService:
         ttl_s: float = FOREVER_S,
         num_clears: int | None = None,
     ) -> StoreTicket:
-        """Claim slots for the blocks of a run that are not here, or join those who write other parts of them.
+        """Claim slots for the blocks of a run that are not here, or join the writers of their other parts.
 
         Args:
             chain: the blocks to store.
-            owner: who writes.
-            num_parts: in how many parts a block is written, each by a rank of its own.
-            part: which of them this owner writes.
-            ttl_s: when the slots come back although the owner may live; infinite for owners whose death is seen.
+            owner: the writer.
+            num_parts: the number of parts of a block; a different rank writes each of them.
+            part: the part that this owner writes.
+            ttl_s: the slots come back after this time even if the owner lives; infinite if its death is noticed.
             num_clears: as for `Pool.prepare_store`.
 
         Raises:
-            StoreDraining: nothing is granted any more.
+            StoreDraining: the store no longer grants anything.
             ChainBroken: the run cannot be attached; nothing changed.
-            InvalidRequest: `part`, `num_parts` or `ttl_s` cannot be; nothing changed.
+            InvalidRequest: `part`, `num_parts` or `ttl_s` is not valid; nothing changed.
         """
         self.check_serving()
-        # What is no number at all the pool refuses.
+        # The pool refuses a value that is not a number.
         in_parts = isinstance(num_parts, int) and num_parts > 1
         ticket = self.pool.prepare_store(
             chain,
@@ -278,7 +278,7 @@ class PoolService:
     def complete_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
     ) -> int:
-        """Publish a write whose bytes are in place; returns how many blocks became findable.
+        """Publish a write whose bytes are in place; return how many blocks became findable.
 
         Raises:
             StaleTicket: the generations or the epoch are not those of the ticket; nothing changed.
@@ -290,22 +290,22 @@ class PoolService:
     def abort_store(
         self, write_id: int, owner: str, generations: bytes | None = None, epoch: bytes | None = None
     ) -> int:
-        """Give a write up; returns how many slots came back."""
+        """Give up a write; return how many slots came back."""
         return self.pool.abort_store(write_id, owner, generations=generations, epoch=epoch)
 
     def clear(self, namespace: bytes, version: int | None = None) -> int:
-        """Make a namespace a miss here; returns how many blocks that concerned.
+        """Clear a namespace: all its blocks here become misses; return how many there were.
 
-        Stores of different versions of a namespace grant each other nothing, so a node that has not heard
+        Stores with different versions of a namespace grant each other nothing, so a node that was not notified
         yet cannot bring old blocks back.
 
         Args:
             namespace: of the blocks.
-            version: of this clearing, later than the last; the next one that this store knows of when None.
+            version: of this clearing, later than the last; if None, the last one that this store knows plus one.
 
         Raises:
-            StaleVersion: it is not later; nothing changed.
-            InvalidRequest: it is no version, or far ahead of the last; nothing changed.
+            StaleVersion: `version` is not later; nothing changed.
+            InvalidRequest: `version` is not a version, or far ahead of the last; nothing changed.
         """
         cleared = self._begin_clear(namespace, lambda: self.versions.advance(namespace, version) > 0)
         self.current.sweep_all()
@@ -313,28 +313,28 @@ class PoolService:
         return cleared
 
     def hear_clearing(self, namespace: bytes, version: int) -> None:
-        """Clear because another process knows a later version; nothing happens when that is no news.
+        """Clear, because another process knows a later version; do nothing if `version` is known here.
 
         Raises:
-            InvalidRequest: it is far ahead of what is known here; nothing changed.
+            InvalidRequest: `version` is far ahead of the one known here; nothing changed.
         """
-        # The slots come back by and by: this may be the control thread, for which that would take long.
+        # The control thread sweeps the slots later, in steps: this may be that thread, and a full sweep takes long.
         if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)):
             self._events.wake()
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
         cleared = self.current.begin_clear(namespace, is_news)
         if cleared is not None:
-            # Also with nothing to drop: the directory tells stores that have not heard.
+            # Even when no block was dropped: the directory notifies the stores that do not know the version yet.
             self._events.changed()
             logger.info("cleared namespace %s: %d blocks", namespace.hex()[:12], cleared)
         return cleared
 
 
 def deadline_after(ttl_s: float, most_s: float = MAX_TTL_S) -> float:
-    """Return the time of kvstore.runtime.clock that lies `ttl_s` seconds ahead.
+    """Return the time of kvstore.runtime.clock that is `ttl_s` seconds ahead.
 
     Raises:
-        InvalidRequest: that is no time, or too far.
+        InvalidRequest: `ttl_s` is not a time, or too long.
     """
     return clock.now_s() + check_ttl("ttl_s", ttl_s, most_s)

@@ -1,4 +1,4 @@
-"""What the services of one node store share."""
+"""The state that the services of one node store share."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kvstore.runtime.store_threads import StoreThreads
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """What the services of one node store share. Each part has a lock of its own where it needs one.
+    """The state that the services of one node store share. Each part has its own lock where it needs one.
 
     Args:
         node_id: unique in the cluster.
         config: the same on every node.
         epoch: this life of the store.
-        token: the secret that peers have to name.
+        token: the secret that peers must send.
         arena: the node's memory for blocks.
-        presence: what this node surely has not, for its workers to read.
+        presence: tells this node's workers which chains are surely not here.
         pool_service: the slots of the arena.
         versions: of the namespaces that this node knows were cleared.
-        mover: that reads from peers.
-        threads: for what has to wait.
-        peers: the stores of other nodes; this one can be its own peer too.
+        mover: the process that reads from peers.
+        threads: for work that has to wait.
+        peers: the stores of other nodes; this store can be its own peer too.
         hints: the link to the directory.
         fetcher: the loads that need peers.
     """
