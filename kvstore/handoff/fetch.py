@@ -1,6 +1,6 @@
 """One fetch of a ticket's blocks from the node that has them: claim there, READ here, tell the client.
 
-Unlike a load's blocks they are never published here: their slots are given up when the client has copied them out.
+These blocks are never published in this store: their slots are given up when the client has copied the blocks out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-#: Between stages the store is not to be woken for each chunk, which takes a tenth of what the chunk does.
+#: During a READ between stages the control thread stays awake: waking it for each chunk costs a tenth of the chunk.
 _AWAKE_S = 1e-3
 Send = Callable[[bytes, bool], None]
 """Tells the client one piece of the answer, and whether it is the last."""
@@ -36,17 +36,17 @@ Send = Callable[[bytes, bool], None]
 class RemoteFetch:
     """One fetch: the slots that it fills, the claim at the source, the READ, and the client that copies out.
 
-    It holds no thread while it waits: the control thread hears the source and the mover, and has a thread do what may
-    block, one step after the other. The slots go when both the READ and the client are through with them.
+    It holds no thread while it waits: the control thread receives the messages of the source and the mover. Steps that
+    may block run on a thread, one after the other. The slots are freed when both READ and client are done with them.
 
     Args:
         context: of this node.
-        fetch_id: by which the client ends it.
+        fetch_id: the client ends the fetch by this id.
         request: of the client.
         owner: the client.
         block_bytes: of each block.
-        send: tells the client.
-        on_free: called once, when nothing of it is left.
+        send: sends a part of the answer to the client.
+        on_free: called once, when the fetch no longer holds anything.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class RemoteFetch:
         self._num_ready = 0
 
     def begin(self) -> bool:
-        """Ask the source on the control thread; False when another process has to be waited for: then `start` does.
+        """Ask the source, on the control thread; return False if that would block: then call `start`.
 
-        The READ is posted as soon as the source answers, where the way to it is known.
+        If the lane to the source is known, the READ is posted as soon as the source answers.
         """
         peer = self._context.peers.known(self._node_id)
         if peer is None or peer.epoch != self._request.epoch or not peer.spare:
@@ -95,7 +95,7 @@ class RemoteFetch:
             self._landing.forget()
             return False
         self._landing.reserve(is_claimed=False)
-        self._claim.look()  # Slots take as long to choose as the source to answer.
+        self._claim.look()  # Choosing slots takes about as long as the answer of the source.
         return True
 
     def start(self) -> None:
@@ -103,27 +103,27 @@ class RemoteFetch:
         self._step(self._start)
 
     def tick(self, now_s: float) -> None:
-        """See whether the source or the mover is late; on the control thread."""
+        """Check whether the source or the mover is late; on the control thread."""
         self._claim.tick(now_s)
         if self._read.is_late(now_s):
             self._read.give_up()
 
     def close(self) -> None:
-        """Let go of what only this fetch has: the store ends."""
+        """Close the connection of this fetch, because the store is being stopped."""
         self._claim.close()
 
     def refuse(self, reason: str) -> None:
-        """End before anything began."""
+        """End the fetch before it began, for this reason."""
         self._end(reason)
 
     def client_left(self) -> None:
-        """The client copies nothing more out of the slots."""
+        """Note that the client copies nothing more out of the slots; free them if the fetch has ended."""
         with self._lock:
             self._client_left = True
         self._free_if_through()
 
     def _heard(self, found: PeerClaimed | KVStoreError) -> None:
-        """Post the READ; on the control thread. What is not simple, or does not work, is left to a thread."""
+        """Post the READ, on the control thread; if that fails or may block, continue on a thread."""
         self._found = found
         if not self._post_at_once(found):
             self._context.submit(lambda: self._step(self._claimed))
@@ -147,7 +147,7 @@ class RemoteFetch:
         return True
 
     def _step(self, step: Callable[[], str | None]) -> None:
-        """Do what waits for another process, on a thread, and end the fetch unless it goes on by itself."""
+        """Run a step that may block, on a thread; end the fetch if the step returns a reason or fails."""
         try:
             reason = step()
         except TransferTimeout as error:
@@ -176,12 +176,12 @@ class RemoteFetch:
             return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
         connection = peers.take_spare(peer)
         self._peer = peer
-        self._landing.reserve(is_claimed=False)  # First: from then on the control thread goes on.
+        self._landing.reserve(is_claimed=False)  # Before `ask`: after it the control thread uses the landing.
         self._claim.ask(peer, connection, to_host=self._landing.lane is None)
         return None
 
     def _claimed(self) -> str | None:
-        """Go on after the answer of the source, where the control thread could not."""
+        """Continue after the answer of the source, where the control thread could not."""
         peer, landing, found = self._peer, self._landing, self._found
         assert peer is not None
         assert found is not None, "heard"
@@ -209,13 +209,13 @@ class RemoteFetch:
     def _post(
         self, peer: Peer, name: str, description: PeerDescription, claimed: PeerClaimed, *, may_wait: bool = True
     ) -> None:
-        """Have the mover read, as far as the claim and the client's patience go."""
+        """Let the mover read until the claim or the client's time ends."""
         context, landing, request = self._context, self._landing, self._request
         in_stage, notification = landing.lane is not None, b""
         if in_stage:
             context.server.stay_awake(_AWAKE_S)
         else:
-            # Between stages it would have to wait for all chunks before its own, and the lane stand still meanwhile.
+            # Between stages none is sent: it would wait for all earlier chunks, and the lane would be idle meanwhile.
             notification = NOTIFICATION.pack(claimed.claim_id, claimed.epoch, peer.owner_key)
         self._arrivals.since_s = self._claim.asked_s
         self._read.post(
@@ -260,7 +260,7 @@ class RemoteFetch:
         arrived = self._num_ready == self._request.num_blocks
         found, error = self._found, self._read.error
         assert isinstance(found, PeerClaimed), "nothing else is read"
-        # The end of a READ between stages is told to the source by nothing else.
+        # A READ between stages sends no notification, so the source must be told here that it has ended.
         if self._landing.lane is not None or not arrived:
             self._give_back(found.claim_id, used=arrived)
         if error is not None:
@@ -273,9 +273,9 @@ class RemoteFetch:
         return ""
 
     def _give_back(self, claim_id: int, *, used: bool) -> None:
-        """Tell the source that the blocks are here, or let another fetch have them.
+        """Tell the source that the blocks are here, or give the claim back for another fetch.
 
-        Not while a READ that was given up may still be reading them.
+        While an abandoned READ may still read the blocks, this is delayed until that READ has ended.
         """
         if not self._read.given_up_id:
             self._claim.give_back(claim_id, used=used)
@@ -288,7 +288,7 @@ class RemoteFetch:
         self._context.mover.when_terminal({self._read.given_up_id}, lambda: self._context.submit(late))
 
     def _note_failure(self, error: BaseException) -> None:
-        # Without a mover of its own this node has not learnt anything about the peer.
+        # Without its own mover this node has learnt nothing about the peer.
         if isinstance(error, TransferError) and self._context.mover.own is not None:
             self._context.peers.failed(self._node_id)
 

@@ -1,4 +1,4 @@
-"""What the fetches of one node share."""
+"""The parts that the fetches of one node share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvstore.rpc.server import ControlServer
 
 @dataclass(frozen=True, slots=True)
 class FetchContext:
-    """What the fetches of one node share.
+    """The parts that the fetches of one node share.
 
     Args:
         config: of the store.
-        pool: returns that of the arena; raises while there is none.
+        pool: returns the pool of the arena; raises while there is none.
         peers: the stores of other nodes, and this one as its own peer.
-        mover: that reads.
+        mover: runs the READs.
         stages: of this node.
         lanes: into these stages.
         version_of: returns the last clearing of a namespace that this node knows.
         adopt_version: called when a peer knows of a later clearing.
         server: of the control thread.
-        submit: has a thread do a step of a fetch that has begun.
+        submit: runs a step of a fetch that has begun on a thread.
     """
 
     config: StoreConfig

@@ -1,4 +1,4 @@
-"""The fetches of one node that need a peer: who has begun them, what of them runs on threads, when they have ended."""
+"""The fetches of one node that need a peer: their owners, their steps on threads, their ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.rpc.handoff_messages import FetchRequest, LaneFound
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime.store_threads import Blocking, StoreThreads
 
-#: Of one node at once; each may hold a connection to its source.
+#: Most fetches of one node at once; each may hold a connection to its source.
 _MOST_FETCHES = 4096
 
 
@@ -29,7 +29,7 @@ class HandoffFetcher:
 
     Args:
         config, pool, peers, mover, stages, version_of, adopt_version, server: as in FetchContext.
-        threads: for what blocks.
+        threads: for steps that block.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HandoffFetcher:
         self._left: deque[Callable[[], object]] = deque()
 
     def warm_up(self, node_id: str, stage: Stage) -> list[LaneFound]:
-        """Warm up and measure the lanes from every stage of a node; returns the rate of each, and why not.
+        """Warm up and measure the lanes from every stage of a node; return the rate of each, or why it is not used.
 
         Raises:
             KVStoreError: the node cannot be reached.
@@ -66,10 +66,10 @@ class HandoffFetcher:
         return [LaneFound(lane.gb_per_s, lane.why_not) for lane in lanes]
 
     def begin(self, request: FetchRequest, owner: str, block_bytes: int, send: Send) -> int:
-        """Fetch, on the control thread as far as nobody has to be waited for; the client is answered in any case.
+        """Begin a fetch on the control thread; steps that block run on threads. The client always gets an answer.
 
         Returns:
-            What `end` takes.
+            The id of the fetch, for `end`.
         """
         fetch_id = next(self._ids)
         fetch = RemoteFetch(self._context, fetch_id, request, owner, block_bytes, send, partial(self._forget, fetch_id))
@@ -83,13 +83,13 @@ class HandoffFetcher:
         return fetch_id
 
     def submit(self, step: Callable[[], object]) -> None:
-        """Have a thread do a step of a fetch that has begun."""
+        """Run a step of a fetch that has begun on a thread."""
         if not self._threads.submit(Blocking.FETCH, step, is_admitted=True):
-            # No thread can be started: a fetch that stopped here would hold its slots for ever.
+            # No thread can be started. The next tick tries again: otherwise the fetch would hold its slots forever.
             self._left.append(step)
 
     def tick(self, now_s: float) -> None:
-        """See which fetches wait too long; on the control thread."""
+        """Give up what waits too long, and retry steps that found no thread; on the control thread."""
         for _ in range(len(self._left)):
             self.submit(self._left.popleft())
         with self._lock:
@@ -98,14 +98,14 @@ class HandoffFetcher:
             fetch.tick(now_s)
 
     def end(self, fetch_id: int, owner: str) -> None:
-        """The client copies nothing more; the slots are free once nothing writes to them."""
+        """End a fetch, from which the client copies nothing more; its slots are free once nothing writes to them."""
         with self._lock:
             fetch = self._fetches.get(fetch_id)
         if fetch is not None and fetch.owner == owner:
             fetch.client_left()
 
     def release_owner(self, owner: str) -> int:
-        """End the fetches of a client that is gone; returns how many those were."""
+        """End the fetches of a client that is gone; return their number."""
         with self._lock:
             theirs = [fetch for fetch in self._fetches.values() if fetch.owner == owner]
         for fetch in theirs:
@@ -113,7 +113,7 @@ class HandoffFetcher:
         return len(theirs)
 
     def holds(self, owner: str) -> bool:
-        """Whether an owner has a fetch under way."""
+        """Return whether an owner has a fetch under way."""
         with self._lock:
             return any(fetch.owner == owner for fetch in self._fetches.values())
 
@@ -125,7 +125,7 @@ class HandoffFetcher:
             self._fetches.pop(fetch_id, None)
 
     def stop(self) -> None:
-        """Let go of the connections of fetches that wait, once the control thread has ended."""
+        """Close the connections of waiting fetches; call it after the control thread has ended."""
         with self._lock:
             fetches = list(self._fetches.values())
         for fetch in fetches:

@@ -24,8 +24,8 @@ _NO_STAGE = "this client has no stage on its GPU; attach the hand-off"
 class Landing:
     """The slots that one fetch fills, and the lane to them when they are in a stage.
 
-    The slots are in the client's stage where the lane between the GPUs is a real one, else in the arena. They are a
-    write that is never published: `free` gives it back.
+    The slots are in the client's stage if the lane between the GPUs is not emulated, else in the arena. To the pool
+    they are a write that is never published; `free` gives it back.
 
     Args:
         context: of this node.
@@ -45,7 +45,7 @@ class Landing:
         self._write_id = 0
 
     def choose_known(self, peer: Peer) -> bool:
-        """Choose the place as far as it is known without asking another process; False when it is not.
+        """Choose the place without asking another process; return False if it is not known.
 
         Raises:
             KVStoreError: there is no such place; nothing was chosen.
@@ -85,14 +85,14 @@ class Landing:
             self.lane, self._pool = lane, stage.pool
 
     def forget(self) -> None:
-        """Choose nothing after all; before `reserve`."""
+        """Undo the choice; only before `reserve`."""
         self.lane = self._pool = None
 
     def _stage(self) -> Stage:
         return self._context.stages.get(self._request.slab, self._request.generation)
 
     def waits_for_transfers(self) -> bool:
-        """Whether too many of the slots there wait for READs that were given up."""
+        """Return whether too many slots of the chosen pool wait for abandoned READs."""
         return is_quarantine_full(self._chosen(), self._context.config.max_quarantined_fraction)
 
     def _chosen(self) -> Pool:
@@ -100,11 +100,11 @@ class Landing:
         return self._pool
 
     def reserve(self, *, is_claimed: bool) -> None:
-        """Reserve the slots, once; `no_room` says why not.
+        """Reserve the slots, once; on failure `no_room` says why.
 
         Args:
-            is_claimed: the source has the blocks. Before it has said so only free slots are taken, while its answer
-                is on its way: blocks are evicted for a ticket that is good, and for no other.
+            is_claimed: whether the source has confirmed that it has the blocks. Before that only free slots are
+                taken: blocks are evicted only for a valid ticket.
         """
         if self._write_id or self.no_room:
             return
@@ -119,7 +119,7 @@ class Landing:
             self._write_id, self.slots = ticket.write_id, np.asarray(ticket.slots, dtype=np.int32)
 
     def leave_stage(self) -> None:
-        """Go through host memory after all: under a ticket that names its stage the publisher has filled its arena.
+        """Go through host memory: the ticket names a stage, but the publisher has filled its arena.
 
         Raises:
             KVStoreError: there is no arena.
@@ -150,7 +150,7 @@ class Landing:
         if lane is None:
             return peer.transport(claimed.mover_generation, timeout_s)
         if lane.generation != claimed.mover_generation:
-            # Remembered from an earlier life of the peer's mover.
+            # The lane was remembered from an earlier life of the peer's mover.
             lane = self._context.lanes.find(peer, request.from_slab, self._stage(), timeout_s)
         if (claimed.slab, claimed.mover_generation) != (request.from_slab, lane.generation) or lane.why_not:
             raise PeerLost(f"the mover of node {peer.node_id} was replaced meanwhile; the blocks went with it")

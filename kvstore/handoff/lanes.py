@@ -1,8 +1,8 @@
 """Lanes between stages: warmed up before the first blocks, measured, and not used when they are emulated.
 
 The first READ of a connection is ten times slower than the next ones. Where GPUs reach each other neither over NVLink
-or the bus nor through an RDMA card, the engine carries device memory over TCP piece by piece, slower than the way
-through host memory. No table of hardware says so reliably, but two short READs do.
+or the bus nor through an RDMA card, NIXL carries device memory over TCP piece by piece, slower than the way through
+host memory. No table of hardware shows that reliably, but short READs do.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kvstore.rpc.handoff_messages import Soon
 
 logger = logging.getLogger(__name__)
 
-#: Below this a lane is emulated: seen were 0.6 to 1 over TCP, and 16 and more over NVLink when cold.
+#: Below this a lane is emulated. Measured: 0.6 to 1 over TCP, 16 and more over NVLink when cold.
 _LEAST_GB_PER_S = 3.0
 #: A lane that failed is tried again after this long.
 _RETRY_S = 10.0
-#: For one short READ, of which the first has to connect.
+#: Time limit of one short READ; the first one has to connect.
 _READ_WITHIN_S = 10.0
 
 _Key = tuple[str, bytes, int, int, int]
@@ -44,12 +44,12 @@ class StageLane:
     """The way from a peer's stage into one here.
 
     Args:
-        name: under which the mover knows it.
+        name: the mover knows the lane by it.
         description: of the peer's stage.
         generation: the life of the peer's mover.
         gb_per_s: of a READ, warm; 0 when it failed.
-        why_not: why it is not used, or nothing.
-        until_s: a lane that failed is tried again then.
+        why_not: why it is not used; empty if it is.
+        until_s: the time at which a lane that failed is tried again.
     """
 
     name: str
@@ -65,12 +65,12 @@ def _key(peer: Peer, slab: int, stage: Stage) -> _Key:
 
 
 def _is_beside(known: _Key, key: _Key) -> bool:
-    """Whether a lane may be of use while another one is: not of other lives of the same two movers."""
+    """Return whether a known lane stays useful beside a new one: not if it is of an earlier mover or store life."""
     return known[-1] == key[-1] and (known[0] != key[0] or known[1] == key[1])
 
 
 def _read_of_nothing(name: str, description: PeerDescription, stage: Stage, count: int) -> ReadRequest:
-    """Return a READ of slots that hold nobody's blocks: of the peer's stage these are the last ones."""
+    """Return a READ of slots that hold no blocks: the last ones of the peer's stage."""
     end = description.num_slots
     return ReadRequest(
         peer=name,
@@ -92,9 +92,9 @@ class StageLanes:
         self._config, self._mover = config, mover
         self._lock = threading.Lock()
         self._lanes: dict[_Key, StageLane] = {}
-        # One for each lane: what a peer that does not answer holds up is not the others.
+        # One lock for each lane: a peer that does not answer must not delay the other lanes.
         self._measuring: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
-        #: Of READs that measured a lane, and so warmed it up. The engine counts them as it does all others.
+        #: Bytes of the READs that measured, and so warmed up, a lane. NIXL's own counts include them.
         self.num_warm_bytes = 0
 
     def known(self, peer: Peer, slab: int, stage: Stage) -> StageLane | None:
@@ -146,7 +146,7 @@ class StageLanes:
 
     def _remember(self, key: _Key, lane: StageLane) -> None:
         with self._lock:
-            # Those into the stages of an earlier mover of this node, or from an earlier life of a peer, are of no use.
+            # Drop lanes into the stages of an earlier mover of this node, or from an earlier life of this peer.
             self._lanes = {known: old for known, old in self._lanes.items() if _is_beside(known, key)} | {key: lane}
             for old in [known for known in self._measuring if not _is_beside(known, key)]:
                 del self._measuring[old]

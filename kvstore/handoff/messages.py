@@ -16,8 +16,8 @@ _MAX_REASON_CHARS = 1000
 class PeerClaim(Record, frozen=True):
     """Ask the store that has the blocks for the right to read them, alone, for `ttl_s` seconds.
 
-    The answer may take up to `wait_s` while the blocks are still being written, or are `is_early` and not published
-    yet. With `to_host` they are copied to its arena first, if they are in a stage that this one cannot reach.
+    The answer may take up to `wait_s` while the blocks are still being written, or, with `is_early`, are not published
+    yet. With `to_host` that store first copies blocks of a stage to its arena: the reader cannot reach the stage.
     """
 
     key: Digest
@@ -52,7 +52,7 @@ def claimed_of(payload: bytes, num_wanted: int) -> PeerClaimed:
     """Return the answer of a peer to a claim of `num_wanted` blocks.
 
     Raises:
-        PeerLost: that is nonsense.
+        PeerLost: the answer is not valid.
     """
     found = sensible(_decode_peer_claimed, payload)
     if not found.reason and len(found.slots) != num_wanted:

@@ -1,4 +1,4 @@
-"""What the table of hand-offs keeps and hands out: places, claims, and why a ticket is void."""
+"""The records of the table of hand-offs: places, claims, and why a ticket is void."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from kvstore.pool.pool import Pool
 
-#: Set in the id of every claim, and in no lease's, so that one notification can name either.
+#: Set in the id of every claim and of no lease, so that a notification can name either.
 CLAIM_BIT = 1 << 63
 
-#: Of a ticket whose blocks are being written, or will be: ask again.
+#: The reason for a ticket whose blocks are being written, or will be: ask again.
 NOT_READY = "not_ready: the blocks of this ticket are not all there yet"
-#: Of a fetch that has waited for them in vain.
+#: The reason for a fetch that waited for the blocks until its time ended.
 NOT_READY_IN_TIME = (
     "timeout: the blocks of this ticket were not all there yet at the end of the fetch's timeout_s; fetch again, and "
     "see whether their publisher still works"
@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(slots=True)
 class Move:
-    """Where a claim's blocks are copied to; the slots are not given back while a mover may write to them (`busy`)."""
+    """The slots to which a claim's blocks are copied; not given back while a mover may write to them (`busy`)."""
 
     place: Place
     write_id: int
@@ -85,5 +85,5 @@ class Handoff:
     claim_id: int = 0
     claim_owner: str = ""
     claim_deadline_s: float = float("inf")
-    #: Why it goes as soon as nobody writes or reads it any more.
+    #: Why the hand-off ends as soon as no publisher writes it and no reader reads it; empty while it is valid.
     over: str = ""

@@ -22,18 +22,18 @@ from kvstore.rpc.handoff_messages import End, FetchRequest, Soon
 from kvstore.runtime import clock
 
 _LEAST_CALL_S = 1.0
-#: The most that a source may keep a question while it has not all blocks, so long as that is little of a claim.
+#: The longest that a source may hold a claim's question until all blocks are written, also as a share of a lease.
 _MOST_WAIT_S, _WAIT_SHARE = 1.0, 0.25
-#: For the answer to a claim: as long as the mover stays awake for the READ after it.
+#: The control thread stays awake this long for the answer to a claim: as long as the mover does for the READ after it.
 _AWAKE_S = 3e-3
-#: A source that could not keep the question for so long is asked once more with the next tick.
+#: If the source answers sooner than this that the blocks are not ready, the next tick asks it again.
 _PAUSE_S = 1e-3
-#: A fetch that failed waits so long for the source to hear of it: one that is tried at once is not to meet its claim.
+#: A failed fetch waits this long until the source has ended its claim: an immediate retry must not meet that claim.
 _TELL_WITHIN_S = 0.5
 
 
 class SourceClaim:
-    """The right to read the blocks of a ticket, alone. No thread waits for it: the control thread hears the answers.
+    """The right to read the blocks of a ticket, alone. No thread waits: the control thread receives the answers.
 
     Args:
         context: of this node.
@@ -41,8 +41,8 @@ class SourceClaim:
         block_bytes: of each block.
         version: the namespace's last clearing, as this node knows it.
         deadline_s: of the fetch.
-        then: called once on the control thread with what came of it, so it must not block.
-        is_wanted: asked while the blocks are still being written.
+        then: called once on the control thread with the answer or the error, so it must not block.
+        is_wanted: returns whether the client still waits; called while the blocks are being written.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class SourceClaim:
         """Ask for the blocks once they are all written; on any thread, once.
 
         Args:
-            peer: that has them.
-            connection: to it, of nobody else until `leave`.
-            to_host: they are wanted in its arena.
+            peer: has the blocks.
+            connection: to the peer; used by this claim alone until `leave`.
+            to_host: whether the blocks are wanted in the peer's arena.
 
         Raises:
-            PeerLost: the connection broke, and `then` hears nothing.
+            PeerLost: the connection broke; `then` is not called.
         """
         self._peer, self._connection, self._to_host = peer, connection, to_host
         self._ask()
@@ -101,7 +101,7 @@ class SourceClaim:
         self._context.server.watch(question.fileno(), self.look)
 
     def _wake(self) -> None:
-        """Blocks that were waited for are there in a moment: keep the mover awake for them, and its lane."""
+        """Keep the mover and its lane awake for blocks that will be there in a moment."""
         request = self._request
         word = encode(Soon(request.node_id, request.from_slab, request.slab, request.generation))
         self._context.mover.expect_read(word)
@@ -109,7 +109,7 @@ class SourceClaim:
             self._context.server.stay_awake(_AWAKE_S)
 
     def look(self) -> None:
-        """Hear the answer if it is there; on the control thread."""
+        """Take the answer if it is there; on the control thread."""
         found: PeerClaimed | KVStoreError
         if (question := self._question) is None:
             return
@@ -142,7 +142,7 @@ class SourceClaim:
                 self._ask_again()
             return
         try:
-            self._then(found)  # First: somebody waits for what it leads to, and nobody for the connection.
+            self._then(found)  # First: the client waits for the READ that follows, and no caller for the connection.
         finally:
             self._end(question)
 
@@ -175,7 +175,7 @@ class SourceClaim:
         )
 
     def give_back(self, claim_id: int, *, used: bool) -> None:
-        """Tell the source that the blocks are here, or let another fetch have them; on a thread that may wait."""
+        """Tell the source that the blocks are here, or that another fetch may have them; on a thread that may wait."""
         peers, peer, connection = self._context.peers, self._peer, self._connection
         assert peer is not None, "claimed there"
         with contextlib.suppress(KVStoreError):
@@ -187,13 +187,13 @@ class SourceClaim:
                 connection.call(Op.PEER_CLAIM_END, encode(End(claim_id, used)), timeout_s=_TELL_WITHIN_S)
 
     def leave(self) -> None:
-        """Let the connection be others'; at the end."""
+        """Give the connection back for other uses; at the end."""
         connection, self._connection = self._connection, None
         if self._peer is not None and connection is not None:
             self._context.peers.keep_spare(self._peer, connection)
 
     def close(self) -> None:
-        """Close the connection: the store ends, and nobody hears answers any more."""
+        """Close the connection, because the store is being stopped and no thread receives answers any more."""
         if self._question is not None:
             self._question.close()
         if self._connection is not None:

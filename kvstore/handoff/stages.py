@@ -1,6 +1,6 @@
-"""The stages of one node: memory on GPUs that hands blocks off, as the node store sees it.
+"""The stages of one node as the node store sees them: memory on GPUs for hand-offs.
 
-A stage is the mover's, and ends with it. It has a pool of its own, so its slots are claimed, quarantined and given
+A stage belongs to the mover, and ends with it. It has its own pool, so its slots are claimed, quarantined and given
 back by the same rules as those of the arena.
 """
 
@@ -31,8 +31,8 @@ class Stage:
         slab: its number in that mover.
         generation: which life.
         uuid: of the GPU.
-        handle: what a worker maps it by.
-        description: what peers need to read it.
+        handle: a worker maps the stage by it.
+        description: tells peers how to read it.
         pool: of its slots.
     """
 
@@ -50,11 +50,11 @@ class Stage:
 
     @property
     def warm_slots(self) -> range:
-        """Slots that hold nobody's blocks."""
+        """Slots that never hold blocks, for warming up."""
         return range(self.num_slots, self.description.num_slots)
 
     def found(self) -> StageFound:
-        """Return what clients and peers are told of it."""
+        """Return the description of this stage for clients and peers."""
         told = self.description
         return StageFound(
             slab=self.slab, generation=self.generation, uuid=self.uuid, handle=self.handle, agent=told.agent,
@@ -64,11 +64,11 @@ class Stage:
 
 
 class StageBook:
-    """Which GPUs of this node have a stage.
+    """The stages of this node's GPUs.
 
     Args:
         config: of the store.
-        mover: that makes them.
+        mover: makes the stages.
     """
 
     def __init__(self, config: StoreConfig, mover: MoverLink) -> None:
@@ -94,10 +94,10 @@ class StageBook:
         return [stage for stage in self._stages.values() if own is not None and stage.generation == own.generation]
 
     def make(self, uuid: str, num_bytes: int, block_bytes: int) -> Stage:
-        """Return the stage of a GPU, made now if it is not there; blocks for as long as that takes.
+        """Return the stage of a GPU, and make it if there is none; block until it is made.
 
         Raises:
-            ConfigError: there is one whose slots are smaller than these blocks, or the lane has no use for one.
+            ConfigError: the slots of the stage are smaller than these blocks, or the store has lane="tcp".
             RegistrationFailed: the mover could not make it; nothing is held.
             PeerLost, TransferTimeout: the mover is gone, or does not answer.
         """

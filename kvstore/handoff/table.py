@@ -1,12 +1,12 @@
-"""What this node's clients have published for hand-offs: filled slots that nobody can look up.
+"""The hand-offs that this node's clients have published: filled slots that no lookup finds.
 
-To the pool a published block is being written and never will be done: no lookup finds it, no directory hears of it,
-nothing evicts it, and giving the write up frees its slot at once. This table knows why each is kept, for whom, and
-until when.
+To the pool a published block is a write that never completes: no lookup finds it, the directory is not told of it, it
+is never evicted, and giving up the write frees its slot at once. This table knows why each block is kept, for which
+owner, and until when.
 
-Slots belong to their publisher until it says that it is through with them, or is dead. What is withdrawn or cleared
-before that is only marked: no reader gets it, and its slots go when the publisher's copies have ended. The same holds
-for slots that a mover fills (`move`).
+Slots belong to their publisher until it completes or aborts, or dies. A hand-off that is withdrawn or cleared before
+that is only marked: no reader gets it, and its slots are freed when the publisher's copies have ended. Slots that a
+mover fills (`move`) follow the same rule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
 from kvstore.handoff.records import CLAIM_BIT, NOT_READY, REASONS, Claim, Handoff, Move, Place
 from kvstore.runtime import clock
 
-#: Of how many tickets that are over it is remembered why.
+#: For so many ended tickets the table remembers why they ended.
 _MAX_REMEMBERED = 4096
 
 
@@ -49,11 +49,11 @@ class HandoffTable:
     ) -> Sequence[int]:
         """Claim slots for blocks that `owner` is going to write.
 
-        They come back by `abort`, or when the owner is gone; before `complete` never in another way.
+        Before `complete` they come back only by `abort`, or when the owner is gone, or with the mover of their stage.
 
         Args:
             key: of the ticket.
-            writer: a number that only the publisher knows, other than the key: who names it speaks for the copies.
+            writer: a number that only the publisher knows, different from the key; it proves who makes the copies.
             owner: the publisher.
             namespace: of the blocks.
             version: the namespace's last clearing, as this node knows it.
@@ -87,12 +87,12 @@ class HandoffTable:
             return ticket.slots
 
     def complete(self, key: bytes, writer: int, owner: str, deadline_s: float) -> bool:
-        """Say that all bytes are in place; from now on `owner` keeps them, until `deadline_s` at most.
+        """Note that all bytes are in place; from now on `owner` keeps them, until `deadline_s` at most.
 
-        The owner may be another than before: a client prepares on one connection and keeps on another.
+        The owner may differ from that of `prepare`: a client prepares on one connection and keeps on another.
 
         Returns:
-            False when `writer` writes no such hand-off, or it was withdrawn or cleared meanwhile: its slots are free.
+            False if `writer` writes no such hand-off, or it was withdrawn or cleared meanwhile and its slots are free.
         """
         with self._lock:
             handoff = self._written_by(key, writer)
@@ -106,9 +106,9 @@ class HandoffTable:
             return True
 
     def abort(self, key: bytes, writer: int) -> bool:
-        """Say that the publisher failed and nothing of it writes any more: its slots are free, the ticket is void.
+        """Void a ticket and free its slots: the publisher failed, and none of its copies writes any more.
 
-        That `complete` came first, or that the slots were never asked for, makes no difference to the ticket.
+        The ticket is void also if `complete` came first, or if its slots were never asked for.
 
         Returns:
             Whether `writer` had such a hand-off.
@@ -125,11 +125,11 @@ class HandoffTable:
             return True
 
     def withdraw(self, key: bytes) -> bool:
-        """Take blocks back: no reader gets them from now on, and their slots go once nobody writes or reads them.
+        """Take blocks back: no reader gets them from now on; their slots are freed after the last copy or READ.
 
         Returns:
-            Whether this call voided the ticket: its blocks are taken back, or, if there never were any of that key,
-            nobody publishes under it any more. False when it was over before.
+            Whether this call voided the ticket: its blocks are taken back, or, if there never were blocks of that
+            key, no publisher can use the key any more. False if the ticket had ended before.
         """
         with self._lock:
             handoff = self._handoffs.get(key)
@@ -141,7 +141,7 @@ class HandoffTable:
             return True
 
     def _state(self, key: bytes) -> str | None:
-        """Return what became of a ticket, for an error; None when nobody has used it."""
+        """Return the state of a ticket, for an error text; None if it was never used."""
         handoff = self._handoffs.get(key)
         over = self._over.get(key) if handoff is None else handoff.over
         if over:
@@ -155,7 +155,7 @@ class HandoffTable:
         return handoff if handoff is not None and handoff.is_written and handoff.writer == writer else None
 
     def _void_unused(self, key: bytes) -> bool:
-        """Have nobody publish under a key; returns whether anybody might have."""
+        """Void a key that was never published; return False if the key was void before."""
         if key in self._over:
             return False
         self._remember(key, "withdrawn")
@@ -171,8 +171,8 @@ class HandoffTable:
             owner: the reader.
             namespace: the reader's.
             version: the namespace's last clearing, as this node knows it.
-            deadline_s: the slots keep their bytes until then, unless the reader says before that it is through.
-            is_early: the ticket may come before its blocks are published.
+            deadline_s: the slots keep their bytes until then, unless the reader ends the claim earlier.
+            is_early: whether the ticket may come before its blocks are published.
         """
         with self._lock:
             handoff = self._handoffs.get(key)
@@ -198,10 +198,10 @@ class HandoffTable:
             return Claim(handoff.claim_id, handoff.slots, handoff.place.slab, handoff.place.generation)
 
     def end_claim(self, claim_id: int, owner: str, *, used: bool) -> bool:
-        """A reader is through: if the blocks arrived (`used`) their slots are free, else they may be claimed again.
+        """End a claim: if the blocks arrived (`used`) free their slots, else let them be claimed again.
 
         Returns:
-            False when `owner` has no such claim (any more); nothing changed.
+            False if `owner` has no such claim, or no longer has it; nothing changed.
         """
         with self._lock:
             handoff = self._claims.get(claim_id)
@@ -211,7 +211,7 @@ class HandoffTable:
             return True
 
     def release_owner(self, owner: str) -> int:
-        """Take back what a client published, was writing or was reading that is gone; returns how many hand-offs."""
+        """Take back all that a dead client published, wrote or read; return the number of hand-offs."""
         with self._lock:
             read = [handoff for handoff in self._claims.values() if handoff.claim_owner == owner]
             for handoff in read:
@@ -223,9 +223,9 @@ class HandoffTable:
             return len(read) + len(owned)
 
     def lose_stages(self) -> int:
-        """The mover is gone, and with it every block in a stage, whoever reads it; returns how many hand-offs.
+        """Void every hand-off in a stage, also under claims, because the mover is gone; return their number.
 
-        Publishers may go on to write in what they have mapped of a stage, but no slot of its pool is given out again.
+        Publishers may still write to a stage that they have mapped, but no slot of its pool is granted again.
         """
         with self._lock:
             for claim_id, move in list(self._moves.items()):
@@ -241,7 +241,7 @@ class HandoffTable:
             return len(lost)
 
     def move(self, claim_id: int, place: Place) -> Sequence[int]:
-        """Claim slots in another place for blocks under a claim, which a mover then copies there.
+        """Claim slots in another place, to which the mover then copies the blocks of a claim.
 
         Raises:
             PoolExhausted: there is no room; nothing changed.
@@ -260,7 +260,7 @@ class HandoffTable:
             return ticket.slots
 
     def moved(self, claim_id: int) -> None:
-        """No mover writes any more to what `move` claimed."""
+        """Note that the mover no longer writes to the slots that `move` claimed."""
         with self._lock:
             if (move := self._moves.get(claim_id)) is not None:
                 move.busy = False
@@ -273,12 +273,12 @@ class HandoffTable:
             move.place.pool.abort_store(move.write_id, move.owner)
 
     def holds(self, owner: str) -> bool:
-        """Whether an owner has published something, or reads it."""
+        """Return whether an owner has a hand-off, or a claim on one."""
         with self._lock:
             return any(owner in (handoff.owner, handoff.claim_owner) for handoff in self._handoffs.values())
 
     def expire(self, now_s: float) -> list[int]:
-        """End every claim and every hand-off whose time is over; returns the ids of those claims."""
+        """End every claim and every hand-off that has expired; return the ids of those claims."""
         with self._lock:
             late = [handoff for handoff in self._claims.values() if handoff.claim_deadline_s < now_s]
             claim_ids = [handoff.claim_id for handoff in late]

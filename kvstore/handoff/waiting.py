@@ -1,4 +1,4 @@
-"""Claims on blocks that are still being written: answered when they are there, and not asked for again and again."""
+"""Claims on blocks that are still being written: answered when they are there, so that readers need not poll."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-#: Of one node at once: all are looked at in each tick. As many fetches may be under way.
+#: Most waiting claims of one node: each tick looks at all. The same bound as for fetches.
 _MOST_WAITING = 4096
 
 
@@ -24,7 +24,7 @@ class _Claim:
 
 
 class WaitingClaims:
-    """Who waits for which ticket's blocks. On the control thread alone."""
+    """The claims that wait for blocks, by ticket. On the control thread alone."""
 
     def __init__(self) -> None:
         self._claims: dict[bytes, list[_Claim]] = {}
@@ -41,14 +41,14 @@ class WaitingClaims:
         serve: Callable[[bool], bool],
         soon: Callable[[], object] = lambda: None,
     ) -> None:
-        """Answer a claim now, or later; now in any case when too many wait already.
+        """Answer a claim now or later; now in any case if too many wait already.
 
         Args:
             key: of the ticket.
-            connection: over which it is answered; nothing is claimed for one that was closed.
-            wait_s: the most that the answer may take.
-            serve: answers, and returns whether it did, which it has to when it is told that it is the last time.
-            soon: says that the answer is not far, so that nobody has to be woken who needs it.
+            connection: carries the answer; nothing is claimed for a connection that was closed.
+            wait_s: the longest time until the answer.
+            serve: answers, and returns whether it did. If its argument (is it the last time?) is True, it must answer.
+            soon: tells the reader that the answer comes soon, so that it stays awake.
         """
         if not serve(wait_s <= 0 or self._num_waiting >= _MOST_WAITING):
             self._num_waiting += 1
@@ -56,17 +56,17 @@ class WaitingClaims:
             self._claims.setdefault(key, []).append(claim)
 
     def are_soon(self, key: bytes) -> None:
-        """A ticket's blocks will be there in less than a millisecond or two."""
+        """Notify the readers that a ticket's blocks will be there in a millisecond or two."""
         for claim in self._claims.get(key, ()):
             claim.soon()
 
     def look_again(self, key: bytes) -> None:
-        """Something became of a ticket's blocks."""
+        """Answer the claims on a ticket, because the state of its blocks changed."""
         if key in self._claims:
             self._serve_all(key, clock.now_s())
 
     def tick(self, now_s: float) -> None:
-        """Answer those that waited long enough, and those to whose ticket something else happened."""
+        """Answer the claims that waited long enough, and those on tickets whose state changed."""
         for key in list(self._claims):
             self._serve_all(key, now_s)
 
@@ -84,6 +84,6 @@ def _is_served(claim: _Claim, now_s: float) -> bool:
     try:
         return claim.serve(is_last)
     except Exception:
-        # It is asked again, and the others in any case: raised here, they would wait for ever.
+        # This claim is tried again later, and the others now: an error raised here would make them wait forever.
         logger.exception("a claim that waits could not be answered")
         return is_last
