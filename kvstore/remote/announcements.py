@@ -1,4 +1,4 @@
-"""What a store has still to tell the directory, and the message in which a part of it travels."""
+"""The announcements that a store still has to send to the directory, and the message for a part of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvstore.blocks.chain import HASH_BYTES
 from kvstore.blocks.codec import U64, Digest, Record, decoder
 from kvstore.pool.pool import Pool
 
-#: Of one message: 512 KiB of hashes, which the directory takes in within some milliseconds.
+#: Most blocks of one message: 512 KiB of hashes, which the directory processes in some milliseconds.
 PIECE_BLOCKS = 1 << 14
-#: Where more has changed than so many messages hold, a full announcement says it.
+#: If the changes need more messages than this, a full announcement replaces them.
 _MAX_PIECES_OF_CHANGES = 8
 
 
 class Batch(Record, frozen=True, kw_only=True):
-    """A part of what a store announces.
+    """A part of a store's announcement.
 
-    With one that `begins` a full announcement begins, beside the one before; with one that `ends` it is whole and
-    takes that one's place. One batch may do both. What changes meanwhile travels in the same batches. Its `versions`
-    are those of cleared namespaces that the node has heard of since its last batch. Hashes stand back to back.
+    A batch that `begins` starts a full announcement, beside the one before; the batch that `ends` completes it, and it
+    replaces the one before. One batch may do both. Changes meanwhile travel in the same batches. `versions` are those
+    of cleared namespaces that the node was notified of since its last batch. Hashes are packed back to back.
     """
 
     sequence: U64
@@ -39,10 +39,10 @@ decode_batch = decoder(Batch)
 
 
 class Announcements:
-    """Cut what a pool holds, and what changes in it, into batches of bounded size.
+    """Cut the blocks of a pool, and their changes, into batches of bounded size.
 
-    Changes come first: a save waits for its own, and not for the rest of a full announcement.
-    Used by one thread; others may call `follow`.
+    Changes come first: a save waits for its own changes, not for the rest of a full announcement.
+    Used by one thread; other threads may call `follow`.
 
     Args:
         piece_blocks: the most hashes of one batch.
@@ -53,32 +53,32 @@ class Announcements:
         self._pool: Pool | None = None
         self._is_full_wanted = True
         self._sequence = 0
-        # The last word on each block that changed and was not told.
+        # Blocks that changed and were not announced yet: True if the block is here now.
         self._changes: dict[bytes, bool] = {}
-        #: Of a full announcement, what is still to be told; None while there is none under way.
+        #: The blocks of a full announcement that are still to be sent; None while none is under way.
         self._rest: set[bytes] | None = None
         self._has_lost_changes = False
 
     def follow(self, pool: Pool | None) -> None:
-        """Announce what `pool` holds from now on; nothing when None."""
+        """Announce the blocks of `pool` from now on; none if `pool` is None."""
         self._pool, self._is_full_wanted = pool, True
 
     def begin_connection(self) -> None:
-        """Begin anew with a full announcement, numbered from 1: nothing that was told before counts."""
+        """Start again with a full announcement, numbered from 1: earlier batches no longer count."""
         self._sequence, self._is_full_wanted = 0, True
 
     @property
     def is_all_told(self) -> bool:
-        """Whether nothing is left."""
+        """Whether nothing is left to announce."""
         return not self._changes and self._rest is None and not self._is_full_wanted
 
     @property
     def are_changes_told(self) -> bool:
-        """Whether every change was told that had been noticed when the last batch was made."""
+        """Whether all changes that were known at the last batch were announced."""
         return not self._changes and (self._rest is None or not self._has_lost_changes)
 
     def next(self, versions: Mapping[bytes, int]) -> Batch:
-        """Return the next batch, which is empty where nothing changed."""
+        """Return the next batch; it is empty if nothing changed."""
         begins = self._look()
         room = self._piece_blocks if self._rest is None else -(-self._piece_blocks // 2)
         told = dict(islice(self._changes.items(), room))
@@ -98,7 +98,7 @@ class Announcements:
         )  # fmt: skip
 
     def _look(self) -> bool:
-        """Take the pool's events in; returns whether a full announcement begins."""
+        """Take the pool's events; return whether a full announcement begins."""
         is_full_wanted, self._is_full_wanted = self._is_full_wanted, False  # Before `follow` may set it again.
         pool = self._pool
         events = [] if pool is None else pool.drain_events()
@@ -114,7 +114,7 @@ class Announcements:
             return False
         self._rest = set() if pool is None else set(pool.resident_hashes())
         self._has_lost_changes = events is None
-        # What became findable of late is told first; of what is not, a full announcement says nothing.
+        # Blocks that became findable recently come first. Blocks that are gone do not appear in a full announcement.
         changed = [*self._changes, *(own for _, own in events or ())]
         self._changes = {own: True for own in changed if own in self._rest}
         self._rest.difference_update(self._changes)

@@ -1,4 +1,4 @@
-"""What the stores of other nodes answer, taken apart and checked: a peer that answers nonsense counts as lost."""
+"""Decodes and checks the answers of other nodes' stores: a peer with an invalid answer counts as lost."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _T = TypeVar("_T")
 
 _EPOCH_BYTES = 8
 _MAX_AGENT_BYTES, _MAX_GPUS = 3 << 18, 1 << 10
-#: Addresses of a process lie below.
+#: The addresses of a process are below this.
 _ADDRESS_END = 1 << 57
 
 
 def grant_of(payload: bytes, num_wanted: int) -> PeerGrant:
-    """Return what a peer granted of a run of `num_wanted` blocks.
+    """Return a peer's grant for a run of `num_wanted` blocks.
 
     Raises:
-        PeerLost: that is nonsense.
+        PeerLost: the answer is not valid.
     """
     found = sensible(decode_peer_grant, payload)
     if len(found.slots) > num_wanted:
@@ -35,10 +35,10 @@ def grant_of(payload: bytes, num_wanted: int) -> PeerGrant:
 
 
 def epoch_of(hello: dict[str, Any]) -> bytes:
-    """Return the epoch that a store names when it greets.
+    """Return the epoch in a store's greeting.
 
     Raises:
-        PeerLost: it names none.
+        PeerLost: there is no valid epoch in it.
     """
     try:
         found = bytes.fromhex(hello["epoch"])
@@ -50,24 +50,24 @@ def epoch_of(hello: dict[str, Any]) -> bytes:
 
 
 def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]:
-    """Return (life of the peer's mover, where its arena lies).
+    """Return (life of the peer's mover, description of its arena).
 
     Raises:
-        PeerLost: that is nonsense.
+        PeerLost: the answer is not valid.
     """
     found = sensible(decode_peer_transport, payload)
     return found.generation, _described(found, same_host=same_host)
 
 
 def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescription]]:
-    """Return (slab, life of the mover, slots that hold nothing, where it lies) of each stage of a peer.
+    """Return (slab, life of the mover, number of slots without blocks, description) of each stage of a peer.
 
     Args:
         payload: of the peer's answer.
         into: the stage here that READs from them fill.
 
     Raises:
-        PeerLost: that is nonsense.
+        PeerLost: the answer is not valid.
     """
     stages = []
     for found in sensible(decode_stages, payload):
@@ -79,10 +79,10 @@ def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescri
 
 
 def check_slots(slots: IndexArray | Sequence[int], description: PeerDescription, block_bytes: int) -> None:
-    """Make sure that slots lie in a peer's slab, and hold blocks.
+    """Check that slots are inside a peer's slab, and large enough for blocks.
 
     Raises:
-        PeerLost: they do not.
+        PeerLost: they are not.
     """
     found = np.asarray(slots)
     least, most = (found.min(), found.max()) if len(found) else (0, 0)
@@ -116,10 +116,10 @@ def _described(
 
 
 def sensible(decode: Callable[[bytes], _T], payload: bytes) -> _T:
-    """Take what a peer answered apart.
+    """Decode a peer's answer.
 
     Raises:
-        PeerLost: that is nonsense.
+        PeerLost: the answer is not valid.
     """
     try:
         return decode(payload)

@@ -1,8 +1,8 @@
-"""One READ of a peer's blocks, which count only as far as the lease or claim on them covered it.
+"""One READ of a peer's blocks. Blocks count only if the lease or claim on them covered the READ.
 
-The clock is taken before the peer is asked, and blocks count only if they were in place before that time plus the
-lease, less a margin, while the namespace was not cleared. Any doubt is a miss. A READ that was given up may still
-write: until it cannot, its slots are in quarantine, and what the peer granted is not given back.
+The clock is read before the peer is asked. Blocks count only if they were in place before that time plus the lease,
+less a margin, and the namespace was not cleared. Any doubt is a miss. An abandoned READ may still write: until it has
+ended, its slots are in quarantine, and the peer's lease or claim is not given back.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvstore.remote.answers import check_slots
 from kvstore.rpc.messages import LoadReport
 from kvstore.runtime import clock
 
-#: The mover reports by itself when time is up; after this a mover that does not is waited for no longer.
+#: The mover reports by itself when a READ's time ends. If it does not, it is waited for this much longer.
 _MOVER_GRACE_S = 1.0
-#: A READ that ended with its time says nothing of the peer, unless nothing of it came for so long.
+#: A READ that timed out is the peer's fault only if no chunk of it arrived for this long.
 _PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Until when blocks of a peer count.
+    """The conditions under which a peer's blocks count.
 
     Args:
         until_s: the end of the lease or claim by this node's clock, less the margin.
         deadline_s: of the caller that waits for the blocks.
-        is_current: whether the namespace has not been cleared since they were asked for.
+        is_current: returns True if the namespace was not cleared since the peer was asked.
     """
 
     until_s: float
@@ -45,19 +45,19 @@ class Cover:
     is_current: Callable[[], bool]
 
     def holds(self) -> bool:
-        """Whether what is in place now counts."""
+        """Return whether blocks that are in place now count."""
         return clock.now_s() < self.until_s and self.is_current()
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """Accounts in the report of a load or fetch for what one peer's READs brought.
+    """Adds the chunks of one peer's READs to the report of a load or fetch.
 
     Args:
         report: is written to.
         node_id: of the peer.
         block_bytes: of each block.
-        since_s: when the first READ began, or the chunk before was in place.
+        since_s: the time when the first READ began, or when the previous chunk was in place.
     """
 
     report: LoadReport
@@ -66,7 +66,7 @@ class Arrivals:
     since_s: float
 
     def add(self, done: MoverDone, num_blocks: int) -> None:
-        """Account for a chunk, before the client hears of it: its last message carries the report."""
+        """Add a chunk, before the client is told of it: the client's last message carries the report."""
         report, now_s = self.report, clock.now_s()
         report.num_bytes += num_blocks * self.block_bytes
         report.read_s += now_s - self.since_s
@@ -78,27 +78,27 @@ class Arrivals:
 
 
 class CoveredRead:
-    """One READ, from the moment when it is posted until nothing of it can write any more.
+    """One READ, from its post until it can no longer write.
 
     Args:
-        mover: that reads.
+        mover: runs the READ.
         on_blocks: called on the control thread with each chunk that counts.
         on_end: called once, after the last chunk or the failure: on the control thread, or where `give_up` is called.
     """
 
     def __init__(self, mover: MoverLink, on_blocks: Callable[[MoverDone], None], on_end: Callable[[], None]) -> None:
         self._mover, self._on_blocks, self._on_end = mover, on_blocks, on_end
-        # A chunk is taken under it, so that none counts once `give_up` has returned.
+        # Held while a chunk is taken, so that no chunk counts after `give_up` has returned.
         self._lock = threading.Lock()
         self._cover: Cover | None = None
         self._read_id = 0
-        #: After this the mover is taken for one that does not report.
+        #: After this time the mover's report is late.
         self.late_s = 0.0
         self._heard_s = self._ended_s = 0.0
         self.has_ended = False
-        #: Why it failed.
+        #: Why the READ failed.
         self.error: KVStoreError | None = None
-        #: The id of the READ when it was given up, so that it may still write; else 0.
+        #: The id of an abandoned READ, which may still write; 0 if it was not abandoned.
         self.given_up_id = 0
 
     def post(
@@ -112,10 +112,10 @@ class CoveredRead:
         may_wait: bool = True,
         generation: int = 0,
     ) -> None:
-        """Have the mover read, for as long as the cover, the caller and `timeout_s` allow.
+        """Let the mover read for as long as the cover, the caller and `timeout_s` allow.
 
         Raises:
-            PeerLost: the slots are none of the peer's, or this node has no such mover; nothing was started.
+            PeerLost: the slots do not fit the peer's slab, or this node has no such mover; nothing was started.
             TransferTimeout: as for `MoverLink.read`; nothing was started.
         """
         check_slots(request.remote_slots, peer, request.block_bytes)
@@ -128,15 +128,15 @@ class CoveredRead:
         )  # fmt: skip
 
     def is_peers_fault(self) -> bool:
-        """Whether the failure is to be held against the peer: not if the READ was only given too little time."""
+        """Return whether the peer caused the failure; False if the READ only had too little time."""
         return not isinstance(self.error, TransferTimeout) or self._ended_s - self._heard_s >= _PATIENCE_S
 
     def is_late(self, now_s: float) -> bool:
-        """Whether the mover has not reported in time."""
+        """Return whether the mover's report is late."""
         return bool(self._read_id) and not self.has_ended and now_s > self.late_s
 
     def give_up(self) -> None:
-        """Stop waiting for the mover's report, unless it has come: nothing that comes later counts."""
+        """Stop waiting for the mover's report, unless it has come; later chunks do not count."""
         with self._lock:
             if self.has_ended:
                 return
@@ -165,15 +165,15 @@ class CoveredRead:
             self._on_end()
 
     def settle(self, pool: Pool, write_id: int, owner: str) -> None:
-        """Give up what of a write was not published; while the READ may still write to its slots, to quarantine."""
+        """Give up the unpublished slots of a write; quarantine them while the READ may still write."""
         read_id = self.given_up_id
         name = f"read-{read_id}" if read_id else ""
         pool.abort_store(write_id, owner, quarantine=name)
         if read_id:
-            # It may have turned terminal before there was anything to set free.
+            # The READ may have become terminal before the slots were in quarantine.
             self._mover.when_terminal({read_id}, partial(pool.end_quarantine, name))
 
 
 def is_quarantine_full(pool: Pool, most_fraction: float) -> bool:
-    """Whether so many slots wait for READs that were given up that nothing more is to be read."""
+    """Return whether too many slots wait for abandoned READs, so that no new READ may begin."""
     return 0 < pool.num_quarantined >= most_fraction * pool.num_slots

@@ -1,8 +1,8 @@
 """The directory: block hash -> nodes. A hint: wrong entries cost a question, never a wrong byte.
 
-Stores send what became findable and what stopped being so, in batches; on each new connection a store begins with a
-full announcement, so that the index is whole again after the directory died or a batch was lost. With the batches
-they tell which namespaces were cleared, and hear which others were.
+Stores send in batches which blocks became findable or are no longer findable. On each new connection a store begins
+with a full announcement, so that the index is complete again after the directory died or a batch was lost. A batch
+also names the namespaces that were cleared; the answer names the clearings that the store does not know yet.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvstore.runtime import clock
 
 __all__ = ["SETTLE_S", "DirectoryIndex", "DirectoryServer"]
 
-#: For so long after its start, or after a store was lost, a directory does not say that there is only one node:
-#: another one may be on its way (a heartbeat of 5 s, a pause of 1 s, and a call's 5 s to find the directory).
+#: For this long after its start, or after a store was lost, a directory does not say that there is only one node:
+#: another may be about to connect (a heartbeat of 5 s, a pause of 1 s, and a call's 5 s to find the directory).
 SETTLE_S = 15.0
-#: Between two steps in which entries of forgotten stores are taken out; a step takes some milliseconds.
+#: Time between two steps that remove entries of forgotten stores; a step takes some milliseconds.
 _SWEEP_EVERY_S = 0.05
 _EPOCH_BYTES = 8
 #: A batch has some thousand blocks, and the versions of all namespaces at most.
@@ -40,34 +40,34 @@ _MAX_MESSAGE_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class _Link:
-    """A connection of a store, and what was announced on it.
+    """A connection of a store, and the announcements on it.
 
-    `life` is the announcement that is whole, `coming` the one that is under way; 0 where there is none.
+    `life` is the complete announcement, `coming` the one under way; 0 if there is none.
     """
 
     node_id: str
     epoch: bytes
-    #: Drawn by the store. Many know its epoch, and this tells whether an earlier connection was its own.
+    #: Random, chosen by the store: it proves that an earlier connection was its own. Many processes know the epoch.
     owner: bytes
     connection: Connection
     sequence: int = 0
     life: int = 0
     coming: int = 0
-    #: Up to which serial of the versions it was told.
+    #: The store was told the versions up to this serial.
     told: int = 0
 
 
 class DirectoryServer:
     """Serves one index to the stores of a cluster over TCP.
 
-    What a connection announces is of the node and the epoch that it named in its HELLO, and it alone takes that
-    back: by its end, or by the next announcement of the same epoch and owner. So a store that says it is of another's
-    node adds wrong hints at worst.
+    An announcement belongs to the node and the epoch in its connection's HELLO. It ends only with its connection, or
+    with the next announcement of the same epoch and owner. So a store that uses another store's node id can at worst
+    add wrong hints.
 
     Args:
         host: address of this node, as other nodes reach it.
-        settle_s: how long it does not say that a node is the only one; 0 for the first directory of a store, all of
-            whose nodes are yet to come.
+        settle_s: for this long it does not say that a node is the only one; 0 for the first directory of a store,
+            before any node has connected.
     """
 
     def __init__(self, host: str, settle_s: float = SETTLE_S) -> None:
@@ -79,7 +79,7 @@ class DirectoryServer:
         self._links: dict[str, _Link] = {}
         self._lives = itertools.count(1)
         self._versions = NamespaceVersions()
-        #: Connections that were told which node is the only one; closed when there is another.
+        #: Connections that were told which node is the only one; closed when another node appears.
         self._lonely: dict[str, Connection] = {}
         self._server = ControlServer(
             self._serve, self._gone, self.index.sweep, lambda: self.index.is_sweeping, _SWEEP_EVERY_S,
@@ -93,15 +93,15 @@ class DirectoryServer:
         return PeerAddress(self._host, self._server.port, self._token)
 
     def is_serving(self, within_s: float) -> bool:
-        """Whether the thread that serves the stores answers within so many seconds."""
+        """Return whether the thread that serves the stores answers within `within_s` seconds."""
         return self._server.is_serving(within_s)
 
     def version(self, namespace: bytes) -> int:
-        """Return the highest version of a namespace that was heard of here."""
+        """Return the highest version of a namespace that this directory knows."""
         return self._versions.get(namespace)
 
     def hear_clearing(self, namespace: bytes, version: int) -> bool:
-        """Note a clearing, for stores that are away; whether it is news. Each hears of it when it publishes next."""
+        """Note a clearing; return whether it is new. Each store is told when it publishes next."""
         return self._versions.hear(namespace, version)
 
     def stop(self) -> None:
@@ -144,12 +144,12 @@ class DirectoryServer:
         return encode_object({"protocol": PROTOCOL_VERSION})
 
     def _only_node(self) -> str:
-        """Return the only node that has a store, as far as can be known; nothing if there may be others."""
+        """Return the only node that has a store, or "" if there may be others."""
         nodes = self.index.nodes()
         return nodes[0] if len(nodes) == 1 and clock.now_s() >= self._settled_at_s else ""
 
     def _publish(self, link: _Link, batch: Batch) -> bytes:
-        """Take a batch in; returns the versions that this connection has not been told."""
+        """Add a batch to the index; return the versions that this connection was not told yet."""
         if batch.sequence != link.sequence + 1 or not (batch.begins or link.life or link.coming):
             raise ProtocolError(
                 f"wanted batch {link.sequence + 1}, with a full announcement first, got batch {batch.sequence}; "
@@ -169,13 +169,13 @@ class DirectoryServer:
             link.life, link.coming = link.coming, 0
         if len(self.index.nodes()) > 1:
             for lonely in self._lonely.values():
-                lonely.shut_down()  # Before the new node hears that it is known here.
+                lonely.shut_down()  # Before the new node receives its answer.
             self._lonely.clear()
         link.told, news = self._versions.since(link.told)
         return encode({n: version for n, version in news.items() if batch.versions.get(n) != version})
 
     def _begin(self, link: _Link) -> None:
-        """Begin a full announcement; the one before it counts until this one is whole."""
+        """Begin a full announcement; the one before it counts until this one is complete."""
         self._forget(link, link.coming)
         link.coming = next(self._lives)
         for other in self._links.values():
@@ -195,7 +195,7 @@ class DirectoryServer:
         self._lonely.pop(connection.owner, None)
         link = self._links.pop(connection.owner, None)
         if link is not None and (link.life or link.coming):
-            # It may come back, with what it holds.
+            # The store may connect again and announce its blocks.
             self._settled_at_s = clock.now_s() + self._settle_s
             self._forget(link, link.life)
             self._forget(link, link.coming)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-#: So many entries are taken out at once; what else a forgotten holder had goes in later steps.
+#: Most entries that one step removes; the other entries of a forgotten holder are removed in later steps.
 SWEEP_BLOCKS = 1 << 14
 
 
@@ -18,18 +18,18 @@ class _Holder:
 
 
 class DirectoryIndex:
-    """What each node holds, by the lives of its store. Any thread may call.
+    """The blocks of each node, by the lives of its store. Any thread may call.
 
-    A node may have several lives here at once: an announcement that is under way beside the one before it, or a
-    store that says it is of a node beside the one that is. Nothing that one of them says touches another.
-    A forgotten life is found no more from that moment; its entries go in steps, so that no call takes long.
+    A node may have several lives here at once: an announcement under way beside the one before it, or a store that
+    falsely uses a node's id beside the real one. No life changes the entries of another.
+    A forgotten life is not found any more; its entries are removed in steps, so that no call takes long.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._masks: dict[bytes, int] = {}
         self._holders: dict[tuple[str, int], _Holder] = {}
-        #: Forgotten, with entries that are still there; their bits are nobody's.
+        #: Forgotten holders that still have entries; no live holder uses their bits.
         self._leaving: list[_Holder] = []
         self._used_bits = self._live_bits = 0
 
@@ -51,7 +51,7 @@ class DirectoryIndex:
                 holder.hashes.add(block_hash)
 
     def remove(self, node_id: str, hashes: Iterable[bytes], life: int = 0) -> None:
-        """Note that a node holds blocks no more."""
+        """Note that a node no longer holds blocks."""
         with self._lock:
             holder = self._holder(node_id, life)
             for block_hash in hashes:
@@ -60,7 +60,7 @@ class DirectoryIndex:
                     self._drop(block_hash, holder.bit)
 
     def forget(self, node_id: str, life: int = 0) -> None:
-        """Drop everything of one life of a node."""
+        """Drop all blocks of one life of a node."""
         with self._lock:
             holder = self._holders.pop((node_id, life), None)
             if holder is not None:
@@ -74,12 +74,12 @@ class DirectoryIndex:
         return bool(self._leaving)
 
     def sweep(self, max_blocks: int = SWEEP_BLOCKS) -> None:
-        """Take out entries of forgotten lives, so many at most."""
+        """Remove at most `max_blocks` entries of forgotten lives."""
         with self._lock:
             self._sweep(max_blocks)
 
     def locate(self, hashes: Sequence[bytes]) -> list[tuple[str, int]]:
-        """Return (node, length of the prefix it holds), longest first, nodes with none left out."""
+        """Return (node, length of the prefix it holds), longest first, without nodes that hold none of it."""
         with self._lock:
             lengths = self._lengths(hashes)
         return sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
@@ -91,7 +91,7 @@ class DirectoryIndex:
         while alive:
             still = alive & masks.get(hashes[count], 0) if count < len(hashes) else 0
             if still != alive:
-                # Ascending, so that of a node's lives the longest is the last.
+                # `count` grows, so the longest of a node's lives is written last.
                 lengths |= {h.node_id: count for h in self._holders.values() if h.bit & alive & ~still}
                 alive = still
             count += 1

@@ -1,6 +1,6 @@
-"""A store's link to the directory: publishes what it holds in batches, asks where blocks are.
+"""A store's link to the directory: publishes the store's blocks in batches, asks where blocks are.
 
-With each batch it tells which namespaces were cleared, and hears of clearings that passed it by.
+Each batch names the namespaces that were cleared; the answer names clearings that this store does not know yet.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from kvstore.runtime.guard import Guard
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-#: A directory that did not answer in time is asked again later than one that refused: each try costs a load its time.
+#: Longer than `_RETRY_S`: each try at a directory that does not answer costs a load its time.
 _RETRY_HUNG_S = 5.0
 _HEARTBEAT_S = 5.0
-#: How long a lookup's answer may stand in for asking again, and how many are kept.
+#: How long the answer of a lookup may be used instead of asking again, and how many are kept.
 _REMEMBERED_S, _MAX_REMEMBERED = 2.0, 1024
-#: Of one answer of the directory, which has the best nodes first.
+#: Most nodes taken from one answer of the directory, which has the best nodes first.
 _MAX_NODES = 256
-#: Who waits for a batch to be published waits no longer than this, plus a tick of the control thread.
+#: A caller waits for the publishing of a batch no longer than this, plus a tick of the control thread.
 _ANSWER_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Who is called back when batch number `batch` has been published, or at `until_s` in any case."""
+    """A callback for when batch number `batch` has been published, or at the latest for `until_s`."""
 
     then: Callable[[], None]
     batch: int
@@ -57,11 +57,11 @@ class Hints:
 
     Args:
         resolve: finds the directory through the cluster; called on first contact and after failures only.
-        versions: of the namespaces that this store has heard were cleared.
+        versions: of the namespaces that this store knows were cleared.
         clear: called, on the link's thread, with a namespace and a version that the directory knows and the store
-            may not.
-        say_alone: told whether this node is the only one that has blocks, as `is_alone` says it, without being asked.
-        epoch: this life of the store, by which the directory tells its connections from those of another life.
+            may not know.
+        say_alone: called, without a request, with whether this node is the only one that has blocks (see `is_alone`).
+        epoch: this life of the store; the directory distinguishes the connections of different lives by it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Hints:
     ) -> None:
         self._node_id, self._resolve, self._timeout_s = node_id, resolve, timeout_s
         self._epoch = secrets.token_bytes(8) if epoch is None else epoch
-        #: By which the directory knows that connections are of this store: its epoch is known to many.
+        #: Proves to the directory that connections are of this store: many processes know its epoch.
         self._owner_key = secrets.token_bytes(OWNER_KEY_BYTES)
         self._versions, self._clear, self._told = versions, clear, 0
         self._announcements = Announcements()
@@ -87,7 +87,7 @@ class Hints:
         self._publisher: ControlClient | None = None
         self._asker: ControlClient | None = None
         self._ask_lock = threading.Lock()
-        #: The directory knew of no other node. It closes the connection of who was told so when there is one.
+        #: The directory knew no other node. When another appears, it closes the connection on which it said so.
         self._is_only = False
         self._solitude = Solitude(say_alone)
         self._ask_after_s = 0.0
@@ -95,9 +95,9 @@ class Hints:
         self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        """Make contact, and wait for it: a new store hears which namespaces were cleared before it keeps a block.
+        """Start the thread, and wait for the directory's first answer, which names the cleared namespaces.
 
-        A directory that is away, or takes longer than `timeout_s`, tells later.
+        So a new store knows them before it keeps a block. After `timeout_s` the answer is not waited for any longer.
         """
         done = threading.Event()
         self._thread.start()
@@ -105,20 +105,20 @@ class Hints:
         done.wait(timeout_s)
 
     def follow(self, pool: Pool) -> None:
-        """Publish what `pool` holds from now on."""
+        """Publish the blocks of `pool` from now on."""
         self._announcements.follow(pool)
         self.publish_soon()
 
     def forget(self) -> None:
-        """Have the directory forget what this node holds, until `follow`: nobody gets it here any more."""
+        """Make the directory forget this node's blocks until `follow`: the node no longer grants them."""
         self._announcements.follow(None)
         self.publish_soon()
 
     def publish_soon(self, then: Callable[[], None] | None = None) -> None:
-        """Publish what changed; `then` is called afterwards.
+        """Publish the changes soon; `then` is called afterwards.
 
-        It is called at once when the directory is known to be away, and by `answer_overdue` when it is slow: a
-        save is complete when its node can find it, and a directory that hangs must not make it fail.
+        `then` is called at once if the directory is known to be away, and by `answer_overdue` if it is slow: a save
+        is complete when its node can find the blocks, and a directory that hangs must not make it fail.
         """
         with self._condition:
             at_once = then is not None and (self._stopping or self._is_away)
@@ -132,11 +132,11 @@ class Hints:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for a batch to be published."""
+        """Number of callers that wait for the publishing of a batch."""
         return len(self._waiting)
 
     def answer_overdue(self) -> None:
-        """Call back who waited long enough; the directory will hear later."""
+        """Call back the callers that waited long enough; the directory is told later."""
         now_s = clock.now_s()
         self._answer(lambda waiting: waiting.until_s < now_s)
 
@@ -157,7 +157,7 @@ class Hints:
 
         Args:
             chain: the run.
-            until_s: when nothing is asked any more because others are still being answered.
+            until_s: the directory is not asked if earlier questions are still being answered at this time.
         """
         if self.is_alone():
             return []
@@ -188,9 +188,9 @@ class Hints:
         return nodes
 
     def _ask(self, chain: bytes) -> bytes:
-        """Ask over the connection that there is, or over a new one when that has been closed.
+        """Ask over the open connection, or over a new one if it was closed.
 
-        A directory closes it that has met another node since, and one that ended did.
+        The directory closes it when it meets another node, and when it ends.
         """
         if self._asker is not None and not self._asker.closed:
             with contextlib.suppress(PeerLost):
@@ -199,19 +199,19 @@ class Hints:
         return self._asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
 
     def is_alone(self) -> bool:
-        """Whether no other node holds anything, as far as is known without asking. Waits for nothing."""
+        """Return whether no other node is known to hold blocks, without asking. Never waits."""
         asker = self._asker
         return self._is_only and asker is not None and asker.is_quiet()
 
     def remember(self, block_hash: bytes, nodes: list[tuple[str, int]]) -> None:
-        """Note where a run that begins with a block was found: an engine that looked up soon loads."""
+        """Note where a run that begins with this block was found: after a lookup an engine soon loads."""
         # No lock, here and in `recall`: each step is one operation on the dict, and a lost hint costs a question.
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.clear()
         self._remembered[block_hash] = (clock.now_s() + _REMEMBERED_S, nodes)
 
     def recall(self, block_hash: bytes) -> list[tuple[str, int]]:
-        """Return, once, what `remember` was told a moment ago; empty otherwise."""
+        """Return, once, the nodes that `remember` noted a moment ago; else an empty list."""
         until_s, nodes = self._remembered.pop(block_hash, (0.0, []))
         return nodes if clock.now_s() < until_s else []
 
@@ -277,17 +277,17 @@ class Hints:
             self._condition.wait_for(lambda: self._stopping, seconds)
 
     def _publish(self) -> bool:
-        """Tell the directory one batch, and hear which namespaces were cleared; whether it was there."""
+        """Send one batch to the directory, and note the clearings in its answer; return whether it answered."""
         try:
             if self._publisher is None or self._publisher.closed:
                 self._publisher, self._told = self._connect(), 0
                 self._announcements.begin_connection()
             told, versions = self._versions.since(self._told)
-            # Sent even when empty: that is how a directory that was restarted is noticed.
+            # Sent even when empty: this shows whether the directory was restarted.
             batch = encode(self._announcements.next(versions))
             news = decode_versions(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
         except Exception as error:
-            # What this batch told may be lost with the connection: the next one begins with a full announcement.
+            # This batch may be lost with the connection: the next connection begins with a full announcement.
             if self._publisher is not None:
                 self._publisher.close()
             if not isinstance(error, KVStoreError):
@@ -300,7 +300,7 @@ class Hints:
 
 
 def _located(payload: bytes, num_blocks: int) -> tuple[list[tuple[str, int]], str]:
-    """Return (nodes that may have the begin of a run, and how much of it; the only node that has anything)."""
+    """Return ([(node, length of the prefix that it may have)], the only node that has blocks or "")."""
     found = decode_found(payload)
     nodes = [(node, min(count, num_blocks)) for node, count in found.nodes[:_MAX_NODES] if count > 0]
     return nodes, found.only

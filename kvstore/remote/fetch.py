@@ -1,4 +1,4 @@
-"""Fetching what a load misses from peers: lease there, READ here, publish, tell the waiting client."""
+"""Fetches the blocks that a load misses from peers: lease there, READ here, publish, tell the waiting client."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from kvstore.runtime.thread_pool import ThreadPool
 logger = logging.getLogger(__name__)
 
 _MAX_PEERS_PER_LOAD = 4
-#: Loads that ask or read at once; as many may hang on a peer that stopped, for one call's timeout.
+#: Loads that ask or read at once. All of them may hang on a peer that stopped, for one call's timeout.
 _NUM_THREADS = 32
-#: Loads that have not ended, and bytes of their chains (2,097,152 blocks): more are answered at once.
+#: Most loads that have not ended, and most bytes of their chains (2,097,152 blocks): more are refused at once.
 _MOST_LOADS, _MOST_BYTES = 4096, 64 << 20
 
 
 class Fetcher:
     """Runs the loads of one node that need peers, a thread each while they ask or read.
 
-    Of several loads that miss one block, one fetches it. The others are parked, each with its own deadline, and
-    go on when that one has ended, well or not: then they find the block, or ask another peer themselves.
+    Of several loads that miss one block, one fetches it. The others are parked, each with its own deadline. When that
+    fetch has ended or failed, they continue: they find the block, or ask another peer themselves.
 
     Args:
         config: of the store.
-        hints: say which node has which block.
+        hints: tell which nodes may have which block.
         peers: the stores of other nodes.
-        mover: that reads.
+        mover: runs the READs.
         threads: for leases that are given back late.
         slot_format: the byte order of blocks here.
         adopt_version: called when a peer knows of a later clearing of a namespace.
@@ -66,13 +66,13 @@ class Fetcher:
         self._num_loads = self._num_bytes = 0  # Of chains of loads that have not ended.
 
     def begin(self, load: Load) -> None:
-        """Fetch what `load` misses, on threads; its client gets a last message in any case, perhaps at once."""
+        """Fetch the missing blocks of `load`, on threads; its client always gets a last message, perhaps at once."""
         num_bytes = len(load.chain.data)
         load.on_end = partial(self._count, -1, -num_bytes)
         with self._counting:
             num_loads = self._num_loads
             is_room = num_loads < _MOST_LOADS and self._num_bytes + num_bytes <= _MOST_BYTES
-        # Counted in any case: its end is subtracted.
+        # Counted also when it is refused: its end is subtracted.
         self._count(1, num_bytes)
         if is_room:
             self._submit(load)
@@ -88,7 +88,7 @@ class Fetcher:
             load.end("busy: the node store ends, or can start no thread")
 
     def stop(self) -> None:
-        """Take no more loads."""
+        """Stop taking loads."""
         self._threads.close(drop=True)
 
     def _run(self, load: Load) -> None:
@@ -103,7 +103,7 @@ class Fetcher:
             load.end(reason)
 
     def _fill(self, load: Load) -> str | None:
-        """Fetch until everything is pinned; returns why it ended early, "" at the end, None when parked."""
+        """Fetch until all blocks are pinned; return "" then, the reason if it ended early, None if parked."""
         while load.num_ready < len(load.chain):
             if clock.now_s() > load.deadline_s:
                 return "timeout"
@@ -125,8 +125,8 @@ class Fetcher:
         return ""
 
     def _ask_a_peer(self, load: Load, rest: BlockHashes) -> str:
-        """Fetch from the best peer not tried yet; returns why there is no use in going on, or nothing."""
-        # It may have arrived here since the load began; mostly it has not, and one look is cheaper than a pin.
+        """Fetch from the best peer not tried yet; return the reason to stop, or ""."""
+        # The block may have arrived since the load began. Mostly it has not, and a lookup is cheaper than a pin.
         if load.pool.lookup(rest.head(1)) and load.pin_more():
             return ""
         if len(load.tried) >= _MAX_PEERS_PER_LOAD:
@@ -138,7 +138,7 @@ class Fetcher:
         found = [node for node, _ in hints if node not in load.tried]
         usable = [node for node in found if self._peers.is_usable(node)]
         if not usable:
-            # It may have arrived while the directory was asked. What was remembered may be old: then it is asked next.
+            # The block may have arrived meanwhile. Remembered hints may be old: then the directory is asked next.
             if load.pin_more() or remembered:
                 return ""
             return load.fell_short or ("peer_lost" if set(found) - {self._peers.own_node_id} else "not_found")
@@ -150,15 +150,15 @@ class Fetcher:
         except (TransferError, StoreUnavailable) as error:
             logger.warning("fetch from node %s failed: %s", usable[0], error)
             if self._mover.own is not None:
-                # Without a mover of its own this node has not learnt anything about the peer.
+                # Without its own mover this node has learnt nothing about the peer.
                 self._peers.failed(usable[0])
             reason = "timeout" if isinstance(error, TransferTimeout) else "peer_lost"
         load.fell_short = reason
-        # No other peer helps against a full pool here. What was remembered may be old: then the directory is asked.
+        # No other peer helps if the pool here is full. Remembered hints may be old: then the directory is asked.
         return reason if reason == "pool_full" or (len(usable) == 1 and not remembered) else ""
 
     def _release_at_peer(self, peer: Peer, lease_id: int) -> None:
-        """Give a lease back to a peer after all, on a thread: its connection may have to be made anew."""
+        """Give a lease back to a peer, on a thread: it may have to connect again."""
 
         def release() -> None:
             with contextlib.suppress(KVStoreError):
@@ -169,7 +169,7 @@ class Fetcher:
         self._store_threads.submit(Blocking.RELEASE, release, is_admitted=True)
 
     def _fetch_from(self, load: Load, chain: BlockHashes, node_id: str, num_hinted: int) -> str:
-        """Lease a run at one peer and read what it grants; returns why it fell short, or nothing."""
+        """Lease a run at one peer and read the granted blocks; return why blocks are missing, or ""."""
         config, peer = self._context.config, self._peers.get(node_id)
         ttl_s = min(config.lease_ttl_s, load.ttl_s)
         until_s = clock.now_s() + ttl_s - config.lease_margin_s

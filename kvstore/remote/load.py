@@ -23,14 +23,14 @@ class Load:
         owner: of the lease.
         lease_id: of the lease, which `pin_more` extends.
         ttl_s: how long each block is leased from the moment when it is pinned.
-        deadline_s: when the client stops waiting.
+        deadline_s: the time at which the client stops waiting.
         pool: of this node.
         version_now: returns the version of the namespace's last clearing that this node knows.
-        version: of the clearing that the load began under, taken before its first pin. After a later one it takes
-            nothing more, or a chain would be put together from the KV of old and of new weights.
-        send: tells the client (progress, whether it is the last); any thread.
-        is_open: whether the client still listens; once it does not, nothing more is pinned for it.
-        num_ready: blocks that are leased already.
+        version: of the last clearing before the load, read before its first pin. After a later clearing the load
+            takes no more blocks: its chain would mix the KV of old and of new weights.
+        send: called with (progress, whether it is the last) for the client; any thread.
+        is_open: returns whether the client's connection is open; if not, nothing more is pinned for it.
+        num_ready: number of blocks that are leased already.
     """
 
     chain: BlockHashes
@@ -46,7 +46,7 @@ class Load:
     is_open: Callable[[], bool] = lambda: True
     num_ready: int = 0
     is_ended: bool = False
-    #: Called once, when the client was told the last.
+    #: Called once, just before the client gets its last message.
     on_end: Callable[[], None] = lambda: None
     #: Peers that were asked, and why the last one was not enough.
     tried: set[str] = field(default_factory=set)
@@ -55,13 +55,13 @@ class Load:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_current(self) -> bool:
-        """Whether the namespace was not cleared since the load began."""
+        """Return True if the namespace was not cleared since the load began."""
         return self.version_now() == self.version
 
     def pin_more(self, limit: int | None = None) -> int:
-        """Pin what became readable since and tell the client; returns how many blocks that were.
+        """Pin the blocks that became readable and tell the client; return their number.
 
-        The message on the last block carries the report, so that the client waits for nothing more.
+        The message about the last block carries the report, so that the client needs no further message.
         """
         with self._lock:
             return 0 if self.is_ended or not self.is_open() else self._pin_more(limit)
@@ -71,7 +71,7 @@ class Load:
         if limit is not None:
             rest = rest.head(limit - self.num_ready)
         grant = self.pool.pin_prefix(rest, self.owner, clock.now_s() + self.ttl_s, self.lease_id)
-        # Asked after the pin: a clearing is noted before new blocks can be stored. What it pinned goes with the lease.
+        # Check after the pin: a clearing is noted before new blocks can be stored. The lease's end drops these pins.
         if not self.is_current():
             return 0
         if grant.packed_slots:
@@ -81,7 +81,7 @@ class Load:
         return len(grant.slots)
 
     def end(self, reason: str) -> None:
-        """Tell the client that nothing more comes, and why, unless it has been told everything."""
+        """Send the client its last message with the reason, unless it has got it already."""
         with self._lock:
             if not self.is_ended:
                 self.report.reason = reason

@@ -8,7 +8,7 @@ from kvstore.blocks.indexes import IndexArray
 
 
 class PeerLease(Record, frozen=True, kw_only=True):
-    """Ask a peer for a lease of a run, under the terms in which the asking store understands the blocks."""
+    """Ask a peer for a lease of a run. The other fields say which blocks the asking store can use."""
 
     chain: BlockHashes
     block_bytes: U32

@@ -1,4 +1,4 @@
-"""Reading what one peer granted: claim slots, read segment by segment, publish, pin for the client."""
+"""Reads the blocks that one peer granted: claim slots, read segment by segment, publish, pin for the client."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-#: A call for a load that has no time left may still take this long, so that it does not end on a healthy peer.
+#: A call may take at least this long, even if its load has no time left: else a healthy peer would seem to fail.
 _LEAST_CALL_S = 1.0
 _NO_GRANT = PeerGrant(lease_id=0, epoch=b"", namespace_version=0, mover_generation=0, slots=np.empty(0, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class ReadContext:
-    """What the READs of a node's loads share.
+    """The parts that the READs of a node's loads share.
 
     Args:
         config: of the store.
-        mover: that reads.
-        flights: which blocks are on their way here.
+        mover: runs the READs.
+        flights: the blocks that are on their way here.
         announce: called when blocks became readable here.
         release_at_peer: gives a lease back on a thread.
         numbers: make the owners of the writes.
@@ -75,16 +75,16 @@ class _Segment:
 class PeerRead:
     """One lease at one peer, and the READs under it.
 
-    The slots of the first segment (kvstore.blocks.chunking) are claimed while the peer is asked, those of each later
-    one while the mover reads the one before. A context manager: at its end what was claimed and not read is given up,
-    and the lease is given back.
+    The slots of the first segment (kvstore.blocks.chunking) are claimed while the peer is asked; the slots of each
+    later segment while the mover reads the one before. A context manager: its exit gives up slots that were claimed
+    but not read, and gives the lease back.
 
     Args:
         context: of this node.
-        load: that wants the blocks.
-        peer: that is asked for them.
+        load: the load that wants the blocks.
+        peer: the peer that is asked for them.
         chain: the blocks that it is asked for.
-        until_s: the lease covers what is in place before, by the clock taken before the peer is asked.
+        until_s: the lease covers blocks in place before this time; computed before the peer is asked.
     """
 
     def __init__(self, context: ReadContext, load: Load, peer: Peer, chain: BlockHashes, until_s: float) -> None:
@@ -114,11 +114,11 @@ class PeerRead:
             self._give_back()
 
     def is_quarantine_full(self) -> bool:
-        """Whether so many slots wait for READs that were given up that nothing more is to be read."""
+        """Return whether too many slots wait for abandoned READs, so that no new READ may begin."""
         return is_quarantine_full(self._pool, self._context.config.max_quarantined_fraction)
 
     def claim_first(self, num_hinted: int) -> None:
-        """Claim the slots of the first segment of what the peer is said to have; `run` raises what goes wrong."""
+        """Claim the slots of the first segment of the hinted blocks; `run` raises any error."""
         try:
             if plan := self._plan(min(num_hinted, len(self._chain))):
                 self._claimed = self._claim(0, plan[0][-1])
@@ -126,10 +126,10 @@ class PeerRead:
             self._error = error
 
     def run(self, grant: PeerGrant) -> str:
-        """Read everything that the peer granted; returns why it fell short, or nothing.
+        """Read all blocks that the peer granted; return why blocks are missing, or "".
 
         Raises:
-            TransferError: the peer or the mover failed; what may still be written is quarantined.
+            TransferError: the peer or the mover failed; slots that may still be written are in quarantine.
         """
         self._grant, self._arrivals.since_s = grant, clock.now_s()
         self._chain = self._chain.head(len(grant.slots))
@@ -153,7 +153,7 @@ class PeerRead:
         return self._wait() or ("pool_full" if self._is_full else "")
 
     def _claim(self, first: int, end: int) -> _Segment | None:
-        """Claim slots for blocks [first, end) of the chain; None when there is none to be read."""
+        """Claim slots for blocks [first, end) of the chain; return None if there is none to read."""
         piece = self._chain.tail(first).head(end - first)
         ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
         self._is_full = ticket.num_refused > 0
@@ -172,7 +172,7 @@ class PeerRead:
             self._claimed = None
 
     def _give_back(self) -> None:
-        """Release the peer's pins, but not while a READ that was given up may still be reading them."""
+        """Release the peer's pins, but only after abandoned READs can no longer read them."""
         given_up = {segment.read.given_up_id for segment in self._segments} - {0}
         if not given_up:
             with contextlib.suppress(KVStoreError):
@@ -226,7 +226,7 @@ class PeerRead:
             if all(segment.has_ended for segment in self._segments):
                 self._all_ended.set()
         if not self._segments:
-            # Everything arrived by other ways meanwhile, or no slot could be had.
+            # All blocks arrived through other loads meanwhile, or no slot was free.
             return "" if load.pin_more() else "busy"
         late_s = max(segment.read.late_s for segment in self._segments)
         if not self._all_ended.wait(max(late_s - clock.now_s(), 0.0)):
@@ -235,13 +235,13 @@ class PeerRead:
         if self._error is not None:
             failed = [segment.read for segment in self._segments if segment.read.error is not None]
             if failed and not any(read.is_peers_fault() for read in failed):
-                return f"timeout: {self._error}"  # Raised, it would have the peer left alone, by all of this node.
+                return f"timeout: {self._error}"  # Not raised: that would back the peer off for the whole node.
             raise self._error
         return "" if self._num_published == self._num_wanted else "lease_expired"
 
     def _on_blocks(self, segment: _Segment, done: MoverDone) -> None:
         """Publish a chunk that counts, pin it for the client and tell it; on the control thread."""
-        count = done.num_blocks  # Of the last chunk all: the link to the mover has seen to it.
+        count = done.num_blocks  # With the last chunk it is all blocks: the link to the mover has checked that.
         num_published = self._pool.complete_store(segment.write_id, self._owner, count=count)
         self._num_published += num_published
         self._arrivals.add(done, num_published)
@@ -254,7 +254,7 @@ class PeerRead:
                 logger.debug("the client of a load left before its blocks came")
 
     def _on_end(self, segment: _Segment) -> None:
-        """Give up what a segment has not published."""
+        """Give up the slots that a segment has not published."""
         read = segment.read
         if (error := read.error) is not None:
             self._error = error if isinstance(error, TransferError) else TransferError(str(error))
@@ -267,6 +267,6 @@ class PeerRead:
 
 
 def _distinct(ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Return chunk ends without those of chunks that became empty because all their blocks were here."""
+    """Return the chunk ends without empty chunks, whose blocks were all here already."""
     kept: npt.NDArray[np.int32] = ends[np.diff(ends, prepend=0) > 0].astype(np.int32)
     return kept

@@ -1,6 +1,6 @@
 """Connections to other nodes' stores: found once through the cluster, then direct.
 
-A peer that failed is left alone for a while, longer each time: a node that vanished only times out.
+After a failure a peer is not asked for a while, longer each time: each call to a vanished node costs a timeout.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvstore.rpc.messages import OWNER_KEY_BYTES
 from kvstore.runtime import clock
 
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
-#: So long after its back-off nobody remembers that a node failed.
+#: A node's failures are forgotten this long after its back-off.
 _FORGIVEN_AFTER_S = 600.0
-#: Of so many nodes it is remembered, those that are left alone for longest: tickets name nodes that never were.
+#: Most failed nodes that are remembered, those with the latest back-off: tickets may name nodes that never existed.
 _MOST_FAILED = 1024
-#: More are closed when they come back.
+#: Most spare connections of one peer; others are closed when they are given back.
 _MOST_SPARE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where a store or directory listens, and the secret that it wants to hear."""
+    """The address at which a store or directory listens, and the secret that it requires."""
 
     host: str
     port: int
@@ -53,20 +53,20 @@ class Peer:
     node_id: str
     client: ControlClient
     epoch: bytes
-    #: By which it knows what this store holds there.
+    #: The peer knows this store's leases by this key.
     owner_key: bytes
     same_host: bool = False
-    #: Connections of their own for questions whose answers may take long; each carries one at a time.
+    #: Separate connections for questions whose answers may take long; each carries one question at a time.
     spare: list[ControlClient] = field(default_factory=list)
     _transport: tuple[int, PeerDescription] | None = field(default=None)
 
     def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
-        """Ask for a lease: one blocking call; `meanwhile` is called, and must not raise, before it is waited for."""
+        """Ask for a lease: one blocking call. `meanwhile` is called before the wait, and must not raise."""
         answer = self._ask(Op.PEER_LEASE, encode(lease), timeout_s, meanwhile)
         return grant_of(answer, len(lease.chain))
 
     def _ask(self, op: Op, payload: bytes, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> bytes:
-        """Ask; a refusal for whatever reason is a loss, for another peer may not refuse."""
+        """Ask the peer; raise PeerLost for any refusal, since another peer may not refuse."""
         try:
             return self.client.call(op, payload, timeout_s=timeout_s, meanwhile=meanwhile)
         except (TransferError, StoreUnavailable):
@@ -79,13 +79,13 @@ class Peer:
         self.client.send(Op.PEER_RELEASE, encode(lease_id))
 
     def close(self) -> None:
-        """Close all connections that nobody uses now, and the common one."""
+        """Close the common connection, and all spare ones that are not in use."""
         self.client.close()
         while self.spare:
             self.spare.pop().close()
 
     def known_transport(self, generation: int) -> tuple[str, PeerDescription] | None:
-        """Return what `transport` does if nobody has to be asked for it."""
+        """Return the result of `transport` if it is known without asking the peer; else None."""
         found = self._transport
         if found is None or found[0] != generation:
             return None
@@ -118,13 +118,13 @@ class PeerBook:
         self._failures: dict[str, tuple[int, float]] = {}
 
     def is_usable(self, node_id: str) -> bool:
-        """Whether a node may be asked now: not this one, not backed off."""
+        """Return whether a node may be asked now: it is not this node, and not backed off."""
         if node_id == self.own_node_id:
             return False
         return clock.now_s() >= self._failures.get(node_id, (0, 0.0))[1]
 
     def known(self, node_id: str) -> Peer | None:
-        """Return a peer, this node as its own too, if a connection is open and it did not fail of late."""
+        """Return a peer (or this node as its own) if its connection is open and it is not backed off."""
         if node_id != self.own_node_id and not self.is_usable(node_id):
             return None
         peer = self._peers.get(node_id)
@@ -134,7 +134,7 @@ class PeerBook:
         """Return an open connection to a node's store.
 
         Raises:
-            PeerLost: it cannot be reached; it is backed off.
+            PeerLost: the node cannot be reached; it is backed off.
         """
         with self._lock:
             peer = self._peers.get(node_id)
@@ -151,14 +151,14 @@ class PeerBook:
             ended = [self._peers.pop(known) for known, old in [*self._peers.items()] if old.client.has_ended()]
             self._peers[node_id] = peer
         for old in ended:
-            # Of nodes that nobody may ask again: each would keep a descriptor for ever.
+            # Perhaps no load asks these nodes again: each connection would keep a file descriptor forever.
             old.close()
         return peer
 
     def of_life(self, node_id: str, epoch: bytes) -> Peer:
-        """Return an open connection to a node's store, to that life of it if that is the one which runs now.
+        """Return an open connection to a node's store, to the life `epoch` if that one runs now.
 
-        A connection to a store that has ended stays open until somebody uses it.
+        A connection to a store that has ended stays open until it is used.
 
         Raises:
             PeerLost: it cannot be reached; it is backed off.
@@ -176,7 +176,7 @@ class PeerBook:
         return self.get(node_id)
 
     def _owner_key(self, node_id: str) -> bytes:
-        # Another one for each node: a peer that knows its own cannot pass for this store at others.
+        # A different key for each node: a peer cannot use its key to act as this store at other nodes.
         return hashlib.blake2b(node_id.encode(), key=self._secret, digest_size=OWNER_KEY_BYTES).digest()
 
     def _connect(self, node_id: str) -> ControlClient:
@@ -201,10 +201,10 @@ class PeerBook:
             raise PeerLost(f"the store of node {node_id} cannot be reached: {error}") from error
 
     def take_spare(self, peer: Peer) -> ControlClient:
-        """Return a connection to a peer that nobody else uses until `keep_spare`.
+        """Return a connection to a peer, for the caller alone until `keep_spare`.
 
         Raises:
-            PeerLost: it cannot be reached, and is backed off; or its store was restarted.
+            PeerLost: the peer cannot be reached, and is backed off; or its store was restarted.
         """
         with contextlib.suppress(IndexError):
             return peer.spare.pop()
@@ -215,16 +215,16 @@ class PeerBook:
         return connection
 
     def keep_spare(self, peer: Peer, connection: ControlClient) -> None:
-        """Take a connection of `take_spare` back."""
+        """Take back a connection of `take_spare`."""
         if peer.client.closed or len(peer.spare) >= _MOST_SPARE:
             connection.close()
         elif not connection.closed:
             peer.spare.append(connection)
 
     def failed(self, node_id: str) -> None:
-        """Note a failure: the connection is dropped and the node left alone for a while.
+        """Note a failure: close the connection and back the node off for a while.
 
-        Loads that fail while it is left alone had begun before: all of them together are one failure.
+        Loads that fail during the back-off began before it: all of them together count as one failure.
         """
         with self._lock:
             peer = self._peers.pop(node_id, None)

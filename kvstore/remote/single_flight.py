@@ -12,16 +12,16 @@ from kvstore.runtime import clock
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Blocks on their way here, and the loads that are parked until it is over."""
+    """Blocks on their way here, and the loads that are parked until the flight has ended."""
 
     waiting: list[Load] = field(default_factory=list)
 
 
 class Flights:
-    """Which blocks are on their way to one node.
+    """The blocks that are on their way to one node.
 
     Args:
-        resume: called with a parked load when its flight is over, well or not, or its own deadline has passed.
+        resume: called with a parked load when its flight has ended or failed, or its own deadline has passed.
             Any thread; must not block.
     """
 
@@ -32,9 +32,9 @@ class Flights:
         self.num_waiting = 0
 
     def lead(self, block_hash: bytes, load: Load) -> Flight | None:
-        """Take the lead in fetching a block, to be ended with `leave`; None when another load has it.
+        """Begin the flight of a block, for `leave` to end; return None if another load leads it.
 
-        Then this one is parked, and `resume` says when to look again.
+        Then this load is parked until `resume` is called with it.
         """
         mine = Flight()
         with self._lock:
@@ -46,14 +46,14 @@ class Flights:
             return None
 
     def enter(self, hashes: list[bytes], flight: Flight) -> list[bytes]:
-        """Note that more blocks come with `flight`; returns those that nobody else had noted, for `leave`."""
+        """Add blocks to `flight`; return those that were in no other flight, for `leave`."""
         with self._lock:
             new = [block_hash for block_hash in hashes if block_hash not in self._flights]
             self._flights.update(dict.fromkeys(new, flight))
             return new
 
     def leave(self, hashes: list[bytes], flight: Flight) -> None:
-        """End a flight: forget its blocks and let the loads go on that wait for it."""
+        """End a flight: forget its blocks and resume the loads that wait for it."""
         with self._lock:
             for block_hash in hashes:
                 del self._flights[block_hash]
@@ -63,7 +63,7 @@ class Flights:
             self._resume(load)
 
     def give_up_overdue(self) -> None:
-        """Resume the parked loads whose own time is over, whatever becomes of their flights."""
+        """Resume the parked loads whose own deadline has passed; their flights continue."""
         if self.num_waiting == 0:
             return
         now_s, overdue = clock.now_s(), []

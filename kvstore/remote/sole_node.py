@@ -1,4 +1,4 @@
-"""Whether this node is alone, said in shared memory: taken back as soon as the directory takes it back."""
+"""Says in shared memory whether this node is alone, and takes it back as soon as the directory does."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LOOK_MS = 5_000
 
 
 class Solitude:
-    """Says that a node is alone while the connection on which the directory said so is open and silent.
+    """Says that a node is alone, while the connection on which the directory said so is open and silent.
 
     Args:
-        say: told True and False; must not block.
+        say: called with True or False; must not block.
     """
 
     def __init__(self, say: Callable[[bool], None]) -> None:
         self._say, self._lock, self._number = say, threading.Lock(), 0
 
     def begin(self, connection: ControlClient) -> None:
-        """Say so, and watch the connection, on which nothing may be asked before `end`."""
+        """Say that the node is alone, and watch the connection; nothing may be asked on it before `end`."""
         try:
             fd = connection.duplicate()
         except OSError:
@@ -37,13 +37,13 @@ class Solitude:
             try:
                 watch.start()
             except RuntimeError as error:
-                os.close(fd)  # Without a watch nobody would take it back.
+                os.close(fd)  # Without a watch thread `say(False)` would never be called.
                 logger.warning("this node is not said to be alone: %s", error)
                 return
             self._say(True)
 
     def end(self) -> None:
-        """Take it back; nothing happens where it was not said."""
+        """Say that the node is not alone any more, and end the watch."""
         with self._lock:
             self._number += 1
             self._say(False)

@@ -1,7 +1,7 @@
-"""Which clearing of each namespace a process has heard of, and in which order it heard.
+"""The last clearing of each namespace that a process knows, and the order in which it learnt of them.
 
-Both a store and the directory keep one: each tells the other what it has not told it yet, so that a store that was
-away, or is new, hears of a clearing before it keeps blocks that the next peer would make it drop.
+Both a store and the directory keep one. Each sends the other the clearings that it has not sent yet. So a store that
+was away, or is new, knows of a clearing before it keeps blocks that the next peer would make it drop.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kvstore.runtime.guard import LogLimit
 logger = logging.getLogger(__name__)
 
 _NAMESPACE_BYTES = 32
-#: Versions are counts, so none is far ahead of another: what names one that is must not use up all that follow.
+#: Versions are counts, so none is far ahead of another. A message with a huge version must not use up the range.
 _MAX_AHEAD = 1 << 32
 
 
 class NamespaceVersions:
     """The version of the last clearing of each namespace; any thread may call.
 
-    Versions are counted by the stores, those of a group of namespaces together (`group_of`): all of it is cleared when
-    one is. One that was never cleared has version 0.
+    The stores count versions, one count for each group of namespaces (`group_of`): clearing one namespace clears its
+    group. A namespace that was never cleared has version 0.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._serial, self._log = 0, LogLimit()
-        #: By group: (version, when it was heard of, the namespace that it was heard for).
+        #: By group: (version, serial when it was noted, the namespace that it was noted for).
         self._known: dict[bytes, tuple[int, int, bytes]] = {}
 
     def get(self, namespace: bytes) -> int:
@@ -42,11 +42,11 @@ class NamespaceVersions:
         return 0 if known is None else known[0]
 
     def advance(self, namespace: bytes, version: int | None = None) -> int:
-        """Note a clearing, of the next version when none is given; returns its version.
+        """Note a clearing, with the next version if none is given; return its version.
 
         Raises:
-            StaleVersion: it is not later than what was known; nothing changed.
-            InvalidRequest: it is no version or no namespace, or too far ahead of what was known; nothing changed.
+            StaleVersion: `version` is not later than the known one; nothing changed.
+            InvalidRequest: an argument is not valid, or `version` is too far ahead of the known one; nothing changed.
         """
         if not isinstance(namespace, bytes) or len(namespace) != _NAMESPACE_BYTES:
             raise InvalidRequest(f"namespace: wanted {_NAMESPACE_BYTES} bytes, got {clip(namespace)}")
@@ -61,13 +61,13 @@ class NamespaceVersions:
                 )
             if version <= known:
                 raise StaleVersion(f"version: wanted a later one than {known}, got {version}; nothing was cleared")
-            # Kept for good: a version that is forgotten would begin anew, below what others know.
+            # Kept permanently: a forgotten version would start again at 0, below the versions that others know.
             self._serial += 1
             self._known[group_of(namespace)] = version, self._serial, namespace
             return version
 
     def hear(self, namespace: bytes, version: int) -> bool:
-        """Note a clearing that another process told of; whether it is news.
+        """Note a clearing that another process reported; return whether it is new here.
 
         Raises:
             InvalidRequest: as for `advance`.
@@ -79,7 +79,7 @@ class NamespaceVersions:
         return True
 
     def hear_all(self, versions: Mapping[bytes, int], hear: Callable[[bytes, int], object] | None = None) -> None:
-        """Note many, each with `hear`; one that cannot be keeps no other from being noted, and some are logged."""
+        """Note many clearings, each with `hear`; skip those that are not valid, and log some of them."""
         for namespace, version in versions.items():
             try:
                 (hear or self.hear)(namespace, version)
@@ -89,12 +89,12 @@ class NamespaceVersions:
                     logger.warning(text, namespace.hex()[:12], error, more)
 
     def since(self, serial: int) -> tuple[int, dict[bytes, int]]:
-        """Return (serial of the last one heard of, versions heard of after `serial`); 0 asks for all."""
+        """Return (serial of the last noted version, versions noted after `serial`); 0 asks for all."""
         with self._lock:
             if serial == self._serial:
                 return serial, {}
             return self._serial, {space: version for version, at, space in self._known.values() if at > serial}
 
 
-#: Decodes the versions of namespaces that are news.
+#: Decodes the new versions of namespaces.
 decode_versions: Callable[[bytes], dict[bytes, int]] = decoder(dict[Digest, U64])
