@@ -1,6 +1,6 @@
-"""READs from one stage of a mover into another one: plain copies between two GPUs of the machine.
+"""READs from one stage of a mover into another: plain copies between two GPUs of the machine.
 
-A transfer engine carries them through host memory when both ends are one process (2 GB/s instead of 385).
+If both ends are in one process, NIXL would carry them through host memory (2 GB/s instead of 385).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class StageMemory(Protocol):
         """Queue copies of (address here, address there, bytes) and return a mark behind them.
 
         Raises:
-            RuntimeError: the driver refused; what was queued until then has ended.
+            RuntimeError: the driver refused; the copies that were queued before have ended.
         """
 
     def copies_done(self, mark: int) -> bool:
-        """Whether everything before a mark is in place; a mark for which it was is forgotten."""
+        """Return whether all copies before a mark are in place; a mark that was reached is forgotten."""
 
 
 @dataclass(slots=True)
@@ -46,12 +46,12 @@ class _Copy:
 
 
 class Neighbours:
-    """A `Transport` into one stage, from others of the same mover.
+    """A `Transport` into one stage, from other stages of the same mover.
 
     Args:
-        stage: that is filled.
+        stage: the stage that is filled.
         slot_bytes: distance between its slots.
-        num_slots: how many it has.
+        num_slots: number of its slots.
     """
 
     def __init__(self, stage: StageMemory, slot_bytes: int, num_slots: int) -> None:
@@ -63,7 +63,7 @@ class Neighbours:
         self._next = 0
 
     def describe(self) -> bytes:
-        """Return nothing: nobody elsewhere reads by this."""
+        """Return no metadata: no other process reads through this transport."""
         return b""
 
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
@@ -81,7 +81,7 @@ class Neighbours:
     def post(self, request: ReadRequest) -> int:
         """Queue the copies of a READ; see `Transport`.
 
-        Slots are checked here, before any copy: an address made of a wrong one is somebody else's memory.
+        Slots are checked here, before any copy: a wrong slot gives an address in other memory.
         """
         peer = self._peers.get(request.peer)
         if peer is None:
@@ -113,12 +113,12 @@ class Neighbours:
             self._inbox.append(copy.request.notification)
 
     def notifications(self) -> list[bytes]:
-        """Return the notifications of READs that ended, which are this mover's own."""
+        """Return the notifications of READs that ended; this mover itself posted them."""
         taken, self._inbox = self._inbox, []
         return taken
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this transport holds nothing."""
 
 
 def _check_slots(whose: str, slots: IndexArray, num_slots: int) -> None:
@@ -129,7 +129,7 @@ def _check_slots(whose: str, slots: IndexArray, num_slots: int) -> None:
 def _runs(
     request: ReadRequest, target: int, target_stride: int, source: int, source_stride: int
 ) -> list[tuple[int, int, int]]:
-    """Return (address here, address there, bytes), neighbours merged where slots have no gaps."""
+    """Return (address here, address there, bytes); neighbours are merged if slots have no gaps."""
     local, remote, size = request.local_slots, request.remote_slots, request.block_bytes
     counts = np.ones(len(local), np.int64)
     if target_stride == source_stride == size:

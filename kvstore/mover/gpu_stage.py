@@ -6,7 +6,7 @@ from kvstore.kernels.vram import CopyQueue, DeviceSlab, copy_to_host, gpu_uuids
 
 
 class GpuStage:
-    """Device memory that is registered with NIXL and that workers map.
+    """Device memory that is registered with NIXL and mapped by workers.
 
     Args:
         name: of its agents.
@@ -14,7 +14,7 @@ class GpuStage:
         num_bytes: its size.
 
     Raises:
-        RuntimeError: there is no such GPU here, or it has not that much memory; nothing is held.
+        RuntimeError: there is no such GPU here, or it does not have that much memory; nothing is held.
         RegistrationFailed: NIXL could not register it; nothing is held.
     """
 
@@ -42,12 +42,12 @@ class GpuStage:
         """Queue copies of (address here, address there, bytes) and return a mark behind them.
 
         Raises:
-            RuntimeError: the driver refused; what was queued until then has ended.
+            RuntimeError: the driver refused; the copies that were queued before have ended.
         """
         return self._copies.copy(runs, source_gpu)
 
     def copies_done(self, mark: int) -> bool:
-        """Whether everything before a mark is in place.
+        """Return whether all copies before a mark are in place.
 
         Raises:
             RuntimeError: the device failed.

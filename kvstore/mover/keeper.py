@@ -1,6 +1,6 @@
-"""Keeps a node store's mover up: starts one, sees that it gets ready, and starts another when it does not or is gone.
+"""Keeps a node store's mover running: starts one, waits until it is ready, and replaces it if it fails or dies.
 
-How a mover is started is the caller's: actors/node_store.py makes Ray actors, tests make plain processes.
+The caller decides how a mover is started: actors/node_store.py makes Ray actors, tests make plain processes.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from kvstore.runtime.guard import Guard
 
 logger = logging.getLogger(__name__)
 
-#: Between a mover's end and the start of the next one; doubled each time it does not come up.
+#: Pause between a mover's end and the start of the next one; doubled each time it does not become ready.
 REPLACE_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
 _STARTED_WITHIN_S = 60.0
 
 
 class StartedMover(Protocol):
-    """A mover's process that is on its way."""
+    """A mover's process that is starting."""
 
     def wait_started(self, timeout_s: float) -> None:
         """Wait until it runs.
 
         Raises:
-            KVStoreError: it does not, or not in time.
+            KVStoreError: it does not run in time, or not at all.
         """
 
     def kill(self) -> None:
         """End it, if it runs; may be called again.
 
         Raises:
-            KVStoreError: it could not be told; nobody knows whether it runs.
+            KVStoreError: it could not be reached; it may still run.
         """
 
 
@@ -45,8 +45,8 @@ class MoverKeeper:
     Args:
         name: of the node, for the log.
         start: starts a mover's process.
-        wait_ready: waits for so many seconds until a mover has announced itself to the store; whether it has.
-        ready_within_s: how long that may take once it runs.
+        wait_ready: waits up to that many seconds until a mover has announced itself; returns whether it has.
+        ready_within_s: how long that may take after the process has started.
         pause_s: between a mover's end and the start of the next one.
     """
 
@@ -65,17 +65,17 @@ class MoverKeeper:
         self._mover: StartedMover | None = None
 
     def start(self) -> None:
-        """Bring the first one up, on a thread: like every later one it may fail to come."""
+        """Start the first mover, on a thread: like every later one it may fail to start."""
         threading.Thread(target=self._bring_up, args=(0.0,), name="raykv-mover-up", daemon=True).start()
 
     def replace(self) -> None:
-        """The mover is gone: bring up another one, which may take any time."""
+        """Start another mover, because the present one is gone; this may take any time."""
         if not self._stopping.is_set():
             logger.warning("node %s: the mover died; starting another", self._name)
             self._bring_up(self._pause_s)
 
     def stop(self) -> None:
-        """Start no more, and end the one there is."""
+        """Start no more movers, and end the present one."""
         self._stopping.set()
         if self._mover is not None:
             self._end(self._mover)
@@ -94,7 +94,7 @@ class MoverKeeper:
                     logger.warning("node %s: the mover did not start: %s", self._name, error)
                 except Exception as error:  # noqa: BLE001 - logged by the guard; nothing else starts another one.
                     guard.failed(error)
-                # One that died before it was ready ends here too; a slow one must not stay beside the next.
+                # End it also if it is only slow: it must not stay beside the next one.
                 if mover is not None:
                     self._end(mover)
                 pause_s = min(2 * max(pause_s, self._pause_s), _MAX_PAUSE_S)

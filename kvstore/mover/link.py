@@ -1,4 +1,4 @@
-"""The node store's view of its mover: what it was told, what is in flight, and what it left behind."""
+"""The node store's view of its mover: the peers it knows, its READs in flight, and its abandoned READs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
-#: Called on the control thread with each word on a READ; `error` is None while all goes well.
+#: Called on the control thread with each report on a READ; `error` is None if the READ has not failed.
 OnDone = Callable[[MoverDone, KVStoreError | None], None]
 
 
-#: Of so many slabs of peers a mover keeps the engine's data.
+#: A mover keeps NIXL's data of at most this many slabs of peers.
 _MAX_PEERS = 1024
 
 
@@ -45,7 +45,7 @@ def _node_and_life(peer: str) -> tuple[str, list[str]]:
 
 
 class MoverLink:
-    """One mover at a time; a new one is a new generation with no memory of the old one's peers."""
+    """One mover at a time; a new mover is a new generation and knows none of the old one's peers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,13 +53,13 @@ class MoverLink:
         self._own: OwnTransport | None = None
         self._generation = 0
         self._fenced = False
-        # Of its own: the control thread must not wait for who sends to the mover under the other one.
+        # Separate from `_lock`: the control thread must not wait for a thread that sends to the mover under `_lock`.
         self._reads_lock = threading.Lock()
-        #: Who hears of each READ, and how many blocks it has.
+        #: The callback of each READ, and its number of blocks.
         self._reads: dict[int, tuple[OnDone, int]] = {}
         self._abandoned: dict[int, float] = {}
         self._waiting: list[tuple[set[int], Callable[[], object]]] = []
-        #: Lives of peers that the mover was told of, the last used last.
+        #: Lives of peers that the mover knows, the last used last.
         self._known_peers: OrderedDict[str, None] = OrderedDict()
         self._ids = itertools.count(1)
         self._ready = threading.Event()
@@ -70,32 +70,32 @@ class MoverLink:
 
     @property
     def own(self) -> OwnTransport | None:
-        """What to tell peers; None while there is no mover."""
+        """The data that peers need to read through this mover; None while there is no mover."""
         return self._own
 
     @property
     def num_abandoned(self) -> int:
-        """READs that were given up and may still write."""
+        """Number of abandoned READs, which may still write."""
         return len(self._abandoned)
 
     def abandoned_since_s(self) -> float | None:
-        """When the oldest READ that may still write was given up, on the monotonic clock; None without one."""
+        """Return when the oldest abandoned READ was given up, on the monotonic clock; None without one."""
         with self._reads_lock:
             return min(self._abandoned.values(), default=None)
 
     def lost_touch(self) -> bool:
-        """Whether the mover closed its connection while its process lives, so that it can report nothing."""
+        """Return whether the mover closed its connection while its process lives: then it can report nothing."""
         connection = self._connection
         return connection is not None and connection.closed
 
     def fence(self) -> bool:
-        """Kill the mover: once it is gone nothing that it posted can write. Again has no further effect.
+        """Kill the mover: once it is gone, none of its READs can write. A second call has no further effect.
 
-        Only on the control thread. Nothing is granted to peers and nothing read from here on; `gone` ends the
-        quarantine, and a new mover is a new generation.
+        Only on the control thread. From here on nothing is granted to peers and nothing is read. `gone` ends the
+        quarantine; a new mover is a new generation.
 
         Returns:
-            False when there is no process of its own to kill; nothing changed.
+            False if there is no separate process to kill; nothing changed.
         """
         connection = self._connection
         if connection is None or not connection.kill():
@@ -106,7 +106,7 @@ class MoverLink:
         return True
 
     def when_terminal(self, read_ids: set[int], then: Callable[[], object]) -> None:
-        """Call `then` once none of these READs can write any more, at once if that is so already."""
+        """Call `then` when none of these READs can write any more; at once if that is true now."""
         with self._reads_lock:
             left = read_ids & self._abandoned.keys()
             if left:
@@ -115,7 +115,7 @@ class MoverLink:
             then()
 
     def _ended(self, read_ids: set[int]) -> None:
-        """READs that had been given up can write no more: their slots are free, and who waited for it hears."""
+        """Note that abandoned READs can no longer write, and call the callbacks that waited for it."""
         with self._reads_lock:
             for read_id in read_ids:
                 self._abandoned.pop(read_id, None)
@@ -127,7 +127,7 @@ class MoverLink:
             then()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until a mover has announced itself."""
+        """Wait until a mover has announced itself; return whether it has."""
         return self._ready.wait(timeout_s)
 
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
@@ -145,18 +145,18 @@ class MoverLink:
         """Take one message of the mover, on the control thread.
 
         Args:
-            connection: of a process that says to be a mover.
-            message: what it says.
+            connection: of a process that claims to be a mover.
+            message: of that process.
             notified: called with the notifications that its peers sent.
 
         Raises:
-            ProtocolError: the present mover of this store would not say this; nothing changed.
+            ProtocolError: the present mover of this store would not send this message; nothing changed.
         """
         op, payload = message.op, message.payload
         if op is Op.MOVER_READY:
             self._take(connection, payload)
         elif not self.is_present(connection):
-            # READs have the same ids in each.
+            # Two movers may use the same READ ids, so reports of another process must not count.
             raise ProtocolError(f"{op.name}: wanted a word of this store's present mover, got one of another process")
         elif op is Op.MOVER_DONE:
             self._done(decode_mover_done(payload))
@@ -165,7 +165,7 @@ class MoverLink:
         elif op is Op.MOVER_NOTIFICATIONS:
             notified(decode_bytes(payload))
         elif op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
-            with self._reads_lock:  # Under which the asker decides that it is late.
+            with self._reads_lock:  # `ask` decides under the same lock that the answer is late.
                 question = self._questions.pop(message.request, None)
                 if question is not None:
                     question.put((message.flag, payload))
@@ -178,7 +178,7 @@ class MoverLink:
             raise ProtocolError(f"{op.name}: no mover says this")
 
     def is_present(self, connection: Connection) -> bool:
-        """Whether a connection is the present mover's."""
+        """Return whether a connection is the present mover's."""
         return connection is self._connection
 
     def _take(self, connection: Connection, payload: bytes) -> None:
@@ -198,9 +198,9 @@ class MoverLink:
         with self._reads_lock:
             on_done, num_blocks = self._reads.get(done.read_id, (None, done.num_blocks))
             if on_done is None:
-                is_right = True  # Of a READ that nobody waits for any more.
+                is_right = True  # No caller waits for this READ any more.
             elif error is not None:
-                # It is the last that is said of it: else nothing would wait for its end, or ask for it.
+                # An error must be the last report on a READ: otherwise nothing here would note how it ends.
                 is_right = done.last and done.num_blocks <= num_blocks
             elif done.last:
                 is_right = done.terminal and done.num_blocks == num_blocks
@@ -223,7 +223,7 @@ class MoverLink:
             self._ended({done.read_id})
 
     def gone(self, connection: Connection) -> bool:
-        """The process behind a mover's connection is gone: nothing it posted writes any more."""
+        """Fail all READs of a mover whose process is gone: none of them writes any more."""
         error = PeerLost("the mover of this node died; the load continues without it")
         with self._lock:
             if connection is not self._connection:
@@ -236,8 +236,8 @@ class MoverLink:
             for question in questions.values():
                 question.put((Flag.ERROR, pack_error(error)))
         with contextlib.ExitStack() as parts:
-            # From the last to the first; each is done whatever the others raise. What was given up is over in any
-            # case: kept, it would have the next mover killed.
+            # ExitStack runs them from the last to the first, and each one even if others raise. Abandoned READs must
+            # be ended in any case: otherwise the fence would kill the next mover for them.
             parts.callback(self._abandoned_ended)
             for read_id, (on_done, _) in reads.items():
                 failed = MoverDone(
@@ -253,7 +253,7 @@ class MoverLink:
         self._ended(abandoned)
 
     def _forget_peers(self, connection: Connection, newcomer: str) -> None:
-        """Have the mover forget other lives of a node that has a new one, and what was not used for longest."""
+        """Make the mover forget earlier lives of the newcomer's node, and the peers not used for longest."""
         node, life = _node_and_life(newcomer)
         known = [(peer, *_node_and_life(peer)) for peer in self._known_peers]
         gone = [peer for peer, its_node, its_life in known if its_node == node and its_life != life]
@@ -274,15 +274,15 @@ class MoverLink:
         may_wait: bool = True,
         generation: int = 0,
     ) -> int:
-        """Have the mover read; returns the READ's id. `on_done` hears of every chunk on the control thread.
+        """Let the mover read; return the READ's id. `on_done` is called for every chunk on the control thread.
 
-        What goes into a stage has to be read by the mover of that stage's `generation`: the next one's stages have the
-        same numbers, and others' blocks in their slots.
+        A READ into a stage must be done by the mover of that stage's `generation`: the next mover's stages have the
+        same numbers, but other blocks in their slots.
 
         Raises:
             PeerLost: there is no mover now, or it is of another life; nothing was started.
-            TransferTimeout: somebody else speaks to the mover, and this is a thread that may not wait for it
-                (`may_wait`); nothing was started.
+            TransferTimeout: another thread sends to the mover, and this thread may not wait for it (`may_wait`);
+                nothing was started.
         """
         if not self._lock.acquire(blocking=may_wait):
             raise TransferTimeout("wanted to speak to the mover at once, but somebody else does; wait for it")
@@ -312,7 +312,7 @@ class MoverLink:
         return connection
 
     def abandon(self, read_id: int) -> bool:
-        """Stop waiting for a READ that did not report in time; True if it may still write."""
+        """Stop waiting for a READ that did not report in time; return True if it may still write."""
         with self._reads_lock:
             if self._reads.pop(read_id, None) is not None:
                 self._abandoned[read_id] = clock.now_s()
@@ -325,20 +325,20 @@ class MoverLink:
             connection.send(Op.MOVER_EXPECT, Flag.ONE_WAY, 0, encode(num_leases))
 
     def expect_read(self, word: bytes) -> None:
-        """Have the mover stay awake for a moment, because a READ comes soon that is over in about as long.
+        """Keep the mover awake for a moment, because a short READ comes soon.
 
         Args:
-            word: of who wants the READ; the mover wakes the lane that it stands for, if `wake_by` has told it how.
+            word: names the lane of the READ; the mover wakes that lane, if `wake_by` has told it how.
         """
         connection = self._connection
         if connection is not None:
             connection.send(Op.MOVER_SOON, Flag.ONE_WAY, 0, word)
 
     def wake_by(self, word: bytes, request: ReadRequest, generation: int = 0) -> None:
-        """Tell the mover what to read on a word of `expect_read`: slots that hold nobody's blocks, of a known peer.
+        """Tell the mover which READ to do for a `word` of `expect_read`: slots without blocks, of a known peer.
 
-        It is told only if it is of this life; 0 stands for any, see `read`.
-        The first READ after a pause is slow to post. Nobody hears what became of this one, and it is not counted.
+        Only a mover of this `generation` is told; 0 means any, see `read`.
+        The first READ after a pause is slow to post. This READ is not reported and not counted.
         """
         with self._lock:
             connection = self._connection
@@ -353,20 +353,20 @@ class MoverLink:
         on_terminal: Callable[[], None] = lambda: None,
         generation: int = 0,
     ) -> bytes:
-        """Have the mover do something besides READs, and return its answer, encoded.
+        """Let the mover do a task other than a READ, and return its answer, encoded.
 
         Args:
-            op: what.
-            value: with which arguments.
+            op: the task.
+            value: its arguments.
             timeout_s: for the answer.
-            on_terminal: called when what did not end in time can write no more: it ended after all, or its mover did,
-                which is killed for it as for a READ that was given up.
-            generation: the life of the mover that is meant; 0 for the present one.
+            on_terminal: called when a late task can no longer write: it has ended, or its mover has. The fence kills
+                the mover for it, as for an abandoned READ.
+            generation: the life of the mover; 0 for the present one.
 
         Raises:
-            PeerLost: there is no mover now, or it is of another life, or it died over it.
-            TransferTimeout: it did not answer in time; it may still do it until `on_terminal` is called.
-            KVStoreError: what it raised.
+            PeerLost: there is no mover now, or it is of another life, or it died during the task.
+            TransferTimeout: it did not answer in time; the task may still write until `on_terminal` is called.
+            KVStoreError: the error that the mover answered.
         """
         request, answer, payload = next(self._ids), queue.SimpleQueue[tuple[Flag, bytes]](), encode(value)
         with self._lock:
@@ -396,7 +396,7 @@ class MoverLink:
         return payload
 
     def stats(self, timeout_s: float) -> dict[str, int]:
-        """Return what the engine counted.
+        """Return NIXL's counts.
 
         Raises:
             PeerLost: there is no mover now.

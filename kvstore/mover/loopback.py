@@ -20,7 +20,7 @@ class LoopbackNetwork:
 
 
 class LoopbackTransport:
-    """Reads by memcpy inside one process: the same contract with no engine, for tests of logic."""
+    """Reads by memcpy inside one process: the same contract without NIXL, for tests of logic."""
 
     def __init__(self, name: str, slab: npt.NDArray[np.uint8], network: LoopbackNetwork) -> None:
         self.totals = ReadTotals()

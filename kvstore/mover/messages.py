@@ -40,8 +40,8 @@ class MoverWake(Record, frozen=True):
 class MoverDone(Record, frozen=True):
     """Report on a READ: its first `num_blocks` blocks are in place.
 
-    `last` says that nothing more comes. With an `error`, `terminal` says whether NIXL is through with the destination;
-    if not, a MOVER_TERMINAL follows some day.
+    `last` marks the last report. With an `error`, `terminal` says whether NIXL can no longer write to the destination;
+    if it still can, a MOVER_TERMINAL follows later.
     """
 
     read_id: U64
@@ -54,7 +54,7 @@ class MoverDone(Record, frozen=True):
 
 
 class MoverReady(Record, frozen=True):
-    """Announce a mover, with what peers need to read this node's arena through it."""
+    """Announce a mover, with the data that peers need to read this node's arena through it."""
 
     agent: bytes
     address: U64
@@ -88,7 +88,7 @@ class Spill(Record, frozen=True):
 
 
 class OwnTransport(Record, frozen=True):
-    """What peers need to read this node's slab through its present mover."""
+    """The data that peers need to read this node's slab through its present mover."""
 
     generation: int
     agent: bytes

@@ -1,11 +1,11 @@
-"""NIXL behind the Transport protocol: the one file that imports it.
+"""NIXL behind the Transport protocol: the only file that imports NIXL.
 
 Three things differ from NIXL's own Python wrapper, each measured (docs/adr/0004):
 - the progress thread is event-driven. The wrapper sets its delay to 0, which burns a core per agent;
   with a long delay it sleeps, still wakes on events, and transfers get faster and steadier;
 - one strided row describes a whole slab, and requests are made from index arrays, so that neighbouring
   slots merge into one descriptor and nothing is built per block in Python;
-- errors come as exceptions; every one of them maps to one of ours.
+- errors come as exceptions; each of them maps to one of kvstore's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 #: The progress thread wakes on events and at least this often.
 PROGRESS_DELAY_US = 100_000
 
-#: Every error class of the bindings and what it means here.
+#: The error of kvstore for each error class of the bindings.
 ERROR_OF_NIXL: dict[str, type[TransferError]] = {
     "nixlRemoteDisconnectError": PeerLost,
     "nixlNotFoundError": PeerLost,
@@ -79,7 +79,7 @@ def _load_cu13() -> ModuleType:
 
 
 def plugin_memory_types() -> dict[str, list[str]]:
-    """Return the memory types of each NIXL plugin that really loads here; the others map to nothing."""
+    """Return the memory types of each NIXL plugin that loads here; the others map to an empty list."""
     nixl = load_bindings()
     agent = nixl.nixlAgent(
         f"raykv-probe-{secrets.token_hex(4)}", _agent_config(nixl, telemetry=False, progress_delay_us=PROGRESS_DELAY_US)
@@ -131,9 +131,9 @@ def _make_agent(
 class NixlTransport:
     """NIXL over UCX with one slab of host or device memory: an agent that peers read from, and one that reads.
 
-    The serving agent has an event-driven progress thread. The reading one has none: `poll` does its work, on
+    The serving agent has an event-driven progress thread. The reading agent has none: `poll` does its work, on
     the caller's thread. With a thread, two threads share the copying and its lock, and a READ falls to half
-    its speed as soon as anything else wants the other core (docs/adr/0004).
+    its speed as soon as other work needs the other core (docs/adr/0004).
 
     Args:
         name: unique for each life of the process that owns it: NIXL and peers cache by this name.
@@ -141,7 +141,7 @@ class NixlTransport:
         num_bytes: size of the slab.
         gpu: ordinal of the GPU that the slab is on; None is host memory. Its peers' slabs are of the same kind.
         progress_delay_us: of the serving agent; 0 makes its thread spin, as NIXL's wrapper does. Without a thread
-            (None) nobody can read from it.
+            (None) peers cannot read from it.
         separate_reader: False reads through the serving agent, as most users of NIXL do (for comparison).
 
     Raises:
@@ -164,7 +164,7 @@ class NixlTransport:
         self._local_lists: dict[int, int] = {}
         self._peers: dict[str, tuple[str, PeerDescription, dict[int, int]]] = {}
         self._handles: dict[int, str] = {}
-        #: READs of which the engine may have started a part before it refused the rest; it cannot stop that part.
+        #: READs of which NIXL may have started a part before it refused the rest. NIXL cannot stop that part.
         self._lost: set[int] = set()
         self._dead_peers: set[str] = set()
         self._slot_bytes = self._num_slots = 0
@@ -188,7 +188,7 @@ class NixlTransport:
         self.forget_peer(peer)
         try:
             remote = self._agent.loadRemoteMD(description.agent)
-            # A name that is no text is an error of this peer, not of this process.
+            # A name that cannot be decoded is an error of this peer, not of this process.
             name = remote.decode() if isinstance(remote, bytes) else str(remote)
         except Exception as error:
             raise translate_error(error, f"metadata of {peer}") from error
@@ -203,7 +203,7 @@ class NixlTransport:
         for handle in known[2].values():
             self._agent.releasedDlistH(handle)
         if any(known[0] == name for name, _, _ in self._peers.values()):
-            return  # Another peer gave the same agent: forgotten with this one, it would be gone for that one as well.
+            return  # Another peer uses the same agent: it would lose the metadata too.
         try:
             self._agent.invalidateRemoteMD(known[0])
         except Exception as error:
@@ -212,8 +212,8 @@ class NixlTransport:
     def post(self, request: ReadRequest) -> int:
         """Make a request from the prepared lists and post it.
 
-        On a same-host lane the copy runs inside this call. A request of several descriptors that is refused may have
-        been started in part, and the engine lets go of that part without stopping it: such a READ is LOST.
+        On a same-host lane the copy runs inside this call. A refused request with several descriptors may have been
+        started in part, and NIXL drops that part without stopping it: then the READ is LOST.
         """
         known = self._peers.get(request.peer)
         if known is None:
@@ -250,7 +250,7 @@ class NixlTransport:
         return int(handle)
 
     def _num_descriptors(self, request: ReadRequest, description: PeerDescription) -> int:
-        """Return how many the engine has left of a request, which merges blocks without gaps on both sides."""
+        """Return the number of descriptors of a request after NIXL merged blocks without gaps on both sides."""
         is_dense = request.block_bytes == self._slot_bytes == description.slot_bytes
         return count_runs(request.local_slots, request.remote_slots) if is_dense else len(request.local_slots)
 
@@ -266,7 +266,7 @@ class NixlTransport:
         return int(self._agent.prepXferDlist(agent, segment, row, [self._backend]))
 
     def poll(self, handle: int) -> ReadState:
-        """Ask the engine; its exceptions are terminal failures."""
+        """Ask NIXL; its exceptions are terminal failures."""
         if handle in self._lost:
             return ReadState.LOST
         try:
@@ -280,7 +280,7 @@ class NixlTransport:
         raise TransferError(f"READ from {self._handles.get(handle)}: wanted success, got {status}")
 
     def release(self, handle: int) -> None:
-        """Take the engine's own counts, then drop the handle."""
+        """Add NIXL's own counts to `totals`, then drop the handle."""
         del self._handles[handle]
         try:
             telemetry = self._agent.getXferTelemetry(handle)
@@ -291,7 +291,7 @@ class NixlTransport:
         self._agent.releaseXferReq(handle)
 
     def notifications(self) -> list[bytes]:
-        """Drain what peers notified."""
+        """Take the notifications of peers."""
         try:
             found = self._server.handle.getNotifs({}, [self._server.backend])
         except Exception as error:
@@ -329,6 +329,6 @@ class NixlTransport:
 
 
 def translate_error(error: Exception, what: str) -> TransferError:
-    """Return the error of ours that an exception of the bindings stands for."""
+    """Return kvstore's error for an exception of the bindings."""
     cls = ERROR_OF_NIXL.get(type(error).__name__, TransferError)
     return cls(f"{what}: {type(error).__name__}: {error}")

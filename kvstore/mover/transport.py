@@ -1,4 +1,4 @@
-"""What a mover needs of a transfer engine.
+"""The interface between a mover and its transfer backend.
 
 A transport owns one registered slab and reads runs of peers' slots into it. It is driven by one thread.
 """
@@ -17,16 +17,16 @@ from kvstore.kernels.merging import begins_of_runs
 
 
 class ReadState(Enum):
-    """Where a posted READ is; DONE alone, and an error of `poll`, are terminal: nothing writes any more."""
+    """The state of a posted READ. Only DONE, or an error of `poll`, is terminal: nothing writes any more."""
 
     RUNNING = "running"
     DONE = "done"
     LOST = "lost"
-    """It failed, but a part of it may still write for as long as this process lives. It is never released."""
+    """It failed, but a part of it may still write while this process lives. It is never released."""
 
 
 class PeerDescription(Record, frozen=True, kw_only=True):
-    """What a peer publishes so that others can read its slab; travels over the control connection.
+    """The data with which others can read a peer's slab; travels over the control connection.
 
     Args:
         agent: the peer's agent metadata, opaque.
@@ -66,7 +66,7 @@ class ReadRequest(Record, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ReadTotals:
-    """What the engine itself counted over all finished READs of this transport."""
+    """The transfer backend's own counts over all finished READs of this transport."""
 
     num_reads: int = 0
     num_descriptors: int = 0
@@ -85,7 +85,7 @@ class Transport(Protocol):
 
     @property
     def totals(self) -> ReadTotals:
-        """What the engine itself counted over all finished READs."""
+        """The transfer backend's own counts over all finished READs."""
 
     def describe(self) -> bytes:
         """Return this side's agent metadata for peers."""
@@ -102,15 +102,15 @@ class Transport(Protocol):
     def post(self, request: ReadRequest) -> int:
         """Start a READ and return its handle, which must be polled until terminal and then released.
 
-        A READ of which a part may have been started when it failed has a handle too, and is LOST.
+        A READ that failed after a part of it may have been started has a handle too, and is LOST.
 
         Raises:
             PeerLost: the peer is unknown or gone; nothing was started.
-            TransferError: the engine refused; nothing was started.
+            TransferError: the transfer backend refused; nothing was started.
         """
 
     def poll(self, handle: int) -> ReadState:
-        """Return how a READ is doing.
+        """Return the state of a READ.
 
         Raises:
             TransferError: it failed; that is terminal.
