@@ -1,4 +1,4 @@
-"""READs that several readers share, each on a thread of its own."""
+"""READs that several readers share, each on its own thread."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvstore.errors import PeerLost, ProtocolError, TransferError
 from kvstore.mover.nixl import NixlTransport
 from kvstore.mover.transport import PeerDescription, ReadRequest, ReadState, ReadTotals, Transport
 
-#: Less than this is not worth another thread.
+#: A part smaller than this is not worth another thread.
 _LEAST_BYTES_PER_PART = 1 << 20
-#: How long one look at a READ waits for its end, so that who looks leaves the interpreter to the readers.
+#: How long one poll of a READ waits for its end: meanwhile the readers get the interpreter.
 _LOOK_S = 2e-4
-#: A reader to which nothing came for this long asks less often: its peer may have stopped.
+#: A reader polls less often if no READ ended for this long: its peer may have stopped.
 _STALLED_AFTER_S, _STALLED_PAUSE_S = 0.1, 0.001
 _STOP_TIMEOUT_S = 5.0
 _decode_agents = decoder(list[bytes])
@@ -28,9 +28,9 @@ _decode_agents = decoder(list[bytes])
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A READ in parts: `left` of them may still write; `error` is of the first that failed.
+    """A READ in parts: `left` of them may still write; `error` is of the first part that failed.
 
-    With one part that `is_lost` it never comes to its end, but all that is to be known of it is known.
+    If one part is lost (`is_lost`) the READ never becomes terminal, but no further report of that part will come.
     """
 
     left: int
@@ -41,7 +41,7 @@ class _Read:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def end_part(self, error: TransferError | None, counted: ReadTotals) -> None:
-        """Note that a part can write no more, and what the engine counted for it."""
+        """Note that a part can no longer write, and add NIXL's counts for it."""
         with self.lock:
             self.totals += counted
             self.error = self.error or error
@@ -50,13 +50,13 @@ class _Read:
                 self.ended.set()
 
     def lose_part(self) -> None:
-        """Note that a part failed and may write for as long as this process lives."""
+        """Note that a part failed, and may write while this process lives."""
         self.is_lost = True
         self.ended.set()
 
 
 class _Reader:
-    """A transport and the thread that drives its READs; asleep while there is none."""
+    """A transport and the thread that drives its READs; the thread sleeps while there is none."""
 
     def __init__(self, transport: Transport, name: str) -> None:
         self.transport = transport
@@ -71,10 +71,10 @@ class _Reader:
         self._asked.put((request, read))
 
     def stop(self) -> bool:
-        """End the thread; READs that are under way stay with the transport.
+        """End the thread; running READs stay with the transport.
 
         Returns:
-            False when it is still inside the transport, which then must not be closed.
+            False if the thread is still inside the transport, which then must not be closed.
         """
         self._stopping = True
         self._asked.put(None)
@@ -91,7 +91,7 @@ class _Reader:
             if asked is not None:
                 self._post(*asked)
                 moved_s = time.monotonic()
-            # A copy: whatever ends leaves the list.
+            # Iterate over a copy: READs that end are removed from the list.
             for handle, read in list(self._running):
                 if self._has_ended(handle, read):
                     self._running.remove((handle, read))
@@ -113,7 +113,7 @@ class _Reader:
                 return False
             if state is ReadState.LOST:
                 read.lose_part()
-                return True  # Nothing more will be heard of it.
+                return True  # It will report nothing more.
         except TransferError as failure:
             error = failure
         before = self.transport.totals
@@ -123,20 +123,20 @@ class _Reader:
 
 
 class ParallelTransport:
-    """Transports of one slab, of which several share a READ: each, or only those from peers of this machine.
+    """Transports of one slab. Several of them share a READ: every READ, or only READs from peers of this machine.
 
-    Over TCP each has a connection of its own, with a sender of its own at the other end. Between processes of one
+    Over TCP each reader has its own connection, with its own sender at the other end. Between processes of one
     machine a READ is a copy by the processor, and one core copies slower than memory can. Where a network card does
-    the work more readers would only wait.
+    the work, more readers would only wait.
 
-    A READ is over when all its parts are, well or not. One with a notification is not divided: the peer may free
-    its blocks once it has that, and one reader does not know how far the others are.
+    A READ has ended when all its parts have ended or failed. A READ with a notification is not divided: the peer may
+    free its blocks on the notification, and one reader does not know the progress of the others.
 
     Args:
-        usual: what peers read from and notify, and what reads from peers whose READs are not shared.
-        make_readers: makes those that share READs, when the first peer is added for which they do.
-        is_shared: whether READs from such a peer are shared.
-        servers: more transports that peers read from, one for each reader of theirs.
+        usual: peers read from it and notify it; it also runs the READs that are not shared.
+        make_readers: makes the readers that share READs, when the first peer with shared READs is added.
+        is_shared: returns whether READs from a peer are shared.
+        servers: more transports that peers read from, one for each of their further readers.
 
     All transports are owned by this object.
     """
@@ -158,22 +158,22 @@ class ParallelTransport:
 
     @property
     def totals(self) -> ReadTotals:
-        """What the engine counted over all finished READs; each part is one."""
+        """NIXL's counts over all finished READs; each part counts as one READ."""
         return self._usual.totals + self._shared_totals
 
     def describe(self) -> bytes:
-        """Return the metadata of all that peers read from."""
+        """Return the metadata of all transports that peers read from."""
         agents = [server.describe() for server in (self._usual, *self._servers)]
         return encode(agents)
 
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
-        """Say how the slab is divided."""
+        """Set the division of the slab into slots."""
         self._slots = (slot_bytes, num_slots)
         for transport in (self._usual, *self._servers, *(reader.transport for reader in self._readers)):
             transport.set_slots(slot_bytes, num_slots)
 
     def add_peer(self, peer: str, description: PeerDescription) -> None:
-        """Make a peer readable, in the way for where it is."""
+        """Make a peer readable, by the shared readers or by the usual transport."""
         self.forget_peer(peer)
         agents = _agents(peer, description)
         shared = self._is_shared(description)
@@ -189,13 +189,13 @@ class ParallelTransport:
         self._peers[peer] = shared
 
     def forget_peer(self, peer: str) -> None:
-        """Drop what is held for a peer; unknown names are ignored."""
+        """Drop the data that is held for a peer; unknown names are ignored."""
         self._peers.pop(peer, None)
         for transport in (self._usual, *(reader.transport for reader in self._readers)):
             transport.forget_peer(peer)
 
     def post(self, request: ReadRequest) -> int:
-        """Start a READ; see `Transport`. What goes wrong with one that is shared is said by `poll`."""
+        """Start a READ; see `Transport`. Errors of a shared READ are raised by `poll`."""
         shared = self._peers.get(request.peer)
         if shared is None:
             raise PeerLost(f"wanted a peer that was added, got {request.peer!r}")
@@ -216,7 +216,7 @@ class ParallelTransport:
         return handle
 
     def poll(self, handle: int) -> ReadState:
-        """Return how a READ is doing; a failed one is terminal once none of its parts can write any more."""
+        """Return the state of a READ; a failed READ is terminal when none of its parts can write any more."""
         read = self._reads[handle]
         if isinstance(read, int):
             return self._usual.poll(read)
@@ -229,7 +229,7 @@ class ParallelTransport:
         return ReadState.DONE
 
     def release(self, handle: int) -> None:
-        """Drop a terminal READ and count it."""
+        """Drop a terminal READ and add it to `totals`."""
         read = self._reads.pop(handle)
         if isinstance(read, int):
             self._usual.release(read)
@@ -241,25 +241,25 @@ class ParallelTransport:
         return self._usual.notifications()
 
     def close(self) -> None:
-        """Close all, but for readers that do not come back: those end with the process."""
+        """Close all transports, except those of readers whose threads hang: they end with the process."""
         stopped = [reader.transport for reader in self._readers if reader.stop()]
         for transport in (*stopped, *self._servers, self._usual):
             transport.close()
 
 
 def node_transport(name: str, address: int, num_bytes: int, lane: str, num_readers: int) -> ParallelTransport:
-    """Return what a node is read from and reads with, over NIXL.
+    """Return the NIXL transport of a node, for its own READs and those of its peers.
 
     Args:
         name: unique for each life of the process.
         address: first byte of the slab in this process; its owner keeps it mapped.
         num_bytes: size of the slab.
-        lane: as in StoreConfig. On the lane "tcp" all READs are shared, else those from peers of this machine: what
-            UCX chooses for others may be a network card, which needs no help.
-        num_readers: how many share a READ; with one nothing is shared.
+        lane: as in StoreConfig. On the lane "tcp" all READs are shared, else only those from peers of this machine:
+            for other peers UCX may choose a network card, which needs no help.
+        num_readers: how many readers share a READ; with one, no READ is shared.
 
     Raises:
-        RegistrationFailed: a backend could not be made or the slab not be registered.
+        RegistrationFailed: a backend could not be made, or the slab could not be registered.
     """
 
     def readers() -> list[Transport]:
@@ -281,10 +281,10 @@ def node_transport(name: str, address: int, num_bytes: int, lane: str, num_reade
 
 
 def _agents(peer: str, description: PeerDescription) -> list[bytes]:
-    """Return the metadata that `describe` put together.
+    """Return the agents' metadata in a description that `describe` made.
 
     Raises:
-        PeerLost: it is something else.
+        PeerLost: the description was not made by `describe`.
     """
     try:
         agents = _decode_agents(description.agent)

@@ -1,9 +1,8 @@
-"""The mover: the process of a node that owns the transfer agent and moves bytes into the arena.
+"""The mover: the process of a node that owns NIXL's agent and moves bytes into the arena.
 
-It holds no pool state. A transfer engine can abort the process it lives in, and killing that process is
-the only fence that was seen to stop an abandoned READ; so it is a process of its own, told what to do
-over the node store's control socket. One thread drives the engine; when nothing is in flight and no
-remote lease is open it sleeps in the kernel.
+It holds no pool state. It is a separate process because NIXL can abort the process in which it runs, and because
+killing that process is the only known way to stop an abandoned READ. The node store sends it requests over the
+control socket. One thread drives NIXL; it sleeps in the kernel while nothing is in flight and no remote lease is open.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from kvstore.rpc.messages import NOTIFICATION
 logger = logging.getLogger(__name__)
 
 _WINDOW = 3
-#: How often and how long one READ is looked at before anything else gets its turn.
+#: How often, and for how long, one READ is polled before other work gets its turn.
 _POLLS_PER_STEP, _STEP_S = 32, 5e-4
 _ABANDONED_POLL_S = 0.02
 _NOTIFICATION_POLL_S = 0.002
-#: How long it stays awake for a READ that was said to come soon: to be woken takes as long as a tenth of such a READ.
+#: How long the mover stays awake for an announced READ: waking up takes a tenth of the time of such a READ.
 _AWAKE_S = 0.003
-#: A READ of which nothing arrived for this long is asked about less often: its peer may have stopped.
+#: If no chunk of any READ arrived for this long, the mover polls less often: a peer may have stopped.
 _STALLED_AFTER_S, _STALLED_POLL_S = 0.1, 0.001
 
 
@@ -60,7 +59,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Waking:
-    """A READ that nobody waits for, and its handle while it goes on."""
+    """A READ for which no caller waits, and its handle while it runs."""
 
     request: ReadRequest
     handle: int | None = None
@@ -73,32 +72,32 @@ class _Abandoned:
 
 
 class Mover:
-    """Runs READs for one node store: those of one peer in turn, so that a peer that stopped delays no other.
+    """Runs READs for one node store. Each peer has its own queue, so that a peer that stopped delays no other.
 
     Args:
         sock: the SEQPACKET connection to the node store, owned by this object.
         transport: owned by this object; driven by `run`'s thread only.
-        slabs: the same, where it can make stages and copy out of them.
+        slabs: the same object, if it can make stages and copy out of them.
     """
 
     def __init__(self, sock: socket.socket, transport: Transport, slabs: Slabs | None = None) -> None:
         self._sock, self._transport, self._slabs = sock, transport, slabs
         self._decoder = Decoder()
-        # Filled again and again: a new buffer for each message would come from the kernel, page by page.
+        # Reused for each message: a new buffer would come from the kernel each time, page by page.
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._jobs: dict[str, deque[_Job]] = {}
         self._told_of: dict[str, PeerDescription] = {}
-        #: Peers whose connection broke, until they are added anew: their movers may live on.
+        #: Peers whose connection broke, until they are added again: their movers may still live.
         self._broken: set[str] = set()
         self._to_add: dict[str, PeerDescription] = {}
-        #: Lives of peers that are over, until no READ of theirs goes on.
+        #: Lives of peers to forget, once none of their READs runs any more.
         self._to_forget: set[str] = set()
         self._last_read_id = 0
         self._moved_s = 0.0
         self._abandoned: dict[int, _Abandoned] = {}
-        #: By the word on which each is posted, and those that go on.
+        #: Wake-up READs by the word for which each is posted, and those that run now.
         self._waking: dict[bytes, _Waking] = {}
         self._woken: list[_Waking] = []
         self._woken_totals = ReadTotals()
@@ -110,8 +109,8 @@ class Mover:
         """Announce this mover to its store and serve until the store closes the connection.
 
         Raises:
-            ProtocolError: the store said what cannot be, so that the two do not agree on what happens in the arena.
-                The caller ends this process, which ends its READs too.
+            ProtocolError: the store sent an invalid message, so the two do not agree on the state of the arena.
+                The caller must end this process, which ends its READs too.
         """
         self._send(Op.MOVER_READY, encode(MoverReady(self._transport.describe(), address)))
         try:
@@ -139,7 +138,7 @@ class Mover:
         return _ABANDONED_POLL_S if self._abandoned or self._woken else 5.0
 
     def _receive(self, timeout_s: float) -> None:
-        # Not select(): it cannot take a descriptor above 1023.
+        # Not select(): it cannot take a file descriptor above 1023.
         if not self._poll.poll(timeout_s * 1000):
             return
         data = self._received[: self._sock.recv_into(self._received)]
@@ -152,7 +151,7 @@ class Mover:
     def _serve(self, message: Message) -> None:
         if message.op is Op.MOVER_READ:
             read = decode_mover_read(message.payload)
-            # Done twice it would write to slots that are published, or somebody else's by now.
+            # A READ done twice would write to slots that are published, or have another owner by now.
             if read.read_id <= self._last_read_id or read.request.peer not in self._told_of:
                 raise ProtocolError(
                     f"READ {read.read_id} of {read.request.peer}: wanted one later than {self._last_read_id}, "
@@ -186,14 +185,14 @@ class Mover:
             self._answer_of_slabs(message)
 
     def _wake(self, word: bytes) -> None:
-        """Read slots that hold nobody's blocks, so that this process and the lane are warm for a READ to come."""
+        """Read slots that hold no blocks, so that this process and the lane are warm for the next READ."""
         waking = self._waking.get(word)
         if waking is None or waking.handle is not None or waking.request.peer in self._to_add:
             return
         try:
             waking.handle = self._transport.post(waking.request)
         except TransferError as error:
-            logger.debug("mover: a lane was not woken: %s", error)  # The READ to come fails too, and says so.
+            logger.debug("mover: a lane was not woken: %s", error)  # The next READ fails too, and reports it.
         else:
             self._woken.append(waking)
 
@@ -230,7 +229,7 @@ class Mover:
         peer = added.peer
         self._told_of[peer] = added.description
         if peer in self._to_forget:
-            self._to_forget.remove(peer)  # It is still there: a READ of it goes on.
+            self._to_forget.remove(peer)  # The transport still has it, because one of its READs runs.
             return
         self._to_add[peer] = added.description
 
@@ -243,7 +242,7 @@ class Mover:
             if not jobs:
                 del self._jobs[peer]
         if self._woken and not self._jobs and not self._awake_until_s:
-            self._release_woken()  # Not while a READ is to come soon, or goes on, which it would hold up.
+            self._release_woken()  # Not while a READ runs or comes soon: it would delay that READ.
         if self._abandoned:
             self._poll_abandoned()
         if self._to_forget:
@@ -264,13 +263,13 @@ class Mover:
                     logger.debug("mover: %s", error)
 
     def _busy_peers(self) -> set[str]:
-        """Return the peers of which something that was posted before goes on."""
+        """Return the peers with abandoned READs or wake-up READs that still run."""
         left = {left.peer for left in self._abandoned.values()}
         return left | {waking.request.peer for waking in self._woken}
 
     def _advance_job(self, job: _Job) -> None:
         read = job.read
-        # Before anything is posted: one that waited its time out behind others must not begin.
+        # Before anything is posted: a READ whose time ended while it was queued must not begin.
         if time.monotonic() - job.received_s > read.timeout_s:
             raise TransferTimeout(
                 f"READ of {len(read.request.local_slots)} blocks from {read.request.peer}: not finished after "
@@ -278,7 +277,7 @@ class Mover:
             )
         if job.next_chunk == 0 and not job.running:
             job.started_s = time.monotonic()
-            # Here and not when it was told, so that a READ fails of what is wrong, and the next one tries again.
+            # Add the peer here, not when its message comes: then an error fails this READ, and the next tries again.
             if read.request.peer in self._to_add:
                 self._transport.add_peer(read.request.peer, self._to_add[read.request.peer])
                 del self._to_add[read.request.peer]
@@ -301,7 +300,7 @@ class Mover:
             handle = self._transport.post(part)
             job.next_chunk += 1
             job.running.append((handle, end))
-            # On a same-host lane the chunk is already there: tell at once, so that it is copied out meanwhile.
+            # On a same-host lane the chunk is already there: report it at once, so that it is copied out meanwhile.
             self._collect(job)
         until_s = time.monotonic() + _STEP_S
         for _ in range(_POLLS_PER_STEP):
@@ -312,7 +311,7 @@ class Mover:
             self._jobs[read.request.peer].popleft()
 
     def _notification(self, job: _Job) -> bytes:
-        # It lets the peer drop the pins of the whole lease, under which an earlier READ may still be going on.
+        # The peer drops the pins of the whole lease on a notification, but an abandoned READ may still use them.
         peer = job.read.request.peer
         return b"" if any(left.peer == peer for left in self._abandoned.values()) else job.read.request.notification
 
@@ -327,7 +326,7 @@ class Mover:
                 handle, job.done_blocks = job.running.popleft()
                 done.append(handle)
         finally:
-            # What was in place before another chunk failed is told and released too.
+            # Chunks that were in place before another chunk failed are reported and released too.
             if done:
                 self._finish(job, done)
 
@@ -335,7 +334,7 @@ class Mover:
         self._moved_s = time.monotonic()
         last = not job.running and job.next_chunk == len(job.ends)
         if not last:
-            # First of all: the worker copies these blocks out while the next ones are read.
+            # Report first: the worker copies these blocks out while the next ones are read.
             self._tell(job, last=False, terminal=False)
         for handle in done:
             before = self._transport.totals.num_descriptors
@@ -373,7 +372,7 @@ class Mover:
                 self._send(Op.MOVER_TERMINAL, encode(read_id))
 
     def _is_terminal(self, handle: int) -> bool:
-        """Whether the engine is through with a READ; if so its handle is released."""
+        """Return whether a READ is terminal; if so, release its handle."""
         try:
             if self._transport.poll(handle) is not ReadState.DONE:
                 return False

@@ -1,7 +1,7 @@
 """All slabs of one mover behind one transport: the arena, and a stage on each GPU that hands blocks off.
 
-A stage is memory of the mover's own: a transfer engine can offer to other processes only what its process has
-allocated. Workers map it. Each slab has agents of its own, so that nothing of one concerns another.
+The mover allocates the stages: NIXL can offer to other processes only memory that its own process has allocated.
+Workers map them. Each slab has its own agents, so that slabs do not affect each other.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class Stage(StageMemory, Protocol):
-    """Memory on one GPU, registered with an engine."""
+    """Memory on one GPU, registered with a transfer backend."""
 
     @property
     def transport(self) -> Transport:
-        """The engine's view of it."""
+        """The transport that reads into it."""
 
     @property
     def handle(self) -> bytes:
-        """What a worker maps it by."""
+        """The handle by which a worker maps it."""
 
     def copy_out(self, target: int, offset: int, num_bytes: int) -> None:
         """Copy bytes from `offset` of the stage to an address in host memory."""
@@ -47,7 +47,7 @@ class Slabs:
         name: of the arena's agent; stages derive theirs from it.
         arena: slab 0.
         arena_address: its first byte.
-        make_stage: makes the others.
+        make_stage: makes the other slabs.
     """
 
     def __init__(self, name: str, arena: Transport, arena_address: int, make_stage: MakeStage) -> None:
@@ -58,7 +58,7 @@ class Slabs:
         self._into: dict[str, Transport] = {}
         self._handles: dict[int, tuple[Transport, int]] = {}
         self._next = self._num_made = 0
-        #: What was asked and answered of the stage of each GPU, by its UUID.
+        #: Request and answer for the stage of each GPU, by its UUID.
         self._made: dict[str, tuple[NewStage, StageMade]] = {}
         self._slot_bytes = 0
         self._stage_slot_bytes: dict[int, int] = {}
@@ -68,7 +68,7 @@ class Slabs:
 
     @property
     def totals(self) -> ReadTotals:
-        """What the engine counted on all slabs."""
+        """The transfer backend's counts on all slabs."""
         return sum((transport.totals for transport in self._all()), ReadTotals())
 
     def describe(self) -> bytes:
@@ -76,18 +76,18 @@ class Slabs:
         return self._arena.describe()
 
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
-        """Say how the arena is divided."""
+        """Set the division of the arena into slots."""
         self._slot_bytes = slot_bytes
         self._arena.set_slots(slot_bytes, num_slots)
 
     def stage(self, wanted: NewStage) -> StageMade:
-        """Make a stage for a GPU; returns how to reach it.
+        """Make a stage for a GPU; return how to reach it.
 
-        The store asks again for a GPU when the answer came too late for it. It told nobody of that stage: it gets it
-        now if it wants the same, and a stage of another size takes its place.
+        If the answer came too late for the store, it asks again for that GPU. No other process knows of that stage, so
+        the store gets it now if the request is the same; a stage of another size replaces it.
 
         Raises:
-            RegistrationFailed: there is no such GPU, or it has not that much memory; nothing is held.
+            RegistrationFailed: there is no such GPU, or it does not have that much memory; nothing is held.
         """
         uuid, slot_bytes, num_slots = wanted.uuid, wanted.slot_bytes, wanted.num_slots
         if uuid in self._made:
@@ -139,7 +139,7 @@ class Slabs:
         self._into[peer].add_peer(peer, description)
 
     def forget_peer(self, peer: str) -> None:
-        """Drop what is held for a peer."""
+        """Drop the data that is held for a peer."""
         if (transport := self._into.pop(peer, None)) is not None:
             transport.forget_peer(peer)
 
@@ -154,7 +154,7 @@ class Slabs:
         return self._next
 
     def poll(self, handle: int) -> ReadState:
-        """Return how a READ is doing; see `Transport`."""
+        """Return the state of a READ; see `Transport`."""
         transport, inner = self._handles[handle]
         return transport.poll(inner)
 

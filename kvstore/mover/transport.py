@@ -91,13 +91,13 @@ class Transport(Protocol):
         """Return this side's agent metadata for peers."""
 
     def set_slots(self, slot_bytes: int, num_slots: int) -> None:
-        """Say how the local slab is divided; called once, before the first READ."""
+        """Set the division of the local slab into slots; called once, before the first READ."""
 
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Make a peer readable under the name `peer`; an older one of that name is forgotten."""
 
     def forget_peer(self, peer: str) -> None:
-        """Drop what is held for a peer; unknown names are ignored."""
+        """Drop the data that is held for a peer; unknown names are ignored."""
 
     def post(self, request: ReadRequest) -> int:
         """Start a READ and return its handle, which must be polled until terminal and then released.
