@@ -93,8 +93,10 @@ class Channel:
 
     def has_room(self) -> bool:
         """Whether a short message can be sent without waiting for the other side to read."""
+        if (fd := self.sock.fileno()) < 0:  # Another thread has just closed it.
+            return False
         poll = select.poll()
-        poll.register(self.sock, select.POLLOUT)
+        poll.register(fd, select.POLLOUT)
         return bool(poll.poll(0))
 
     def receive(

@@ -347,6 +347,13 @@ def test_two_threads_that_say_last_words_do_not_take_the_connection_from_each_ot
     assert said == [True]
 
 
+def test_last_words_over_a_connection_that_another_thread_just_closed_are_not_said(worker, monkeypatch):
+    connection: ControlClient = worker.client._store._calls
+    has_room = connection._channel.has_room
+    monkeypatch.setattr(connection._channel, "has_room", lambda: (connection._channel.sock.close(), has_room())[1])
+    assert not connection.send_if_free(Op.GOODBYE)
+
+
 def test_last_words_do_not_wait_for_a_store_that_reads_nothing(core, worker):
     connection: ControlClient = worker.client._store._calls
     with standing_still(core):
