@@ -85,4 +85,6 @@ class WatchTable:
     def _fire(self, watch_id: int) -> None:
         watch = self._watches.pop(watch_id)
         self._num_blocks -= len(watch.chain)
-        self._calls.append(lambda: watch.then(watch.at))
+        # Counted again: a clearing takes blocks away that were here.
+        count = self._index.num_ready(watch.chain.namespace, watch.chain.data)
+        self._calls.append(lambda: watch.then(count))

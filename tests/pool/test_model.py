@@ -249,7 +249,7 @@ class PoolMachine(RuleBasedStateMachine):
     def end_watch(self, watch_id):
         self.pool.end_watch(watch_id)
         if watch_id in self.waiting:
-            self.waiting[watch_id][0].ended = True
+            self.model.end_watch(self.waiting[watch_id][0])
 
     @invariant()
     def watchers_are_told_once_and_the_truth(self):

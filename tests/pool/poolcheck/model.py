@@ -66,6 +66,7 @@ class Watch:
     """A caller that waits for a run: so many leading blocks came, until one is neither here nor being written."""
 
     hashes: list[bytes]
+    at: int = 0
     count: int = 0
     ended: bool = False
 
@@ -264,11 +265,16 @@ class Model:
 
     def look(self, watch: Watch) -> Watch:
         """Count for a watch what has come since the last look, and end it when nothing more can come."""
-        while not watch.ended and watch.count < len(watch.hashes):
-            block = self.blocks.get(self.find(watch.hashes[watch.count]))
-            if block is not None and not block.ready:
-                return watch
-            watch.ended = block is None
-            watch.count += block is not None
-        watch.ended = True
+        if watch.ended:
+            return watch
+        ready = [block is not None and block.ready for block in map(self.blocks.get, map(self.find, watch.hashes))]
+        while watch.at < len(ready) and ready[watch.at]:
+            watch.at += 1
+        if watch.at == len(ready) or self.find(watch.hashes[watch.at]) < 0:
+            self.end_watch(watch)
         return watch
+
+    def end_watch(self, watch: Watch) -> None:
+        """End a watch: the leading blocks count that are here now."""
+        ready = [block is not None and block.ready for block in map(self.blocks.get, map(self.find, watch.hashes))]
+        watch.count, watch.ended = [*ready, False].index(False), True

@@ -301,7 +301,7 @@ BLOCKS = (
         "those who wait take a lost block for a stored one",
         "LMCache: failed stores stay visible",
         "kvstore.pool.watches",
-        "        self._calls.append(lambda: watch.then(watch.at))\n",
+        "        self._calls.append(lambda: watch.then(count))\n",
         "        self._calls.append(lambda: watch.then(len(watch.chain)))\n",
         f"{POOL_WRITES}::test_a_watch_counts_up_to_the_first_lost_block",
     ),
