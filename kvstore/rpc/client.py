@@ -235,10 +235,10 @@ class ControlClient:
         self._say(op, payload, waits=True)
 
     def send_if_free(self, op: Op) -> bool:
-        """Say something that has no answer, unless that has to wait for a question, one of this thread included.
+        """Send a message that has no answer, unless it would have to wait.
 
         Returns:
-            Whether it was said: no question is under way, and the store has read of what was sent before.
+            Whether it was sent: not while a question is under way, also one of this thread, nor over a full socket.
 
         Raises:
             PeerLost: the connection broke; it is closed.
@@ -250,7 +250,10 @@ class ControlClient:
         try:
             if waits:
                 self._take_turn(turn)
-            elif self._channel.closed or not self._channel.has_room() or not self._turns.take(turn):
+            elif self._channel.closed or not self._turns.take(turn):
+                return False
+            elif not self._channel.has_room():  # Under the turn, so that no other thread closes or fills the socket.
+                self._end_turn(turn)
                 return False
             self._channel.send(op, Flag.ONE_WAY, payload)
             self._end_turn(turn)
