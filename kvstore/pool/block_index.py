@@ -279,18 +279,23 @@ class BlockIndex:
 
     def num_evictable(self, ref_counts: npt.NDArray[np.int32], most: int) -> int:
         """Return how many blocks could be evicted one after the other, without looking for more than `most`."""
-        leaves = np.flatnonzero((ref_counts == 0) & (self._nums_children == 0))
-        num_found, num_left = 0, dict[int, int]()
+        unread, parent, num_children = ref_counts == 0, self.parent, self.num_children
+        leaves = np.flatnonzero(unread & (self._nums_children == 0))
+        is_unread, num_found, num_left = unread.tobytes(), 0, dict[int, int]()
         for leaf in map(int, leaves):
-            at: int | None = leaf
-            while at is not None and self.space[at].ready.get(self.block_hash[at]) == at:
+            ready = self.space[leaf].ready
+            at = ready.get(self.block_hash[leaf])
+            if at != leaf:
+                continue  # No block, or one that is being written.
+            while at is not None:
                 num_found += 1
                 if num_found == most:
                     return most
-                at = self.space[at].ready.get(self.parent[at])
+                at = ready.get(parent[at])
                 if at is not None:
-                    num_left[at] = num_left.get(at, self.num_children[at]) - 1
-                    if num_left[at] or ref_counts[at]:
+                    if num_children[at] > 1:
+                        num_left[at] = num_left.get(at, num_children[at]) - 1
+                    if num_left.get(at) or not is_unread[at]:
                         break
         return num_found
 
@@ -314,21 +319,22 @@ class BlockIndex:
         """Remove blocks that are being written; skip slots without such a block.
 
         Returns:
-            (the slots of removed blocks, the hashes of those that were not cleared).
+            (the slots of removed blocks, their hashes).
         """
-        aborted, lost = list[int](), list[bytes]()
-        for slot in slots:
-            own, space = self.block_hash[slot], self.space[slot]
+        aborted, lost, block_hash, spaces = list[int](), list[bytes](), self.block_hash, self.space
+        # From the end: most blocks have lost their children by then, and are not counted as awaited by them.
+        for slot in reversed(slots):
+            own, space = block_hash[slot], spaces[slot]
             if space.writing.pop(own, None) is None:
                 continue
             aborted.append(slot)
-            if not space.is_cleared:
-                lost.append(own)
-                if self.parent[slot] != space.namespace:
-                    self._leave_parent(slot, space)
+            lost.append(own)
+            if not space.is_cleared and self.parent[slot] != space.namespace:
+                self._leave_parent(slot, space)
             if self.num_children[slot]:
                 space.orphans[own] = self.num_children[slot]
                 space.orphan_depths[own] = self.depth[slot] + 1
+        aborted.reverse()
         listed = SlotList.of(aborted)
         self.forget(listed)
         return listed, lost

@@ -120,7 +120,7 @@ class SlotTable:
         """Abort blocks being written: they are never published. Their writers keep the slots.
 
         Returns:
-            The hashes of blocks that were neither aborted nor cleared before.
+            The hashes of blocks that were not aborted before.
         """
         aborted, lost = self.index.abort(slots)
         self.columns.aborted.update(aborted)

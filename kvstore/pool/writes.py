@@ -278,7 +278,6 @@ class WriteTable:
         return len(pending)
 
     def _abort_blocks(self, slots: list[int]) -> None:
-        # `lost` has no cleared blocks: their watchers were notified at the clearing, and may watch the hashes again.
         if lost := self._table.abort(slots):
             self._on_settled(lost)
 

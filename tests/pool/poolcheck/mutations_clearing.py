@@ -38,14 +38,6 @@ CLEARINGS: tuple[Mutant, ...] = (
         f"{CLEARING}::test_a_save_that_waits_for_a_thread_while_its_namespace_is_cleared_stores_nothing",
     ),
     bug(
-        "who waits for new blocks hears of the old ones' end",
-        "ours",
-        INDEX,
-        "            if not space.is_cleared:\n                lost.append(own)\n",
-        "            lost.append(own)\n            if not space.is_cleared:\n",
-        f"{SWEEPING}::test_a_write_that_a_clearing_met_publishes_nothing_before_and_after_it_is_swept",
-    ),
-    bug(
         "blocks are evicted while cleared ones take room",
         "ours",
         SLOTS,
