@@ -187,7 +187,7 @@ BLOCKS = (
         "what is above a held block counts as room",
         "ours: blocks evicted for a reservation that gets nothing",
         INDEX,
-        "                    if num_left[at] or ref_counts[at]:\n                        break\n",
+        "                    if num_left.get(at) or not is_unread[at]:\n                        break\n",
         "",
         f"{POOL_WRITES}::test_a_reservation_that_cannot_be_whole_evicts_nothing",
     ),
