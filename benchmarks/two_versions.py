@@ -3,10 +3,11 @@
 Each version runs two node stores and their movers for each size of blocks, as processes of its own, and is measured
 through its public calls alone. In a round each version makes each call once, or many times and the median counts where
 it takes microseconds; which version is first alternates. The figure of a call is the median over the rounds of the time
-that this version takes over that of the other, with its quartiles.
+that this version takes over that of the other, with its quartiles. Both versions are started anew several times,
+because the same code can be a tenth slower or faster from one start to the next.
 
-Run: `python benchmarks/two_versions.py FOLDER [--lane LANE] [--rounds N] [--json]`, with a checkout of the other
-version in FOLDER. Rows are {call, this_us, other_us, ratio, ratio_from, ratio_to}.
+Run: `python benchmarks/two_versions.py FOLDER [--lane LANE] [--starts N] [--rounds N] [--json]`, with a checkout of the
+other version in FOLDER. Rows are {call, this_us, other_us, ratio, ratio_from, ratio_to}.
 """
 
 from __future__ import annotations
@@ -142,15 +143,17 @@ def version(folder: Path, lane: str) -> Iterator[Callable[[], dict[str, float]]]
         yield measure
 
 
-def in_turns(this: Path, other: Path, lane: str, num_rounds: int) -> list[dict[str, Any]]:
+def in_turns(this: Path, other: Path, lane: str, num_starts: int, num_rounds: int) -> list[dict[str, Any]]:
     rounds: list[dict[str, dict[str, float]]] = []
-    with version(this, lane) as of_this, version(other, lane) as of_other:
-        for number in range(num_rounds + 1):
-            turns = [("this", of_this), ("other", of_other)]
-            seen = {name: measure() for name, measure in (turns if number % 2 else reversed(turns))}
-            if number:  # The first round connects and warms up.
-                rounds.append(seen)
-            print(f"\rround {number} of {num_rounds}", end="", file=sys.stderr, flush=True)
+    for start in range(num_starts):
+        with version(this, lane) as of_this, version(other, lane) as of_other:
+            for number in range(num_rounds + 1):
+                turns = [("this", of_this), ("other", of_other)]
+                seen = {name: measure() for name, measure in (turns if number % 2 else reversed(turns))}
+                if number:  # The first round connects and warms up.
+                    rounds.append(seen)
+                text = f"\rstart {start + 1} of {num_starts}, round {number} of {num_rounds} "
+                print(text, end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     rows = []
     for call in rounds[0]["this"]:
@@ -184,7 +187,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="a checkout of the other version")
     parser.add_argument("--lane", choices=("default", "tcp"), default="default")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=5, help="how often both versions are started")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds after each start")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--serve", metavar="LANE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -193,15 +197,21 @@ def main() -> None:
         return
     if arguments.folder is None or not (arguments.folder / "kvstore").is_dir():
         parser.error(f"wanted a folder with a checkout of raykv, got {arguments.folder}")
-    if arguments.rounds < 2:
-        parser.error(f"--rounds: wanted two or more, got {arguments.rounds}")
-    rows = in_turns(HERE, arguments.folder.resolve(), arguments.lane, arguments.rounds)
+    for option, least in (("starts", 1), ("rounds", 2)):
+        if (number := getattr(arguments, option)) < least:
+            parser.error(f"--{option}: wanted {least} or more, got {number}")
+    rows = in_turns(HERE, arguments.folder.resolve(), arguments.lane, arguments.starts, arguments.rounds)
     if arguments.json:
         sys.path.insert(0, str(HERE))
         from kvstore.tools.documents import as_document
         from kvstore.tools.provenance import provenance
 
-        about = {"lane": arguments.lane, "num_rounds": arguments.rounds, "other_commit": commit_of(arguments.folder)}
+        about = {
+            "lane": arguments.lane,
+            "num_starts": arguments.starts,
+            "num_rounds": arguments.rounds,
+            "other_commit": commit_of(arguments.folder),
+        }
         print(as_document({"benchmark": "two versions", **provenance(), **about, "rows": rows}), end="")
         return
     print(f"{'call':<34} {'this us':>10} {'other us':>10} {'ratio':>7} {'quartiles':>14}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from kvstore.blocks.codec import U32, U64, Epoch, Record
 from kvstore.blocks.indexes import IndexArray, PackedInts, check_below, checked_slots, ints_in
 from kvstore.errors import ProtocolError
@@ -121,8 +119,10 @@ class StoreTicket(Record, frozen=True, kw_only=True):
                 f"here ({self.num_awaited} of them awaited) and {counts[2]} refused, as write {self.write_id}; run one "
                 "version of raykv everywhere"
             )
+        if not counts[0]:
+            return indexes, slots
         check_below("positions", indexes, num_blocks - self.num_refused)
-        if np.any(indexes[1:] <= indexes[:-1]):
+        if (indexes[1:] <= indexes[:-1]).any():
             raise ProtocolError("wanted ascending positions, got others; run one version of raykv everywhere")
         return indexes, checked_slots(slots, len(indexes), num_slots, is_whole=True)
 

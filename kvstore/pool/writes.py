@@ -201,13 +201,13 @@ class WriteTable:
         Returns:
             (positions of the blocks that got a slot, number of leading blocks before the first without one).
         """
-        parents, missing = [chain.parent, *hashes[:-1]], list[int]()
-        depths = np.arange(chain.start, chain.start + len(hashes))
-        is_new = found.count(None) == len(found)
+        num_new, missing = found.count(None), list[int]()
+        if not num_new:
+            return missing, len(found)
+        parents, depths = [chain.parent, *hashes[:-1]], np.arange(chain.start, chain.start + len(hashes))
+        is_new = num_new == len(found)
         if not is_new:
             missing = [i for i, slot in enumerate(found) if slot is None]
-            if not missing:
-                return missing, len(found)
             hashes, parents, depths = [hashes[i] for i in missing], [parents[i] for i in missing], depths[missing]
         self._sweep_writing(len(hashes) - self._table.columns.num_free)
         run = self._table.claim(hashes, parents, chain.namespace, depths)
