@@ -69,8 +69,8 @@ class SlotTable:
         return columns.num_free + self.index.num_evictable(columns.ref_counts, num_short)
 
     def _sweep_for(self, wanted: int) -> None:
-        columns = self.columns
-        while columns.num_free < wanted and self.sweep(wanted - columns.num_free):
+        columns, cleared = self.columns, self.index.cleared
+        while cleared and columns.num_free < wanted and self.sweep(wanted - columns.num_free):
             pass  # A step may free too few: some cleared slots have readers. Later victims are not cleared blocks.
 
     def _take(self, wanted: int) -> Run:

@@ -41,7 +41,7 @@ CLEARINGS: tuple[Mutant, ...] = (
         "blocks are evicted while cleared ones take room",
         "ours",
         SLOTS,
-        "        while columns.num_free < wanted and self.sweep(wanted - columns.num_free):\n",
+        "        while cleared and columns.num_free < wanted and self.sweep(wanted - columns.num_free):\n",
         "        while False:\n",
         f"{SWEEPING}::test_a_claim_that_is_short_of_slots_takes_what_was_cleared_and_evicts_nothing",
     ),
