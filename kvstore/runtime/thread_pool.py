@@ -24,8 +24,7 @@ from kvstore.runtime.forks import this_process
 logger = logging.getLogger(__name__)
 
 
-#: A step to run, and whether an idle thread was found for it.
-_Item = tuple[Callable[[], object], bool]
+_Step = Callable[[], object]
 _LOOK_AGAIN_S = 1e-3
 
 
@@ -42,19 +41,19 @@ class ThreadPool:
 
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name, self._pid = most, name, this_process()
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Step | None] = SimpleQueue()
         #: Numbers of threads that may still be started; below, the started threads until they end.
         self._places: deque[int] = deque(range(most))
         self._threads: list[threading.Thread] = []
         #: Threads that do not run yet, with the starting thread's id and their number. A remover owns that number.
         self._unbegun: dict[threading.Thread, tuple[int, int]] = {}
-        #: One entry per idle thread for which no step was handed over.
+        #: One entry per thread that waits for a step, or has just taken one and not said so yet.
         self._idle: deque[None] = deque()
         self._is_closed = self._is_finishing = False
         # The interpreter would wait for non-daemon threads in vain, and would stop daemons in the middle of a step.
         atexit.register(self._finish)
 
-    def run(self, step: Callable[[], object]) -> bool:
+    def run(self, step: _Step) -> bool:
         """Run a step soon on a thread of this pool; an error of the step is logged.
 
         Returns:
@@ -62,19 +61,21 @@ class ThreadPool:
         """
         if self._is_closed:
             return False
-        is_expected = True
-        try:
-            self._idle.pop()
-        except IndexError:
-            is_expected = False
-        item = (step, is_expected)
         # Before the start: a signal handler that interrupts it may wait for this step, which other threads can run.
-        self._queue.put(item)
-        if not is_expected and not self._start() and self._take_back(item):
+        self._queue.put(step)
+        if self._is_short() and not self._start() and self._take_back(step):
             return False
         if self._is_closed and not self._threads:  # The last thread may have looked before this step came.
             self._run_rest()
         return True
+
+    def _is_short(self) -> bool:
+        """Return whether a step is waiting for which no thread is idle.
+
+        Asked after a step was queued, and by each thread after it has taken one. So a step that comes just when a
+        thread is not idle any more is seen by one of the two.
+        """
+        return self._queue.qsize() > len(self._idle) + self._is_closed  # After `close`, one None stays in the queue.
 
     def hurry(self) -> None:
         """Begin accepted steps even if the start of their thread was interrupted."""
@@ -82,8 +83,7 @@ class ThreadPool:
             if (entry := self._unbegun.pop(thread, None)) is not None:
                 self._drop(thread)
                 self._places.appendleft(entry[1])
-        # After `close`, one None stays in the queue.
-        if self._queue.qsize() > self._is_closed and not self._idle and not self._start():
+        if self._is_short() and not self._start():
             self._run_rest()
 
     def _start(self) -> bool:
@@ -122,69 +122,77 @@ class ThreadPool:
 
     def _work(self) -> None:
         thread = threading.current_thread()
-        if self._unbegun.pop(thread, None) is None:
+        self._idle.append(
+            None
+        )  # First: while it is neither idle nor being started, a thread too many could be started.
+        if self._unbegun.pop(thread, None) is None:  # Its place was given to another thread.
+            self._idle.pop()
             self._drop(thread)
-            return  # Its place was given to another thread.
+            self._start_more()
+            return
         while True:
-            self._idle.append(None)
-            item = self._queue.get()
-            if item is None:
-                item = self._next_step()
+            step = self._queue.get()
+            self._idle.pop()
+            if step is None:
+                step = self._next_step()
                 self._queue.put(None)  # For the next thread.
-                if item is None:
+                if step is None:
                     break
-            step, is_expected = item
-            if not is_expected:
-                try:
-                    self._idle.pop()
-                except IndexError:  # Another step was handed over because this thread was idle.
-                    self._start()
-            del item
+            else:
+                self._start_more()
             self._do(step)
             del step  # A sleeping thread must keep no client alive.
+            self._idle.append(None)
         self._drop(thread)
         if not self._threads:
             self._run_rest()
             self._forget()
 
+    def _start_more(self) -> None:
+        """Start a thread for a step that came when this one was about to take another, or to end."""
+        if self._queue.qsize() > len(self._idle) + len(self._unbegun) + self._is_closed:
+            self._start()
+
     def _drop(self, thread: threading.Thread) -> None:
         with contextlib.suppress(ValueError):  # Its start was interrupted before it was listed.
             self._threads.remove(thread)
 
-    def _do(self, step: Callable[[], object]) -> None:
+    def _do(self, step: _Step) -> None:
         try:
             step()
         except BaseException:
             logger.exception("a thread of %s met an unexpected error", self._name)
 
-    def _next_step(self) -> _Item | None:
+    def _next_step(self) -> _Step | None:
         """Return the next step of the queue; None if there is none."""
         with contextlib.suppress(Empty):
             while True:
-                if (item := self._queue.get_nowait()) is not None:
-                    return item
+                if (step := self._queue.get_nowait()) is not None:
+                    return step
         return None
 
     def _run_rest(self) -> None:
         """Run all queued steps on the calling thread, because no other thread will."""
-        while (item := self._next_step()) is not None:
-            self._do(item[0])
+        while (step := self._next_step()) is not None:
+            self._do(step)
         if self._is_closed:
             self._queue.put(None)
 
-    def _take_back(self, own: _Item) -> bool:
+    def _take_back(self, own: _Step) -> bool:
         """Remove a step for which there is no thread; False if a thread has taken it."""
-        items = []
-        while (item := self._next_step()) is not None:
-            items.append(item)
-        for item in items:
-            if item is not own:
-                self._queue.put(item)
+        steps, was_there = list[_Step](), False
+        while (step := self._next_step()) is not None:
+            if step is own and not was_there:
+                was_there = True
+            else:
+                steps.append(step)
+        for step in steps:
+            self._queue.put(step)
         if self._is_closed:
             self._queue.put(None)
-        if not self._threads and len(items) > 1:
+        if not self._threads and steps:
             self._run_rest()  # Other callers relied on the thread that could not be started.
-        return any(item is own for item in items)
+        return was_there
 
     def close(self, *, wait: bool = False, drop: bool = False) -> None:
         """Accept no more steps; may be called again.

@@ -2,6 +2,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -230,3 +231,45 @@ def test_many_threads_hand_over_at_once_while_it_is_closed():
         pool.close(wait=True)
         assert len(done) == sum(taken)
         assert not pool._threads
+
+
+def test_as_many_steps_run_at_once_as_there_may_be_threads():
+    """However the steps meet threads that start, and threads that become idle just then."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(1000):
+            pool, entered, go = ThreadPool(4, "raykv-test"), threading.Semaphore(0), threading.Event()
+
+            def stay(entered=entered, go=go):
+                entered.release()
+                go.wait(LIMIT_S)
+
+            for _ in range(number % 4):
+                pool.run(lambda: None)  # Its thread becomes idle while others are started, or before.
+            for _ in range(4):
+                pool.run(stay)
+            all_run = [entered.acquire(timeout=LIMIT_S / 4) for _ in range(4)]
+            go.set()
+            pool.close(wait=True)
+            assert all(all_run), f"in round {number} a step waited for a thread that may be started"
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+def test_a_step_that_comes_while_a_thread_takes_another_gets_one_of_its_own(pool):
+    come, both = threading.Event(), threading.Barrier(3)
+
+    class Late(type(pool._idle)):
+        def pop(self):
+            come.wait(LIMIT_S)
+            return super().pop()
+
+    pool._idle = Late()
+    assert pool.run(lambda: both.wait(LIMIT_S))
+    until_s = time.monotonic() + LIMIT_S
+    while pool._queue.qsize():  # Then it was taken, and its thread still counts as idle.
+        assert time.monotonic() < until_s
+    assert pool.run(lambda: both.wait(LIMIT_S))
+    come.set()
+    both.wait(LIMIT_S)
