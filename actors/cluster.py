@@ -20,7 +20,7 @@ from kvstore.actors.session.rays import RaySession, current_session
 from kvstore.actors.supervisor import alive_nodes
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part
-from kvstore.bounds import check_count, check_seconds
+from kvstore.bounds import check_count, check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import (
     InvalidRequest,
@@ -68,6 +68,7 @@ class Store:
         Store.__init__(self, StoreConfig.from_json(state["config"]), RaySession(state["address"], state["session"]))
 
     def __enter__(self) -> Store:
+        self._check()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,11 +165,13 @@ class Store:
         """Take a node out of service for a rolling restart.
 
         The node grants nothing to its workers any more. It hands its most recently used chains to another node, then
-        waits for leases and writes to end. `node_store(id).undrain` puts it back.
+        waits for leases and writes to end, and for published hand-offs to be fetched by other nodes, or to expire.
+        `node_store(id).undrain` puts it back.
 
         Returns:
-            {"num_handed_over", "num_leases", "num_writes"}: blocks now elsewhere, and the leases and writes that were
-            left at the end of the time.
+            {"num_handed_over", "num_leases", "num_writes", "num_handoffs"}: blocks of these chains that the other node
+            has now, also those that it had before; and the leases, writes and hand-offs that were left at the end of
+            the time.
 
         Raises:
             StoreNotRunning: the node has no store.
@@ -358,6 +361,8 @@ def node_store(node_id: str | None = None, name: str = "default") -> Any:
     check_not_forked()
     if not ray.is_initialized():
         raise StoreNotRunning("Ray is not initialised in this process; call kvstore.connect() first")
+    if node_id is not None and not (isinstance(node_id, str) and node_id):
+        raise InvalidRequest(f"node_id: wanted the id of a node, or None for this one, got {clip(node_id)}")
     wanted = node_id or ray.get_runtime_context().get_node_id()
     try:
         return find_actor(actor_name(name, "node", wanted))

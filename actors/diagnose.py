@@ -71,6 +71,8 @@ def check_cluster(address: str | None) -> Check:
             return Check(name=name, status=Status.FAIL, found=f"{named}: {error}", fix=fix)
         found = "none runs on this machine" if "no Ray cluster runs here" in str(error) else f"none to join: {error}"
         fix = "kvstore.start() in Python runs one for its process; for others: `ray start --head`"
+        if "wanted the Ray of this machine" in str(error):  # Several run, so one more would not help.
+            fix = "name one of them with --address or RAY_ADDRESS"
         return Check(name=name, status=Status.OK, found=found, fix=fix)
     stores = ", ".join(seen["stores"]) or "none"
     found = f"{seen['address']}: {seen['num_nodes']} node(s); stores: {stores}"

@@ -260,9 +260,24 @@ def connect(name: str, address: str | None, timeout_s: float) -> Store:
     """Find a running store; see kvstore.connect."""
     deadline_s = time.monotonic() + timeout_s
     with USE.joined(address, name, deadline_s, may_start=False) as joined:
-        supervisor = _find_supervisor(name, deadline_s)
-        running = call("supervisor", supervisor.config, timeout_s=max(0.0, deadline_s - time.monotonic()))
-        store = Store(_check_compatible(None, running), joined.session)
+        store = Store(_running_config(name, deadline_s), joined.session)
         USE.hold(store)
     _log_joined(store, joined)
     return store
+
+
+def _running_config(name: str, deadline_s: float) -> StoreConfig:
+    """Ask the supervisor for a store's settings; if it hangs or is being restarted, a node's store, which serves on."""
+    half_s = (deadline_s - time.monotonic()) / 2
+    try:
+        supervisor = _find_supervisor(name, time.monotonic() + half_s)
+        running = call("supervisor", supervisor.config, timeout_s=min(half_s, _CALL_S))
+    except (TransferTimeout, PeerLost) as error:
+        for node, handle in node_stores(name).items():
+            left_s = deadline_s - time.monotonic()
+            with contextlib.suppress(TransferTimeout, PeerLost):
+                settings = call(f"store of node {node}", handle.settings, timeout_s=max(0.0, min(_CALL_S, left_s)))
+                logger.warning("the supervisor of store %r does not answer, and its nodes do: %s", name, error)
+                return StoreConfig.from_json(settings)
+        raise
+    return _check_compatible(None, running)

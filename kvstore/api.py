@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstore.bounds import check_seconds, check_text
+from kvstore.bounds import check_seconds, check_text, check_ttl
 from kvstore.config import StoreConfig, parse_bytes
 from kvstore.errors import ConfigError
 
@@ -52,11 +52,11 @@ def start(
         StoreUnavailable: a node, or a Ray for this process, was not ready in time. If other calls of `start` wait
             for the same store, the store continues and is theirs from then on.
         StoreBusy: another thread of this process joins or leaves Ray, and did not finish in time.
-        InvalidRequest: `timeout_s` is no number of seconds, or over a day, or `address` is no text.
+        InvalidRequest: `timeout_s` is no number of seconds above 0, or over a day, or `address` is no text.
     """
     from kvstore.actors import starting
 
-    timeout_s = check_seconds("timeout_s", timeout_s)
+    timeout_s = check_ttl("timeout_s", timeout_s)
     if address is not None:
         check_text("address", address)
     if "capacity_bytes" in settings:

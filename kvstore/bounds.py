@@ -102,6 +102,16 @@ def check_count(name: str, value: object, least: int, most: int) -> int:
     return int(value)
 
 
+def check_callable(name: str, value: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        InvalidRequest: it cannot.
+    """
+    if not callable(value):
+        raise InvalidRequest(f"{name}: wanted a function, got {clip(value)}")
+
+
 def check_text(name: str, value: object) -> str:
     """Return a text.
 

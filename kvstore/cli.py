@@ -6,6 +6,7 @@ One of the two modules of the core that may import kvstore.actors, and only when
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -259,6 +260,8 @@ def _stop_local(store: Any) -> None:
     from kvstore.actors.session.joining import check_answers
 
     failed: list[KVStoreError] = []
+    # Warnings of a Ray that does not answer would only confuse: it is to end. A failure is raised.
+    logging.getLogger("kvstore").setLevel(logging.ERROR)
 
     def run() -> None:
         try:
@@ -277,7 +280,9 @@ def _stop_local(store: Any) -> None:
         except StoreNotRunning:
             gone_s = clock.now_s()
         if gone_s is not None and clock.now_s() > gone_s + _GRACE_S:
-            click.echo(f"the Ray at {store.address} ended by itself, and store {store.config.name!r} with it", err=True)
+            name = store.config.name
+            text = f"the Ray at {store.address} has ended, too, as after a signal to all processes, and store {name!r}"
+            click.echo(f"{text} with it", err=True)
             return
     if failed:
         raise failed[0]

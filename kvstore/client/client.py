@@ -271,7 +271,7 @@ class Client:
                 whose time ends before a thread is free is not begun.
             on_queued: called on a thread of the client, only if every block is leased and all copies are queued. Work
                 after `Job.wait_on` may then be launched, and its results used: the load now succeeds unless the device
-                fails or the copies outlast the lease.
+                fails or the copies outlast the lease. If it raises, the job ends with that error.
             num_copy_threads: threads that share the copies into a cache in host memory; the caller knows what else uses
                 its cores. 0 means a quarter of the cores, from one to four.
 
@@ -473,6 +473,7 @@ class Client:
         self._attached.close(timeout_s)
 
     def __enter__(self) -> Client:
+        self._store.check_open()
         return self
 
     def __exit__(

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
-from kvstore.bounds import MAX_COPY_THREADS, MAX_SLOTS, check_count
+from kvstore.bounds import MAX_COPY_THREADS, MAX_SLOTS, check_callable, check_count
 from kvstore.client.attachment import Attachment
 from kvstore.client.results import BlockFailure, Job, LoadResult, MissReason
 from kvstore.client.work import CopyGuard, Steps, Work, next_piece
@@ -52,6 +52,8 @@ def begin_load(
     """Begin `Client.load`; see there for the arguments."""
     engine, chain = attached.registered(), attached.chain(hashes)
     limit_s = attached.transfer_s(timeout_s)
+    if on_queued is not None:
+        check_callable("on_queued", on_queued)
     num_copy_threads = check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
     pages = engine.pages(block_ids, chain, num_copy_threads)
     engine.copier.check_unchanged()

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from kvstore.blocks.ticket import HandoffTicket
+from kvstore.bounds import check_callable
 from kvstore.client.work import Work
 from kvstore.errors import InvalidRequest, JobAbandoned, JobRunning
 from kvstore.runtime import clock
@@ -277,9 +278,11 @@ class Job(Generic[T]):
         the other, so a callback must not wait for another one.
 
         Raises:
+            InvalidRequest: `callback` cannot be called.
             ForkedClient: this is a child of the process that began it.
         """
         check_process(self._pid)
+        check_callable("callback", callback)
         not_called = [callback]
 
         def call(_: object) -> None:
@@ -315,7 +318,7 @@ def _has_ended(future: Future[Any], timeout_s: float) -> bool:
 def _check_number(name: str, value: object) -> None:
     # Negative is allowed: a caller that counts down to a deadline may pass it.
     try:
-        is_number = isinstance(value, int | float) and not math.isnan(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     except OverflowError:
         is_number = False
     if not is_number:

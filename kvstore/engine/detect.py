@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations, permutations
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from kvstore.blocks.part import WHOLE, Part
@@ -133,6 +134,9 @@ def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> No
             f"detect_layout: wanted one tensor per layer for planes={Planes(shape.planes).value!r}, "
             "got (k, v) pairs; use KVShape(planes='kv')"
         )
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided:  # It may have no strides to compare.
+            raise _not_dense(index, tensor)
     first = tensors[0]
     if first.dtype != torch_dtype(shape.dtype):
         raise LayoutMismatch(
@@ -148,6 +152,8 @@ def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> No
                 f"got tensor {index} as {described(got)}; "
                 "layers of unlike shape need a namespace of their own"
             )
+    if first.is_meta or not first.numel():
+        raise _not_dense(0, first)
     if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
         raise LayoutMismatch(
             f"detect_layout: wanted {len(tensors)} tensors in memory of their own, got some at one address; "
@@ -159,6 +165,13 @@ def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> No
             f"got {first.stride()} for {list(first.shape)}; "
             "pass the cache itself, not an expanded or unfolded view"
         )
+
+
+def _not_dense(index: int, tensor: Tensor) -> LayoutMismatch:
+    return LayoutMismatch(
+        f"detect_layout: wanted dense tensors with memory, got tensor {index} of {list(tensor.shape)}, {tensor.layout} on "
+        f"{tensor.device}; pass the engine's caches as they are allocated"
+    )
 
 
 def _sizes(form: CacheForm, shape: KVShape) -> _Sizes:

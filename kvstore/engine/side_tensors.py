@@ -99,7 +99,7 @@ def check_skip(shape: KVShape, skip_tokens: int, num_blocks: int) -> None:
         InvalidRequest: not a number of tokens, or more than the blocks have; or the skipped tokens end inside a block,
             and a side tensor has one row for a whole block.
     """
-    if not isinstance(skip_tokens, int) or skip_tokens < 0:
+    if not isinstance(skip_tokens, int) or isinstance(skip_tokens, bool) or skip_tokens < 0:
         raise InvalidRequest(f"skip_prefix_tokens: wanted an integer of at least 0, got {skip_tokens!r}")
     if skip_tokens > num_blocks * shape.block_size:
         most = num_blocks * shape.block_size

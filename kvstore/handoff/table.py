@@ -44,6 +44,17 @@ class HandoffTable:
         """Slots that are held, in all places."""
         return self._num_slots.total()
 
+    @property
+    def num_arena_writes(self) -> int:
+        """Writes of the arena's pool that hand-offs hold: of those published there, and of those moved there."""
+        with self._lock:
+            return sum(not handoff.place.slab for handoff in self._handoffs.values()) + len(self._moves)
+
+    def is_begun(self, key: bytes) -> bool:
+        """Return whether a ticket's blocks are published, or are being published."""
+        with self._lock:
+            return key in self._handoffs
+
     def prepare(
         self, key: bytes, writer: int, owner: str, namespace: bytes, version: int, num_blocks: int, place: Place
     ) -> Sequence[int]:

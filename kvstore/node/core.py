@@ -190,9 +190,10 @@ class NodeCore:
         return arrived
 
     def drain(self, timeout_s: float) -> dict[str, int]:
-        """Stop granting, also to peers, and wait for leases and writes; return what is left.
+        """Stop granting, also to peers, and wait for leases, writes and hand-offs; return what is left.
 
-        The directory forgets this node's blocks, as if the node had left. Soft pins are not waited for.
+        The directory forgets this node's blocks, as if the node had left. Published hand-offs are still fetched by
+        other nodes. Soft pins are not waited for.
         """
         service = self.state.pool_service
         was_closed = service.is_closed_to_peers
@@ -213,8 +214,14 @@ class NodeCore:
             self.state.hints.follow(service.current)
 
     def _left(self) -> dict[str, int]:
+        handoffs = self._control.handoffs.table
+        num_handoffs, num_handoff_writes = len(handoffs), handoffs.num_arena_writes
         stats = self.state.pool_service.current.stats()
-        return {"num_leases": stats.num_leases - stats.num_soft_pins, "num_writes": stats.num_writes}
+        return {
+            "num_leases": stats.num_leases - stats.num_soft_pins,
+            "num_writes": max(0, stats.num_writes - num_handoff_writes),  # One may have ended between the two counts.
+            "num_handoffs": num_handoffs,
+        }
 
     def stats(self) -> dict[str, Any]:
         """Return counts of the pool, the mover and the calls served."""

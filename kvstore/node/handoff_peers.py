@@ -94,7 +94,7 @@ class HandoffPeers:
 
     def _claim(self, owner: str, wanted: PeerClaim) -> tuple[str, Claim | None]:
         state, service = self._state, self._state.pool_service
-        service.check_serving_peers()
+        service.check_running()  # Also while it is drained: what was published before is fetched, or would be lost.
         known = service.block_bytes.get(wanted.namespace, wanted.block_bytes)
         if (wanted.slot_format, wanted.block_bytes) != (BLOCK_ORDER_VERSION, known):
             raise LayoutMismatch(
@@ -110,6 +110,8 @@ class HandoffPeers:
             return "cleared: the namespace was cleared, as the node that has the blocks knows", None
         deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(state.config))
         claim = self._table.claim(wanted.key, owner, wanted.namespace, version, deadline_s, is_early=wanted.is_early)
+        if claim == NOT_READY and service.is_draining and not self._table.is_begun(wanted.key):
+            return "draining: the node that was to have the blocks of this ticket is drained, and takes no more", None
         if isinstance(claim, str):
             return claim, None
         if not claim.slab or wanted.to_host:  # A READ between stages has no notification: its reader reports the end.

@@ -169,15 +169,23 @@ class PoolService:
             raise InvalidRequest("wanted a namespace that has attached to this store, got another; make a client first")
         return known
 
+    def check_running(self) -> None:
+        """Raise an error when the store is being stopped.
+
+        Raises:
+            StoreUnavailable: it is. A client then has to use another store, not wait for this one.
+        """
+        if self.is_ending:
+            raise StoreUnavailable(f"the store of node {self._node_id} is being stopped; make a new client")
+
     def check_serving(self) -> None:
         """Raise an error while the node is drained, or when its store is being stopped.
 
         Raises:
             StoreDraining: the node is drained.
-            StoreUnavailable: the store is being stopped. A client then has to use another store, not wait for this one.
+            StoreUnavailable: as for `check_running`.
         """
-        if self.is_ending:
-            raise StoreUnavailable(f"the store of node {self._node_id} is being stopped; make a new client")
+        self.check_running()
         if self.is_draining:
             raise StoreDraining(f"node {self._node_id} is being drained; use another node or undrain it")
 

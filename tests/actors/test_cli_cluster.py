@@ -76,6 +76,28 @@ class Other:
         return True
 
 
+def test_a_store_whose_supervisor_hangs_is_found_and_shown(ray_cluster, node_ids, stopped):
+    import ray
+
+    import kvstore
+
+    name = "headless"
+    assert run("start", "--name", name, "--capacity", "8MiB", "--address", ray_cluster.address).exit_code == 0
+    try:
+        handle = ray.get_actor(f"raykv/{name}/supervisor", namespace="raykv")
+        stopped(ray.get(handle.__ray_call__.remote(lambda self: os.getpid()), timeout=30))
+        done = run("status", "--name", name, "--json")
+        assert done.exit_code == 0, done.output
+        said = json.loads(done.stdout)
+        assert sorted(said["nodes"]) == sorted(node_ids)
+        assert not said["without_store"]
+        assert "supervisor" in said["problems"]
+        assert kvstore.connect(name, timeout_s=30).config.capacity_bytes == 8 << 20
+    finally:
+        stopped.resume()
+        run("stop", "--name", name)
+
+
 @pytest.mark.parametrize("supervisor", ["hangs", "is gone", "is of another version"])
 def test_a_store_that_its_supervisor_cannot_answer_for_is_stopped(ray_cluster, node_ids, stopped, supervisor):
     import ray

@@ -269,7 +269,7 @@ def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids
         assert engines[0].client.lookup(chain).num_blocks == 0
         eventually(lambda: [node for node, _ in store.locate(chain)] == [node_ids[1]], 5)
         assert store.drain(node_ids[0], timeout_s=5.0) == {
-            "num_handed_over": left["num_handed_over"], "num_leases": 0, "num_writes": 0,
+            "num_handed_over": left["num_handed_over"], "num_leases": 0, "num_writes": 0, "num_handoffs": 0,
         }  # fmt: skip
     finally:
         get(kvstore.node_store(node_ids[0]).undrain.remote())
@@ -279,7 +279,7 @@ def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids
 def test_a_drained_peer_is_a_miss_until_it_serves_again(store, engines, node_ids, chain, get, eventually):
     engines[0].save(chain)
     handle = kvstore.node_store(node_ids[0])
-    assert get(handle.drain.remote(1.0)) == {"num_leases": 0, "num_writes": 0}
+    assert get(handle.drain.remote(1.0)) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
     try:
         result = engines[1].load(chain)
         assert result.num_blocks == 0

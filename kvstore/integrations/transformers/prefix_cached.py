@@ -14,6 +14,8 @@ import transformers
 from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 from kvstore.blocks.hashing import BlockHashes
+from kvstore.bounds import check_count, check_seconds
+from kvstore.config import parse_bytes
 from kvstore.errors import ConfigError, InvalidRequest, LayoutMismatch, StoreUnavailable, UnsupportedModel
 from kvstore.integrations.transformers.first_token import AfterFirstToken, Once
 from kvstore.integrations.transformers.identity import (
@@ -32,6 +34,9 @@ from kvstore.integrations.transformers.prompts import Prompts, read_prompts
 from kvstore.integrations.transformers.staging import Staging, rows_into, rows_out_of
 from kvstore.integrations.transformers.stats import PrefixCacheStats
 from kvstore.integrations.transformers.witness import Witness
+
+#: More is no size of a buffer, but a mistake.
+_MOST_STAGING_BYTES = 1 << 48
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +64,14 @@ class PrefixCachedModel:
         salt: separates tenants that must not see what others have asked.
         save_generated: also save the blocks of the answer, for the next turn of a conversation. Their KV was computed
             token by token and differs in rounding from that of a prefill.
-        staging_bytes: of the buffer between the cache and the store, on the device of the KV; at least two blocks.
-        load_timeout_s: how long blocks of other nodes may take; the store's configured time when None.
-        retry_s: how long the store is left alone after a failure.
+        staging_bytes: of the buffer between the cache and the store, on the device of the KV, such as "64MiB" or a
+            number; at least two blocks.
+        load_timeout_s: how long blocks of other nodes may take, up to a day; the store's configured time when None.
+        retry_s: how long the store is left alone after a failure, up to a day.
 
     Raises:
         UnsupportedModel: KV of this model cannot be shared yet; the message says what can.
-        InvalidRequest: the model is in training mode, autocast is on, or an argument is no model or no store.
+        InvalidRequest: the model is in training mode, autocast is on, or an argument is of another type or range.
         StoreNotRunning: there is no store on this node.
         ConfigError: transformers is too old, an argument cannot work, or the store's slots are too small for these
             blocks.
@@ -80,7 +86,7 @@ class PrefixCachedModel:
         model_id: str | None = None,
         salt: bytes = b"",
         save_generated: bool = False,
-        staging_bytes: int = 64 << 20,
+        staging_bytes: str | int = 64 << 20,
         load_timeout_s: float | None = None,
         retry_s: float = 30.0,
     ) -> None:
@@ -93,10 +99,18 @@ class PrefixCachedModel:
             raise InvalidRequest(
                 f"store: wanted what kvstore.start or kvstore.connect returns, got a {type(store).__name__}"
             )
+        if model_id is not None and not (isinstance(model_id, str) and model_id):
+            raise InvalidRequest(f"model_id: wanted a name that only these weights have, or None, got {model_id!r:.60}")
+        if not isinstance(save_generated, bool):
+            raise InvalidRequest(f"save_generated: wanted True or False, got {save_generated!r:.60}")
+        if load_timeout_s is not None:
+            load_timeout_s = check_seconds("load_timeout_s", load_timeout_s)
+        retry_s = check_seconds("retry_s", retry_s)
+        num_staging_bytes = check_count("staging_bytes", parse_bytes(staging_bytes), 0, _MOST_STAGING_BYTES)
         check_supported(model)  # First: a new adapter is in training mode, and eval() would not help.
         check_mode(model)
         shape, self._device = kv_shape(model, block_size)
-        num_staged = staging_bytes // shape.block_bytes // 2
+        num_staged = num_staging_bytes // shape.block_bytes // 2
         if num_staged < 1:
             raise ConfigError(
                 f"staging_bytes: wanted at least two blocks, {2 * shape.block_bytes}, got {staging_bytes}; give more, "

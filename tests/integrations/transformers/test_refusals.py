@@ -171,3 +171,29 @@ def test_inputs_that_a_generate_of_the_models_own_takes(wrap, build, tokens):
         cached.generate(prompt, pixel_values=torch.zeros(1, 3, 8, 8), **GREEDY)
     cached.generate(prompt, **GREEDY)
     assert cached.stats.num_saved_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("load_timeout_s", value) for value in (float("nan"), -1, "a", 1e300, True)),
+        *(("retry_s", value) for value in (float("nan"), -1, "a", None)),
+        *(("staging_bytes", value) for value in (-1, 1 << 70)),
+        *(("model_id", value) for value in (5, "", b"id")),
+        ("save_generated", "yes"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_and_no_store_is_blamed(wrap, build, store, option, value):
+    with pytest.raises(InvalidRequest, match=option):
+        wrap(build(), **{option: value})
+    assert store.num_opened == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), "much", None])
+def test_a_buffer_that_is_no_size(wrap, build, value):
+    with pytest.raises(ConfigError, match="wanted a size"):
+        wrap(build(), staging_bytes=value)
+
+
+def test_a_buffer_may_be_given_in_words(wrap, build):
+    wrap(build(), staging_bytes="1MiB")

@@ -605,3 +605,32 @@ def test_fetches_one_after_the_other_share_a_connection(pair, wait_until):
     for _ in range(3):
         assert fetch(target, source.client.publish(range(4)), range(4)).num_blocks == 4
         wait_until(lambda: len(target.client._store.for_fetches) == 1)
+
+
+def test_what_a_drained_node_had_published_is_fetched_and_waited_for(cluster, pair):
+    source, target = pair
+    core = cluster.nodes["a"]
+    ticket = source.client.publish([3, 4])
+    assert core.drain(0.1) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 1}
+    with pytest.raises(kvstore.errors.StoreDraining):
+        source.client.publish([5])
+    ended = []
+    waiting = threading.Thread(target=lambda: ended.append(core.drain(20.0)))
+    waiting.start()
+    assert fetch(target, ticket, [70, 71]).num_blocks == 2
+    waiting.join(20)
+    assert ended == [{"num_leases": 0, "num_writes": 0, "num_handoffs": 0}]
+    assert all(same(source, [3, 4], target, [70, 71]))
+    assert is_empty(core)
+
+
+def test_an_early_ticket_of_a_node_that_is_drained_meanwhile_says_so(cluster, pair, wait_until):
+    source, target = pair
+    core = cluster.nodes["a"]
+    job = target.client.fetch(source.client.prepare_ticket(1), [70], timeout_s=20)
+    wait_until(lambda: core.state.peers is not None and len(core._control.handoffs._waiting))
+    core.drain(0.0)
+    assert reason(job.result(10)) is MissReason.DRAINING
+    late = target.client.fetch(source.client.prepare_ticket(1), [70], timeout_s=20)
+    assert reason(late.result(10)) is MissReason.DRAINING
+    assert is_empty(core)

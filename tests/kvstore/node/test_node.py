@@ -448,7 +448,7 @@ def test_a_drained_node_grants_nothing_and_its_hot_blocks_move(cluster):
     assert one.client.lookup(hashes).num_blocks == one.client.lookup(hashes, remote=False).num_blocks == 0
     assert b.adopt(hot, 5.0) == 6
     assert b.state.pool_service.lookup(hashes) == 6
-    assert a.drain(2.0) == {"num_leases": 0, "num_writes": 0}
+    assert a.drain(2.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
     assert b.stats()["pool"]["num_leases"] == 0
     assert one.client.lookup(hashes).num_blocks == 0, "nor does a load bring what others have"
     a.undrain()
@@ -464,10 +464,10 @@ def test_drain_waits_for_leases_and_says_what_is_left(cluster):
     one.save(hashes, range(2))
     lease = one.client.lease(hashes, 20.0)
     started_s = time.monotonic()
-    assert cluster.nodes["a"].drain(0.2) == {"num_leases": 1, "num_writes": 0}
+    assert cluster.nodes["a"].drain(0.2) == {"num_leases": 1, "num_writes": 0, "num_handoffs": 0}
     assert time.monotonic() - started_s >= 0.2
     threading.Timer(0.1, lease.release).start()
-    assert cluster.nodes["a"].drain(5.0) == {"num_leases": 0, "num_writes": 0}
+    assert cluster.nodes["a"].drain(5.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
     assert time.monotonic() - started_s < 3
 
 
@@ -478,11 +478,11 @@ def test_drain_does_not_wait_for_soft_pins(cluster):
     one.save(hashes, range(2))
     pinned = one.client.pin(hashes, soft=True)
     core = cluster.nodes["a"]
-    assert core.drain(5.0) == {"num_leases": 0, "num_writes": 0}
+    assert core.drain(5.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
     assert one.client.unpin(pinned)
     core.undrain()
     hard = one.client.pin(hashes)
-    assert core.drain(0.1) == {"num_leases": 1, "num_writes": 0}
+    assert core.drain(0.1) == {"num_leases": 1, "num_writes": 0, "num_handoffs": 0}
     assert one.client.unpin(hard)
 
 
@@ -885,7 +885,7 @@ def test_before_anything_attached(cluster):
     assert core.state.pool_service.clear(cluster.space.digest, 1) == 0
     assert core.stats()["pool"] is None
     assert core.begin_drain(100) == []
-    assert core.drain(0.1) == {"num_leases": 0, "num_writes": 0}
+    assert core.drain(0.1) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
     with pytest.raises(InvalidRequest):
         core.pool  # noqa: B018
 
