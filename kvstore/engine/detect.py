@@ -169,8 +169,8 @@ def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> No
 
 def _not_dense(index: int, tensor: Tensor) -> LayoutMismatch:
     return LayoutMismatch(
-        f"detect_layout: wanted dense tensors with memory, got tensor {index} of {list(tensor.shape)}, {tensor.layout} on "
-        f"{tensor.device}; pass the engine's caches as they are allocated"
+        f"detect_layout: wanted dense tensors with memory, got tensor {index} of {list(tensor.shape)}, "
+        f"{tensor.layout} on {tensor.device}; pass the engine's caches as they are allocated"
     )
 
 
