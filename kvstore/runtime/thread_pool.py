@@ -47,6 +47,8 @@ class ThreadPool:
         self._threads: list[threading.Thread] = []
         #: Threads that do not run yet, with the starting thread's id and their number. A remover owns that number.
         self._unbegun: dict[threading.Thread, tuple[int, int]] = {}
+        #: The callers that are in the middle of starting a thread.
+        self._starters: dict[int, None] = {}
         #: One entry per thread that waits for a step, or has just taken one and not said so yet.
         self._idle: deque[None] = deque()
         self._is_closed = self._is_finishing = False
@@ -87,7 +89,15 @@ class ThreadPool:
             self._run_rest()
 
     def _start(self) -> bool:
-        """Start one more thread unless there are enough; return whether there is any thread."""
+        """Start one more thread unless there are enough; return whether there is any thread, or one comes."""
+        own = threading.get_ident()
+        try:
+            self._starters[own] = None
+            return self._start_one()
+        finally:
+            self._starters.pop(own, None)
+
+    def _start_one(self) -> bool:
         try:
             place = self._places.popleft()
         except IndexError:
@@ -118,7 +128,9 @@ class ThreadPool:
             if starter == own and self._unbegun.pop(thread, None) is not None:
                 self._drop(thread)
                 return place
-        return None if self._threads else 0  # An interrupt came after the call that took the only place.
+        if self._threads or any(starter != own for starter in tuple(self._starters)):
+            return None
+        return 0  # An interrupt came after the call that took the only place.
 
     def _work(self) -> None:
         thread = threading.current_thread()
@@ -210,6 +222,7 @@ class ThreadPool:
                     self._queue.get_nowait()
             self._forget()
         self._queue.put(None)  # In each call: an interrupted one may not have done it.
+        self._start_more()  # Until then a thread that took a step counted one too few of the others.
         while wait and (threads := tuple(self._threads)):
             for thread in threads:
                 if thread not in self._unbegun and thread.ident is not None:

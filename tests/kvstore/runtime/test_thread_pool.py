@@ -273,3 +273,51 @@ def test_a_step_that_comes_while_a_thread_takes_another_gets_one_of_its_own(pool
     assert pool.run(lambda: both.wait(LIMIT_S))
     come.set()
     both.wait(LIMIT_S)
+
+
+def test_a_step_that_comes_just_before_the_end_gets_a_thread_of_its_own(pool):
+    """The pool is marked as closed, and a thread that has just taken a step looks for others."""
+    taken, both, idle = threading.Event(), threading.Barrier(2), pool._idle
+
+    class Late(type(idle)):
+        def pop(self):
+            taken.wait(LIMIT_S)
+            return super().pop()
+
+    pool._idle = Late()
+    assert pool.run(lambda: both.wait(LIMIT_S))
+    assert pool.run(lambda: both.wait(LIMIT_S))
+    pool._forget = lambda: (taken.set(), time.sleep(0.2))  # Called between the mark and the end of the queue.
+    pool.close(wait=True)
+    assert not both.broken
+
+
+def test_two_who_hand_over_the_first_steps_at_once_get_one_thread_where_there_is_one():
+    pool, paused, go = ThreadPool(1, "raykv-test"), threading.Event(), threading.Event()
+
+    class Slow(type(pool._places)):
+        def popleft(self):
+            place = super().popleft()
+            paused.set()
+            go.wait(LIMIT_S)
+            return place
+
+    pool._places = Slow(pool._places)
+    busy, at_once = threading.Lock(), []
+
+    def step():
+        at_once.append(not busy.acquire(blocking=False))
+        time.sleep(0.05)
+        if not at_once[-1]:
+            busy.release()
+
+    first = threading.Thread(target=pool.run, args=(step,))
+    first.start()
+    assert paused.wait(LIMIT_S)
+    pool.run(step)
+    go.set()
+    first.join(LIMIT_S)
+    for _ in range(3):
+        pool.run(step)
+    pool.close(wait=True)
+    assert at_once == [False] * 5
