@@ -154,10 +154,16 @@ class BlockIndex:
             slot, count = slots[at], 1
             if slot is not None:
                 run, place = self.run[slot], self.place[slot]
-                count = run.num_same(place, slots, at)
+                count = self._num_of(run, slots[at : at + run.num_same(place, slots, at)])
                 found.append(Segment(run, place, at, count))
             at += count
         return found
+
+    def _num_of(self, run: Run, slots: Sequence[int | None]) -> int:
+        """Return how many leading slots are of one claim now: the same slot may have been claimed anew since."""
+        runs = list(map(self.run.__getitem__, slots))  # type: ignore[arg-type]  # None is in no claim.
+        count = runs.count(run)
+        return count if count == len(runs) else next(i for i, each in enumerate(runs) if each is not run)
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
@@ -272,7 +278,8 @@ class BlockIndex:
         if self.parent[slots[0]] == space.namespace:  # Only the first block of a write can be a chain's first.
             self.presence.add(hashes[0])
         space.ready.update(zip(hashes, slots, strict=True))
-        self.run[slots[0]].published(slots)
+        run = self.run[slots[0]]
+        run.published(slots[: self._num_of(run, slots)])
         self.events.add(True, hashes)
 
     # Taking out.

@@ -1,0 +1,53 @@
+"""Ranks, and slots that were given back and claimed anew: what another rank wrote there before does not count."""
+
+import hashlib
+
+from kvstore.blocks.chain import HASH_BYTES, BlockHashes
+from kvstore.pool.pool import Pool
+
+NAMESPACE, OTHER = (hashlib.sha256(name).digest() for name in (b"n", b"m"))
+
+
+def name(letter):
+    return hashlib.sha256(letter.encode()).digest()[:HASH_BYTES]
+
+
+def run(letters, namespace=NAMESPACE, parent=None, start=0):
+    return BlockHashes(namespace, parent or namespace, start, b"".join(map(name, letters)))
+
+
+def used_in_between():
+    """A pool where one rank wrote its part of A to D, and B and C were given up and their slots used by others."""
+    pool = Pool(4)
+    first = pool.prepare_store(run("ABCD"), "rank1", num_parts=2, part=1)
+    assert list(first.slots) == [0, 1, 2, 3]
+    pool.complete_store(first.write_id, "rank1")
+    failed = pool.prepare_store(run("BC", parent=name("A"), start=1), "rank0", num_parts=2, part=0)
+    pool.abort_store(failed.write_id, "rank0")
+    other = pool.prepare_store(run("YZ", OTHER), "other")
+    assert list(other.slots) == [1, 2]
+    pool.complete_store(other.write_id, "other")
+    pool.clear(OTHER)
+    return pool
+
+
+def test_a_part_that_was_written_before_a_slot_was_claimed_anew_does_not_count():
+    pool = used_in_between()
+    again = pool.prepare_store(run("ABC"), "rank0", num_parts=2, part=0)
+    assert list(again.slots) == [0, 1, 2]
+    pool.check_integrity()
+    assert pool.complete_store(again.write_id, "rank0") == 1, "rank 1 has not written B and C again"
+    assert pool.lookup(run("ABC")) == 1
+    pool.check_integrity()
+
+
+def test_blocks_are_not_found_under_the_names_that_their_slots_had_in_an_earlier_claim():
+    pool = used_in_between()
+    tickets = [pool.prepare_store(run("AXW"), f"rank{part}", num_parts=2, part=part) for part in (0, 1)]
+    assert list(tickets[0].slots) == [0, 1, 2]
+    for part, ticket in enumerate(tickets):
+        pool.complete_store(ticket.write_id, f"rank{part}")
+    pool.check_integrity()
+    assert pool.lookup(run("AXW")) == 3
+    assert pool.lookup(run("ABC")) == 1
+    pool.check_integrity()
