@@ -46,9 +46,10 @@ class HandoffTable:
 
     @property
     def num_arena_writes(self) -> int:
-        """Writes of the arena's pool that hand-offs hold: of those published there, and of those moved there."""
+        """Writes of the arena's pool that living hand-offs hold: of those published there, and of those moved there."""
         with self._lock:
-            return sum(not handoff.place.slab for handoff in self._handoffs.values()) + len(self._moves)
+            num_published = sum(not handoff.place.slab for handoff in self._handoffs.values())
+            return num_published + sum(not move.over for move in self._moves.values())
 
     def is_begun(self, key: bytes) -> bool:
         """Return whether a ticket's blocks are published, or are being published."""
