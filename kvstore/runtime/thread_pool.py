@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -104,6 +105,7 @@ class ThreadPool:
             if (found := self._place_of_interrupted()) is None:
                 return True
             place = found
+        handled = sys.exception()  # Of the caller, so it is the context of every error from here on.
         thread = threading.Thread(target=self._work, name=f"{self._name}_{place}", daemon=True)
         self._unbegun[thread] = threading.get_ident(), place
         try:
@@ -113,7 +115,7 @@ class ThreadPool:
             if self._unbegun.pop(thread, None) is not None:  # If it runs all the same, it ends at once.
                 self._drop(thread)
                 self._places.appendleft(place)
-            if not isinstance(error, RuntimeError) or error.__context__ is not None:
+            if not isinstance(error, RuntimeError) or error.__context__ is not handled:
                 raise  # An interrupt, or an error that Python made of one.
             # No thread is left, or the interpreter ends.
             if not self._threads:

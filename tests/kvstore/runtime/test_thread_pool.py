@@ -82,6 +82,10 @@ def test_without_any_thread_nothing_is_taken(pool, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         assert not pool.run(lambda: pytest.fail("its caller was told that it is not run"))
+        try:
+            raise OSError("what the caller is about to handle")
+        except OSError:
+            assert not pool.run(lambda: pytest.fail("nor this one"))
     assert pool.run(ran.set)
     assert ran.wait(LIMIT_S)
 
