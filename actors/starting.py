@@ -267,7 +267,10 @@ def connect(name: str, address: str | None, timeout_s: float) -> Store:
 
 
 def _running_config(name: str, deadline_s: float) -> StoreConfig:
-    """Ask the supervisor for a store's settings; if it hangs or is being restarted, a node's store, which serves on."""
+    """Ask the supervisor for a store's settings; if it hangs or is being restarted, a node's store, which serves on.
+
+    A node's store does not say its version: its clients compare that when they connect.
+    """
     half_s = (deadline_s - time.monotonic()) / 2
     try:
         supervisor = _find_supervisor(name, time.monotonic() + half_s)

@@ -72,13 +72,14 @@ class ThreadPool:
             self._run_rest()
         return True
 
-    def _is_short(self) -> bool:
-        """Return whether a step is waiting for which no thread is idle.
+    def _is_short(self, num_coming: int = 0) -> bool:
+        """Return whether a step is waiting for which no thread is idle, or one of `num_coming` that begin.
 
         Asked after a step was queued, and by each thread after it has taken one. So a step that comes just when a
         thread is not idle any more is seen by one of the two.
         """
-        return self._queue.qsize() > len(self._idle) + self._is_closed  # After `close`, one None stays in the queue.
+        # After `close`, one None stays in the queue.
+        return self._queue.qsize() > len(self._idle) + num_coming + self._is_closed
 
     def hurry(self) -> None:
         """Begin accepted steps even if the start of their thread was interrupted."""
@@ -136,9 +137,8 @@ class ThreadPool:
 
     def _work(self) -> None:
         thread = threading.current_thread()
-        self._idle.append(
-            None
-        )  # First: while it is neither idle nor being started, a thread too many could be started.
+        # First: while it is neither idle nor being started, a thread too many could be started.
+        self._idle.append(None)
         if self._unbegun.pop(thread, None) is None:  # Its place was given to another thread.
             self._idle.pop()
             self._drop(thread)
@@ -164,7 +164,7 @@ class ThreadPool:
 
     def _start_more(self) -> None:
         """Start a thread for a step that came when this one was about to take another, or to end."""
-        if self._queue.qsize() > len(self._idle) + len(self._unbegun) + self._is_closed:
+        if self._is_short(len(self._unbegun)):
             self._start()
 
     def _drop(self, thread: threading.Thread) -> None:
@@ -224,7 +224,7 @@ class ThreadPool:
                     self._queue.get_nowait()
             self._forget()
         self._queue.put(None)  # In each call: an interrupted one may not have done it.
-        self._start_more()  # Until then a thread that took a step counted one too few of the others.
+        self._start_more()  # Before the None, a thread that had taken a step counted one waiting step too few.
         while wait and (threads := tuple(self._threads)):
             for thread in threads:
                 if thread not in self._unbegun and thread.ident is not None:

@@ -628,7 +628,7 @@ def test_an_early_ticket_of_a_node_that_is_drained_meanwhile_says_so(cluster, pa
     source, target = pair
     core = cluster.nodes["a"]
     job = target.client.fetch(source.client.prepare_ticket(1), [70], timeout_s=20)
-    wait_until(lambda: core.state.peers is not None and len(core._control.handoffs._waiting))
+    wait_until(lambda: len(core._control.handoffs._waiting))
     core.drain(0.0)
     assert reason(job.result(10)) is MissReason.DRAINING
     late = target.client.fetch(source.client.prepare_ticket(1), [70], timeout_s=20)

@@ -20,7 +20,7 @@ POOL_RULES = "tests/kvstore/pool/test_pool.py"
 POOL_PINS, POOL_WRITES = "tests/kvstore/pool/test_pool_pins.py", "tests/kvstore/pool/test_pool_writes.py"
 PEERS, RUN_RULES = "tests/kvstore/node/test_peer_service.py", "tests/kvstore/pool/test_slot_lists.py"
 PRESENCE_RULES, CLEARING = "tests/kvstore/memory/test_presence.py", "tests/kvstore/client/test_clearing.py"
-SWEEPING = "tests/kvstore/pool/test_sweeping.py"
+SWEEPING, ANEW = "tests/kvstore/pool/test_sweeping.py", "tests/kvstore/pool/test_parts_claimed_anew.py"
 
 #: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
 GAP = Patch(

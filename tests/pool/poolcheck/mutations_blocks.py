@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from poolcheck.mutant import (
+    ANEW,
     COLUMNS,
     EXPLORER,
     GAP,
@@ -182,6 +183,22 @@ BLOCKS = (
         "        index.check_depths(chain, hashes, found, under_way)\n",
         "",
         f"{POOL_RULES}::test_blocks_that_hang_on_each_other_are_refused_and_everything_stays_evictable",
+    ),
+    bug(
+        "a part of an earlier claim counts",
+        "ours: wrong bytes",
+        INDEX,
+        "                count = self._num_of(run, slots[at : at + run.num_same(place, slots, at)])\n",
+        "                count = run.num_same(place, slots, at)\n",
+        f"{ANEW}::test_a_part_that_was_written_before_a_slot_was_claimed_anew_does_not_count",
+    ),
+    bug(
+        "blocks are ready under the names of an earlier claim",
+        "ours: wrong bytes",
+        INDEX,
+        "        run.published(slots[: self._num_of(run, slots)])\n",
+        "        run.published(slots)\n",
+        f"{ANEW}::test_blocks_are_not_found_under_the_names_that_their_slots_had_in_an_earlier_claim",
     ),
     bug(
         "what is above a held block counts as room",
