@@ -45,8 +45,8 @@ def test_blocks_are_not_found_under_the_names_that_their_slots_had_in_an_earlier
     pool = used_in_between()
     tickets = [pool.prepare_store(run("AXW"), f"rank{part}", num_parts=2, part=part) for part in (0, 1)]
     assert list(tickets[0].slots) == [0, 1, 2]
-    for part, ticket in enumerate(tickets):
-        pool.complete_store(ticket.write_id, f"rank{part}")
+    assert pool.complete_store(tickets[1].write_id, "rank1") == 0
+    assert pool.complete_store(tickets[0].write_id, "rank0") == 3, "blocks of two claims at once"
     pool.check_integrity()
     assert pool.lookup(run("AXW")) == 3
     assert pool.lookup(run("ABC")) == 1
