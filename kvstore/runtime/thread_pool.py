@@ -5,7 +5,8 @@ step over. These futures would be unused here, because a job has its own future.
 
 There is no lock. A signal handler may run between any two instructions, also while a thread is being started, and may
 wait there for the work of these threads. A thread that needed a lock of the interrupted code would wait for the handler
-in turn. So all shared state is changed by single calls of built-in containers, which nothing can interrupt.
+in turn. So all shared state is changed by single calls of C code, which nothing can interrupt. A handler may raise,
+too: after each such call, all threads and places can be found in one of the containers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import contextlib
 import logging
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 
 from kvstore.runtime.forks import this_process
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 
 _Step = Callable[[], object]
-_LOOK_AGAIN_S = 1e-3
 
 
 class ThreadPool:
@@ -43,13 +43,11 @@ class ThreadPool:
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name, self._pid = most, name, this_process()
         self._queue: SimpleQueue[_Step | None] = SimpleQueue()
-        #: Numbers of threads that may still be started; below, the started threads until they end.
+        #: A place is the number of a thread that may be started. It moves with its thread, as (starter's id, place):
+        #: from the free places to the threads that do not run yet, then to those that run, until they end.
         self._places: deque[int] = deque(range(most))
-        self._threads: list[threading.Thread] = []
-        #: Threads that do not run yet, with the starting thread's id and their number. A remover owns that number.
         self._unbegun: dict[threading.Thread, tuple[int, int]] = {}
-        #: The callers that are in the middle of starting a thread.
-        self._starters: dict[int, None] = {}
+        self._threads: dict[threading.Thread, tuple[int, int]] = {}
         #: One entry per thread that waits for a step, or has just taken one and not said so yet.
         self._idle: deque[None] = deque()
         self._is_closed = self._is_finishing = False
@@ -68,7 +66,7 @@ class ThreadPool:
         self._queue.put(step)
         if self._is_short() and not self._start() and self._take_back(step):
             return False
-        if self._is_closed and not self._threads:  # The last thread may have looked before this step came.
+        if self._is_closed and not self._has_threads():  # The last thread may have looked before this step came.
             self._run_rest()
         return True
 
@@ -81,69 +79,74 @@ class ThreadPool:
         # After `close`, one None stays in the queue.
         return self._queue.qsize() > len(self._idle) + num_coming + self._is_closed
 
+    def _has_threads(self) -> bool:
+        """Return whether there is any thread, or one begins. In this order: the first become the second."""
+        return bool(self._unbegun or self._threads)
+
     def hurry(self) -> None:
         """Begin accepted steps even if the start of their thread was interrupted."""
         for thread in tuple(self._unbegun):
-            if (entry := self._unbegun.pop(thread, None)) is not None:
-                self._drop(thread)
-                self._places.appendleft(entry[1])
+            self._give_place_back(thread)
         if self._is_short() and not self._start():
             self._run_rest()
 
     def _start(self) -> bool:
         """Start one more thread unless there are enough; return whether there is any thread, or one comes."""
-        own = threading.get_ident()
-        try:
-            self._starters[own] = None
-            return self._start_one()
-        finally:
-            self._starters.pop(own, None)
-
-    def _start_one(self) -> bool:
-        try:
-            place = self._places.popleft()
-        except IndexError:
-            if (found := self._place_of_interrupted()) is None:
-                return True
-            place = found
+        if not (self._unbegun or self._places):
+            return True
         handled = sys.exception()  # Of the caller, so it is the context of every error from here on.
-        thread = threading.Thread(target=self._work, name=f"{self._name}_{place}", daemon=True)
-        self._unbegun[thread] = threading.get_ident(), place
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         try:
-            self._threads.append(thread)
-            thread.start()
+            if self._take_place(thread):
+                thread.start()
         except BaseException as error:
-            if self._unbegun.pop(thread, None) is not None:  # If it runs all the same, it ends at once.
-                self._drop(thread)
-                self._places.appendleft(place)
+            self._give_place_back(thread)  # If it runs all the same, it ends at once.
             if not isinstance(error, RuntimeError) or error.__context__ is not handled:
                 raise  # An interrupt, or an error that Python made of one.
             # No thread is left, or the interpreter ends.
-            if not self._threads:
+            if not self._has_threads():
                 return False
             logger.warning("%d threads of %s do the work of %d: %s", len(self._threads), self._name, self._most, error)
         return True
 
-    def _place_of_interrupted(self) -> int | None:
-        """Return the place of a thread whose start was interrupted by this thread's current signal handler."""
+    def _take_place(self, thread: threading.Thread) -> bool:
+        """Give a free place to a thread that is about to be started; False if there is none."""
         own = threading.get_ident()
-        for thread, (starter, place) in tuple(self._unbegun.items()):
-            if starter == own and self._unbegun.pop(thread, None) is not None:
-                self._drop(thread)
-                return place
-        if self._threads or any(starter != own for starter in tuple(self._starters)):
-            return None
-        return 0  # An interrupt came after the call that took the only place.
+        while True:
+            places = map(deque.popleft, (self._places,))  # Taken by `update`: out of the one and into the other.
+            with contextlib.suppress(IndexError):
+                self._unbegun.update(zip((thread,), zip((own,), places, strict=True), strict=True))
+                return True
+            # This may be a signal handler: the start that it interrupted goes on only after it.
+            for other, (starter, _) in tuple(self._unbegun.items()):
+                if starter == own and self._give_place_back(other):
+                    break
+            else:
+                return False
+
+    def _give_place_back(self, thread: threading.Thread) -> bool:
+        """Free the place of a thread that does not run yet; False if it runs, or has none."""
+        with contextlib.suppress(KeyError):
+            self._places.extendleft(map(itemgetter(1), map(self._unbegun.pop, (thread,))))
+            return True
+        return False
+
+    def _begin(self, thread: threading.Thread) -> bool:
+        """Count a thread among those that run; False if its place was given to another one."""
+        with contextlib.suppress(KeyError):
+            self._threads.update(zip((thread,), map(self._unbegun.pop, (thread,)), strict=True))
+            return True
+        return False
 
     def _work(self) -> None:
         thread = threading.current_thread()
         # First: while it is neither idle nor being started, a thread too many could be started.
         self._idle.append(None)
-        if self._unbegun.pop(thread, None) is None:  # Its place was given to another thread.
+        if not self._begin(thread):
             self._idle.pop()
-            self._drop(thread)
             self._start_more()
             return
+        thread.name = f"{self._name}_{self._threads[thread][1]}"
         while True:
             step = self._queue.get()
             self._idle.pop()
@@ -157,8 +160,8 @@ class ThreadPool:
             self._do(step)
             del step  # A sleeping thread must keep no client alive.
             self._idle.append(None)
-        self._drop(thread)
-        if not self._threads:
+        del self._threads[thread]
+        if not self._has_threads():
             self._run_rest()
             self._forget()
 
@@ -166,10 +169,6 @@ class ThreadPool:
         """Start a thread for a step that came when this one was about to take another, or to end."""
         if self._is_short(len(self._unbegun)):
             self._start()
-
-    def _drop(self, thread: threading.Thread) -> None:
-        with contextlib.suppress(ValueError):  # Its start was interrupted before it was listed.
-            self._threads.remove(thread)
 
     def _do(self, step: _Step) -> None:
         try:
@@ -204,7 +203,7 @@ class ThreadPool:
             self._queue.put(step)
         if self._is_closed:
             self._queue.put(None)
-        if not self._threads and steps:
+        if steps and not self._has_threads():
             self._run_rest()  # Other callers relied on the thread that could not be started.
         return was_there
 
@@ -225,16 +224,13 @@ class ThreadPool:
             self._forget()
         self._queue.put(None)  # In each call: an interrupted one may not have done it.
         self._start_more()  # Before the None, a thread that had taken a step counted one waiting step too few.
-        while wait and (threads := tuple(self._threads)):
-            for thread in threads:
-                if thread not in self._unbegun and thread.ident is not None:
-                    thread.join()
+        while wait and self._has_threads():
+            for thread in tuple(self._threads):
+                thread.join()
             self.hurry()
-            if any(thread.ident is None for thread in self._threads):
-                time.sleep(_LOOK_AGAIN_S)  # A thread is being started now.
 
     def _forget(self) -> None:
-        if not self._threads and not self._is_finishing:
+        if not self._is_finishing and not self._has_threads():
             atexit.unregister(self._finish)
 
     def _finish(self) -> None:

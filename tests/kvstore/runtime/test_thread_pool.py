@@ -216,6 +216,49 @@ def test_a_handler_at_any_instruction_waits_for_what_the_threads_do():
     assert 30 < at < 399
 
 
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("hurries", [False, True])
+def test_a_handler_that_raises_at_any_instruction_costs_no_thread(most, hurries):
+    """As of Ctrl-C. Afterwards all threads of the pool can still be busy at once."""
+    own, num_raised, at = threading.get_ident(), 0, 0
+    while num_raised == at:
+        at += 1
+        pool, left, ran = ThreadPool(most, "raykv-test"), [at], threading.Event()
+
+        def handler(frame, event, arg, left=left):
+            if threading.get_ident() != own or "thread_pool" not in frame.f_code.co_filename:
+                return handler
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+            return handler
+
+        if hurries:  # It finds a start that was interrupted.
+            pool._take_place(threading.Thread())
+            pool._queue.put(ran.set)
+        before = sys.gettrace()
+        try:
+            sys.settrace(handler)
+            pool.hurry() if hurries else pool.run(ran.set)
+        except KeyboardInterrupt:
+            num_raised += 1
+        finally:
+            sys.settrace(before)
+        together = threading.Barrier(most + 1)
+        for _ in range(most):
+            assert pool.run(lambda together=together: together.wait(LIMIT_S))
+        pool.hurry()  # As all that wait do.
+        together.wait(LIMIT_S)
+        closing = threading.Thread(target=pool.close, kwargs={"wait": True}, daemon=True)
+        closing.start()
+        closing.join(LIMIT_S)
+        assert not closing.is_alive(), at
+        assert not pool._threads
+    assert at > 30
+
+
 def test_many_threads_hand_over_at_once_while_it_is_closed():
     for _ in range(50):
         pool, done, taken, go = ThreadPool(3, "raykv-test"), [], [], threading.Event()
@@ -299,14 +342,13 @@ def test_a_step_that_comes_just_before_the_end_gets_a_thread_of_its_own(pool):
 def test_two_who_hand_over_the_first_steps_at_once_get_one_thread_where_there_is_one():
     pool, paused, go = ThreadPool(1, "raykv-test"), threading.Event(), threading.Event()
 
-    class Slow(type(pool._places)):
-        def popleft(self):
-            place = super().popleft()
+    class Slow(dict):
+        def update(self, entries):
+            super().update(entries)
             paused.set()
             go.wait(LIMIT_S)
-            return place
 
-    pool._places = Slow(pool._places)
+    pool._unbegun = Slow()
     busy, at_once = threading.Lock(), []
 
     def step():
