@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from poolcheck.chains import NAMESPACES, chain_of
 from poolcheck.run import Run
 from poolcheck.world import World
@@ -281,14 +283,18 @@ def two_writers(run: Run):
     return [lambda: world.store("ab", "w1"), lambda: world.store("x", "w2")], lambda: world.at_rest("ab", "x")
 
 
-def _rank(world: World, tokens: str, part: int, *, dies: bool = False):
+def _rank(world: World, tokens: str, part: int, *, start: int = 0, dies: bool = False, gives_up: bool = False):
     """Write one half of each block, as one rank of two; a dead one is noticed after it stopped writing."""
-    owner = f"rank{part}"
+    owner, chain = f"rank{part}", chain_of(tokens, start=start)
 
     def body():
-        ticket = world.pool.prepare_store(chain_of(tokens), owner, num_parts=2, part=part, parts_deadline_s=10.0)
+        parts = {"num_parts": 2, "part": part, "parts_deadline_s": 10.0}
+        ticket = world.pool.prepare_store(chain, owner, needs_parent=not start, **parts)
+        if gives_up:
+            world.pool.abort_store(ticket.write_id, owner)
+            return
         for index, slot in zip(ticket.indexes, ticket.slots, strict=True):
-            world.stamp_half(slot, part, chain_of(tokens).hash_at(index))
+            world.stamp_half(slot, part, chain.hash_at(index))
             world.step("part written")
             if dies:
                 break
@@ -298,6 +304,10 @@ def _rank(world: World, tokens: str, part: int, *, dies: bool = False):
             world.pool.complete_store(ticket.write_id, owner)
 
     return body
+
+
+def _in_turn(*bodies: Callable[[], object]):
+    return lambda: [body() for body in bodies]
 
 
 def two_ranks(run: Run):
@@ -326,6 +336,31 @@ def a_rank_dies(run: Run):
         world.at_rest("ab")
 
     return [_rank(world, "ab", 0), _rank(world, "ab", 1, dies=True), reader], at_end
+
+
+def parts_of_an_earlier_claim(run: Run):
+    """A rank gives up a block that the other has written; its slot is used by others, then claimed anew."""
+    world = World(run, 2)
+
+    def at_end():
+        world.pool.expire(11.0)
+        world.at_rest("ab", "x")
+
+    rank0 = _in_turn(_rank(world, "ab", 0, start=1, gives_up=True), _rank(world, "ab", 0))
+    return [_rank(world, "ab", 1), rank0, lambda: world.store("x", "other")], at_end
+
+
+def names_of_an_earlier_claim(run: Run):
+    """As before, but the slots are claimed anew for other blocks, by both ranks."""
+    world = World(run, 3)
+
+    def at_end():
+        world.pool.expire(11.0)
+        world.at_rest("abc", "abx")
+
+    gives_up = _rank(world, "abc", 0, start=1, gives_up=True)
+    rank0 = _in_turn(gives_up, _rank(world, "axw", 0))
+    return [_in_turn(_rank(world, "abc", 1), _rank(world, "axw", 1)), rank0], at_end
 
 
 def dead_owner(run: Run):
@@ -382,6 +417,8 @@ SCENARIOS = {
         two_writers,
         two_ranks,
         a_rank_dies,
+        parts_of_an_earlier_claim,
+        names_of_an_earlier_claim,
         dead_owner,
     )
 }
