@@ -25,6 +25,8 @@ _NO_RUN = Run(b"", [], NO_SLOTS)
 _FEWEST_EVENTS = 1 << 14
 #: Empty spaces are dropped when there are more spaces than this plus twice the number kept the last time.
 _FEW_SPACES = 64
+#: Slots compared at first, and the growth factor after each comparison of equal ones.
+_FIRST_STRETCH, _GROWTH = 16, 8
 
 
 @dataclass(slots=True, eq=False)
@@ -154,16 +156,27 @@ class BlockIndex:
             slot, count = slots[at], 1
             if slot is not None:
                 run, place = self.run[slot], self.place[slot]
-                count = self._num_of(run, slots[at : at + run.num_same(place, slots, at)])
+                count = self._num_of_claim(run, place, slots, at)
                 found.append(Segment(run, place, at, count))
             at += count
         return found
 
-    def _num_of(self, run: Run, slots: Sequence[int | None]) -> int:
-        """Return how many leading slots are of one claim now: the same slot may have been claimed anew since."""
-        runs = list(map(self.run.__getitem__, slots))  # type: ignore[arg-type]  # None is in no claim.
-        count = runs.count(run)
-        return count if count == len(runs) else next(i for i, each in enumerate(runs) if each is not run)
+    def _num_of_claim(self, run: Run, place: int, slots: Sequence[int | None], at: int) -> int:
+        """Return how many slots from `at` on are of one claim now, from `place` on; the first is.
+
+        Equal numbers do not suffice: the same slot may have been claimed anew since. Growing stretches, so that the
+        cost is bounded by the result.
+        """
+        most, count, stretch = min(len(run.slots) - place, len(slots) - at), 1, _FIRST_STRETCH
+        while count < most:
+            end = min(count + stretch, most)
+            ours, runs = run.slots[place + count : place + end], self.run
+            if ours != slots[at + count : at + end] or [runs[slot] for slot in ours].count(run) < len(ours):
+                break
+            count, stretch = end, stretch * _GROWTH
+        while count < most and (slot := run.slots[place + count]) == slots[at + count] and self.run[slot] is run:
+            count += 1
+        return count
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
@@ -279,7 +292,7 @@ class BlockIndex:
             self.presence.add(hashes[0])
         space.ready.update(zip(hashes, slots, strict=True))
         run = self.run[slots[0]]
-        run.published(slots[: self._num_of(run, slots)])
+        run.published(slots[: self._num_of_claim(run, self.place[slots[0]], slots, 0)])
         self.events.add(True, hashes)
 
     # Taking out.

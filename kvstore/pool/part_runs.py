@@ -107,12 +107,17 @@ class PartRuns:
             self._close(run, np.array([place]))
 
     def overdue(self, now_s: float) -> list[tuple[Run, int]]:
-        """Return (claim, place) of each overdue open block, which the caller gives up; each is returned once."""
+        """Return (claim, place) of each open block for which a rank came too late; each is returned once.
+
+        The caller gives these up. The others are being written, until their last writer ends.
+        """
         late = list[tuple[Run, int]]()
         for run, parts in self._runs.items():
             if parts.deadline_s < now_s:
                 parts.deadline_s = float("inf")
-                late += [(run, place) for place in np.flatnonzero(parts.is_open).tolist()]
+                num_came = np.sum([*parts.came.values()], axis=0)
+                is_late = parts.is_open & (num_came < parts.num_parts)
+                late += [(run, place) for place in np.flatnonzero(is_late).tolist()]
         return late
 
     def _close(self, run: Run, places: npt.NDArray[np.intp]) -> None:

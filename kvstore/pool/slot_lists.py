@@ -7,7 +7,7 @@ are looked up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +18,6 @@ from kvstore.blocks.chain import HASH_BYTES
 from kvstore.blocks.indexes import INT_BYTES, PackedInts
 
 _WORDS = HASH_BYTES // 8
-#: Slots compared at once.
-_STRETCH = 256
 #: Hashes compared at first, and the growth factor after each comparison of equal hashes.
 _FIRST_STRETCH, _GROWTH = 16, 8
 
@@ -117,18 +115,6 @@ class Run:
         own_words = np.frombuffer(self.data, np.uint64, (end - count) * _WORDS, begin)
         words = np.frombuffer(data, np.uint64, (end - count) * _WORDS, their_begin)
         return count + int((own_words != words).argmax()) // _WORDS
-
-    def num_same(self, place: int, slots: Sequence[int | None], at: int) -> int:
-        """Return how many slots from `at` on equal this run's from `place` on; the first are known to be equal."""
-        most, count = min(len(self.slots) - place, len(slots) - at), 1
-        while count < most:
-            end = min(count + _STRETCH, most)
-            if self.slots[place + count : place + end] != slots[at + count : at + end]:
-                break
-            count = end
-        while count < most and self.slots[place + count] == slots[at + count]:
-            count += 1
-        return count
 
     def published(self, slots: list[int]) -> None:
         """Count blocks that became ready, if they directly follow the first `num_ready` ones."""

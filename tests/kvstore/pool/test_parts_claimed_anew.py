@@ -51,3 +51,40 @@ def test_blocks_are_not_found_under_the_names_that_their_slots_had_in_an_earlier
     assert pool.lookup(run("AXW")) == 3
     assert pool.lookup(run("ABC")) == 1
     pool.check_integrity()
+
+
+def test_the_cost_of_a_message_is_bounded_by_its_length_in_whatever_pieces_its_slots_were_claimed():
+    class Counted(list):
+        num_read = 0
+
+        def __getitem__(self, key):
+            Counted.num_read += 1
+            return super().__getitem__(key)
+
+    num_blocks = 2048
+    letters = [str(number) for number in range(num_blocks)]
+    pool = Pool(num_blocks)
+    first = pool.prepare_store(run(letters), "rank1", num_parts=3, part=1)
+    pool.complete_store(first.write_id, "rank1")
+    for number in range(1, num_blocks, 2):  # Every other block is claimed anew, in the slot that it had.
+        block = run([letters[number]], parent=name(letters[number - 1]), start=number)
+        failed = pool.prepare_store(block, "rank0", num_parts=3, part=0)
+        pool.abort_store(failed.write_id, "rank0")
+        assert list(pool.prepare_store(block, "rank0", num_parts=3, part=0).slots) == [number]
+    pool._table.index.run = Counted(pool._table.index.run)
+    joined = pool.prepare_store(run(letters), "rank2", num_parts=3, part=2)
+    assert len(joined.slots) == num_blocks
+    assert Counted.num_read < 100 * num_blocks
+
+
+def test_blocks_that_all_ranks_write_are_given_up_by_no_deadline():
+    pool = Pool(2)
+    tickets = [
+        pool.prepare_store(run(letters), f"rank{part}", num_parts=2, part=part, parts_deadline_s=10.0)
+        for part, letters in enumerate(["AB", "A"])
+    ]
+    pool.expire(11.0)
+    pool.check_integrity()
+    assert pool.complete_store(tickets[1].write_id, "rank1") == 0
+    assert pool.complete_store(tickets[0].write_id, "rank0") == 1
+    assert pool.lookup(run("AB")) == 1, "the ranks of B did not all come in time"

@@ -231,7 +231,8 @@ class Model:
     def expire(self, now_s: float) -> int:
         """End what is over; returns how many leases and writes."""
         for slot, block in list(self.blocks.items()):
-            if not block.ready and block.parts_deadline_s < now_s:
+            num_came = len(block.writers | block.done)
+            if not block.ready and block.parts_deadline_s < now_s and num_came < block.num_parts:
                 block.findable = False
                 self._let_go(slot)
         leases = [i for i, held in self.leases.items() if held.deadline_s < now_s]
