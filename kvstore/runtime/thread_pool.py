@@ -16,9 +16,9 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from operator import itemgetter
 from queue import Empty, SimpleQueue
 
 from kvstore.runtime.forks import this_process
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 _Step = Callable[[], object]
+_LOOK_AGAIN_S = 1e-3
 
 
 class ThreadPool:
@@ -43,11 +44,11 @@ class ThreadPool:
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name, self._pid = most, name, this_process()
         self._queue: SimpleQueue[_Step | None] = SimpleQueue()
-        #: A place is the number of a thread that may be started. It moves with its thread, as (starter's id, place):
-        #: from the free places to the threads that do not run yet, then to those that run, until they end.
+        #: A place is the number of a thread that may be started. It moves with its thread: from the free places to the
+        #: threads that do not run yet, then to those that run, and back.
         self._places: deque[int] = deque(range(most))
-        self._unbegun: dict[threading.Thread, tuple[int, int]] = {}
-        self._threads: dict[threading.Thread, tuple[int, int]] = {}
+        self._unbegun: dict[threading.Thread, int] = {}
+        self._threads: dict[threading.Thread, int] = {}
         #: One entry per thread that waits for a step, or has just taken one and not said so yet.
         self._idle: deque[None] = deque()
         self._is_closed = self._is_finishing = False
@@ -58,9 +59,9 @@ class ThreadPool:
         """Run a step soon on a thread of this pool; an error of the step is logged.
 
         Returns:
-            False after `close`, or when no thread at all can be started: then the step does not run.
+            False after `close`, in a forked child, or when no thread at all can be started: the step does not run.
         """
-        if self._is_closed:
+        if self._is_closed or this_process() != self._pid:
             return False
         # Before the start: a signal handler that interrupts it may wait for this step, which other threads can run.
         self._queue.put(step)
@@ -85,8 +86,8 @@ class ThreadPool:
 
     def hurry(self) -> None:
         """Begin accepted steps even if the start of their thread was interrupted."""
-        for thread in tuple(self._unbegun):
-            self._give_place_back(thread)
+        while self._take_place_back():
+            pass
         if self._is_short() and not self._start():
             self._run_rest()
 
@@ -111,23 +112,30 @@ class ThreadPool:
 
     def _take_place(self, thread: threading.Thread) -> bool:
         """Give a free place to a thread that is about to be started; False if there is none."""
-        own = threading.get_ident()
         while True:
             places = map(deque.popleft, (self._places,))  # Taken by `update`: out of the one and into the other.
             with contextlib.suppress(IndexError):
-                self._unbegun.update(zip((thread,), zip((own,), places, strict=True), strict=True))
+                self._unbegun.update(zip((thread,), places, strict=True))
                 return True
-            # This may be a signal handler: the start that it interrupted goes on only after it.
-            for other, (starter, _) in tuple(self._unbegun.items()):
-                if starter == own and self._give_place_back(other):
-                    break
-            else:
+            if not self._take_place_back():
                 return False
+
+    def _take_place_back(self) -> bool:
+        """Free the place of one thread that may never begin; False if there is none.
+
+        Its start may have been interrupted for good, or goes on only after the calling signal handler. Another caller
+        may be in the middle of it, too: then that thread ends at once, and there is the caller's thread.
+        """
+        own = threading.current_thread()
+        for thread in tuple(self._unbegun):
+            if (thread is own or not thread.is_alive()) and self._give_place_back(thread):
+                return True
+        return False
 
     def _give_place_back(self, thread: threading.Thread) -> bool:
         """Free the place of a thread that does not run yet; False if it runs, or has none."""
         with contextlib.suppress(KeyError):
-            self._places.extendleft(map(itemgetter(1), map(self._unbegun.pop, (thread,))))
+            self._places.extendleft(map(self._unbegun.pop, (thread,)))
             return True
         return False
 
@@ -146,7 +154,7 @@ class ThreadPool:
             self._idle.pop()
             self._start_more()
             return
-        thread.name = f"{self._name}_{self._threads[thread][1]}"
+        thread.name = f"{self._name}_{self._threads[thread]}"
         while True:
             step = self._queue.get()
             self._idle.pop()
@@ -160,15 +168,15 @@ class ThreadPool:
             self._do(step)
             del step  # A sleeping thread must keep no client alive.
             self._idle.append(None)
-        del self._threads[thread]
+        self._places.extend(map(self._threads.pop, (thread,)))
         if not self._has_threads():
             self._run_rest()
             self._forget()
 
     def _start_more(self) -> None:
         """Start a thread for a step that came when this one was about to take another, or to end."""
-        if self._is_short(len(self._unbegun)):
-            self._start()
+        if self._is_short(len(self._unbegun)) and not self._start():
+            self._run_rest()
 
     def _do(self, step: _Step) -> None:
         try:
@@ -185,11 +193,19 @@ class ThreadPool:
         return None
 
     def _run_rest(self) -> None:
-        """Run all queued steps on the calling thread, because no other thread will."""
-        while (step := self._next_step()) is not None:
-            self._do(step)
-        if self._is_closed:
-            self._queue.put(None)
+        """Run all queued steps on the calling thread, unless there is another one for them.
+
+        It takes a place for that: no more steps run at once than there may be threads.
+        """
+        own = threading.current_thread()
+        while self._queue.qsize() > self._is_closed and self._take_place(own):
+            try:
+                while own in self._unbegun and (step := self._next_step()) is not None:
+                    self._do(step)
+            finally:
+                self._give_place_back(own)
+                if self._is_closed:
+                    self._queue.put(None)
 
     def _take_back(self, own: _Step) -> bool:
         """Remove a step for which there is no thread; False if a thread has taken it."""
@@ -216,18 +232,20 @@ class ThreadPool:
         """
         if this_process() != self._pid:  # In a forked child the threads are gone.
             return
-        if not self._is_closed:
-            self._is_closed = True
-            with contextlib.suppress(Empty):
-                while drop:
-                    self._queue.get_nowait()
-            self._forget()
-        self._queue.put(None)  # In each call: an interrupted one may not have done it.
+        # All in each call: an interrupted one may not have done it.
+        self._is_closed = True
+        with contextlib.suppress(Empty):
+            while drop:
+                self._queue.get_nowait()
+        self._forget()
+        self._queue.put(None)
         self._start_more()  # Before the None, a thread that had taken a step counted one waiting step too few.
         while wait and self._has_threads():
             for thread in tuple(self._threads):
                 thread.join()
             self.hurry()
+            if self._has_threads():  # Of a join that was interrupted, Python may say that the thread has ended.
+                time.sleep(_LOOK_AGAIN_S)
 
     def _forget(self) -> None:
         if not self._is_finishing and not self._has_threads():

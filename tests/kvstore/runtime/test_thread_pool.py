@@ -141,7 +141,7 @@ pool = ThreadPool(1, "raykv-test")
 pool.run(lambda: time.sleep(0.1))
 child = os.fork()
 if not child:
-    sys.exit(7)
+    sys.exit(1 if pool.run(print) else 7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -345,8 +345,9 @@ def test_two_who_hand_over_the_first_steps_at_once_get_one_thread_where_there_is
     class Slow(dict):
         def update(self, entries):
             super().update(entries)
-            paused.set()
-            go.wait(LIMIT_S)
+            if not paused.is_set():
+                paused.set()
+                go.wait(LIMIT_S)
 
     pool._unbegun = Slow()
     busy, at_once = threading.Lock(), []
@@ -367,3 +368,95 @@ def test_two_who_hand_over_the_first_steps_at_once_get_one_thread_where_there_is
         pool.run(step)
     pool.close(wait=True)
     assert at_once == [False] * 5
+
+
+def test_a_step_runs_although_the_thread_that_was_to_take_it_lost_its_place_and_no_other_starts(monkeypatch):
+    pool, ran, entered, go = ThreadPool(1, "raykv-test"), threading.Event(), threading.Event(), threading.Event()
+    may_start, start = [True], threading.Thread.start
+
+    class Idle(type(pool._idle)):
+        def append(self, value):
+            super().append(value)
+            entered.set()
+            go.wait(LIMIT_S)
+
+    def refuse(thread):
+        if not may_start:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: False)  # As just before it says that it is.
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool._idle = Idle()
+    assert pool.run(ran.set)
+    assert entered.wait(LIMIT_S)
+    pool.hurry()  # It takes the place of the thread that is just beginning, for which it needs none itself.
+    may_start.clear()
+    go.set()
+    assert ran.wait(LIMIT_S)
+    monkeypatch.undo()
+    pool.close(wait=True)
+
+
+def test_a_caller_that_runs_the_rest_takes_a_place_for_it(monkeypatch):
+    pool, start, fails = ThreadPool(1, "raykv-test"), threading.Thread.start, [1]
+    inside, most, entered, go = [], [], threading.Event(), threading.Event()
+
+    def refuse_once(thread):
+        if thread.name == "raykv-test" and fails:
+            fails.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def step():
+        inside.append(1)
+        most.append(len(inside))
+        entered.set()
+        go.wait(LIMIT_S)
+        inside.pop()
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    pool._take_place(threading.Thread())  # A start that was interrupted.
+    pool._queue.put(step)
+    caller = threading.Thread(target=pool.hurry)
+    caller.start()
+    assert entered.wait(LIMIT_S)
+    assert pool.run(step)
+    threading.Timer(0.1, go.set).start()
+    caller.join(LIMIT_S)
+    pool.close(wait=True)
+    assert most == [1, 1]
+
+
+def test_what_is_dropped_is_dropped_although_it_was_closed_before(pool):
+    began, go, done = threading.Barrier(3), threading.Event(), []
+    for _ in range(2):
+        pool.run(lambda: (began.wait(LIMIT_S), go.wait(LIMIT_S)))
+    pool.run(lambda: done.append("dropped"))
+    began.wait(LIMIT_S)
+    pool.close()
+    pool.close(drop=True)
+    go.set()
+    pool.close(wait=True)
+    assert not done
+
+
+def test_a_start_that_was_interrupted_for_good_is_made_up_for_by_the_next_step_of_any_thread():
+    pool, ran = ThreadPool(1, "raykv-test"), threading.Event()
+    pool._take_place(threading.Thread())
+    caller = threading.Thread(target=pool.run, args=(ran.set,))
+    caller.start()
+    assert ran.wait(LIMIT_S)
+    pool.close(wait=True)
+
+
+def test_the_wait_for_the_end_sleeps_also_where_python_says_that_a_thread_has_ended(monkeypatch):
+    pool, entered, go, num_hurries = ThreadPool(1, "raykv-test"), threading.Event(), threading.Event(), []
+    pool.run(lambda: (entered.set(), go.wait(LIMIT_S)))
+    assert entered.wait(LIMIT_S)
+    hurry = pool.hurry
+    monkeypatch.setattr(threading.Thread, "join", lambda *_: None)  # As after a join that was interrupted.
+    monkeypatch.setattr(pool, "hurry", lambda: (num_hurries.append(1), hurry()))
+    threading.Timer(0.2, go.set).start()
+    pool.close(wait=True)
+    assert len(num_hurries) < 1000
