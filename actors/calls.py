@@ -200,18 +200,19 @@ def begin(what: str, method: Any, *args: Any) -> Any:
 def is_answered(what: str, ref: Any, timeout_s: float) -> bool:
     """Wait at most `timeout_s`, and return whether `answer` would return or raise at once."""
     with ray_failures(what):
-        done, _ = ray.wait([ref], timeout=timeout_s)
+        done, _ = ray.wait([ref], timeout=max(0.0, timeout_s))  # A negative time ends the whole process in Ray's core.
         return bool(done)
 
 
 def answer(what: str, ref: Any, timeout_s: float) -> Any:
-    """Wait for the answer of an actor.
+    """Wait for the answer of an actor; not at all where the caller's time is already over.
 
     Raises:
         KVStoreError: the actor's error, if it is ours.
         TransferTimeout: no answer within `timeout_s`.
         PeerLost: the actor, its process or its node is gone.
     """
+    timeout_s = max(0.0, timeout_s)  # A negative time ends the whole process in Ray's core.
     with ray_failures(f"{what} (within {timeout_s:g} s)"):
         return ray.get(ref, timeout=timeout_s)
 

@@ -169,14 +169,18 @@ class Store:
         `node_store(id).undrain` puts it back.
 
         Returns:
-            {"num_handed_over", "num_leases", "num_writes", "num_handoffs"}: blocks of these chains that the other node
-            has now, also those that it had before; and the leases, writes and hand-offs that were left at the end of
-            the time.
+            {"num_handed_over", "num_leases", "num_writes", "num_handoffs", "is_drained"}: blocks of these chains that
+            the other node has now, also those that it had before; the leases, writes and hand-offs that were left at
+            the end of the time; and whether none was left and the node still grants nothing. It is False, and the call
+            ends before its time, where another caller put the node back meanwhile.
 
         Raises:
             StoreNotRunning: the node has no store.
-            InvalidRequest: a time over a day, or not a time; nothing changed.
+            InvalidRequest: a time over a day, or not a time, or not the id of a node; nothing changed.
+            PeerLost, TransferTimeout: the node's store ended meanwhile, or does not answer.
         """
+        self._check()
+        _check_node_id(node_id)
         timeout_s = check_seconds("timeout_s", timeout_s)
         hand_over_bytes = check_count("hand_over_bytes", hand_over_bytes, 0, 1 << 62)
         deadline_s = time.monotonic() + timeout_s
@@ -185,11 +189,15 @@ class Store:
             raise StoreNotRunning(f"node {node_id!r} has no store; nodes: {sorted(handles)}")
         chains = call("drain", handles[node_id].begin_drain, hand_over_bytes, timeout_s=_CALL_S)
         handed_over = 0
-        others = [handle for node, handle in handles.items() if node != node_id]
-        if chains and others:
+        for node, other in handles.items() if chains else ():
+            if node == node_id:
+                continue
             share_s = max(0.1, (deadline_s - time.monotonic()) / 2)
-            with contextlib.suppress(KVStoreError):
-                handed_over = int(call("drain", others[0].adopt, chains, share_s, timeout_s=share_s + 5))
+            try:
+                handed_over = int(call("drain", other.adopt, chains, share_s, timeout_s=share_s + 5))
+                break
+            except KVStoreError as error:  # Drained as well, or just ending: another one may take them.
+                logger.info("node %s takes no chains of node %s: %s", node, node_id, error)
         left_s = max(0.0, deadline_s - time.monotonic())
         left = call("drain", handles[node_id].drain, left_s, timeout_s=left_s + _CALL_S)
         logger.info("drained node %s: %d chains offered, %d blocks moved", node_id, len(chains), handed_over)
@@ -361,8 +369,8 @@ def node_store(node_id: str | None = None, name: str = "default") -> Any:
     check_not_forked()
     if not ray.is_initialized():
         raise StoreNotRunning("Ray is not initialised in this process; call kvstore.connect() first")
-    if node_id is not None and not (isinstance(node_id, str) and node_id):
-        raise InvalidRequest(f"node_id: wanted the id of a node, or None for this one, got {clip(node_id)}")
+    if node_id is not None:
+        _check_node_id(node_id)
     wanted = node_id or ray.get_runtime_context().get_node_id()
     try:
         return find_actor(actor_name(name, "node", wanted))
@@ -370,3 +378,8 @@ def node_store(node_id: str | None = None, name: str = "default") -> Any:
         raise StoreNotRunning(
             f"node {wanted} has no store named {name!r}; nodes of this cluster: {sorted(alive_nodes())}"
         ) from error
+
+
+def _check_node_id(node_id: object) -> None:
+    if not (isinstance(node_id, str) and node_id):
+        raise InvalidRequest(f"node_id: wanted the id of a node, as Store.node_ids() gives them, got {clip(node_id)}")

@@ -69,9 +69,13 @@ def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store
         while time.monotonic() < deadline_s or not is_ending:
             try:
                 store = _start_once(config, deadline_s, session, own_id)
-            except TransferTimeout:
+            except TransferTimeout as error:
                 if not is_ending:
-                    raise
+                    raise StoreUnavailable(
+                        f"the supervisor of store {config.name!r} did not answer in time: {error}; where the machine is "
+                        "busy, try a longer timeout_s=; where the supervisor hangs, kvstore.connect() joins a store "
+                        "that runs, and `kvstore stop` ends it for all"
+                    ) from error
                 break
             if store is not None:
                 return store
@@ -139,13 +143,17 @@ def _give_up(name: str, own_id: str) -> None:
     Its supervisor, which may still be starting, would otherwise make it.
     """
     try:
-        supervisor = find_actor(actor_name(name, "supervisor"))
-        if call("supervisor", supervisor.leave, own_id, timeout_s=_CALL_S):
+        supervisor = find_actor(actor_name(name, "supervisor"), _UNDO_S)
+        if call("supervisor", supervisor.leave, own_id, timeout_s=_UNDO_S):
             end_actors(name, _UNDO_S)
     except StoreNotRunning:
         return
     except KVStoreError as error:
-        logger.warning("store %r may have been started, and could not be asked: %s; destroy() ends it", name, error)
+        logger.warning(
+            "the supervisor of store %r could not be told that this start failed: %s; `kvstore status` says whether "
+            "the store runs, and `kvstore stop` ends it for all",
+            name, error,
+        )  # fmt: skip
 
 
 def _check_room(config: StoreConfig) -> None:

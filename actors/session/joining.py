@@ -268,7 +268,8 @@ def check_answers(address: str, deadline_s: float = math.inf, called: str = "add
         _reach(host, int(port), timeout_s)
     except (OSError, UnicodeError) as error:  # UnicodeError: this cannot be a host.
         raise StoreNotRunning(
-            f"no Ray cluster answers at {address!r}: {error}; pass the address that `ray start --head` printed"
+            f"no Ray cluster answers at {address!r}: {error}; {_longer(timeout_s)}pass the address that "
+            "`ray start --head` printed"
         ) from error
 
 
@@ -286,12 +287,18 @@ def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf)
         StoreNotRunning: it has ended, or does not answer.
     """
     host, _, port = session.address.rpartition(":")
+    timeout_s = min(_CONNECT_S, max(_LEAST_S, timeout_s))
     try:
-        _reach(host, int(port), min(_CONNECT_S, max(_LEAST_S, timeout_s)))
+        _reach(host, int(port), timeout_s)
     except ConnectionRefusedError as error:
         raise StoreNotRunning(f"the Ray at {session.address} has ended, and its stores with it; {advice}") from error
     except (OSError, ValueError, OverflowError) as error:
-        raise StoreNotRunning(f"the Ray at {session.address} does not answer: {error}; {advice}") from error
+        raise StoreNotRunning(f"the Ray at {session.address} does not answer: {error}; {_longer(timeout_s)}{advice}") from error
+
+
+def _longer(timeout_s: float) -> str:
+    """Return advice for a caller that gave Ray less time than a working one may need."""
+    return f"it had {max(0.0, timeout_s):.1f} s, so try a longer timeout_s= first; " if timeout_s < _CONNECT_S else ""
 
 
 def check_node(address: str, deadline_s: float = math.inf) -> None:
@@ -302,14 +309,15 @@ def check_node(address: str, deadline_s: float = math.inf) -> None:
     Raises:
         StoreNotRunning: no node of it runs here, or its raylet does not answer.
     """
-    end_s = min(deadline_s, time.monotonic() + _CONNECT_S)
+    timeout_s = min(deadline_s - time.monotonic(), _CONNECT_S)
+    end_s = time.monotonic() + timeout_s
     try:
         for node in _nodes_here(address, end_s):
             _ask_raylet(build_address(node.node_manager_address, node.node_manager_port), end_s)
     except OSError as error:
         raise StoreNotRunning(
-            f"the Ray at {address} answers, but not its node on this machine: {error}; wait if that was suspended, "
-            "else end what is left of this node and start it again with `ray start`"
+            f"the Ray at {address} answers, but not its node on this machine: {error}; {_longer(timeout_s)}wait if that "
+            "was suspended, else end what is left of this node and start it again with `ray start`"
         ) from error
 
 

@@ -17,6 +17,8 @@ NOT_READY_IN_TIME = (
     "timeout: the blocks of this ticket were not all there yet at the end of the fetch's timeout_s; fetch again, and "
     "see whether their publisher still works"
 )
+#: The reason for an early ticket of a drained node whose blocks are not being published.
+DRAINING = "draining: the node that was to have the blocks of this ticket is drained, and takes no more"
 REASONS = {
     "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
     "expired": "expired: nobody fetched the blocks of this ticket in time; publish with a longer ttl_s",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
 from kvstore.handoff.records import CLAIM_BIT, NOT_READY, REASONS, Claim, Handoff, Move, Place
@@ -299,6 +299,17 @@ class HandoffTable:
             for handoff in [h for h in self._handoffs.values() if h.deadline_s < now_s and not h.over]:
                 self._end(handoff, "expired")
             return claim_ids
+
+    def end_cleared(self, version_of: Callable[[bytes], int]) -> None:
+        """End every hand-off of blocks from before their namespace's last clearing that nobody reads.
+
+        Args:
+            version_of: returns a namespace's last clearing, as this node knows it.
+        """
+        with self._lock:
+            for handoff in [h for h in self._handoffs.values() if not (h.claim_id or h.over)]:
+                if handoff.version != version_of(handoff.namespace):
+                    self._end(handoff, "cleared")
 
     def _end_claim(self, handoff: Handoff, over: str) -> None:
         del self._claims[handoff.claim_id]

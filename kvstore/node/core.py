@@ -77,6 +77,8 @@ class NodeCore:
                 "id that Ray has for the node"
             )
         self._host, self._pid = host, os.getpid()
+        #: Held while the node is drained or put back, so that the directory is told the last of the two.
+        self._draining = threading.Lock()
         epoch, versions, mover, threads = secrets.token_bytes(8), NamespaceVersions(), MoverLink(), StoreThreads()
         arena: Arena = create_arena(config.capacity_bytes)
         try:
@@ -155,14 +157,20 @@ class NodeCore:
             The most recently used chains, up to `max_bytes` of blocks, encoded, for a peer to `adopt`.
         """
         service = self.state.pool_service
-        service.is_draining = True
+        with self._draining:
+            service.is_draining = True
         if not service.is_attached:
             return []
         return [chain.encode() for chain in service.current.hot_chains(max_bytes // service.slot_bytes)]
 
     def adopt(self, chains: list[bytes], timeout_s: float) -> int:
-        """Fetch chains from the nodes that have them; return how many of their blocks are here now."""
+        """Fetch chains from the nodes that have them; return how many of their blocks are here now.
+
+        Raises:
+            StoreDraining, StoreUnavailable: this node is drained, or its store is being stopped.
+        """
         service, ttl_s = self.state.pool_service, self.state.config.lease_ttl_s
+        service.check_serving()
         deadline_s, arrived = clock.now_s() + timeout_s, 0
         for encoded in chains:
             chain, left_s = decode_chain(encoded), deadline_s - clock.now_s()
@@ -193,25 +201,37 @@ class NodeCore:
         """Stop granting, also to peers, and wait for leases, writes and hand-offs; return what is left.
 
         The directory forgets this node's blocks, as if the node had left. Published hand-offs are still fetched by
-        other nodes. Soft pins are not waited for.
+        other nodes. Soft pins are not waited for. The wait ends when `undrain` or `stop` is called meanwhile.
+
+        Returns:
+            {"num_leases", "num_writes", "num_handoffs", "is_drained"}: whether nothing is left, and nothing is granted.
         """
         service = self.state.pool_service
-        was_closed = service.is_closed_to_peers
-        service.is_draining = service.is_closed_to_peers = True
-        if not was_closed:
-            self.state.hints.forget()
+        with self._draining:
+            was_closed = service.is_closed_to_peers
+            service.is_draining = service.is_closed_to_peers = True
+            if not was_closed:
+                self.state.hints.forget()
         deadline_s = clock.now_s() + timeout_s
-        while clock.now_s() < deadline_s and any(self._left().values()):
+        while True:
+            left, is_drained = self._left(), service.is_draining
+            if not (is_drained and any(left.values())) or service.is_ending or clock.now_s() >= deadline_s:
+                return {**left, "is_drained": is_drained and not any(left.values())}
             time.sleep(0.02)
-        return self._left()
 
     def undrain(self) -> None:
-        """Serve again, and announce the blocks that are here again."""
+        """Serve again, and announce the blocks that are here again.
+
+        Raises:
+            StoreUnavailable: the store is being stopped.
+        """
         service = self.state.pool_service
-        was_closed = service.is_closed_to_peers
-        service.is_draining = service.is_closed_to_peers = False
-        if was_closed and service.is_attached:
-            self.state.hints.follow(service.current)
+        with self._draining:
+            service.check_running()
+            was_closed = service.is_closed_to_peers
+            service.is_draining = service.is_closed_to_peers = False
+            if was_closed and service.is_attached:
+                self.state.hints.follow(service.current)
 
     def _left(self) -> dict[str, int]:
         handoffs = self._control.handoffs.table
@@ -271,7 +291,8 @@ class NodeCore:
         if os.getpid() != self._pid:
             return
         state, service = self.state, self.state.pool_service
-        service.is_ending = service.is_draining = service.is_closed_to_peers = True
+        with self._draining:
+            service.is_ending = service.is_draining = service.is_closed_to_peers = True
         with contextlib.ExitStack() as steps:
             # ExitStack runs them from the last to the first, and each one even if others raise.
             steps.callback(self._close_memory)

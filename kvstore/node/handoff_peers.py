@@ -12,7 +12,7 @@ from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import check_seconds
 from kvstore.errors import KVStoreError, LayoutMismatch, PoolExhausted, TransferTimeout
 from kvstore.handoff.messages import PeerClaim, PeerClaimed, decode_peer_claim
-from kvstore.handoff.records import CLAIM_BIT, NOT_READY, Claim, Place
+from kvstore.handoff.records import CLAIM_BIT, DRAINING, NOT_READY, Claim, Place
 from kvstore.handoff.stages import StageBook
 from kvstore.handoff.table import HandoffTable
 from kvstore.handoff.waiting import WaitingClaims
@@ -111,7 +111,7 @@ class HandoffPeers:
         deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(state.config))
         claim = self._table.claim(wanted.key, owner, wanted.namespace, version, deadline_s, is_early=wanted.is_early)
         if claim == NOT_READY and service.is_draining and not self._table.is_begun(wanted.key):
-            return "draining: the node that was to have the blocks of this ticket is drained, and takes no more", None
+            return DRAINING, None
         if isinstance(claim, str):
             return claim, None
         if not claim.slab or wanted.to_host:  # A READ between stages has no notification: its reader reports the end.

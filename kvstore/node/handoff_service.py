@@ -13,7 +13,7 @@ from kvstore.blocks.indexes import PackedInts
 from kvstore.bounds import check_seconds
 from kvstore.errors import ConfigError, InvalidRequest, StaleVersion
 from kvstore.handoff.fetcher import HandoffFetcher
-from kvstore.handoff.records import CLAIM_BIT, NOT_READY, NOT_READY_IN_TIME, Place
+from kvstore.handoff.records import CLAIM_BIT, DRAINING, NOT_READY, NOT_READY_IN_TIME, Place
 from kvstore.handoff.stages import StageBook
 from kvstore.handoff.table import HandoffTable
 from kvstore.handoff.waiting import WaitingClaims
@@ -219,6 +219,8 @@ class HandoffControl:
             claim = self.table.claim(
                 request.key, connection.owner, request.namespace, version, deadline_s, is_early=request.is_early
             )
+            if claim == NOT_READY and self._service.is_draining and not self.table.is_begun(request.key):
+                claim = DRAINING
             if claim == NOT_READY and not is_last:
                 return False
             if isinstance(claim, str):
@@ -249,6 +251,7 @@ class HandoffControl:
 
     def tick(self, now_s: float) -> None:
         """End the claims, hand-offs and waits whose time has expired."""
+        self.table.end_cleared(self._version)
         for claim_id in self.table.expire(now_s):
             self._claim_ended(claim_id)
         self._waiting.tick(now_s)

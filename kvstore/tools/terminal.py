@@ -68,6 +68,7 @@ def _node_lines(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
         shares = ((state, colour, pool[f"num_{state}"]) for state, _, colour in _STATES)
         yield "", "   ".join(f"[{colour}]{state}[/] {n:,} ({n / total:.0%})" for state, colour, n in shares)
         counts = [f"{what} {pool[f'num_{what}']:,}" for what in ("leases", "writes", "published", "evicted")]
+        counts.insert(2, f"hand-offs {node['num_handoffs']:,}")
         yield "pool", "   ".join(counts)
     if nixl is not None:
         yield (

@@ -165,6 +165,25 @@ def test_an_unknown_name_and_a_lost_reference(initialised, monkeypatch):
         answer("directory", None, 1.0)
 
 
+@pytest.mark.parametrize("timeout_s", [-0.5, -0.0, -1e9])
+def test_a_time_that_is_over_is_a_timeout(initialised, monkeypatch, timeout_s):
+    """Ray's core ends the whole process at a negative one."""
+
+    def get(ref, timeout):
+        assert timeout >= 0.0
+        raise ray.exceptions.GetTimeoutError("not ready")
+
+    def wait(refs, timeout):
+        assert timeout >= 0.0
+        return [], refs
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", wait)
+    with pytest.raises(TransferTimeout, match=r"within 0 s"):
+        answer("directory", None, timeout_s)
+    assert not calls.is_answered("directory", None, timeout_s)
+
+
 def test_a_search_that_the_gcs_does_not_answer_ends(initialised, monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(ray, "get_actor", lambda *_, **__: over.wait(30))

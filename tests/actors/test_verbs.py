@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import ray
@@ -270,16 +271,50 @@ def test_drain_hands_hot_chains_over_and_grants_nothing(store, engines, node_ids
         eventually(lambda: [node for node, _ in store.locate(chain)] == [node_ids[1]], 5)
         assert store.drain(node_ids[0], timeout_s=5.0) == {
             "num_handed_over": left["num_handed_over"], "num_leases": 0, "num_writes": 0, "num_handoffs": 0,
+            "is_drained": True,
         }  # fmt: skip
     finally:
         get(kvstore.node_store(node_ids[0]).undrain.remote())
     assert engines[0].load(chain).num_local == 32
 
 
+def test_a_node_that_is_drained_itself_takes_no_chains(store, engines, node_ids, chain, get):
+    engines[0].save(chain)
+    other = kvstore.node_store(node_ids[1])
+    get(other.drain.remote(0.0))
+    try:
+        left = store.drain(node_ids[0], timeout_s=2.0)
+        assert (left["num_handed_over"], left["is_drained"]) == (0, True)
+    finally:
+        for node_id in node_ids:
+            get(kvstore.node_store(node_id).undrain.remote())
+    assert engines[1].client.lookup(chain, remote=False).num_local == 0
+
+
+def test_a_drain_that_is_undone_meanwhile_says_so(store, engines, node_ids, chain, get, eventually):
+    engines[0].save(chain)
+    handle = kvstore.node_store(node_ids[0])
+    with engines[0].client.lease(chain[:4]):
+        drained = []
+        waiting = threading.Thread(target=lambda: drained.append(store.drain(node_ids[0], timeout_s=60.0)))
+        waiting.start()
+        eventually(lambda: node_ids[0] not in [node for node, _ in store.locate(chain)], 20)  # It has handed over.
+        get(handle.undrain.remote())
+        waiting.join(30)
+        assert not waiting.is_alive()
+    assert [left["is_drained"] for left in drained] == [False]
+
+
+@pytest.mark.parametrize("node_id", ["", None, 1, b"a", []])
+def test_what_is_no_id_of_a_node_is_not_drained(store, node_id):
+    with pytest.raises(InvalidRequest, match="node_id: wanted the id of a node"):
+        store.drain(node_id)
+
+
 def test_a_drained_peer_is_a_miss_until_it_serves_again(store, engines, node_ids, chain, get, eventually):
     engines[0].save(chain)
     handle = kvstore.node_store(node_ids[0])
-    assert get(handle.drain.remote(1.0)) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
+    assert get(handle.drain.remote(1.0)) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0, "is_drained": True}
     try:
         result = engines[1].load(chain)
         assert result.num_blocks == 0

@@ -611,7 +611,7 @@ def test_what_a_drained_node_had_published_is_fetched_and_waited_for(cluster, pa
     source, target = pair
     core = cluster.nodes["a"]
     ticket = source.client.publish([3, 4])
-    assert core.drain(0.1) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 1}
+    assert core.drain(0.1) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 1, "is_drained": False}
     with pytest.raises(kvstore.errors.StoreDraining):
         source.client.publish([5])
     ended = []
@@ -619,13 +619,25 @@ def test_what_a_drained_node_had_published_is_fetched_and_waited_for(cluster, pa
     waiting.start()
     assert fetch(target, ticket, [70, 71]).num_blocks == 2
     waiting.join(20)
-    assert ended == [{"num_leases": 0, "num_writes": 0, "num_handoffs": 0}]
+    assert ended == [{"num_leases": 0, "num_writes": 0, "num_handoffs": 0, "is_drained": True}]
     assert all(same(source, [3, 4], target, [70, 71]))
     assert is_empty(core)
 
 
-def test_an_early_ticket_of_a_node_that_is_drained_meanwhile_says_so(cluster, pair, wait_until):
+def test_what_was_published_before_a_clearing_is_not_waited_for(cluster, pair, wait_until):
     source, target = pair
+    core = cluster.nodes["a"]
+    ticket = source.client.publish([3, 4])
+    core.state.pool_service.clear(cluster.space.digest)
+    wait_until(lambda: is_empty(core))
+    assert core.drain(0.0)["is_drained"]
+    assert reason(fetch(target, ticket, [70, 71])) is MissReason.CLEARED
+
+
+@pytest.mark.parametrize("where", ["a", "b"])
+def test_an_early_ticket_of_a_node_that_is_drained_meanwhile_says_so(cluster, pair, wait_until, where):
+    source, target = pair
+    target = target if where == "b" else cluster.worker("a", seed=9)
     core = cluster.nodes["a"]
     job = target.client.fetch(source.client.prepare_ticket(1), [70], timeout_s=20)
     wait_until(lambda: len(core._control.handoffs._waiting))

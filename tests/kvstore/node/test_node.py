@@ -16,6 +16,7 @@ from kvstore.client.results import MissReason
 from kvstore.errors import (
     ChainBroken,
     InvalidRequest,
+    KVStoreError,
     LayoutMismatch,
     LeaseExpired,
     LeaseReleased,
@@ -448,7 +449,7 @@ def test_a_drained_node_grants_nothing_and_its_hot_blocks_move(cluster):
     assert one.client.lookup(hashes).num_blocks == one.client.lookup(hashes, remote=False).num_blocks == 0
     assert b.adopt(hot, 5.0) == 6
     assert b.state.pool_service.lookup(hashes) == 6
-    assert a.drain(2.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
+    assert a.drain(2.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0, "is_drained": True}
     assert b.stats()["pool"]["num_leases"] == 0
     assert one.client.lookup(hashes).num_blocks == 0, "nor does a load bring what others have"
     a.undrain()
@@ -464,10 +465,10 @@ def test_drain_waits_for_leases_and_says_what_is_left(cluster):
     one.save(hashes, range(2))
     lease = one.client.lease(hashes, 20.0)
     started_s = time.monotonic()
-    assert cluster.nodes["a"].drain(0.2) == {"num_leases": 1, "num_writes": 0, "num_handoffs": 0}
+    assert cluster.nodes["a"].drain(0.2) == {"num_leases": 1, "num_writes": 0, "num_handoffs": 0, "is_drained": False}
     assert time.monotonic() - started_s >= 0.2
     threading.Timer(0.1, lease.release).start()
-    assert cluster.nodes["a"].drain(5.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
+    assert cluster.nodes["a"].drain(5.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0, "is_drained": True}
     assert time.monotonic() - started_s < 3
 
 
@@ -478,11 +479,11 @@ def test_drain_does_not_wait_for_soft_pins(cluster):
     one.save(hashes, range(2))
     pinned = one.client.pin(hashes, soft=True)
     core = cluster.nodes["a"]
-    assert core.drain(5.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
+    assert core.drain(5.0) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0, "is_drained": True}
     assert one.client.unpin(pinned)
     core.undrain()
     hard = one.client.pin(hashes)
-    assert core.drain(0.1) == {"num_leases": 1, "num_writes": 0, "num_handoffs": 0}
+    assert core.drain(0.1) == {"num_leases": 1, "num_writes": 0, "num_handoffs": 0, "is_drained": False}
     assert one.client.unpin(hard)
 
 
@@ -533,6 +534,55 @@ def test_nobody_is_sent_to_a_drained_node(cluster, wait_until):
     assert two.load(hashes, range(2)).num_blocks == 2
     one.save(cluster.hashes(2, seed=1), range(2))
     assert two.client.lookup(cluster.hashes(2, seed=1)).nodes == (("a", 2),)
+
+
+def test_a_node_that_is_put_back_just_after_it_was_drained_is_announced(cluster, wait_until, monkeypatch):
+    one, two = two_nodes(cluster)
+    hashes = cluster.hashes(2)
+    one.save(hashes, range(2))
+    core = cluster.nodes["a"]
+    forget, threads = core.state.hints.forget, []
+
+    def meanwhile():
+        threads.append(threading.Thread(target=core.undrain))
+        threads[0].start()  # Between the two steps of `drain`.
+        threads[0].join(0.2)
+        forget()
+
+    monkeypatch.setattr(core.state.hints, "forget", meanwhile)
+    core.drain(0.0)
+    threads[0].join(5)
+    wait_until(lambda: cluster.directory.index.locate(list(hashes)) == [("a", 2)])
+    assert two.client.lookup(hashes).num_blocks == 2
+
+
+@pytest.mark.parametrize("end", ["undrain", "stop"])
+def test_a_drain_ends_with_what_makes_it_pointless(cluster, end):
+    one, _ = two_nodes(cluster)
+    core, hashes = cluster.nodes["a"], cluster.hashes(2)
+    one.save(hashes, range(2))
+    left = []
+    with contextlib.suppress(KVStoreError), one.client.lease(hashes, 30.0):
+        waiting = threading.Thread(target=lambda: left.append(core.drain(60.0)))
+        waiting.start()
+        time.sleep(0.1)
+        assert waiting.is_alive()
+        getattr(core, end)()
+        waiting.join(5)
+        assert not waiting.is_alive()
+    assert [each["is_drained"] for each in left] == [False]
+    if end == "stop":
+        with pytest.raises(StoreUnavailable):
+            core.undrain()
+
+
+def test_a_drained_node_adopts_nothing(cluster):
+    one, _ = two_nodes(cluster)
+    one.save(cluster.hashes(2), range(2))
+    chains = cluster.nodes["a"].begin_drain(1 << 20)
+    cluster.nodes["b"].begin_drain(0)
+    with pytest.raises(StoreDraining):
+        cluster.nodes["b"].adopt(chains, 5.0)
 
 
 def test_adopt_skips_unknown_namespaces_and_stops_in_time(cluster):
@@ -885,7 +935,7 @@ def test_before_anything_attached(cluster):
     assert core.state.pool_service.clear(cluster.space.digest, 1) == 0
     assert core.stats()["pool"] is None
     assert core.begin_drain(100) == []
-    assert core.drain(0.1) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0}
+    assert core.drain(0.1) == {"num_leases": 0, "num_writes": 0, "num_handoffs": 0, "is_drained": True}
     with pytest.raises(InvalidRequest):
         core.pool  # noqa: B018
 
