@@ -186,6 +186,21 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
+def overlaps_at(tensor: Tensor, distance_bytes: int) -> bool:
+    """Return whether a tensor of the same shape and strides shares memory with this one, which is so far before it.
+
+    Views of one tensor that lie between each other, such as those of its layers, share none. This tensor must not
+    overlap itself.
+    """
+    width = tensor.element_size()
+    dims = [(stride * width, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    left = {distance_bytes}  # What the smaller strides have to make up.
+    for stride, size in sorted([*dims, (1, width)], reverse=True):
+        steps = [(rest, rest // stride + more) for rest in left for more in (0, 1)]
+        left = {rest - stride * number for rest, number in steps if abs(number) < size}
+    return 0 in left
+
+
 def _section(
     stored: StoredBlock, index: int, views: Sequence[Tensor], per_layer: int, layers: range, heads: range
 ) -> Section:

@@ -14,7 +14,7 @@ from kvstore.blocks.part import WHOLE, Part
 from kvstore.blocks.shape import KVShape, Planes, SideTensor
 from kvstore.engine.layout import CacheForm, Caches, EngineLayout, described, flatten, num_tensors
 from kvstore.errors import LayoutMismatch
-from kvstore.kernels.plan import overlaps_itself
+from kvstore.kernels.plan import overlaps_at, overlaps_itself
 from kvstore.kernels.reference import torch_dtype
 
 _Sizes: TypeAlias = tuple[dict[str, int], str]
@@ -165,6 +165,22 @@ def _check_tensors(form: CacheForm, tensors: list[Tensor], shape: KVShape) -> No
             f"got {first.stride()} for {list(first.shape)}; "
             "pass the cache itself, not an expanded or unfolded view"
         )
+    _check_apart(tensors)
+
+
+def _check_apart(tensors: list[Tensor]) -> None:
+    """Refuse tensors of one shape and strides that share some of their memory."""
+    first, begins = tensors[0], sorted(tensor.data_ptr() for tensor in tensors)
+    last = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
+    for at, begin in enumerate(begins):
+        for other in begins[at + 1 :]:
+            if other - begin >= (last + 1) * first.element_size():
+                break
+            if overlaps_at(first, other - begin):
+                raise LayoutMismatch(
+                    f"detect_layout: wanted {len(tensors)} tensors in memory of their own, got two that begin "
+                    f"{other - begin} bytes apart and share some; pass each layer's own part of a larger tensor"
+                )
 
 
 def _not_dense(index: int, tensor: Tensor) -> LayoutMismatch:

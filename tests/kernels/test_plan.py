@@ -1,10 +1,12 @@
+import itertools
+import random
 from itertools import pairwise
 
 import pytest
 import torch
 
 from kvstore.kernels.launch import check_slots, check_window
-from kvstore.kernels.plan import plan_copy
+from kvstore.kernels.plan import overlaps_at, overlaps_itself, plan_copy
 from kvstore.kernels.spans import Paging, block_spans
 from kvstore.kernels.stored import Side, StoredBlock
 
@@ -191,3 +193,25 @@ def test_offsets_are_64_bits_wide():
     assert section.engine_block_stride == 2**34
     assert section.engine_head_stride == 2**32
     assert section.engine_bases.tolist()[1] - section.engine_bases.tolist()[0] == 2**31
+
+
+def test_tensors_share_memory_exactly_where_one_of_their_bytes_is_the_same():
+    draw, num_shared = random.Random(1), 0
+    for _ in range(300):
+        sizes, strides, extent = [], [], 1
+        for _ in range(draw.randint(1, 4)):  # Each stride is beyond the dims before it: none overlaps itself.
+            sizes.append(draw.randint(1, 4))
+            strides.append(extent + draw.choice([0, 0, 1, 3]))
+            extent = strides[-1] * (sizes[-1] - 1) + extent
+        order = draw.sample(range(len(sizes)), len(sizes))
+        tensor = torch.empty(extent, dtype=torch.int16).as_strided(
+            [sizes[i] for i in order], [strides[i] for i in order]
+        )  # fmt: skip
+        assert not overlaps_itself(tensor)
+        places = itertools.product(*map(range, sizes))
+        first = {2 * sum(i * s for i, s in zip(place, strides, strict=True)) + b for place in places for b in (0, 1)}
+        for distance in range(-2 * extent - 2, 2 * extent + 3):
+            shared = bool(first & {byte + distance for byte in first})
+            assert overlaps_at(tensor, distance) is shared, (sizes, strides, distance)
+            num_shared += shared
+    assert num_shared > 1000

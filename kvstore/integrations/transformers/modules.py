@@ -28,7 +28,7 @@ _NOT_OF_KV = {
     "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_no_split_modules", "_pp_plan",
     "_skip_keys_device_placement", "_tp_plan", "_tp_size", "_use_kernels", "_device_mesh", "_weight_conversions",
-    "_output_capturing_hooks_installed", "all_tied_weights_keys",
+    "_output_capturing_hooks_installed", "all_tied_weights_keys", "_previous_max_cache_length",
     # What a decoding loop feeds to the model; the witness checks that run by run.
     "prepare_inputs_for_generation", "hf_device_map", "_loss_function",
 } | set(vars(torch.nn.Module()))  # fmt: skip

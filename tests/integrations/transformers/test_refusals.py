@@ -124,6 +124,14 @@ def test_a_setting_of_the_models_own_generation_config_counts(wrap, build, token
         wrap(model).generate(tokens(40), **GREEDY)
 
 
+def test_a_generate_of_the_model_itself_with_a_static_cache_changes_nothing(wrap, build, tokens):
+    model = build()
+    cached = wrap(model)
+    before = cached.generate(tokens(40), **GREEDY)
+    model.generate(tokens(40), cache_implementation="static", **GREEDY)  # It notes the cache's length on the model.
+    assert cached.generate(tokens(40), **GREEDY).equal(before)
+
+
 def test_padding_where_the_model_counts_positions_by_itself(wrap, tokens):
     config = transformers.BloomConfig(
         vocab_size=211, hidden_size=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None

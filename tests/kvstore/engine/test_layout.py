@@ -307,6 +307,13 @@ def strided_apart(tensor):
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
+def overlapping_layers():
+    """Layers of one tensor of which each begins with the last block of the one before."""
+    one = numbered("BPTHD")
+    whole = torch.zeros(LAYERS * BLOCKS, *one.shape[1:], dtype=one.dtype)
+    return [whole[at : at + BLOCKS] for at in range(0, LAYERS * (BLOCKS - 1), BLOCKS - 1)]
+
+
 @pytest.mark.parametrize(
     ("caches", "word"),
     [
@@ -324,6 +331,7 @@ def strided_apart(tensor):
         ([*layers("BPTHD")[:2], strided_apart(numbered("BPTHD"))], "as the first"),
         ([*layers("BPTHD")[:2], torch.empty(BLOCKS, 2, TOKENS, HEADS, DIM, device="meta")], "as the first"),
         ([numbered("BPTHD")] * 3, "memory of their own"),
+        (overlapping_layers(), "share some"),
         ([numbered("BPTHD").half() for _ in range(3)], "float16"),
         ([numbered("BPTHD").int() for _ in range(3)], "int32"),
         (numbered("BLPTHD")[:, :, :1].expand(-1, -1, 2, -1, -1, -1), "overlap"),
