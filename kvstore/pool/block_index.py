@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,7 @@ class BlockIndex:
         self._depths = np.frombuffer(self.depth, np.int64)
         self.run = [_NO_RUN] * num_slots
         self.place = [0] * num_slots
+        self._thin = set[Run]()
         self.spaces: dict[bytes, Space] = {}
         #: Cleared spaces that are not swept yet.
         self.cleared: deque[Space] = deque()
@@ -328,7 +330,8 @@ class BlockIndex:
         own, space = self.block_hash[slot], self.space[slot]
         if self.num_children[slot] or space.ready.pop(own, None) is None:
             return b""
-        self.run[slot].lost(self.place[slot])
+        if self.run[slot].lost(self.place[slot]):
+            self._thin.add(self.run[slot])
         if self.parent[slot] == space.namespace:
             self.presence.drop(own)
         else:
@@ -355,8 +358,13 @@ class BlockIndex:
                 space.orphans[own] = self.num_children[slot]
                 space.orphan_depths[own] = self.depth[slot] + 1
         aborted.reverse()
+        for run, count in Counter([self.run[slot] for slot in aborted]).items():
+            run.num_lost += count
+            if run.is_thin:
+                self._thin.add(run)
         listed = SlotList.of(aborted)
         self.forget(listed)
+        self.shorten()
         return listed, lost
 
     def _leave_parent(self, slot: int, space: Space) -> None:
@@ -380,10 +388,28 @@ class BlockIndex:
         if isinstance(index, slice):
             block_hash[index] = parent[index] = [b""] * count
             spaces[index], self._nums_children[index] = [NOTHING] * count, 0
+            self.run[index] = [_NO_RUN] * count
         else:
             for slot in slots:
                 block_hash[slot] = parent[slot] = b""
-                spaces[slot], num_children[slot] = NOTHING, 0
+                spaces[slot], num_children[slot], self.run[slot] = NOTHING, 0, _NO_RUN
+
+    def shorten(self) -> None:
+        """Give what is left of thin runs a run of its own: few blocks must not keep the memory of many."""
+        thin, self._thin = self._thin, set()
+        for run in thin:
+            if run.is_thin and (left := [place for place, slot in enumerate(run.slots) if self._is_of(run, slot)]):
+                slots = [run.slots[place] for place in left]
+                data = b"".join([self.block_hash[slot] for slot in slots])
+                # The first ones are still ready, all of them.
+                short = Run(data, slots, SlotList.of(slots, ascending=True), bisect_left(left, run.num_ready))
+                for place, slot in enumerate(slots):
+                    self.run[slot], self.place[slot] = short, place
+
+    def _is_of(self, run: Run, slot: int) -> bool:
+        """Return whether a slot has a block of a run; an evicted one keeps its columns until it is claimed."""
+        own, space = self.block_hash[slot], self.space[slot]
+        return self.run[slot] is run and slot in (space.ready.get(own), space.writing.get(own))
 
     def detach(self, namespace: bytes) -> list[Space]:
         """Remove the spaces of a namespace's group, so that their blocks cannot be found; `sweep` frees the slots.

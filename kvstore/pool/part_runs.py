@@ -54,6 +54,7 @@ class PartRuns:
     def begin(self, run: Run, num_parts: int, deadline_s: float) -> None:
         """Note that the blocks of a new claim are written in parts."""
         count = len(run.slots)
+        run.is_in_parts = True
         none, is_open = np.zeros(count, np.int32), np.ones(count, np.bool_)
         self._runs[run] = _Parts(num_parts, deadline_s, none, none.copy(), is_open, {})
 
@@ -125,6 +126,7 @@ class PartRuns:
         parts.is_open[places] = False
         if not parts.is_open.any():
             del self._runs[run]
+            run.is_in_parts = False
 
     def check(self, num_writers: dict[int, int]) -> set[int]:
         """Assert that the counts of writers are right; return all slots that are written in parts.

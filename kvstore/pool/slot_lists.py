@@ -81,12 +81,16 @@ class Run:
         slots: slot of each.
         whole: the same slots as a `SlotList`.
         num_ready: this many leading blocks are ready in these slots; it may be too low, never too high.
+        num_lost: how many blocks are not in these slots any more.
+        is_in_parts: whether ranks write its blocks in parts, which keep places in it.
     """
 
     data: bytes
     slots: list[int]
     whole: SlotList
     num_ready: int = 0
+    num_lost: int = 0
+    is_in_parts: bool = False
 
     def num_shared(self, place: int, data: bytes, at: int) -> int:
         """Return how many ready blocks from `place` on have the same hashes as `data` from `at` on.
@@ -122,10 +126,18 @@ class Run:
         if self.slots[self.num_ready : end] == slots:
             self.num_ready = end
 
-    def lost(self, place: int) -> None:
-        """Note that a block is not ready any more."""
+    def lost(self, place: int) -> bool:
+        """Note that a ready block is not here any more; return `is_thin`."""
         if place < self.num_ready:
             self.num_ready = place
+        self.num_lost += 1
+        return self.is_thin
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether few of many blocks are left, so that the run should be shortened."""
+        count = len(self.slots)
+        return count < 2 * self.num_lost < 2 * count and not self.is_in_parts
 
 
 class Segment(NamedTuple):

@@ -98,6 +98,7 @@ class SlotTable:
                 if len(evicted) == wanted:
                     break
         if hashes:
+            self.index.shorten()
             self.index.events.add(False, hashes)
             self.num_evicted += len(hashes)
         return evicted

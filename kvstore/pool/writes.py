@@ -315,10 +315,11 @@ class WriteTable:
         for space in index.cleared:
             # From the end, because earlier steps left no gaps there.
             slots = list(islice(reversed(space.writing.values()), max(num_slots, 0)))
+            places = [(index.run[slot], index.place[slot]) for slot in slots]  # Before they are aborted.
             if slots:
                 self._table.abort(slots)
-            for slot in slots:
-                self._parts.leave(index.run[slot], index.place[slot])
+            for run, place in places:
+                self._parts.leave(run, place)
             num_slots -= len(slots)
 
     def _abort_all(self, write_ids: list[int]) -> int:

@@ -88,3 +88,19 @@ def test_blocks_that_all_ranks_write_are_given_up_by_no_deadline():
     assert pool.complete_store(tickets[1].write_id, "rank1") == 0
     assert pool.complete_store(tickets[0].write_id, "rank0") == 1
     assert pool.lookup(run("AB")) == 1, "the ranks of B did not all come in time"
+
+
+def test_what_is_left_of_a_claim_in_parts_can_be_joined():
+    """Most of it was given up, so that its run could be shortened, whose places the parts count by."""
+    pool = Pool(4)
+    first = pool.prepare_store(run("ABCD"), "rank1", num_parts=2, part=1)
+    tail = pool.prepare_store(run("BCD", parent=name("A"), start=1), "rank0", num_parts=2, part=0)
+    pool.abort_store(tail.write_id, "rank0")
+    pool.check_integrity()
+    head = pool.prepare_store(run("A"), "rank0", num_parts=2, part=0)
+    assert list(head.indexes) == [0]
+    assert pool.complete_store(head.write_id, "rank0") == 0
+    assert pool.complete_store(first.write_id, "rank1") == 1
+    pool.check_integrity()
+    assert pool.lookup(run("ABCD")) == 1
+    assert pool.stats().num_free == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import pytest
@@ -599,3 +600,25 @@ def test_many_touches_keep_the_order_of_eviction_small():
         pool.release(grant.lease_id, "r")
     pool.check_integrity()
     assert pool._table.eviction._num_logged <= 2 * 4 + 64 + 2
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_a_few_blocks_do_not_keep_the_memory_of_many(evict):
+    """One block is left of each claim, by eviction, or because the rest was given up."""
+    num_slots, num_rounds, own = 128, 100, NAMESPACES[0]
+    pool, firsts = Pool(num_slots), []
+    for number in range(num_rounds):
+        names = [hashlib.sha256(b"%d/%d" % (number, i)).digest() for i in range(num_slots - number)]
+        chain = BlockHashes(own, own, 0, b"".join(names))
+        firsts.append(chain[:1])
+        ticket = pool.prepare_store(chain, "w")
+        if evict:
+            pool.complete_store(ticket.write_id, "w")
+        else:
+            pool.complete_store(ticket.write_id, "w", count=1)
+            pool.abort_store(ticket.write_id, "w")
+        pool.pin_prefix(firsts[-1], "r", 1e9)
+        pool.check_integrity()
+    runs = {id(run): run for run in pool._table.index.run}
+    assert sum(len(run.slots) for run in runs.values()) < 20 * num_slots
+    assert all(pool.lookup(first) == 1 for first in firsts)

@@ -36,6 +36,23 @@ def cleared_while_written(run: Run):
     return [lambda: world.publish("p", 2), clearer, lambda: world.store("xy")], at_end
 
 
+def cleared_and_looked_after(run: Run):
+    """The store ends what a clearing made void, while its blocks are copied or read; another writer wants slots."""
+    world = Handoffs(run, 2)
+
+    def clearer():
+        world.clear()
+        world.table.end_cleared(lambda _: world.version)
+        run.step("looked after")
+        world.table.end_cleared(lambda _: world.version)
+
+    def at_end():
+        world.table.end_cleared(lambda _: world.version)
+        world.at_rest("xy")
+
+    return [lambda: world.publish("p", 2), clearer, lambda: world.fetch("p", "r"), lambda: world.store("xy")], at_end
+
+
 def withdrawn_while_read(run: Run):
     """A ticket is withdrawn, and its slots wanted, while a reader claims, reads and ends."""
     world = Handoffs(run, 1)
@@ -237,6 +254,7 @@ HANDOFFS = {
     for scenario in (
         withdrawn_while_written,
         cleared_while_written,
+        cleared_and_looked_after,
         withdrawn_while_read,
         expired_while_read,
         two_readers_one_ticket,

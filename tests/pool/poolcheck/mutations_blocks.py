@@ -132,9 +132,17 @@ BLOCKS = (
         "a run that outlives its blocks",
         "ours: what a claim remembers of its blocks is not what the index has",
         INDEX,
-        "        self.run[slot].lost(self.place[slot])\n",
+        "        if self.run[slot].lost(self.place[slot]):\n            self._thin.add(self.run[slot])\n",
         "        pass\n",
         MODEL,
+    ),
+    bug(
+        "a claim in parts is shortened",
+        "ours",
+        PART_RUNS,
+        "        run.is_in_parts = True\n",
+        "",
+        f"{ANEW}::test_what_is_left_of_a_claim_in_parts_can_be_joined",
     ),
     bug(
         "a run that knows blocks before they are ready",

@@ -23,9 +23,19 @@ HANDOFFS: tuple[Mutant, ...] = (
         "clear frees at once",
         "ours: another's published blocks were overwritten",
         _TABLE,
+        'not handoff.claim_id:\n                self._end(handoff, "cleared")\n',
+        "not handoff.claim_id:\n                handoff.is_written = False\n"
         '                self._end(handoff, "cleared")\n',
-        '                handoff.is_written = False\n                self._end(handoff, "cleared")\n',
         f"{EXPLORER}[cleared_while_written]",
+    ),
+    bug(
+        "what a clearing made void is freed while it is written",
+        "ours: another's published blocks were overwritten",
+        _TABLE,
+        'version_of(handoff.namespace):\n                    self._end(handoff, "cleared")\n',
+        "version_of(handoff.namespace):\n                    handoff.is_written = False\n"
+        '                    self._end(handoff, "cleared")\n',
+        f"{EXPLORER}[cleared_and_looked_after]",
     ),
     bug(
         "a stage's slots free while they are packed",
