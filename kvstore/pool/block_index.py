@@ -172,13 +172,20 @@ class BlockIndex:
         most, count, stretch = min(len(run.slots) - place, len(slots) - at), 1, _FIRST_STRETCH
         while count < most:
             end = min(count + stretch, most)
-            ours, runs = run.slots[place + count : place + end], self.run
-            if ours != slots[at + count : at + end] or [runs[slot] for slot in ours].count(run) < len(ours):
+            ours = run.slots[place + count : place + end]
+            if ours != slots[at + count : at + end] or self._runs_of(ours).count(run) < len(ours):
                 break
             count, stretch = end, stretch * _GROWTH
         while count < most and (slot := run.slots[place + count]) == slots[at + count] and self.run[slot] is run:
             count += 1
         return count
+
+    def _runs_of(self, slots: list[int]) -> list[Run]:
+        """Return the claim of each slot; they ascend, as the slots of one claim do."""
+        first, last = slots[0], slots[-1]
+        if last - first == len(slots) - 1:
+            return self.run[first : last + 1]
+        return list(map(self.run.__getitem__, slots))
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""

@@ -196,7 +196,7 @@ BLOCKS = (
         "a part of an earlier claim counts",
         "ours: wrong bytes",
         INDEX,
-        " or [runs[slot] for slot in ours].count(run) < len(ours)",
+        " or self._runs_of(ours).count(run) < len(ours)",
         "",
         f"{ANEW}::test_a_part_that_was_written_before_a_slot_was_claimed_anew_does_not_count",
     ),
