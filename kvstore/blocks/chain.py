@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import overload
 
@@ -124,15 +125,28 @@ class BlockHashes(Record, frozen=True):
         return hashes_in(self.data)
 
     def tail(self, first: int) -> BlockHashes:
-        """Return the run that begins at block `first` of this one."""
-        return self[first:]
+        """Return the run that begins at block `first` of this one.
+
+        Raises:
+            InvalidRequest: `first` is not an integer.
+        """
+        return self[_as_int("tail", first) :]
 
     def head(self, count: int) -> BlockHashes:
-        """Return the first `count` blocks of the run."""
-        return self[:count]
+        """Return the first `count` blocks of the run.
+
+        Raises:
+            InvalidRequest: `count` is not an integer.
+        """
+        return self[: _as_int("head", count)]
 
     def common_prefix(self, other: BlockHashes) -> int:
-        """Count the leading hashes that both runs share; 0 when they do not start at the same block."""
+        """Count the leading hashes that both runs share; 0 when they do not start at the same block.
+
+        Raises:
+            InvalidRequest: `other` is not a run.
+        """
+        _check_run("common_prefix", other)
         if (self.namespace, self.start) != (other.namespace, other.start):
             return 0
         count = min(len(self), len(other))
@@ -146,9 +160,12 @@ class BlockHashes(Record, frozen=True):
         """Append run b to run a.
 
         Raises:
+            InvalidRequest: one of them is not a run.
             NamespaceMismatch: the runs are of two namespaces.
             ChainBroken: b does not begin where a ends.
         """
+        _check_run("join", a)
+        _check_run("join", b)
         start, parent = a.end(b.namespace, "BlockHashes.join")
         if (b.start, b.parent) != (start, parent):
             raise ChainBroken(
@@ -196,6 +213,20 @@ class BlockHashes(Record, frozen=True):
     def encode(self) -> bytes:
         """Return the run as bytes; `decode_chain` reads them."""
         return encode(self)
+
+
+def _as_int(verb: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise InvalidRequest(f"BlockHashes.{verb}: wanted a number of blocks as an int, got {clip(value)}") from error
+
+
+def _check_run(verb: str, value: object) -> None:
+    if not isinstance(value, BlockHashes):
+        raise InvalidRequest(
+            f"BlockHashes.{verb}: wanted BlockHashes of space.block_hashes() or space.wrap(), got {brief(value)}"
+        )
 
 
 def hashes_in(data: bytes) -> list[bytes]:

@@ -93,13 +93,14 @@ class Namespace:
             The run of the new blocks, without the blocks of parent.
 
         Raises:
-            InvalidRequest: tokens are not such integers, or extra has another length or other key types.
+            InvalidRequest: tokens are not such integers, extra has another length or other key types, or parent is no
+                run.
             NamespaceMismatch: parent is of another namespace.
         """
         tokens = token_bytes(token_ids)
         block_bytes = 4 * self.shape.block_size
         end = len(tokens) // block_bytes * block_bytes
-        start, root = (0, self.digest) if parent is None else parent.end(self.digest, "block_hashes")
+        start, root = self._end("block_hashes", parent)
         last, found = root, []
         if extra is None:
             fresh = sha256()  # Copying one is faster than making a new one.
@@ -111,7 +112,12 @@ class Namespace:
         else:
             if isinstance(extra, Mapping):
                 extra = keys_by_block(extra, end // block_bytes)
-            if isinstance(extra, (str, bytes)) or len(extra) != end // block_bytes:
+            if isinstance(extra, (str, bytes)) or not isinstance(extra, Sequence):
+                raise InvalidRequest(
+                    f"block_hashes: wanted extra as a list with one entry per full block, or a mapping from the index "
+                    f"of a block to its keys, got {brief(extra)}"
+                )
+            if len(extra) != end // block_bytes:
                 raise InvalidRequest(
                     f"block_hashes: wanted extra with one entry per full block, {end // block_bytes}, "
                     f"got {len(extra)}; use None for blocks without keys"
@@ -133,14 +139,14 @@ class Namespace:
             parent: wrapped run that these hashes continue.
 
         Raises:
-            InvalidRequest: an engine hash is neither bytes nor int, or is empty.
+            InvalidRequest: an engine hash is neither bytes nor int, or is empty, or parent is no run.
             NamespaceMismatch: parent is of another namespace.
         """
-        if isinstance(engine_hashes, (str, bytes, bytearray, memoryview)):
+        if isinstance(engine_hashes, (str, bytes, bytearray, memoryview)) or not _is_iterable(engine_hashes):
             raise InvalidRequest(
                 f"wrap: wanted a sequence of hashes, got {brief(engine_hashes)}; pass a list with one item per block"
             )
-        start, root = (0, self.digest) if parent is None else parent.end(self.digest, "block_hashes")
+        start, root = self._end("wrap", parent)
         prefix = _WRAP_TAG + self.digest
         found = []
         for engine_hash in engine_hashes:
@@ -151,6 +157,24 @@ class Namespace:
                 )
             found.append(sha256(prefix + encode_key(engine_hash)).digest())
         return BlockHashes(self.digest, root, start, b"".join(found))
+
+    def _end(self, verb: str, parent: BlockHashes | None) -> tuple[int, bytes]:
+        """Return (index, parent) of the first block of a run that continues `parent`, or begins a chain."""
+        if parent is None:
+            return 0, self.digest
+        if not isinstance(parent, BlockHashes):
+            raise InvalidRequest(
+                f"{verb}: wanted parent as the BlockHashes that these continue, or None, got {brief(parent)}"
+            )
+        return parent.end(self.digest, verb)
+
+
+def _is_iterable(value: object) -> bool:
+    try:
+        iter(value)  # type: ignore[call-overload]
+    except TypeError:  # Also of an array without dims, which has __iter__.
+        return False
+    return True
 
 
 def _is_utf8(text: str) -> bool:

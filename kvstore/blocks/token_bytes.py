@@ -55,8 +55,14 @@ def keys_by_block(extra: Mapping[int, Sequence[ExtraKey]], num_blocks: int) -> l
     """Return one entry per full block from keys given by block index.
 
     Raises:
-        InvalidRequest: there are keys for a block that does not exist.
+        InvalidRequest: there are keys for a block that does not exist, or for something else than the index of one.
     """
+    others = [index for index in extra if not isinstance(index, int | np.integer)]
+    if others:
+        raise InvalidRequest(
+            f"block_hashes: wanted extra as a mapping from the index of a block to its keys, got one from "
+            f"{brief(others[0])}"
+        )
     strays = sorted(index for index in extra if not 0 <= index < num_blocks)
     if strays:
         raise InvalidRequest(f"block_hashes: wanted extra keys of blocks [0, {num_blocks}), got blocks {strays[:5]}")

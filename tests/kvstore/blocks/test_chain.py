@@ -23,6 +23,19 @@ def test_tail_knows_its_parent_and_start():
     assert len(CHAIN.tail(5)) == 0
 
 
+@pytest.mark.parametrize(
+    ("verb", "call"),
+    [
+        ("head", lambda: CHAIN.head(1.5)), ("head", lambda: CHAIN.head(None)), ("tail", lambda: CHAIN.tail("a")),
+        ("join", lambda: BlockHashes.join(CHAIN, None)), ("join", lambda: BlockHashes.join(b"", CHAIN)),
+        ("common_prefix", lambda: CHAIN.common_prefix(None)),
+    ],
+)  # fmt: skip
+def test_verbs_of_a_run_say_what_they_want(verb, call):
+    with pytest.raises(InvalidRequest, match=f"BlockHashes.{verb}: wanted"):
+        call()
+
+
 def test_head_keeps_parent_and_start():
     head = CHAIN.tail(1).head(2)
     assert (head.parent, head.start, head.hashes()) == (HASHES[0], 1, HASHES[1:3])

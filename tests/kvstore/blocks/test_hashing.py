@@ -233,6 +233,30 @@ def test_extra_needs_one_entry_per_full_block(extra):
         space().block_hashes([*TOKENS, 1], extra=extra)
 
 
+@pytest.mark.parametrize("extra", [5, iter([None] * 3), {None}, {"a": ("b",)}, {None: ("b",)}, {1.0: ("b",)}])
+def test_extra_is_a_list_or_a_mapping(extra):
+    with pytest.raises(InvalidRequest, match="block_hashes: wanted extra as a"):
+        space().block_hashes(TOKENS, extra=extra)
+
+
+def test_blocks_may_be_counted_by_numpy():
+    assert space().block_hashes(TOKENS, {np.int64(1): ["a"]}) == space().block_hashes(TOKENS, {1: ["a"]})
+
+
+@pytest.mark.parametrize("hashes", [None, 5, np.array(5)])
+def test_wrap_wants_a_sequence(hashes):
+    with pytest.raises(InvalidRequest, match="wrap: wanted a sequence of hashes, got"):
+        space().wrap(hashes)
+
+
+@pytest.mark.parametrize("parent", [1, "a", b"p" * 32, [bytes(32)]])
+def test_a_parent_is_a_run(parent):
+    with pytest.raises(InvalidRequest, match="block_hashes: wanted parent as the BlockHashes"):
+        space().block_hashes(TOKENS, parent=parent)
+    with pytest.raises(InvalidRequest, match="wrap: wanted parent as the BlockHashes"):
+        space().wrap([1], parent)
+
+
 @pytest.mark.parametrize("entry", ["bare", b"bare", [1.5], [None], [True], [("a", 1.5)], 3, {"a"}])
 def test_bad_extra_keys_are_refused(entry):
     with pytest.raises(InvalidRequest, match="extra keys"):
