@@ -45,7 +45,12 @@ def clip(value: object, num_chars: int = 60) -> str:
     if isinstance(value, str | bytes | bytearray | memoryview):
         text = repr(value[:num_chars] if isinstance(value, str) else bytes(value[:num_chars]))
         return text if len(value) <= num_chars else f"{text}... ({len(value)} in all)"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print thousands of digits.
+        if isinstance(value, int):
+            return f"a number of {value.bit_length()} bits"
+        return f"a {type(value).__name__} of long numbers"
     return text if len(text) <= num_chars else f"{text[:num_chars]}..."
 
 
@@ -110,6 +115,34 @@ def check_callable(name: str, value: object) -> None:
     """
     if not callable(value):
         raise InvalidRequest(f"{name}: wanted a function, got {clip(value)}")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return True or False, also for a truth value of NumPy.
+
+    Raises:
+        InvalidRequest: the value is neither.
+    """
+    if isinstance(value, bool):
+        return value
+    if type(value).__name__ not in ("bool", "bool_"):  # By name: NumPy takes long to import, and not all need it.
+        raise InvalidRequest(f"{name}: wanted True or False, got {clip(value)}")
+    return bool(value)
+
+
+def check_node_id(name: str, value: object) -> str:
+    """Return the id of a node.
+
+    Raises:
+        InvalidRequest: it is not text, empty, too long, or cannot be sent.
+    """
+    text = str.__str__(value) if isinstance(value, str) else ""
+    if not 0 < len(text) <= MAX_NODE_ID_CHARS or any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidRequest(
+            f"{name}: wanted the id of a node, 1 to {MAX_NODE_ID_CHARS} characters without lone surrogates, got "
+            f"{clip(value)}; pass what Store.node_ids or a client says"
+        )
+    return text
 
 
 def check_text(name: str, value: object) -> str:

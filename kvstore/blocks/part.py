@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvstore.blocks.shape import KVShape
+from kvstore.bounds import MAX_PARTS, clip
 from kvstore.errors import ConfigError, LayoutMismatch
 
 
@@ -16,7 +17,7 @@ class Part:
     Tensor-parallel ranks divide the heads, pipeline-parallel ranks the layers, both evenly and in order.
 
     Raises:
-        ConfigError: a rank is not below its size.
+        ConfigError: a rank is not below its size, or a block has too many parts.
     """
 
     tp_rank: int
@@ -28,8 +29,13 @@ class Part:
         for name, rank, size in (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size)):
             if type(rank) is not int or type(size) is not int or not 0 <= rank < size:
                 raise ConfigError(
-                    f"Part: wanted 0 <= {name}_rank < {name}_size as ints, got {rank!r} of {size!r}; count ranks from 0"
+                    f"Part: wanted 0 <= {name}_rank < {name}_size as ints, got {clip(rank)} of {clip(size)}; count "
+                    "ranks from 0"
                 )
+        if self.num_parts > MAX_PARTS:
+            raise ConfigError(
+                f"Part: wanted at most {MAX_PARTS} parts of a block, got {clip(self.tp_size)} * {clip(self.pp_size)}"
+            )
 
     @property
     def ranks(self) -> tuple[int, int, int, int]:
@@ -104,7 +110,7 @@ def as_part(part: Part | Sequence[int] | None) -> Part:
     """Return a user's argument as a `Part`: a Part, four numbers, or None (the whole block).
 
     Raises:
-        ConfigError: they are not four ints, or a rank is not below its size.
+        ConfigError: they are not four ints, a rank is not below its size, or a block has too many parts.
     """
     if part is None:
         return WHOLE

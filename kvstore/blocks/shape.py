@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 
+from kvstore.bounds import MAX_BLOCK_BYTES, clip
 from kvstore.errors import ConfigError
 from kvstore.kernels.stored import ELEMENT_BYTES, Side, StoredBlock
 
@@ -85,7 +86,7 @@ class KVShape:
         sides: tensors beside the caches; always kept sorted by name.
 
     Raises:
-        ConfigError: a value cannot work.
+        ConfigError: a value cannot work, or a block has 4 GiB or more.
     """
 
     num_layers: int
@@ -113,8 +114,8 @@ class KVShape:
             ) from cause
         if self.num_layers % self.num_layer_groups:
             raise ConfigError(
-                f"KVShape: wanted num_layer_groups to divide num_layers={self.num_layers}, "
-                f"got {self.num_layer_groups}; choose a divisor"
+                f"KVShape: wanted num_layer_groups to divide num_layers={clip(self.num_layers)}, "
+                f"got {clip(self.num_layer_groups)}; choose a divisor"
             )
         sides = self.sides
         if not isinstance(sides, Sequence) or not all(isinstance(side, SideTensor) for side in sides):
@@ -124,6 +125,13 @@ class KVShape:
             raise ConfigError(f"KVShape: wanted sides of different names, got {names}; K and V have one each")
         object.__setattr__(self, "sides", tuple(sorted(sides, key=lambda side: side.name)))
         object.__setattr__(self, "block_bytes", self.stored_block.block_bytes)
+        if self.block_bytes > MAX_BLOCK_BYTES:
+            raise ConfigError(
+                f"KVShape: wanted blocks of at most {MAX_BLOCK_BYTES} bytes, got {clip(self.block_bytes)} bytes from "
+                f"num_layers={clip(self.num_layers)}, num_kv_heads={clip(self.num_kv_heads)}, "
+                f"head_dim={clip(self.head_dim)}, block_size={clip(self.block_size)} and {len(self.sides)} sides; take "
+                "a smaller block_size, or check the numbers"
+            )
 
     @property
     def num_planes(self) -> int:
@@ -197,7 +205,7 @@ class KVShape:
 def _check_count(what: str, name: str, value: object) -> None:
     # type() and not isinstance(): True is an int, and numpy integers do not encode as JSON.
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{what}: wanted {name} as an int >= 1, got {value!r}; pass a plain positive int")
+        raise ConfigError(f"{what}: wanted {name} as an int >= 1, got {clip(value)}; pass a plain positive int")
 
 
 def _check_dtype(what: str, dtype: object) -> None:

@@ -9,9 +9,10 @@ import time
 from dataclasses import dataclass, field
 
 from kvstore.blocks.codec import decoder, encode
+from kvstore.blocks.part import WHOLE, Part
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
-from kvstore.bounds import DIGEST_BYTES, MAX_NODE_ID_CHARS, check_count, clip
-from kvstore.errors import InvalidRequest, ProtocolError
+from kvstore.bounds import DIGEST_BYTES, MAX_PARTS, check_count, check_node_id, clip
+from kvstore.errors import ConfigError, InvalidRequest, ProtocolError
 
 TICKET_VERSION = 3
 NONCE_BYTES = 16
@@ -26,7 +27,6 @@ _FIELDS = (
 )  # fmt: skip
 _decode = decoder(tuple[bytes, bytes, bytes, int, int, int, tuple[int, int, int, int], float, int, bool, str])
 _MOST_U16, _MOST_U32 = (1 << 16) - 1, (1 << 32) - 1
-_WHOLE = (0, 1, 0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,8 @@ class HandoffTicket:
         namespace: digest of the blocks' namespace; covers their shape.
         num_blocks: stored blocks, from the request's first token on.
         block_bytes: of each.
-        block_order: version of the order of bytes in a block.
+        block_order: version of the order of bytes in a block. A ticket may name any, also one of a later raykv; a
+            client refuses those of others (LayoutMismatch).
         part: which part of each block was published, as (tp_rank, tp_size, pp_rank, pp_size).
         slab: the memory of the node that holds the blocks: 0 is its arena, others are stages on GPUs.
         expires_s: the store keeps the blocks at least until then; seconds since 1970 by the publisher's clock. For
@@ -63,7 +64,7 @@ class HandoffTicket:
     expires_s: float = field(compare=False)
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     block_order: int = BLOCK_ORDER_VERSION
-    part: tuple[int, int, int, int] = _WHOLE
+    part: tuple[int, int, int, int] = WHOLE.ranks
     slab: int = 0
     is_early: bool = False
 
@@ -76,12 +77,10 @@ class HandoffTicket:
             "block_bytes": check_count("block_bytes", self.block_bytes, 1, _MOST_U32),
             "block_order": check_count("block_order", self.block_order, 0, _MOST_U16),
             "slab": check_count("slab", self.slab, 0, _MOST_U32),
-            "node_id": _check_node(self.node_id),
+            "node_id": check_node_id("node_id", self.node_id),
             "expires_s": _check_expiry(self.expires_s),
         }
-        if not isinstance(self.part, tuple) or len(self.part) != len(_WHOLE):
-            raise InvalidRequest(f"part: wanted (tp_rank, tp_size, pp_rank, pp_size), got {clip(self.part)}")
-        plain["part"] = tuple(check_count("part", number, 0, _MOST_U16) for number in self.part)
+        plain["part"] = _check_part(self.part)
         if not isinstance(self.is_early, bool):
             raise InvalidRequest(f"is_early: wanted True or False, got {clip(self.is_early)}")
         for name, value in plain.items():  # Plain types only: a subclass cannot be sent.
@@ -135,14 +134,13 @@ class HandoffTicket:
         return HandoffTicket(**dict(zip(_FIELDS, fields, strict=True)))  # type: ignore[arg-type]
 
 
-def _check_node(value: object) -> str:
-    text = str.__str__(value) if isinstance(value, str) else None
-    if text is None or len(text) > MAX_NODE_ID_CHARS or any("\ud800" <= char <= "\udfff" for char in text):
-        raise InvalidRequest(
-            f"node_id: wanted the id of a node, at most {MAX_NODE_ID_CHARS} characters without lone surrogates, got "
-            f"{clip(value)}; pass what Store.node_ids or a client says"
-        )
-    return text
+def _check_part(value: object) -> tuple[int, int, int, int]:
+    if not isinstance(value, tuple) or len(value) != len(WHOLE.ranks):
+        raise InvalidRequest(f"part: wanted (tp_rank, tp_size, pp_rank, pp_size), got {clip(value)}")
+    try:
+        return Part(*(check_count("part", number, 0, MAX_PARTS) for number in value)).ranks
+    except ConfigError as error:
+        raise InvalidRequest(f"part: wanted the ranks of a Part, got {clip(value)} ({error})") from error
 
 
 def _check_expiry(value: object) -> float:

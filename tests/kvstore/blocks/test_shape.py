@@ -62,6 +62,13 @@ def test_planes_are_coerced_from_text(plane):
         {"planes": "mla"},
         {"planes": None},
         {"planes": 2},
+        {"num_layers": 10**30},
+        {"num_layers": 10**5000},
+        {"num_kv_heads": 10**30},
+        {"head_dim": 10**30},
+        {"block_size": 10**30},
+        {"block_size": 1 << 23},
+        {"num_layer_groups": 10**5000},
     ],
 )
 def test_bad_values_are_refused(changes):
@@ -72,6 +79,15 @@ def test_bad_values_are_refused(changes):
     assert "wanted" in message
     assert "got" in message
     assert "; " in message
+
+
+def test_a_block_has_at_most_what_a_message_can_say():
+    most = {"num_layers": 1, "num_kv_heads": 1, "dtype": "uint8", "planes": "single", "block_size": 1}
+    assert shape(**most, head_dim=(1 << 32) - 1).block_bytes == (1 << 32) - 1
+    with pytest.raises(ConfigError, match="got 4294967296 bytes from num_layers=1,"):
+        shape(**most, head_dim=1 << 32)
+    with pytest.raises(ConfigError, match="and 1 sides"):
+        shape(sides=[SideTensor(name="scale", dtype="float32", dim=10**30)])
 
 
 def test_frozen_and_keyword_only():

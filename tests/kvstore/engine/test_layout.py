@@ -290,7 +290,16 @@ def test_parts_that_blocks_do_not_have(part, words):
 
 
 def test_bad_parts():
-    for bad in ((1, 1, 0, 1), (-1, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2, 2), (0, 1.0, 0, 1), (False, 1, 0, 1)):
+    for bad in (
+        (1, 1, 0, 1),
+        (-1, 1, 0, 1),
+        (0, 0, 0, 1),
+        (0, 1, 2, 2),
+        (0, 1.0, 0, 1),
+        (False, 1, 0, 1),
+        (0, 10**5000, 0, 1),
+        (0, 32, 0, 33),
+    ):
         with pytest.raises(ConfigError, match="Part"):
             Part(*bad)
         with pytest.raises(ConfigError, match="Part"):

@@ -141,7 +141,7 @@ def test_a_ticket_that_was_cut_is_not_taken_for_one_of_another_version(pair):
         ("namespace", "m"), ("namespace", bytes(31)), ("num_blocks", 0), ("num_blocks", 1.5), ("num_blocks", True),
         ("num_blocks", 1 << 32), ("block_bytes", "64"), ("expires_s", "soon"), ("expires_s", float("nan")),
         ("block_order", -1), ("part", (0, 1, 0)), ("part", [0, 1, 0, 1]), ("part", (0, 1, 0, "1")), ("slab", -1),
-        ("is_early", 1),
+        ("is_early", 1), ("node_id", ""), ("part", (1, 1, 0, 1)), ("part", (0, 1, 0, 0)), ("part", (0, 64, 0, 64)),
     ],
 )  # fmt: skip
 def test_a_ticket_says_which_of_its_fields_is_wrong(field, value):
