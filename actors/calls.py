@@ -65,6 +65,11 @@ def actor_name(store: str, kind: str, node_id: str = "") -> str:
     return f"raykv/{store}/{kind}/{node_id}" if node_id else f"raykv/{store}/{kind}"
 
 
+def start_call(store: str) -> str:
+    """Return the call that starts a store of that name, for messages."""
+    return "kvstore.start()" if store == "default" else f"kvstore.start(name={store!r})"
+
+
 def node_address() -> str:
     """Return the address of this actor's node, as other nodes reach it."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -181,7 +186,7 @@ def _get_actor(name: str) -> Any:
         except ValueError as error:
             raise StoreNotRunning(
                 f"wanted the actor {name!r} of a store, got none in this Ray cluster; "
-                f"kvstore.start(name={name.split('/')[1]!r}) starts that store, address= names another cluster"
+                f"{start_call(name.split('/')[1])} starts that store, address= names another cluster"
             ) from error
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor, within
+from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor, start_call, within
 from kvstore.actors.clearing import clear_everywhere
 from kvstore.actors.ending import end_actors, node_stores, starter_of
 from kvstore.actors.session.handles import USE, is_connected
@@ -47,7 +47,8 @@ class Store:
     this process to Ray. As a context manager it closes at the end.
 
     Every call raises:
-        StoreNotRunning: the handle was closed, or this process is not connected to Ray.
+        StoreNotRunning: the handle was closed, or this process is not connected to Ray. `close` and `stop` may be
+            called again; `stop` ends the store that this handle started also after `close` or `with`.
         WrongCluster: this process is connected to another Ray than the store's.
     """
 
@@ -245,7 +246,8 @@ class Store:
     def stop(self) -> None:
         """End the store if this handle started it, and close this handle. May be called again.
 
-        A store that another handle started continues; `destroy` ends it. A Ray that `kvstore.start` began for this
+        A store that this handle started is ended also after `close` or `with`, which leave it running. A store that
+        another handle started continues; `destroy` ends it. A Ray that `kvstore.start` began for this
         process ends with the last store in it; any other Ray continues. If that Ray does not answer which stores it
         has, the open handles of this process decide whether it is needed.
 
@@ -329,7 +331,7 @@ class Store:
         if self._closed:
             if self._has_ended:
                 raise StoreNotRunning(
-                    f"this handle ended the store {self.config.name!r}; kvstore.start() starts it again"
+                    f"this handle ended the store {self.config.name!r}; {start_call(self.config.name)} starts it again"
                 )
             raise StoreNotRunning(
                 f"this handle of store {self.config.name!r} was closed; {self._again()} makes another"
@@ -356,7 +358,7 @@ class Store:
 
     def _again(self) -> str:
         if self._session.is_own:
-            return "kvstore.start()"
+            return start_call(self.config.name)
         return f"kvstore.connect({self.config.name!r}, address={self.address!r})"
 
     def _handles(self) -> dict[str, Any]:

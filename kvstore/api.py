@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvstore.bounds import check_seconds, check_text, check_ttl
-from kvstore.config import StoreConfig, parse_bytes
+from kvstore.config import StoreConfig, check_name, parse_bytes
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,18 +76,18 @@ def connect(name: str = "default", *, address: str | None = None, timeout_s: flo
 
     Raises:
         StoreNotRunning: no store of that name runs, or there is no Ray cluster.
-        ConfigError: several run on this machine, and none was named.
+        ConfigError: no store can have that name; or several Rays run on this machine, and none was named.
         WrongCluster: this process is connected to another Ray than `address`.
         IncompatibleStore: the store has another protocol version.
         ForkedClient: this is a fork of a process that was connected to Ray, where Ray hangs.
         StoreBusy: another thread of this process joins or leaves Ray, and did not finish in time.
-        InvalidRequest: an argument is of another type, or `timeout_s` over a day.
+        InvalidRequest: `address` is no text, or `timeout_s` no number of seconds, or over a day.
         TransferTimeout: the store was not found in time, or does not answer.
     """
     from kvstore.actors import starting
 
     timeout_s = check_seconds("timeout_s", timeout_s)
-    check_text("name", name)
+    name = check_name(name)
     if address is not None:
         check_text("address", address)
     return starting.connect(name, address, timeout_s)
@@ -102,11 +102,13 @@ def node_store(node_id: str | None = None, *, name: str = "default") -> Any:
 
     Raises:
         StoreNotRunning: there is no such store.
+        ConfigError: no store can have that name.
+        InvalidRequest: `node_id` is not the id of a node.
         ForkedClient: this is a fork of a process that was connected to Ray.
     """
     from kvstore.actors import cluster
 
-    return cluster.node_store(node_id, name)
+    return cluster.node_store(node_id, check_name(name))
 
 
 def __getattr__(name: str) -> Any:

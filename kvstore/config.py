@@ -37,14 +37,28 @@ def parse_bytes(text: str | int) -> int:
     """Return a number of bytes from `8GiB`, `512 MiB`, `1.5GB` or a plain integer.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: the text is not a size, or a fraction of bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match.group(2).lower() not in _UNITS:
         raise ConfigError(f"wanted a size such as '8GiB' or a number of bytes, got {str(text)[:60]!r}")
-    return int(Fraction(match.group(1)) * _UNITS[match.group(2).lower()])
+    number, unit = Fraction(match.group(1)), _UNITS[match.group(2).lower()]
+    if unit == 1 and number.denominator != 1:
+        raise ConfigError(f"wanted a whole number of bytes, or a unit as in '1.5GiB', got {str(text)[:60]!r}")
+    return int(number * unit)
+
+
+def check_name(name: object) -> str:
+    """Return the name of a store.
+
+    Raises:
+        ConfigError: no store can have it.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name):
+        raise ConfigError(f"name: wanted 1 to 40 letters, digits, '_', '.' or '-', got {clip(name)}")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +108,8 @@ class StoreConfig:
             if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
                 raise ConfigError(f"{setting.name}: wanted {_KINDS[kind]}, got {value!r}")
             if isinstance(value, int) and abs(value) > _MAX_INT:  # Python refuses to print thousands of digits.
-                raise ConfigError(
-                    f"{setting.name}: wanted at most {_MAX_INT}, got a number of {value.bit_length()} bits"
-                )
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.name):
-            raise ConfigError(f"name: wanted 1 to 40 letters, digits, '_', '.' or '-', got {self.name!r}")
+                raise ConfigError(f"{setting.name}: wanted at most {_MAX_INT}, got {clip(value)}")
+        check_name(self.name)
         if self.capacity_bytes < 1 << 16:
             raise ConfigError(f"capacity_bytes: wanted at least 64 KiB, got {self.capacity_bytes}")
         if self.block_bytes and not MIN_BLOCK_BYTES <= self.block_bytes <= self.capacity_bytes:

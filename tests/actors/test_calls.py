@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,9 +13,13 @@ import ray
 from ray import exceptions as ray_errors
 from ray._private import auto_init_hook
 
+import kvstore
 from kvstore.actors import calls
 from kvstore.actors.calls import answer, call, find_actor, ray_failures
-from kvstore.errors import KVStoreError, PeerLost, PoolExhausted, StoreNotRunning, TransferTimeout
+from kvstore.actors.cluster import Store
+from kvstore.actors.session.rays import RaySession
+from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError, KVStoreError, PeerLost, PoolExhausted, StoreNotRunning, TransferTimeout
 
 
 def classes_below(cls):
@@ -78,6 +83,23 @@ def test_what_an_actor_raised_is_that_or_says_so(initialised, cause):
     with pytest.raises(KVStoreError) as caught, ray_failures("asking"):
         raise raised
     assert type(caught.value) is (PoolExhausted if isinstance(cause, KVStoreError) else KVStoreError)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "é", "a\n", "x" * 41, None, 5])
+def test_a_name_that_no_store_can_have_is_refused(name):
+    for ask in (lambda: kvstore.connect(name), lambda: kvstore.node_store(name=name)):
+        with pytest.raises(ConfigError, match="name: wanted 1 to 40 letters"):
+            ask()
+
+
+def test_a_hint_to_start_a_store_again_names_it():
+    for name, wanted in (("s2", "kvstore.start(name='s2')"), ("default", "kvstore.start()")):
+        store = Store(StoreConfig(name=name), RaySession("127.0.0.1:1", "session", is_own=True))
+        store._closed = True
+        for has_ended, then in ((False, "makes another"), (True, "starts it again")):
+            store._has_ended = has_ended
+            with pytest.raises(StoreNotRunning, match=re.escape(f"; {wanted} {then}")):
+                store.node_ids()
 
 
 def test_without_ray_nothing_is_asked_and_no_ray_is_started():

@@ -248,11 +248,10 @@ def test_the_capacity_has_one_name():
 @pytest.mark.parametrize("changes", [{"name": 5}, {"name": None}, {"address": 5}, {"timeout_s": "3"}])
 def test_arguments_of_another_type_are_refused_before_anything_is_asked(changes):
     (wrong,) = changes
-    with pytest.raises(InvalidRequest, match=f"{wrong}: wanted"):
-        kvstore.connect(**changes)
-    if wrong != "name":
-        with pytest.raises(InvalidRequest, match=f"{wrong}: wanted"):
-            kvstore.start("16MiB", **changes)
+    kind = ConfigError if wrong == "name" else InvalidRequest
+    for ask in (kvstore.connect, kvstore.start):
+        with pytest.raises(kind, match=f"{wrong}: wanted"):
+            ask(**changes)
 
 
 @pytest.mark.parametrize("wrong", ["x", [b"1"], None])

@@ -18,6 +18,9 @@ from kvstore.errors import ConfigError
         ("1tib", 1 << 40),
         ("10 B", 10),
         (" 77 ", 77),
+        ("1.5KiB", 1536),
+        ("1.3GiB", 1395864371),
+        (2.0**30, 1 << 30),
         (123, 123),
         ("9007199254740993", 2**53 + 1),
     ],
@@ -30,6 +33,17 @@ def test_sizes(text, wanted):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match="wanted a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("size", [1.5, "1.5", "0.5 B"])
+def test_a_fraction_of_a_byte_is_no_size(size):
+    with pytest.raises(ConfigError, match="wanted a whole number of bytes"):
+        parse_bytes(size)
+
+
+def test_a_size_too_large_is_named():
+    with pytest.raises(ConfigError, match=f"wanted at most {1 << 62}, got {9999999 << 40}"):
+        StoreConfig(capacity_bytes=parse_bytes("9999999TiB"))
 
 
 @pytest.mark.parametrize("setting", ["capacity_bytes", "lease_ttl_s", "chunk_bytes"])
