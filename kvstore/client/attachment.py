@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.codec import decode_counts, encode
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.part import Part
-from kvstore.bounds import MAX_CHAIN_BYTES, check_seconds
+from kvstore.bounds import MAX_CHAIN_BYTES, check_count, check_node_id, check_seconds, clip
 from kvstore.client.connections import StoreConnections
 from kvstore.client.job_threads import JobThreads
 from kvstore.client.results import HandoffRoute, Job
@@ -34,6 +34,7 @@ from kvstore.runtime import clock
 logger = logging.getLogger(__name__)
 
 _LATE_S = 600.0
+_MOST_STAGE_BYTES = 1 << 62
 #: A running copy is waited for in turns of this length.
 _CALL_OFF_S = 5.0
 #: Kept until the process ends, which should be soon: collecting one would unmap memory that a device may still write
@@ -128,8 +129,10 @@ class Attachment:
     def attach_stage(self, staging: str | int, peers: Sequence[str]) -> HandoffRoute:
         """Attach a stage, which replaces the earlier one; see `Client.attach_handoff`."""
         caches = self.registered().copier.cache
+        num_bytes = check_count("staging", parse_bytes(staging), 1, _MOST_STAGE_BYTES)
+        nodes = _checked_peers(peers)
         self.stage.close()
-        self.stage = StageLink(self.store.ask, caches, parse_bytes(staging), tuple(peers))
+        self.stage = StageLink(self.store.ask, caches, num_bytes, nodes)
         return self.stage.attach()
 
     def chain(self, hashes: BlockHashes) -> BlockHashes:
@@ -341,6 +344,12 @@ class Attachment:
         if not self.is_stuck:
             self.mapping.close(copies_are_over=True)
             self.store.say_goodbye()
+
+
+def _checked_peers(peers: object) -> tuple[str, ...]:
+    if isinstance(peers, str | bytes) or not isinstance(peers, Iterable):
+        raise InvalidRequest(f"peers: wanted a list of ids of nodes, got {clip(peers)}; put a single one in a list")
+    return tuple(check_node_id("peers", peer) for peer in peers)
 
 
 def _end_collected(store: StoreConnections, mapping: ArenaMapping) -> None:

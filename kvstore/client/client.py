@@ -15,7 +15,7 @@ from kvstore.blocks.codec import decode_count, decode_counts, encode
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part, as_part
 from kvstore.blocks.ticket import HandoffTicket
-from kvstore.bounds import check_seconds
+from kvstore.bounds import check_callable, check_flag, check_seconds, clip
 from kvstore.client import fetch, lease, load, publish, save
 from kvstore.client.attachment import Attachment, Engine
 from kvstore.client.lease import Lease
@@ -44,7 +44,7 @@ class Client:
             all of it. A block can be found once all its parts are saved.
 
     Raises:
-        InvalidRequest: `control_path` is not a path, or `space` is not a namespace.
+        InvalidRequest: `control_path` is not the path of a socket, or `space` is not a namespace.
         StoreNotRunning: no store answers at `control_path`.
         IncompatibleStore: the store runs another protocol version.
         ConfigError: the store's slots are too small for this namespace's blocks, or `part` is not a part.
@@ -53,9 +53,9 @@ class Client:
     """
 
     def __init__(self, control_path: str, space: Namespace, part: Part | Sequence[int] | None = None) -> None:
-        if not isinstance(control_path, str):
+        if not isinstance(control_path, str) or not control_path or "\0" in control_path:
             raise InvalidRequest(
-                f"control_path: wanted the path that Store.control_path() returns, got {type(control_path).__name__}"
+                f"control_path: wanted the path that Store.control_path() returns, got {clip(control_path)}"
             )
         if not isinstance(space, Namespace):
             raise InvalidRequest(f"space: wanted a kvstore.Namespace, got {type(space).__name__}")
@@ -139,6 +139,10 @@ class Client:
         """
         chain, lookups = self._attached.chain(hashes), self._store.for_lookups
         limit_s = self._store.call_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        if not isinstance(remote, bool):
+            remote = check_flag("remote", remote)
+        if meanwhile is not None:
+            check_callable("meanwhile", meanwhile)
         self._store.check_open()
         op = Op.LOOKUP_ALL if remote else Op.LOOKUP
         payload = encode(Ask(chain, _REMOTE_SHARE * limit_s)) if remote else chain.encode()
@@ -174,7 +178,10 @@ class Client:
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
+            InvalidRequest: an argument is wrong.
         """
+        if not isinstance(remote, bool):
+            remote = check_flag("remote", remote)
         return self._attached.is_absent(self._attached.chain(hashes), remote=remote)
 
     def lease(self, hashes: BlockHashes, ttl_s: float = 30.0) -> Lease:
@@ -197,14 +204,14 @@ class Client:
             hashes: the blocks wanted; the prefix that is in this node's memory now is kept.
             soft: keep without a promise: these blocks are evicted last, when nothing else is left, and do not count
                 against the quota of hard pins.
-            ttl_s: end by itself after this long.
+            ttl_s: end by itself after this long, up to a day; never when None or `math.inf`.
 
         Returns:
             The kept blocks: perhaps fewer than asked for, or none.
 
         Raises:
             NamespaceMismatch: the hashes are of another namespace.
-            InvalidRequest: `ttl_s` is not above 0, or exceeds a day.
+            InvalidRequest: `ttl_s` is not above 0, or exceeds a day and is not infinite, or another argument is wrong.
             PoolExhausted: the blocks are here, but the quota has no room for even the first; nothing changed.
             StoreDraining: the node grants no more pins.
         """
@@ -319,7 +326,8 @@ class Client:
             The route that hand-offs take, and why.
 
         Raises:
-            InvalidRequest: no cache is registered.
+            InvalidRequest: no cache is registered, or an argument is wrong; the earlier stage stays.
+            ConfigError: `staging` is not a size; the same.
             StoreUnavailable, PeerLost, TransferTimeout: the store or its mover is gone, or does not answer.
         """
         return self._attached.attach_stage(staging, peers)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.grants import Grant
 from kvstore.blocks.hashing import BlockHashes
-from kvstore.bounds import check_ttl, clip
+from kvstore.bounds import check_flag, check_ttl, clip
 from kvstore.client.results import Pinned
 from kvstore.errors import InvalidRequest, KVStoreError, LeaseExpired, LeaseReleased
 from kvstore.rpc.framing import Op
@@ -44,7 +44,7 @@ def take_pin(attached: Attachment, hashes: BlockHashes, soft: bool, ttl_s: float
     """Ask for what `Client.pin` returns."""
     is_forever = ttl_s is None or (isinstance(ttl_s, float) and ttl_s == math.inf)
     keep_s = math.inf if is_forever else check_ttl("ttl_s", ttl_s)
-    question = encode(AskPin(attached.chain(hashes), bool(soft), keep_s))
+    question = encode(AskPin(attached.chain(hashes), check_flag("soft", soft), keep_s))
     return _granted(
         attached,
         Op.PIN,

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from kvstore.blocks.ticket import HandoffTicket
-from kvstore.bounds import check_callable
+from kvstore.bounds import check_callable, clip
 from kvstore.client.work import Work
 from kvstore.errors import InvalidRequest, JobAbandoned, JobRunning
 from kvstore.runtime import clock
@@ -240,12 +240,15 @@ class Job(Generic[T]):
             timeout: seconds.
 
         Raises:
+            InvalidRequest: `stream` is no stream of a device, or `timeout` is not a number.
             JobRunning: the copies are not all queued yet, and the stream waits for nothing.
             KernelError: the device failed.
             ForkedClient: this is a child of the process that began it.
         """
         check_process(self._pid)
         _check_number("timeout", timeout)
+        if stream is not None and not callable(getattr(stream, "wait_event", None)):
+            raise InvalidRequest(f"stream: wanted a torch.cuda.Stream, or None for the current one, got {clip(stream)}")
         if self._wait_on is not None:
             is_done = self._wait_on(stream, timeout)
         else:
@@ -322,7 +325,7 @@ def _check_number(name: str, value: object) -> None:
     except OverflowError:
         is_number = False
     if not is_number:
-        raise InvalidRequest(f"{name}: wanted a number of seconds, got {value!r:.60}")
+        raise InvalidRequest(f"{name}: wanted a number of seconds, got {clip(value)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvstore.bounds import clip
 from kvstore.engine.layout import EngineLayout
 from kvstore.engine.registered import RegisteredCache
 from kvstore.errors import InvalidRequest
@@ -173,9 +174,9 @@ def engine_pages(
             else np.asarray(block_ids)
         )
     except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"block_ids: wanted a flat list of integers, got something else ({error})") from error
+        raise InvalidRequest(f"block_ids: wanted a flat list of integers, got {_told(block_ids)} ({error})") from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidRequest(f"block_ids: wanted a flat list of integers, got {ids.dtype} of shape {ids.shape}")
+        raise InvalidRequest(f"block_ids: wanted a flat list of integers, each below 2**63, got {_told(block_ids)}")
     engine = layout.block_size
     offset_tokens = start * stored_block_size % engine
     wanted = -(-(offset_tokens + num_blocks * stored_block_size) // engine) if num_blocks else 0
@@ -194,6 +195,12 @@ def engine_pages(
     return EnginePages(
         ids=ids, offset_tokens=offset_tokens, engine_block_size=engine, stored_block_size=stored_block_size
     )
+
+
+def _told(block_ids: object) -> str:
+    """Describe wrong block ids; those of arrays by their type alone, for they may be on a device."""
+    dtype, shape = getattr(block_ids, "dtype", None), getattr(block_ids, "shape", ())
+    return clip(block_ids) if dtype is None else f"{dtype} of shape {tuple(shape)}"
 
 
 def ordered(pages: EnginePages, copier: EngineCopier, num_threads: int = 0) -> EnginePages:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvstore.blocks.part import WHOLE, Part
 from kvstore.blocks.shape import KVShape, Planes, SideTensor
+from kvstore.bounds import clip
 from kvstore.engine.layout import CacheForm, Caches, EngineLayout, described, flatten, num_tensors
 from kvstore.errors import LayoutMismatch
 from kvstore.kernels.plan import overlaps_at, overlaps_itself
@@ -241,6 +242,8 @@ def _plausible(axes: str) -> bool:
 def _readings(axes: str | None, sizes: _Sizes, dims: tuple[int, ...]) -> list[str]:
     """Return `axes` if they fit; without `axes`, all plausible readings. Ignores order of dims of size 1."""
     if axes is not None:
+        if not isinstance(axes, str):
+            raise LayoutMismatch(f"axes: wanted the letters of the dims as text, such as 'BPTHD', got {clip(axes)}")
         return [axes] if _fits(axes, sizes, dims) else []
     found: dict[tuple[tuple[str, int], ...], str] = {}
     for axes in _orders(sizes):
