@@ -146,8 +146,7 @@ class PrefixCachedModel:
             UnsupportedModel: a PEFT adapter was added meanwhile.
             StoreUnavailable: this object was closed.
         """
-        if self._link.closed:
-            raise StoreUnavailable("wanted an open PrefixCachedModel, got a closed one; make a new one")
+        self._check_open()
         self._check_model()
         prompts, options = read_prompts(self.model, inputs, options, can_pad=self._can_pad)
         rows = [self.space.block_hashes(prompts.tokens(row)) for row in range(len(prompts.num_padding))]
@@ -195,6 +194,7 @@ class PrefixCachedModel:
         self._link.close()
 
     def __enter__(self) -> PrefixCachedModel:
+        self._check_open()
         return self
 
     def __exit__(
@@ -305,6 +305,10 @@ class PrefixCachedModel:
                 f"wanted KV of {shape.num_layers} layers as (rows, heads, head_dim, dtype) {wanted}, got "
                 f"{len(planes)} of {found}; nothing is saved"
             )
+
+    def _check_open(self) -> None:
+        if self._link.closed:
+            raise StoreUnavailable("wanted an open PrefixCachedModel, got a closed one; make a new one")
 
     def _check_model(self) -> None:
         """Refuse a model that changed since it was wrapped; see `generate`."""

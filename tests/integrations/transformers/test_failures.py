@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from kvstore.errors import ConfigError, StoreNotRunning
+from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable
 from kvstore.integrations.transformers import PrefixCachedModel
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -184,6 +184,8 @@ def test_nothing_is_left_pinned_or_open(build, tokens, wrap, store):
     core = store.cluster.nodes["a"]
     before = core.pool.stats()
     cached.close()
+    with pytest.raises(StoreUnavailable, match="a closed one"), cached:
+        pass
     core.pool.check_integrity()
     assert (before.num_pinned, before.num_writing) == (0, 0)
 
