@@ -72,8 +72,8 @@ def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store
             except TransferTimeout as error:
                 if not is_ending:
                     raise StoreUnavailable(
-                        f"the supervisor of store {config.name!r} did not answer in time: {error}; where the machine is "
-                        "busy, try a longer timeout_s=; where the supervisor hangs, kvstore.connect() joins a store "
+                        f"the supervisor of store {config.name!r} did not answer in time: {error}; where the machine "
+                        "is busy, try a longer timeout_s=; where the supervisor hangs, kvstore.connect() joins a store "
                         "that runs, and `kvstore stop` ends it for all"
                     ) from error
                 break

@@ -293,12 +293,16 @@ def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf)
     except ConnectionRefusedError as error:
         raise StoreNotRunning(f"the Ray at {session.address} has ended, and its stores with it; {advice}") from error
     except (OSError, ValueError, OverflowError) as error:
-        raise StoreNotRunning(f"the Ray at {session.address} does not answer: {error}; {_longer(timeout_s)}{advice}") from error
+        raise StoreNotRunning(
+            f"the Ray at {session.address} does not answer: {error}; {_longer(timeout_s)}{advice}"
+        ) from error
 
 
 def _longer(timeout_s: float) -> str:
     """Return advice for a caller that gave Ray less time than a working one may need."""
-    return f"it had {max(0.0, timeout_s):.1f} s, so try a longer timeout_s= first; " if timeout_s < _CONNECT_S else ""
+    if timeout_s >= _CONNECT_S:
+        return ""
+    return f"it had {max(0.0, timeout_s):.1f} s, so try a longer timeout_s= first; "
 
 
 def check_node(address: str, deadline_s: float = math.inf) -> None:
@@ -316,8 +320,8 @@ def check_node(address: str, deadline_s: float = math.inf) -> None:
             _ask_raylet(build_address(node.node_manager_address, node.node_manager_port), end_s)
     except OSError as error:
         raise StoreNotRunning(
-            f"the Ray at {address} answers, but not its node on this machine: {error}; {_longer(timeout_s)}wait if that "
-            "was suspended, else end what is left of this node and start it again with `ray start`"
+            f"the Ray at {address} answers, but not its node on this machine: {error}; {_longer(timeout_s)}wait if "
+            "that was suspended, else end what is left of this node and start it again with `ray start`"
         ) from error
 
 

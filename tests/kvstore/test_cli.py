@@ -212,8 +212,8 @@ POOL = {
 }  # fmt: skip
 NODE = {
     "node_id": "n1", "epoch": "e1", "pid": 11, "mover_pid": 12, "host": "10.0.0.1", "capacity_bytes": 1 << 30,
-    "slot_bytes": 1 << 20, "draining": False, "num_abandoned_reads": 0, "calls": {}, "pool": POOL,
-    "nixl": {"num_reads": 3, "num_descriptors": 4, "num_bytes": 5 << 20},
+    "slot_bytes": 1 << 20, "draining": False, "num_abandoned_reads": 0, "num_handoffs": 4, "calls": {},
+    "pool": POOL, "nixl": {"num_reads": 3, "num_descriptors": 4, "num_bytes": 5 << 20},
 }  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_status_shows_the_nodes(monkeypatch):
     connected(monkeypatch, {"n1": NODE, "n2": {**NODE, "pool": None, "nixl": None, "draining": True}}, {})
     result = run("status")
     assert result.exit_code == 0
-    for words in ("2 of 2 nodes", "10.0.0.1", "epoch e1", "1,000 of 1 MiB", "idle 90 (9%)", "leases 2", "evicted 7",
+    for words in ("2 of 2 nodes", "10.0.0.1", "epoch e1", "1,000 of 1 MiB", "idle 90 (9%)", "leases 2", "hand-offs 4", "evicted 7",
                   "5 MiB in 3 READs, 4 descriptors", "draining", "no client has come"):  # fmt: skip
         assert words in result.stdout
     bar = next(line.strip() for line in result.stdout.splitlines() if "·" in line)
