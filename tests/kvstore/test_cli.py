@@ -234,8 +234,8 @@ def test_status_shows_the_nodes(monkeypatch):
     connected(monkeypatch, {"n1": NODE, "n2": {**NODE, "pool": None, "nixl": None, "draining": True}}, {})
     result = run("status")
     assert result.exit_code == 0
-    for words in ("2 of 2 nodes", "10.0.0.1", "epoch e1", "1,000 of 1 MiB", "idle 90 (9%)", "leases 2", "hand-offs 4", "evicted 7",
-                  "5 MiB in 3 READs, 4 descriptors", "draining", "no client has come"):  # fmt: skip
+    for words in ("2 of 2 nodes", "10.0.0.1", "epoch e1", "1,000 of 1 MiB", "idle 90 (9%)", "leases 2", "hand-offs 4",
+                  "evicted 7", "5 MiB in 3 READs, 4 descriptors", "draining", "no client has come"):  # fmt: skip
         assert words in result.stdout
     bar = next(line.strip() for line in result.stdout.splitlines() if "·" in line)
     assert len(bar) == 50
