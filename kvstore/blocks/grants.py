@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvstore.blocks.codec import U32, U64, Epoch, Record
-from kvstore.blocks.indexes import IndexArray, PackedInts, check_below, checked_slots, ints_in
+from kvstore.blocks.indexes import IndexArray, PackedInts, check_below, check_packed_slots, checked_slots, ints_in
 from kvstore.errors import ProtocolError
 
 
@@ -55,7 +55,7 @@ class Grant(Record, frozen=True):
         Raises:
             ProtocolError: there are more slots than blocks, or a slot is outside that memory.
         """
-        checked_slots(ints_in(self.packed_slots), num_blocks, num_slots)
+        check_packed_slots(self.packed_slots, num_blocks, num_slots)
         return PackedInts(self.packed_slots)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvstore.blocks.indexes import check_below, checked_slots, ints_in, pack_ints
+from kvstore.blocks.indexes import check_below, check_packed_slots, checked_slots, ints_in, pack_ints
 from kvstore.errors import ProtocolError
 
 
@@ -36,3 +36,21 @@ def test_slots_are_no_more_than_blocks_and_where_they_are_written_as_many_and_di
     with pytest.raises(ProtocolError, match="a slot of its own"):
         checked_slots(ints(3, 3), 2, 8, is_whole=True)
     assert np.array_equal(checked_slots(ints(), 0, 0, is_whole=True), ints())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 511, 512, 513, 5000])
+@pytest.mark.parametrize("wrong", [None, -1, 5000, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("where", [0, -1])
+def test_packed_slots_are_checked_alike_whether_they_are_few_or_many(count, wrong, where):
+    slots = np.arange(count, dtype=np.int32)
+    if wrong is not None and count:
+        slots[where] = wrong
+    packed = pack_ints(slots)
+    if wrong is None or not count:
+        check_packed_slots(packed, count, 5000)
+    else:
+        with pytest.raises(ProtocolError, match="slots"):
+            check_packed_slots(packed, count, 5000)
+    for broken, num_blocks in ((packed + b"x", count + 1), (packed, count - 1)):
+        with pytest.raises(ProtocolError):
+            check_packed_slots(broken, num_blocks, 1 << 31)
