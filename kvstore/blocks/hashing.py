@@ -10,7 +10,7 @@ chains with equal hashes at one index are equal at every earlier one. No hash de
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -112,7 +112,7 @@ class Namespace:
         else:
             if isinstance(extra, Mapping):
                 extra = keys_by_block(extra, end // block_bytes)
-            if isinstance(extra, (str, bytes)) or not isinstance(extra, Sequence):
+            if isinstance(extra, (str, bytes, Set)) or not (_is_iterable(extra) and hasattr(extra, "__len__")):
                 raise InvalidRequest(
                     f"block_hashes: wanted extra as a list with one entry per full block, or a mapping from the index "
                     f"of a block to its keys, got {brief(extra)}"

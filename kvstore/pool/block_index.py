@@ -367,8 +367,7 @@ class BlockIndex:
         aborted.reverse()
         for run, count in Counter([self.run[slot] for slot in aborted]).items():
             run.num_lost += count
-            if run.is_thin:
-                self._thin.add(run)
+            self.look_at(run)
         listed = SlotList.of(aborted)
         self.forget(listed)
         self.shorten()
@@ -400,6 +399,11 @@ class BlockIndex:
             for slot in slots:
                 block_hash[slot] = parent[slot] = b""
                 spaces[slot], num_children[slot], self.run[slot] = NOTHING, 0, _NO_RUN
+
+    def look_at(self, run: Run) -> None:
+        """Have a run shortened soon if few of its blocks are left."""
+        if run.is_thin:
+            self._thin.add(run)
 
     def shorten(self) -> None:
         """Give what is left of thin runs a run of its own: few blocks must not keep the memory of many."""

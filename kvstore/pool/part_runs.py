@@ -6,6 +6,7 @@ changes a stretch of each at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,10 +42,11 @@ class PartRuns:
 
     Args:
         columns: of the pool's slots.
+        on_over: called with a claim that is not written in parts any more.
     """
 
-    def __init__(self, columns: SlotColumns) -> None:
-        self._columns = columns
+    def __init__(self, columns: SlotColumns, on_over: Callable[[Run], object]) -> None:
+        self._columns, self._on_over = columns, on_over
         # Ordered, so that a run of a test can be repeated exactly.
         self._runs: dict[Run, _Parts] = {}
 
@@ -127,6 +129,7 @@ class PartRuns:
         if not parts.is_open.any():
             del self._runs[run]
             run.is_in_parts = False
+            self._on_over(run)
 
     def check(self, num_writers: dict[int, int]) -> set[int]:
         """Assert that the counts of writers are right; return all slots that are written in parts.

@@ -60,7 +60,9 @@ class SlotList:
         if isinstance(self.index, slice):
             first = self.index.start
             return SlotList(slice(first + begin, first + end), packed, True)
-        return SlotList(self.index[begin:end], packed, self.is_distinct)
+        index = self.index[begin:end]
+        # A view would keep the whole array for as long as a reader of these few.
+        return SlotList(index if 2 * len(index) > len(self) else index.copy(), packed, self.is_distinct)
 
 
 def join(pieces: list[SlotList]) -> SlotList:

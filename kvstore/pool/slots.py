@@ -81,6 +81,7 @@ class SlotTable:
         if was_short:
             claimed += self._evict(wanted - len(claimed))
             claimed.sort()
+        self.index.shorten()
         listed = SlotList.of(claimed, ascending=True)
         if was_short:
             self.eviction.freed(listed)
@@ -98,7 +99,6 @@ class SlotTable:
                 if len(evicted) == wanted:
                     break
         if hashes:
-            self.index.shorten()
             self.index.events.add(False, hashes)
             self.num_evicted += len(hashes)
         return evicted

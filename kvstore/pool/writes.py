@@ -89,7 +89,7 @@ class WriteTable:
         self._by_owner = IdsByOwner()
         # Slots held or pinned by all writes together.
         self._num_blocks = 0
-        self._parts = PartRuns(table.columns)
+        self._parts = PartRuns(table.columns, table.index.look_at)
         self._clears = clears
 
     def __len__(self) -> int:

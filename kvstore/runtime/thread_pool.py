@@ -195,7 +195,8 @@ class ThreadPool:
     def _run_rest(self) -> None:
         """Run all queued steps on the calling thread, unless there is another one for them.
 
-        It takes a place for that: no more steps run at once than there may be threads.
+        It takes a place for that, so that no more steps run at once than there may be threads; except where a step
+        that it runs, or a signal handler in the middle of one, adds others: these may be waited for.
         """
         own = threading.current_thread()
         while self._queue.qsize() > self._is_closed and self._take_place(own):

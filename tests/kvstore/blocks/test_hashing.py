@@ -452,3 +452,23 @@ def test_extra_keys_by_block_index():
     assert listed[0] == space().block_hashes(tokens)[0]
     with pytest.raises(InvalidRequest, match="3"):
         space().block_hashes(tokens, extra={3: ["x"]})
+
+
+def test_extra_may_be_any_sequence_of_one_entry_per_block():
+    class Entries:
+        def __init__(self, entries):
+            self.entries = entries
+
+        def __len__(self):
+            return len(self.entries)
+
+        def __getitem__(self, index):
+            return self.entries[index]
+
+    own, entries = space(), [None, ("a",), None, None]
+    tokens = list(range(4 * own.shape.block_size))
+    wanted = own.block_hashes(tokens, extra=entries)
+    array = np.empty(4, object)
+    array[:] = entries
+    for extra in (Entries(entries), dict(enumerate(entries)).values(), array):
+        assert own.block_hashes(tokens, extra=extra) == wanted

@@ -602,23 +602,43 @@ def test_many_touches_keep_the_order_of_eviction_small():
     assert pool._table.eviction._num_logged <= 2 * 4 + 64 + 2
 
 
-@pytest.mark.parametrize("evict", [False, True])
-def test_a_few_blocks_do_not_keep_the_memory_of_many(evict):
-    """One block is left of each claim, by eviction, or because the rest was given up."""
+@pytest.mark.parametrize("by", ["eviction", "giving up", "giving up parts"])
+def test_a_few_blocks_do_not_keep_the_memory_of_many(by):
+    """One block is left of each claim."""
     num_slots, num_rounds, own = 128, 100, NAMESPACES[0]
     pool, firsts = Pool(num_slots), []
     for number in range(num_rounds):
         names = [hashlib.sha256(b"%d/%d" % (number, i)).digest() for i in range(num_slots - number)]
         chain = BlockHashes(own, own, 0, b"".join(names))
         firsts.append(chain[:1])
-        ticket = pool.prepare_store(chain, "w")
-        if evict:
-            pool.complete_store(ticket.write_id, "w")
-        else:
+        parts = {"num_parts": 2, "parts_deadline_s": float(number)} if by == "giving up parts" else {}
+        ticket = pool.prepare_store(chain, "w", **parts)
+        if by == "giving up":
             pool.complete_store(ticket.write_id, "w", count=1)
             pool.abort_store(ticket.write_id, "w")
+        else:
+            pool.complete_store(ticket.write_id, "w")
+        if parts:  # The other rank came for one block alone.
+            other = pool.prepare_store(firsts[-1], "other", part=1, **parts)
+            pool.complete_store(other.write_id, "other")
+            pool.expire(number + 0.5)
         pool.pin_prefix(firsts[-1], "r", 1e9)
         pool.check_integrity()
     runs = {id(run): run for run in pool._table.index.run}
     assert sum(len(run.slots) for run in runs.values()) < 20 * num_slots
     assert all(pool.lookup(first) == 1 for first in firsts)
+
+
+def test_a_reader_of_a_few_slots_does_not_keep_the_array_of_many():
+    pool = Pool(64)
+    apart = pool.prepare_store(chain_of("xyz"), "w")
+    one = pool.prepare_store(chain_of("v"), "w")
+    pool.complete_store(one.write_id, "w")
+    pool.abort_store(apart.write_id, "w")  # The slots of the next claim are no neighbours.
+    names = [hashlib.sha256(b"%d" % i).digest() for i in range(40)]
+    chain = BlockHashes(NAMESPACES[0], NAMESPACES[0], 0, b"".join(names))
+    pool.complete_store(pool.prepare_store(chain, "w").write_id, "w")
+    found = pool._table.index.find_prefix(chain.namespace, chain[:2].data)
+    assert list(found) == list(pool.pin_prefix(chain[:2], "r", 1e9).slots)
+    assert not isinstance(found.index, slice)
+    assert found.index.base is None
