@@ -184,7 +184,8 @@ def test_local_serves_until_it_is_told_to_stop():
     with local("default") as (process, _):
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        assert process.stderr.read().splitlines()[-1] == "stopping"
+        # Ray's core may have the last word: that its cluster has gone.
+        assert [line for line in process.stderr.read().splitlines() if "GOAWAY" not in line][-1] == "stopping"
 
 
 def test_local_ends_soon_when_its_whole_group_is_told_to():

