@@ -210,7 +210,7 @@ def is_answered(what: str, ref: Any, timeout_s: float) -> bool:
 
 
 def answer(what: str, ref: Any, timeout_s: float) -> Any:
-    """Wait for the answer of an actor; not at all where the caller's time is already over.
+    """Wait for the answer of an actor. Where the time is already over, that is a timeout at once.
 
     Raises:
         KVStoreError: the actor's error, if it is ours.

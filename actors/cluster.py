@@ -20,7 +20,7 @@ from kvstore.actors.session.rays import RaySession, current_session
 from kvstore.actors.supervisor import alive_nodes
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part
-from kvstore.bounds import check_count, check_seconds, clip
+from kvstore.bounds import check_count, check_node_id, check_seconds
 from kvstore.config import StoreConfig
 from kvstore.errors import (
     InvalidRequest,
@@ -181,7 +181,7 @@ class Store:
             PeerLost, TransferTimeout: the node's store ended meanwhile, or does not answer.
         """
         self._check()
-        _check_node_id(node_id)
+        check_node_id("node_id", node_id)
         timeout_s = check_seconds("timeout_s", timeout_s)
         hand_over_bytes = check_count("hand_over_bytes", hand_over_bytes, 0, 1 << 62)
         deadline_s = time.monotonic() + timeout_s
@@ -372,7 +372,7 @@ def node_store(node_id: str | None = None, name: str = "default") -> Any:
     if not ray.is_initialized():
         raise StoreNotRunning("Ray is not initialised in this process; call kvstore.connect() first")
     if node_id is not None:
-        _check_node_id(node_id)
+        check_node_id("node_id", node_id)
     wanted = node_id or ray.get_runtime_context().get_node_id()
     try:
         return find_actor(actor_name(name, "node", wanted))
@@ -380,8 +380,3 @@ def node_store(node_id: str | None = None, name: str = "default") -> Any:
         raise StoreNotRunning(
             f"node {wanted} has no store named {name!r}; nodes of this cluster: {sorted(alive_nodes())}"
         ) from error
-
-
-def _check_node_id(node_id: object) -> None:
-    if not (isinstance(node_id, str) and node_id):
-        raise InvalidRequest(f"node_id: wanted the id of a node, as Store.node_ids() gives them, got {clip(node_id)}")
