@@ -117,12 +117,13 @@ class Namespace:
                     f"block_hashes: wanted extra as a list with one entry per full block, or a mapping from the index "
                     f"of a block to its keys, got {brief(extra)}"
                 )
-            if len(extra) != end // block_bytes:
+            entries = list(extra)  # Its own count: a table may say how many rows it has and give its columns.
+            if len(entries) != end // block_bytes:
                 raise InvalidRequest(
                     f"block_hashes: wanted extra with one entry per full block, {end // block_bytes}, "
-                    f"got {len(extra)}; use None for blocks without keys"
+                    f"got {len(entries)}; use None for blocks without keys"
                 )
-            for at, keys in zip(range(0, end, block_bytes), extra, strict=True):
+            for at, keys in zip(range(0, end, block_bytes), entries, strict=True):
                 last = sha256(last + tokens[at : at + block_bytes] + encode_keys(keys)).digest()
                 found.append(last)
         return BlockHashes(self.digest, root, start, b"".join(found))

@@ -472,3 +472,19 @@ def test_extra_may_be_any_sequence_of_one_entry_per_block():
     array[:] = entries
     for extra in (Entries(entries), dict(enumerate(entries)).values(), array):
         assert own.block_hashes(tokens, extra=extra) == wanted
+
+
+@pytest.mark.parametrize("num_entries", [3, 5])
+def test_extra_that_gives_other_entries_than_it_counts_is_refused(num_entries):
+    class Table:
+        """As a table that counts its rows and gives its columns."""
+
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            return iter([None] * num_entries)
+
+    own = space()
+    with pytest.raises(InvalidRequest, match=f"one entry per full block, 4, got {num_entries}"):
+        own.block_hashes(range(4 * own.shape.block_size), extra=Table())
