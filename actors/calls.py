@@ -127,11 +127,21 @@ def ray_failures(what: str) -> Iterator[None]:
     except KVStoreError:
         raise
     except (ray_errors.GetTimeoutError, TimeoutError) as error:
-        raise TransferTimeout(f"{what}: no answer in time: {type(error).__name__}: {error}") from error
+        raise TransferTimeout(
+            f"{what}: no answer in time ({type(error).__name__}): it hangs, or the machine is busy; try again"
+        ) from error
     except (ray_errors.RayError, *_OTHER_RAY_FAILURES) as error:
         raise PeerLost(f"{what}: {type(error).__name__}: {error}") from error
     finally:
         _own_calls.depth -= 1
+
+
+def is_silent(error: KVStoreError) -> bool:
+    """Return whether a call failed because its actor says nothing, and not because the actor has ended.
+
+    To Ray, an actor whose process is stopped is late at first, and unavailable after some ten seconds.
+    """
+    return isinstance(error, TransferTimeout) or isinstance(error.__cause__, ray_errors.ActorUnavailableError)
 
 
 def within(what: str, timeout_s: float, do: Callable[[], Any]) -> Any:
@@ -218,7 +228,7 @@ def answer(what: str, ref: Any, timeout_s: float) -> Any:
         PeerLost: the actor, its process or its node is gone.
     """
     timeout_s = max(0.0, timeout_s)  # A negative time ends the whole process in Ray's core.
-    with ray_failures(f"{what} (within {timeout_s:g} s)"):
+    with ray_failures(f"{what} (within {timeout_s:.3g} s)"):
         return ray.get(ref, timeout=timeout_s)
 
 

@@ -19,6 +19,7 @@ from kvstore.actors.calls import (
     call,
     find_actor,
     is_answered,
+    is_silent,
     ray_failures,
 )
 from kvstore.actors.cluster import Store
@@ -65,22 +66,28 @@ def start(config: StoreConfig, address: str | None, timeout_s: float) -> Store:
 def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store:
     own_id = secrets.token_hex(8)
     try:
-        is_ending = False
-        while time.monotonic() < deadline_s or not is_ending:
+        is_first, is_ending = True, False
+        silence: KVStoreError | None = None
+        while time.monotonic() < deadline_s or is_first:
             try:
                 store = _start_once(config, deadline_s, session, own_id)
-            except TransferTimeout as error:
-                if not is_ending:
-                    raise StoreUnavailable(
-                        f"the supervisor of store {config.name!r} did not answer in time: {error}; where the machine "
-                        "is busy, try a longer timeout_s=; where the supervisor hangs, kvstore.connect() joins a store "
-                        "that runs, and `kvstore stop` ends it for all"
-                    ) from error
-                break
-            if store is not None:
-                return store
-            is_ending = True
+            except (TransferTimeout, PeerLost) as error:
+                if not is_silent(error):
+                    silence, is_ending = None, True
+                elif not is_ending:
+                    silence = error
+            else:
+                if store is not None:
+                    return store
+                silence, is_ending = None, True
+            is_first = False
             time.sleep(min(_ENDS_S, max(0.0, deadline_s - time.monotonic())))
+        if silence is not None:
+            raise StoreUnavailable(
+                f"the supervisor of store {config.name!r} did not answer in time: {silence}; where the machine is "
+                "busy, try a longer timeout_s=; where the supervisor hangs, kvstore.connect() joins a store that runs, "
+                "and `kvstore stop` ends it for all"
+            ) from silence
         raise StoreUnavailable(
             f"store {config.name!r} is being ended by another process, or its supervisor goes away again and again; "
             "where an end was interrupted, `kvstore stop` or destroy() completes it"
@@ -91,7 +98,7 @@ def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store
 
 
 def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own_id: str) -> Store | None:
-    """Start a store or join the running one; return None when that is ending, or was lost meanwhile."""
+    """Start a store or join the running one; return None when that is ending."""
     name = actor_name(config.name, "supervisor")
     try:
         supervisor = _find_supervisor(config.name, deadline_s)
@@ -111,10 +118,7 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own
                 )
                 .remote(config.to_json(), own_id)
             )
-    try:
-        return _join(config, session, supervisor, own_id, deadline_s)
-    except PeerLost:
-        return None
+    return _join(config, session, supervisor, own_id, deadline_s)
 
 
 def _find_supervisor(name: str, deadline_s: float) -> Any:

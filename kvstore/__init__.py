@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvstore import errors as errors
     from kvstore.api import Store as Store
     from kvstore.api import connect, node_store, start
     from kvstore.blocks.hashing import BlockHashes, Namespace
@@ -61,6 +62,7 @@ __all__ = [
     "StoreConfig",
     "__version__",
     "connect",
+    "errors",
     "node_store",
     "start",
 ]
@@ -96,6 +98,8 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("kvstore.errors")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
     return getattr(importlib.import_module(f"kvstore.{_MODULE_OF[name]}"), name)

@@ -72,7 +72,8 @@ def connect(name: str = "default", *, address: str | None = None, timeout_s: flo
     Returns:
         A handle. The store belongs to others: `stop` ends the handle only, `destroy` the store.
 
-    If `connect` or `start` fails, it leaves no new connection to Ray, unless other threads use that meanwhile.
+    If `connect` or `start` fails, it leaves no new connection to Ray, unless other threads use that meanwhile. To join
+    Ray takes its own time, some seconds for the first time in a process, also where `timeout_s` is less.
 
     Raises:
         StoreNotRunning: no store of that name runs, or there is no Ray cluster.

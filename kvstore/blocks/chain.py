@@ -88,6 +88,7 @@ class BlockHashes(Record, frozen=True):
 
         Raises:
             IndexError: no such block.
+            TypeError: the index is neither an integer nor a slice of integers.
             ChainBroken: the slice has a step other than 1, so it is not a run.
         """
         count = len(self)
@@ -102,7 +103,11 @@ class BlockHashes(Record, frozen=True):
                 return self
             data = self.data[first * HASH_BYTES : last * HASH_BYTES]
             return BlockHashes(self.namespace, self._before(first), self.start + first, data)
-        at = index + count if index < 0 else index
+        try:
+            at = operator.index(index)
+        except TypeError:
+            raise TypeError(f"BlockHashes: wanted an integer or a slice, got {clip(index)}") from None
+        at += count if at < 0 else 0
         if not 0 <= at < count:
             raise IndexError(f"BlockHashes: wanted an index below {count}, got {index}; check len() first")
         return self.hash_at(at)

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.codec import decode_counts, encode
@@ -347,9 +347,13 @@ class Attachment:
 
 
 def _checked_peers(peers: object) -> tuple[str, ...]:
-    if isinstance(peers, str | bytes) or not isinstance(peers, Iterable):
+    try:
+        nodes = tuple(cast(Iterable[object], peers)) if not isinstance(peers, str | bytes) else None
+    except TypeError:
+        nodes = None
+    if nodes is None:
         raise InvalidRequest(f"peers: wanted a list of ids of nodes, got {clip(peers)}; put a single one in a list")
-    return tuple(check_node_id("peers", peer) for peer in peers)
+    return tuple(check_node_id("peers", peer) for peer in nodes)
 
 
 def _end_collected(store: StoreConnections, mapping: ArenaMapping) -> None:

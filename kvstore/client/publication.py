@@ -7,6 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sized
+from typing import cast
 
 import numpy as np
 
@@ -41,12 +42,13 @@ def num_published(block_ids: object, engine_block_size: int, stored_block_size: 
     Raises:
         InvalidRequest: there are no engine blocks, or they are not a whole number of stored blocks.
     """
-    if not isinstance(block_ids, Sized):
+    try:
+        count = len(cast(Sized, block_ids))
+    except TypeError:  # An array of no dimension has a len() that raises.
         raise InvalidRequest(
             f"block_ids: wanted a list of engine blocks, got {type(block_ids).__name__}; pass the ids of a "
             "request's blocks, in order"
-        )
-    count = len(block_ids)
+        ) from None
     num_blocks, left = divmod(count * engine_block_size, stored_block_size)
     if not num_blocks or left:
         # The smallest number of engine blocks that makes whole stored blocks; multiples of it do too.

@@ -75,7 +75,7 @@ def connect_local(
     try:
         _prepare(sock, timeout_s)
         sock.connect(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have.
         sock.close()
         raise StoreNotRunning(f"no node store answers at {path} ({error}); start one with kvstore.start()") from error
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

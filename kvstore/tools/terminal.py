@@ -30,12 +30,14 @@ _COLOUR = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 def show_status(stats: dict[str, Any], capacity_bytes: int) -> None:
     """Print a store's statistics; "without_store" has the ids of nodes that have no store."""
     out, nodes = Console(highlight=False, soft_wrap=True), stats["nodes"]
-    good = len(nodes.keys() - set(stats["without_store"]))
+    known = sorted({*nodes, *stats["without_store"]})
+    num_draining = sum(bool(node.get("draining")) for node in nodes.values())
+    num_serving = sum("error" not in node for node in nodes.values()) - num_draining
     out.print(
-        f"store [bold]{stats['name']}[/]: {good} of {good + len(stats['without_store'])} nodes serve, "
-        f"{human_bytes(capacity_bytes)} each"
+        f"store [bold]{stats['name']}[/]: {num_serving} of {len(known)} nodes serve, "
+        f"{f'{num_draining} draining, ' if num_draining else ''}{human_bytes(capacity_bytes)} each"
     )
-    for node in sorted({*nodes, *stats["without_store"]}):
+    for node in known:
         out.print(f"\nnode [bold]{node}[/]")
         said = nodes.get(node, {"error": "no store"})
         if "error" in said and node in stats["starting"] and node not in stats["problems"]:

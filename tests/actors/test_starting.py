@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import ray
 
 from kvstore.actors import starting
 from kvstore.errors import ConfigError, PeerLost, StoreUnavailable, TransferTimeout
@@ -76,6 +77,44 @@ def test_at_the_deadline_it_is_said_what_is_missing(monkeypatch):
     with pytest.raises(StoreUnavailable, match="in time: of no use"):
         wait(monkeypatch, Cluster(reconcile=[[]], unfinished=[TransferTimeout("of no use")]), 0.3)
     assert time.monotonic() - began_s < 3
+
+
+def failed(cause):
+    """The error of a call that failed in Ray for a cause."""
+    error = PeerLost("supervisor: away")
+    error.__cause__ = cause
+    return error
+
+
+STOPPED, DEAD = ray.exceptions.ActorUnavailableError("away", None), ray.exceptions.ActorDiedError()
+
+
+@pytest.mark.parametrize(
+    ("tries", "said"),
+    [
+        ([TransferTimeout("late")], "did not answer in time: late; .*connect"),
+        ([TransferTimeout("late"), failed(STOPPED)], "did not answer in time: supervisor: away; .*connect"),
+        ([failed(DEAD), failed(STOPPED)], "is being ended by another process"),
+        ([None, TransferTimeout("late")], "is being ended by another process"),
+        ([failed(STOPPED), failed(DEAD)], "goes away again and again"),
+        ([failed(STOPPED), None], "is being ended by another process"),
+    ],
+)
+def test_a_supervisor_that_says_nothing_is_not_taken_for_an_ending_store(monkeypatch, tries, said):
+    left = list(tries)
+
+    def once(*args):
+        found = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(starting, "_start_once", once)
+    monkeypatch.setattr(starting, "_give_up", lambda *args: None)
+    config = starting.StoreConfig(capacity_bytes=1 << 20)
+    with pytest.raises(StoreUnavailable, match=said):
+        starting._start(config, time.monotonic() + 0.5, None)
+    assert len(left) == 1, "it was tried until the time was up"
 
 
 @pytest.mark.parametrize("is_ending", [False, True])

@@ -234,7 +234,8 @@ def test_status_shows_the_nodes(monkeypatch):
     connected(monkeypatch, {"n1": NODE, "n2": {**NODE, "pool": None, "nixl": None, "draining": True}}, {})
     result = run("status")
     assert result.exit_code == 0
-    for words in ("2 of 2 nodes", "10.0.0.1", "epoch e1", "1,000 of 1 MiB", "idle 90 (9%)", "leases 2", "hand-offs 4",
+    assert "1 of 2 nodes serve, 1 draining, 1 GiB each" in result.stdout
+    for words in ("10.0.0.1", "epoch e1", "1,000 of 1 MiB", "idle 90 (9%)", "leases 2", "hand-offs 4",
                   "evicted 7", "5 MiB in 3 READs, 4 descriptors", "draining", "no client has come"):  # fmt: skip
         assert words in result.stdout
     bar = next(line.strip() for line in result.stdout.splitlines() if "·" in line)
@@ -257,6 +258,7 @@ def test_a_store_that_does_not_answer_is_exit_status_1(monkeypatch):
     connected(monkeypatch, {"n1": NODE, "n2": {"error": "no answer within 10 s"}}, {})
     result = run("status")
     assert result.exit_code == 1
+    assert "1 of 2 nodes serve, 1 GiB each" in result.stdout
     assert "no answer within 10 s" in result.stdout
 
 

@@ -25,7 +25,9 @@ def test_every_name_is_there(name):
     value = getattr(kvstore, name)
     if isinstance(value, type):
         assert value.__name__ == name
-    if name != "__version__":
+    if name == "errors":
+        assert value.KVStoreError is kvstore.KVStoreError
+    elif name != "__version__":
         assert value.__module__.startswith("kvstore.")
         assert value.__doc__
 

@@ -1,6 +1,7 @@
 import array
 import hashlib
 import json
+import math
 import os
 import pickle
 import struct
@@ -390,6 +391,10 @@ def test_indexing():
     for bad in (slice(None, None, 2), slice(None, None, -1)):
         with pytest.raises(ChainBroken):
             hashes[bad]
+    for bad in (None, "1", 1.0, math.nan, np.zeros(2), [0]):
+        with pytest.raises(TypeError, match="BlockHashes: wanted an integer or a slice, got "):
+            hashes[bad]
+    assert hashes[np.int64(1)] == hashes[1]
 
 
 def test_join_refuses_gaps_overlaps_and_strangers():

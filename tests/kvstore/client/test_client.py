@@ -677,6 +677,8 @@ def test_too_few_engine_blocks_are_refused_with_how_many_are_wanted(cluster):
             publish([])
         with pytest.raises(InvalidRequest, match="block_ids: wanted a list of engine blocks, got int; "):
             publish(7)
+        with pytest.raises(InvalidRequest, match="block_ids: wanted a list of engine blocks, got Tensor; "):
+            publish(torch.tensor(7))
     for verb in (worker.client.save, worker.client.load):
         with pytest.raises(InvalidRequest, match="block_ids: wanted 4 engine blocks, got 2; "):
             verb(cluster.hashes(4), [0, 1])

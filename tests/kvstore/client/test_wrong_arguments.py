@@ -75,7 +75,7 @@ def test_a_stage_has_a_size(worker, staging):
         worker.client.attach_handoff(staging)
 
 
-@pytest.mark.parametrize("peers", [1, None, "ab", [1], [""], ["\ud800"]])
+@pytest.mark.parametrize("peers", [1, None, "ab", [1], [""], ["\ud800"], torch.tensor(3)])
 def test_peers_are_ids_of_nodes(worker, peers):
     with pytest.raises(InvalidRequest, match="peers: wanted"):
         worker.client.attach_handoff("1MiB", peers)

@@ -404,9 +404,10 @@ def test_a_peer_cannot_do_what_workers_and_movers_do(cluster):
         client.close()
 
 
-def test_nobody_listens(tmp_path):
+@pytest.mark.parametrize("name", ["nothing", "\ud800", "a\0b", "n" * 200])
+def test_nobody_listens(tmp_path, name):
     with pytest.raises(StoreNotRunning, match=r"kvstore\.start"):
-        connect_local(str(tmp_path / "nothing"), {}, timeout_s=1.0)
+        connect_local(str(tmp_path / name), {}, timeout_s=1.0)
 
 
 def test_a_socket_that_does_not_answer(tmp_path):
