@@ -228,7 +228,7 @@ def answer(what: str, ref: Any, timeout_s: float) -> Any:
         PeerLost: the actor, its process or its node is gone.
     """
     timeout_s = max(0.0, timeout_s)  # A negative time ends the whole process in Ray's core.
-    with ray_failures(f"{what} (within {timeout_s:.3g} s)"):
+    with ray_failures(f"{what} (within {round(timeout_s, 3):g} s)"):
         return ray.get(ref, timeout=timeout_s)
 
 
