@@ -24,7 +24,7 @@ class LoopbackTransport:
 
     def __init__(self, name: str, slab: npt.NDArray[np.uint8], network: LoopbackNetwork) -> None:
         self.totals = ReadTotals()
-        self._name, self._slab, self._network = name.encode(), slab, network
+        self._name, self.slab, self._network = name.encode(), slab, network
         self._slot_bytes = 0
         self._peers: dict[str, PeerDescription] = {}
         self._handles: dict[int, ReadRequest] = {}
@@ -58,7 +58,7 @@ class LoopbackTransport:
             if not 0 <= there < peer.num_slots:
                 raise TransferError(f"wanted a remote slot in [0, {peer.num_slots}), got {there}")
             a, b = here * self._slot_bytes, there * peer.slot_bytes
-            self._slab[a : a + size] = source[b : b + size]
+            self.slab[a : a + size] = source[b : b + size]
         if request.notification:
             self._network.inboxes[peer.agent].append(request.notification)
         self._next += 1
