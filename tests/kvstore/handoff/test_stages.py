@@ -121,7 +121,7 @@ class HeldBlocks(Held):
     def post(self, request):
         handle = super().post(request)
         if len(request.local_slots) == 1:
-            self._begun[handle] = self._transport.post(self._waiting.pop(handle))
+            self._begun[handle] = self._transport.post(self.waiting.pop(handle))
         return handle
 
     def poll(self, handle):

@@ -50,7 +50,7 @@ class Stubborn(LoopbackTransport):
     def poll(self, handle):
         if self.fail_poll is not None:
             raise self.fail_poll
-        stopped = self.running or self._handles[handle].peer in self.stopped_peers
+        stopped = self.running or self.handles[handle].peer in self.stopped_peers
         return ReadState.RUNNING if stopped else super().poll(handle)
 
 

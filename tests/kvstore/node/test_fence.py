@@ -27,7 +27,7 @@ class Stuck(LoopbackTransport):
     over = False
     def post(self, request):
         self._next += 1
-        self._handles[self._next] = request
+        self.handles[self._next] = request
         return self._next
     def poll(self, handle):
         return ReadState.DONE if self.over else ReadState.RUNNING

@@ -381,7 +381,7 @@ def test_who_waited_for_a_save_is_forgotten_when_it_is_told_or_gone(core, worker
     other.send(Op.AWAIT_STORE, encode(Ask(hashes, 86400.0)))
     wait_until(lambda: len(waiting) == 1)
     other.close()
-    wait_until(lambda: not waiting and not core.pool.watches.watches)
+    wait_until(lambda: not waiting and not core.pool.watches._watches)
     assert complete(ask, ticket) == 2
 
 
