@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inner_parts import parts_of
 
 POISON = 0x5A5A
 
@@ -112,13 +111,13 @@ class Engine:
         from kvstore.rpc.messages import Prepare, decode_ticket
 
         self.held = self.client.lease(leased, ttl_s=600)
-        request = encode(Prepare(parts_of(self.client).chain(written), 1))
-        ticket = decode_ticket(parts_of(self.client).store.calls.call(Op.PREPARE_STORE, request, timeout_s=5))
+        request = encode(Prepare(self.client._attached.chain(written), 1))
+        ticket = decode_ticket(self.client._attached.store.calls.call(Op.PREPARE_STORE, request, timeout_s=5))
         return len(self.held), len(ticket.slots)
 
     def num_calls(self) -> int:
         """Count the blocking calls that this client made so far, on all its connections."""
-        return sum(connection.num_calls for connection in parts_of(self.client).store.open)
+        return sum(connection.num_calls for connection in self.client._attached.store.open)
 
     def slots(self, hashes: Any) -> list[int]:
         """Return where this node keeps the readable prefix of a chain."""

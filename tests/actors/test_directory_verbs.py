@@ -14,7 +14,7 @@ SPACE = b"n" * 32
 @pytest.fixture(scope="module")
 def directory():
     made = Directory.__new__(Directory)
-    made.server = DirectoryServer("127.0.0.1", settle_s=0.0)
+    made._server = DirectoryServer("127.0.0.1", settle_s=0.0)
     return made
 
 
