@@ -36,7 +36,7 @@ class ServingWatch:
     """The times since when actors do not serve, by name. One thread at a time asks each."""
 
     def __init__(self) -> None:
-        self._since_s: dict[str, float] = {}
+        self.since_s: dict[str, float] = {}
 
     def serves(self, name: str, what: str, handle: Any, *, may_restart: bool) -> bool:
         """Return whether an actor serves; end one that has not served for too long.
@@ -57,15 +57,15 @@ class ServingWatch:
         try:
             ping = handle.ping.options(concurrency_group=HEALTH)
             if call(what, ping, _SERVES_WITHIN_S, timeout_s=_SERVES_WITHIN_S + _CALL_S):
-                self._since_s.pop(name, None)
+                self.since_s.pop(name, None)
                 return True
             patience_s, why = STUCK_S, "the thread that serves its sockets is stuck"
         except TransferTimeout:
             patience_s, why = SILENT_S, "its process answers nothing"
         except KVStoreError:
-            self._since_s.pop(name, None)
+            self.since_s.pop(name, None)
             return False
-        silent_s = time.monotonic() - self._since_s.setdefault(name, asked_s)
+        silent_s = time.monotonic() - self.since_s.setdefault(name, asked_s)
         if silent_s < patience_s:
             raise TransferTimeout(
                 f"{what} does not serve ({why}) since {silent_s:.0f} s; it is replaced after {patience_s:.0f} s"
@@ -73,11 +73,11 @@ class ServingWatch:
         logger.error("%s does not serve (%s) since %.0f s: it is ended and replaced", what, why, silent_s)
         with ray_failures(what):
             ray.kill(handle, no_restart=not may_restart)
-        self._since_s.pop(name, None)
+        self.since_s.pop(name, None)
         return may_restart
 
     def keep(self, names: set[str]) -> None:
         """Forget all other actors."""
-        for name in list(self._since_s):  # A copy, because threads that ask actors change it meanwhile.
+        for name in list(self.since_s):  # A copy, because threads that ask actors change it meanwhile.
             if name not in names:
-                self._since_s.pop(name, None)
+                self.since_s.pop(name, None)

@@ -152,12 +152,6 @@ def measured_in(folder: Path) -> dict[str, list[float]]:
     return json.loads(done.stdout)
 
 
-def commit_of(folder: Path) -> str:
-    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=10.0)
-    return told.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="a checkout of the other version")
@@ -177,11 +171,11 @@ def main() -> None:
             rows.append({"message": message, "version": name, "us": round(us, 2), "read_us": round(read_us, 2)})
     if arguments.json:
         sys.path.insert(0, str(HERE))
-        from kvstore.tools.provenance import provenance
+        from kvstore.tools.provenance import commit, provenance
 
         about = {"benchmark": "codec", **provenance(), "num_turns": arguments.turns}
         if arguments.folder:
-            about["other_commit"] = commit_of(arguments.folder)
+            about["other_commit"] = commit(arguments.folder)
         lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
         print(f'{json.dumps(about)[:-1]}, "rows": [\n{lines}\n]}}')
         return

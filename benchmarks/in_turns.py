@@ -32,15 +32,15 @@ def run_once(folder: Path, command: str, options: list[str]) -> dict[str, float]
     program = "from kvstore.cli import main; main()"
     ran = subprocess.run(
         [sys.executable, "-c", program, "bench", command, "--json", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        capture_output=True,
         text=True,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths},
         timeout=TIMEOUT_S,
     )
     if not ran.stdout.strip():
-        raise SystemExit(f"`kvstore bench {command}` of the version in {folder} gave no rows (status {ran.returncode})")
+        said = f"status {ran.returncode}:\n{ran.stderr}"
+        raise SystemExit(f"`kvstore bench {command}` of the version in {folder} gave no rows, {said}")
     times = {}
     for row in json.loads(ran.stdout):
         name = ", ".join(str(value) for key, value in row.items() if key not in VALUES)
@@ -67,11 +67,6 @@ def in_turns(this: Path, other: Path, command: str, num_turns: int, options: lis
     return rows
 
 
-def commit_of(folder: Path) -> str:
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10.0).stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkout of the other version")
@@ -88,10 +83,10 @@ def main() -> None:
     if arguments.json:
         sys.path.insert(0, str(HERE))
         from kvstore.tools.documents import as_document
-        from kvstore.tools.provenance import provenance
+        from kvstore.tools.provenance import commit, provenance
 
         about = {"command": arguments.command, "options": arguments.options, "num_turns": arguments.turns}
-        about["other_commit"] = commit_of(arguments.folder)
+        about["other_commit"] = commit(arguments.folder)
         print(as_document({"benchmark": "two versions in turns", **provenance(), **about, "rows": rows}), end="")
         return
     print(f"{'row':<30} {'ratio':>7} {'least to most':>15}")

@@ -173,16 +173,6 @@ def in_turns(this: Path, other: Path, lane: str, num_starts: int, num_rounds: in
     return rows
 
 
-def commit_of(folder: Path) -> str:
-    told = subprocess.run(
-        ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        timeout=10.0,
-    )
-    return told.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="a checkout of the other version")
@@ -204,13 +194,13 @@ def main() -> None:
     if arguments.json:
         sys.path.insert(0, str(HERE))
         from kvstore.tools.documents import as_document
-        from kvstore.tools.provenance import provenance
+        from kvstore.tools.provenance import commit, provenance
 
         about = {
             "lane": arguments.lane,
             "num_starts": arguments.starts,
             "num_rounds": arguments.rounds,
-            "other_commit": commit_of(arguments.folder),
+            "other_commit": commit(arguments.folder),
         }
         print(as_document({"benchmark": "two versions", **provenance(), **about, "rows": rows}), end="")
         return

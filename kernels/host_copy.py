@@ -185,10 +185,10 @@ def _launch(
     def part(begin: int, end: int) -> None:
         copy(targets[begin:end].ctypes.data, sources[begin:end].ctypes.data, end - begin, *tables, len(lengths))
 
-    _in_parts(part, list(itertools.pairwise(bounds)))
+    in_parts(part, list(itertools.pairwise(bounds)))
 
 
-def _in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> None:
+def in_parts(part: Callable[[int, int], None], left: list[tuple[int, int]]) -> None:
     """Do all parts on this thread and on helpers; when this ends, however, no helper works any more.
 
     An interrupt may come at any moment, also between a helper's start and the next line here. So a helper counts as

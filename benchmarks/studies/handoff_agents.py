@@ -97,8 +97,8 @@ class Side:
         transport, count = self.transports[key], TOTAL_BYTES // piece_bytes
         # A transport knows slots of one size only; here the same memory is cut in several ways.
         transport.set_slots(piece_bytes, count)
-        name, description, lists = transport._peers["peer"]
-        transport._peers["peer"] = (
+        name, description, lists = transport.peers["peer"]
+        transport.peers["peer"] = (
             name,
             msgspec.structs.replace(description, slot_bytes=piece_bytes, num_slots=count),
             lists,

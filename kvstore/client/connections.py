@@ -67,35 +67,45 @@ class StoreConnections:
     def __init__(self, path: str, on_lost: Callable[[], None]) -> None:
         self.path, self._on_lost = path, on_lost
         self.has_ended = self.was_closed = self._is_lost = False
-        self._pid, self._key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
+        self._pid, self.key = this_process(), secrets.token_hex(OWNER_KEY_DIGITS // 2)
         # Reentrant: a signal handler may ask under it.
-        self._lock, self._renewing = threading.RLock(), Turns()
+        self._lock, self.renewing = threading.RLock(), Turns()
         # Two threads may send last messages: `close`, and one for jobs that outlast it. Without this lock one of them
         # may find no free connection, and wait in vain for a new one while the store is blocked.
         self._last_words = threading.RLock()
-        self._open: list[ControlClient] = []
-        self._broken = BrokenConnections()
-        self.for_jobs = IdleConnections(self.connect, self._broken)
-        self.for_fetches = IdleConnections(self.connect, self._broken)
-        self.for_lookups = IdleConnections(self.connect, self._broken)
+        self.open: list[ControlClient] = []
+        self.broken = BrokenConnections()
+        self.for_jobs = IdleConnections(self.connect, self.broken)
+        self.for_fetches = IdleConnections(self.connect, self.broken)
+        self.for_lookups = IdleConnections(self.connect, self.broken)
         self._retelling = Retelling(self.call, lambda: self._is_lost)
         self.call_timeout_s = _HELLO_TIMEOUT_S
-        self._calls, file = self._connect()
+        self.calls, file = self.connect_anew()
         try:
-            greeting = greeting_of(self._calls)
+            greeting = greeting_of(self.calls)
             self.node_id, self.epoch = greeting.node, greeting.epoch
             self.config = StoreConfig.from_json(greeting.config)
             self.call_timeout_s = self.config.call_timeout_s
             self.arena = attach_arena(file, greeting.arena_bytes)
         except BaseException:
             file.close()
-            self._calls.close()
+            self.calls.close()
             raise
 
-    def _connect(
+    def connect_anew(
         self, replaces: ControlClient | None = None, since: int = 0, timeout_s: float | None = None
     ) -> tuple[ControlClient, FileIO]:
-        hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": self._key}
+        """Open one more connection, with the descriptor of the arena that the store passes along.
+
+        Args:
+            replaces: a broken connection.
+            since: number of a question on that; the store takes back its grants for this and later questions.
+            timeout_s: limit for the store's answer; that of a call when None.
+
+        Returns:
+            The connection, which is in `open` then, and the file of the arena; the caller closes the file.
+        """
+        hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": self.key}
         if replaces is not None:
             hello |= {"replaces": replaces.hello["connection"], "since": since}
         limit_s = self.call_timeout_s if timeout_s is None else timeout_s
@@ -106,7 +116,7 @@ class StoreConnections:
             greeting_of(connection)  # Find a foreign server when opening, not when using it.
             with self._lock:
                 # Drop the ones that a timeout or an abandoned load closed.
-                self._open = [*(known for known in self._open if not known.closed), connection]
+                self.open = [*(known for known in self.open if not known.closed), connection]
             return connection, file
         except BaseException:
             file.close()
@@ -130,12 +140,12 @@ class StoreConnections:
         """
         check_process(self._pid)
         try:
-            connection, file = self._connect(replaces, since, timeout_s)
+            connection, file = self.connect_anew(replaces, since, timeout_s)
         except StoreNotRunning as error:
             if isinstance(error.__cause__, BlockingIOError):
                 raise TransferTimeout(str(error)) from error
             # Others may have removed its socket's file; an open connection shows that it lives.
-            if _is_nobody_there(error) and all(known.has_ended() for known in list(self._open)):
+            if _is_nobody_there(error) and all(known.has_ended() for known in list(self.open)):
                 self._lose()
             raise
         file.close()
@@ -156,10 +166,10 @@ class StoreConnections:
         self.check_open()
         limit_s = self.call_timeout_s
         for _ in range(_MOST_TRIES):
-            connection = self._calls
-            if connection.closed or self._broken.untold:
+            connection = self.calls
+            if connection.closed or self.broken.untold:
                 asked_s = clock.now_s()
-                connection = self._renewed(limit_s)
+                connection = self.renewed(limit_s)
                 limit_s = max(_LEAST_S, limit_s - (clock.now_s() - asked_s))
             try:
                 return connection.call(op, payload, timeout_s=limit_s, meanwhile=meanwhile, awake_s=awake_s)
@@ -174,31 +184,31 @@ class StoreConnections:
     def say(self, op: Op, payload: bytes) -> None:
         """Send a message without an answer over the connection of calls."""
         self.check_open()
-        self._renewed(self.call_timeout_s).send(op, payload)
+        self.renewed(self.call_timeout_s).send(op, payload)
 
-    def _renewed(self, timeout_s: float) -> ControlClient:
+    def renewed(self, timeout_s: float) -> ControlClient:
         """Return the connection of calls, replaced if broken; also name another broken one to the store."""
-        if self._broken.is_due():
+        if self.broken.is_due():
             self.for_lookups.name_broken(timeout_s)
-        if not self._calls.closed:
-            return self._calls
+        if not self.calls.closed:
+            return self.calls
         check_process(self._pid)
         until_s, turn = clock.now_s() + timeout_s, [threading.get_ident()]
         try:
             with contextlib.suppress(StoreBusy):  # Raised if this thread has the turn: it is in a signal handler.
-                if not self._renewing.take(turn) and not self._renewing.wait(turn, timeout_s, _check_other):
-                    raise TransferTimeout(f"{self._calls.name}: others who connect anew took all the time")
+                if not self.renewing.take(turn) and not self.renewing.wait(turn, timeout_s, _check_other):
+                    raise TransferTimeout(f"{self.calls.name}: others who connect anew took all the time")
             self.check_open()  # If closed meanwhile, no call would give back a grant.
-            broken = self._calls
+            broken = self.calls
             if broken.closed:
                 left_s = until_s - clock.now_s()
-                self._calls = renewed = self.connect(broken, broken.unheard or broken.next_question, left_s)
+                self.calls = renewed = self.connect(broken, broken.unheard or broken.next_question, left_s)
                 if self.has_ended:  # Closed meanwhile: the store may see this connection after the goodbye.
                     renewed.close()
                     self.check_open()
-            return self._calls
+            return self.calls
         finally:
-            self._renewing.end(turn)
+            self.renewing.end(turn)
 
     def ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
         """Ask over a new connection, for questions that take longer than a call."""
@@ -254,12 +264,12 @@ class StoreConnections:
             waits: wait for such a store, at most as long as for a call.
         """
         if self.is_inherited():
-            connections, self._open = self._open, []
+            connections, self.open = self.open, []
         else:
             self._retelling.close()
             self._say_last(Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL, self.call_timeout_s if waits else 0.0)
             with self._lock:
-                connections, self._open = self._open, []
+                connections, self.open = self.open, []
         for connection in connections:
             connection.close()
         self.was_closed = True
@@ -275,7 +285,7 @@ class StoreConnections:
             op: the message, for all connections of this client.
             wait_s: how long to wait here.
         """
-        if self._is_lost or self._is_said(op):
+        if self._is_lost or self.is_said(op):
             return
         saying = threading.Thread(target=self._say_over_new, args=(op,), name="raykv-goodbye", daemon=True)
         try:
@@ -285,10 +295,10 @@ class StoreConnections:
         else:
             saying.join(wait_s)
 
-    def _is_said(self, op: Op) -> bool:
+    def is_said(self, op: Op) -> bool:
         """Send it over one connection that is free now; return whether there was one."""
         with self._last_words:
-            for connection in (self._calls, *list(self._open)):
+            for connection in (self.calls, *list(self.open)):
                 with contextlib.suppress(KVStoreError):
                     if connection.send_if_free(op):
                         return True
@@ -297,10 +307,10 @@ class StoreConnections:
     def _say_over_new(self, op: Op) -> None:
         """Send it over a new connection, again and again until the store has got it."""
         for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
-            last = self._calls
+            last = self.calls
             named = (last, last.unheard or last.next_question) if last.closed else (None, 0)
             try:
-                connection, file = self._connect(*named)
+                connection, file = self.connect_anew(*named)
                 file.close()
                 try:
                     connection.send(op)

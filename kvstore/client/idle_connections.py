@@ -45,12 +45,12 @@ class IdleConnections:
     def __init__(
         self, connect: Callable[[ControlClient | None, int, float | None], ControlClient], broken: BrokenConnections
     ) -> None:
-        self._connect, self.is_closed = connect, False
-        self._idle: list[ControlClient] = []
-        self._broken = broken
+        self.connect, self.is_closed = connect, False
+        self.idle: list[ControlClient] = []
+        self.broken = broken
 
     def __len__(self) -> int:
-        return len(self._idle)
+        return len(self.idle)
 
     def take(self, timeout_s: float | None = None) -> ControlClient:
         """Return a connection for the caller alone until `keep`; open one if none is idle.
@@ -62,10 +62,10 @@ class IdleConnections:
             StoreUnavailable: it could not be opened.
             TransferTimeout: the store did not answer in time.
         """
-        if self._idle and self._broken.is_due():
+        if self.idle and self.broken.is_due():
             self.name_broken(timeout_s)
         try:
-            return self._idle.pop()
+            return self.idle.pop()
         except IndexError:
             return self._open(timeout_s)
 
@@ -76,10 +76,10 @@ class IdleConnections:
 
     def keep(self, connection: ControlClient) -> None:
         """Take back a connection of `take`; nothing that the store gave over it may still be held."""
-        if self.is_closed or len(self._idle) >= _MOST_IDLE:
+        if self.is_closed or len(self.idle) >= _MOST_IDLE:
             connection.close()
         elif not connection.closed:
-            self._idle.append(connection)
+            self.idle.append(connection)
 
     def taken(self) -> Taken:
         """Return a context that holds a connection; entering it raises what `take` raises."""
@@ -94,19 +94,19 @@ class IdleConnections:
             is_stuck: the grants stay taken, because a copy may still run.
         """
         if not is_stuck:
-            self._broken.untold.append((connection, since))
+            self.broken.untold.append((connection, since))
         self.name_broken()
 
     def _open(self, timeout_s: float | None = None) -> ControlClient:
         try:
-            broken = self._broken.untold.pop()
+            broken = self.broken.untold.pop()
         except IndexError:
-            return self._connect(None, 0, timeout_s)
+            return self.connect(None, 0, timeout_s)
         try:
-            return self._connect(*broken, timeout_s)
+            return self.connect(*broken, timeout_s)
         except BaseException:
-            self._broken.untold.append(broken)  # A later connection names it: the store may only have been late.
-            self._broken.name_again_s = clock.now_s() + _PAUSE_S
+            self.broken.untold.append(broken)  # A later connection names it: the store may only have been late.
+            self.broken.name_again_s = clock.now_s() + _PAUSE_S
             raise
 
 

@@ -67,9 +67,9 @@ class StageLink:
         self._ask, self._caches, self._num_bytes, self._peers = ask, caches, num_bytes, peers
         # `_attaching` is held while the store is asked, up to a minute; `_lock` for a moment. The first is reentrant,
         # because a signal handler may publish or fetch under it.
-        self._attaching, self._lock = threading.RLock(), threading.Lock()
+        self._attaching, self.lock = threading.RLock(), threading.Lock()
         self._is_attaching = False
-        self._stage: AttachedStage | None = None
+        self.attached: AttachedStage | None = None
         self._retry_s = 0.0
         self._asked: _Asked | None = None
         self._closed = False
@@ -105,11 +105,11 @@ class StageLink:
 
     def use_caches(self, caches: RegisteredCache) -> None:
         """Copy to and from other tensors from now on, if a stage is wanted. Running jobs keep theirs."""
-        with self._lock:
+        with self.lock:
             if self._caches is None:
                 return
             self._caches = caches
-        if (stage := self._stage) is not None:
+        if (stage := self.attached) is not None:
             self.lose(stage)
 
     @property
@@ -120,12 +120,12 @@ class StageLink:
     @property
     def slab(self) -> int:
         """Return the slab of the attached stage, 0 for none."""
-        stage = self._stage
+        stage = self.attached
         return stage.slab if stage is not None else 0
 
     def soon(self, node_id: str, slab: int) -> bytes:
         """Return the message that announces a fetch from a node's stage into the attached one, else nothing."""
-        stage = self._stage
+        stage = self.attached
         return encode(Soon(node_id, slab, stage.slab, stage.generation)) if stage is not None else b""
 
     def _host_route(self, why_not: str, rates: dict[str, float] | None = None) -> HandoffRoute:
@@ -146,16 +146,16 @@ class StageLink:
         if (caches := self._caches) is None:
             return None
         uuid = stage_uuid(caches.layout)
-        if self._stage is not None or not uuid or self._closed:
-            return self._stage
+        if self.attached is not None or not uuid or self._closed:
+            return self.attached
         if asked is not None and asked.uuid != uuid:
             return None  # Tensors on another GPU were registered since: the next job asks again.
         answer = self._ask_stage(uuid, caches) if asked is None else asked.answer
         found = decode_stage(answer)
         stage = AttachedStage(found.slab, found.generation, make_stage_copier(caches, found))
-        with self._lock:
+        with self.lock:
             if not self._closed and self._caches is caches:
-                self._stage = stage
+                self.attached = stage
                 return stage
         stage.copier.close()  # Closed meanwhile, or other tensors were registered: the next job attaches again.
         return None
@@ -228,8 +228,8 @@ class StageLink:
         return asked
 
     def _take_attached(self) -> AttachedStage | None:
-        with self._lock:  # Count the user in the same step: else the stage may be lost and unmapped in between.
-            if (stage := self._stage) is not None:
+        with self.lock:  # Count the user in the same step: else the stage may be lost and unmapped in between.
+            if (stage := self.attached) is not None:
                 stage.num_users += 1
             return stage
 
@@ -250,26 +250,26 @@ class StageLink:
 
     def leave(self, stage: AttachedStage) -> None:
         """End a job's use of the stage. A job with stuck copies never calls this, so the stage stays mapped."""
-        with self._lock:
+        with self.lock:
             stage.num_users -= 1
         self._unmap_if_unused(stage)
 
     def lose(self, stage: AttachedStage, *, for_good: bool = False) -> None:
         """Drop a stage that is of no use any more. The next job attaches again, unless `for_good`."""
-        with self._lock:
+        with self.lock:
             stage.is_lost = True
-            if self._stage is stage:
-                self._stage, self._retry_s = None, float("inf") if for_good else 0.0
+            if self.attached is stage:
+                self.attached, self._retry_s = None, float("inf") if for_good else 0.0
         self._unmap_if_unused(stage)
 
     def close(self) -> None:
         """Unmap the stage, once no job uses it."""
         self._closed = True
-        if (stage := self._stage) is not None:
+        if (stage := self.attached) is not None:
             self.lose(stage)
 
     def _unmap_if_unused(self, stage: AttachedStage) -> None:
-        with self._lock:
+        with self.lock:
             if not stage.is_lost or stage.num_users:
                 return
             stage.num_users = -1

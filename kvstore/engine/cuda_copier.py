@@ -97,7 +97,7 @@ class CudaCopier(EngineCopier):
         self.path = chosen_path(path, RunTable(self._plan).mean_run_bytes)
         self._broken: str = ""
         with kernel_errors("preparing copies of a CUDA cache"), torch.cuda.device(self._plan.device):
-            self._saves, self._loads = self._lane(), self._lane()
+            self.saves, self._loads = self._lane(), self._lane()
 
     def _lane(self) -> _Lane:
         device, per_piece = self._plan.device, self._pinning.slots_per_piece
@@ -123,7 +123,7 @@ class CudaCopier(EngineCopier):
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
         """Copy out of the engine into slots, and wait until they hold the bytes; see `EngineCopier`."""
-        self._queue(self._saves, pages, indexes, slots, 0)
+        self._queue(self.saves, pages, indexes, slots, 0)
         self._await(pages)
 
     def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
@@ -141,7 +141,7 @@ class CudaCopier(EngineCopier):
 
     def close(self) -> None:
         """Release the arena; see `EngineCopier`."""
-        del self._slots, self._saves, self._loads  # Rings remember the slots that they checked.
+        del self._slots, self.saves, self._loads  # Rings remember the slots that they checked.
 
     def _queue(self, lane: _Lane, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
         order = order_of(pages)
@@ -153,7 +153,7 @@ class CudaCopier(EngineCopier):
                 # The device waits, not the host: work queued behind these copies need not wait for this thread.
                 lane.begin.wait_event(order.after)
                 try:
-                    if lane is self._saves:
+                    if lane is self.saves:
                         order.last = lane.copies.save(spans, self._slots, slots)
                     else:
                         order.last = lane.copies.load(self._slots, slots, spans)

@@ -80,32 +80,32 @@ class StageCopier(StageSide):
     """
 
     def __init__(self, cache: RegisteredCache, stage: StageFound) -> None:
-        self.cache, self._plan = cache, cache.plan
+        self.cache, self.plan = cache, cache.plan
         self.check_unchanged()  # A stage is attached long after registration, and again when its mover died.
-        device = self._plan.device
+        device = self.plan.device
         assert device.index is not None, "a tensor's device has an index"
         self._device_index = device.index
         num_slots, slot_bytes = stage.num_slots, stage.slot_bytes
         self.num_slots = num_slots
         with kernel_errors("mapping the stage of a GPU"), torch.cuda.device(device):
             self._mapped = MappedSlab(device.index, stage.handle)
-            self._slots = _as_tensor(self._mapped.address, num_slots * slot_bytes, device).view(num_slots, slot_bytes)
-            self._kernels = GpuCopier(self._plan)
+            self.slots = _as_tensor(self._mapped.address, num_slots * slot_bytes, device).view(num_slots, slot_bytes)
+            self.kernels = GpuCopier(self.plan)
             # One for each direction: publications do not wait for fetches.
-            self._streams = {to_slots: own_stream(device, -1) for to_slots in (True, False)}
+            self.streams = {to_slots: own_stream(device, -1) for to_slots in (True, False)}
         self._lock = threading.Lock()
         #: Memory for the lists of later jobs; no copy reads it any more.
-        self._lists: list[torch.Tensor] = []
+        self.lists: list[torch.Tensor] = []
         #: Prepared copies into slots, by their number of spans.
         self._packs: dict[int, PreparedCopy] = {}
 
     def order(self) -> CopyOrder:
         """Record an event that a job's copies come after; see `CudaCopier.order`."""
-        return order_after_current(self._plan.device)
+        return order_after_current(self.plan.device)
 
     def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
         """Prepare the copies of all blocks of a job before their slots or bytes are there; see `StageSide`."""
-        order, stream, paging = order_of(pages), self._streams[to_slots], self._plan.paging
+        order, stream, paging = order_of(pages), self.streams[to_slots], self.plan.paging
         num_blocks, per_block = ends[-1], self._spans_per_block
         with self._lock, kernel_errors("preparing copies of a hand-off"):
             # Positions instead of slots: consecutive slots, the usual case, then all need the same list.
@@ -114,21 +114,21 @@ class StageCopier(StageSide):
             else:
                 positions = np.arange(num_blocks, dtype=np.int64)
                 spans = job_spans(paging, pages, positions, positions, num_blocks)
-                check_window(self._plan, spans, num_blocks, 0, None, 0, None)
+                check_window(self.plan, spans, num_blocks, 0, None, 0, None)
             stream.wait_event(order.after)
-            order.placed = self._kernels.place(spans, stream, self._lists.pop() if self._lists else None)
+            order.placed = self.kernels.place(spans, stream, self.lists.pop() if self.lists else None)
             for first, end in itertools.pairwise((0, *(block * per_block for block in ends))):
                 order.prepared[first, end] = self._prepared(to_slots, order.placed, first, end)
 
     def _prepared(self, to_slots: bool, placed: PlacedSpans, first: int, end: int) -> PreparedCopy:
-        paging = self._plan.paging
+        paging = self.plan.paging
         if not to_slots or first or paging.engine_block_size != paging.stored_block_size:
-            return self._kernels.prepare(to_slots, placed, self._slots, first, end)
+            return self.kernels.prepare(to_slots, placed, self.slots, first, end)
         # Packing whole blocks from the first one differs between jobs only in addresses.
         if end not in self._packs:
             if len(self._packs) == _MOST_LISTS:
                 self._packs.clear()
-            self._packs[end] = self._kernels.prepare(to_slots, placed, self._slots, first, end)
+            self._packs[end] = self.kernels.prepare(to_slots, placed, self.slots, first, end)
         return self._packs[end]
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
@@ -155,16 +155,16 @@ class StageCopier(StageSide):
         await_copies(pages, _EAGER_S)
         placed, order.placed = order.placed, None
         with self._lock:
-            if placed is not None and order.last is not None and len(self._lists) < _MOST_LISTS:
-                self._lists.append(placed.memory)
+            if placed is not None and order.last is not None and len(self.lists) < _MOST_LISTS:
+                self.lists.append(placed.memory)
 
     def close(self) -> None:
         """Unmap the stage; no copies may follow."""
-        del self._slots
+        del self.slots
         self._mapped.close()
 
     def _queue(self, to_slots: bool, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int) -> None:
-        order, stream = order_of(pages), self._streams[to_slots]
+        order, stream = order_of(pages), self.streams[to_slots]
         first, base = int(indexes[0]), int(slots[0]) - int(indexes[0])
         try:
             with self._lock, kernel_errors("queueing copies of a hand-off"):
@@ -173,7 +173,7 @@ class StageCopier(StageSide):
                         self._copy_expected(to_slots, order, order.placed, first, first + len(indexes), base)
                     else:
                         self._copy_listed(to_slots, order, job_spans(
-                            self._plan.paging, pages, indexes, slots, len(self._slots), skip_tokens
+                            self.plan.paging, pages, indexes, slots, len(self.slots), skip_tokens
                         ))  # fmt: skip
                     order.last = stream.record_event()
                 except BaseException:
@@ -187,28 +187,28 @@ class StageCopier(StageSide):
         self, to_slots: bool, order: CudaOrder, placed: PlacedSpans, first: int, end: int, base: int
     ) -> None:
         """Copy blocks [first, end) of an expected job; block i lies in slot base + i."""
-        if not 0 <= base + first < base + end <= len(self._slots):
-            raise ValueError(f"wanted slots below {len(self._slots)}, got {base + first} to {base + end - 1}")
+        if not 0 <= base + first < base + end <= len(self.slots):
+            raise ValueError(f"wanted slots below {len(self.slots)}, got {base + first} to {base + end - 1}")
         first, end = first * self._spans_per_block, end * self._spans_per_block
         work = order.prepared.pop((first, end), None)
         if work is None:
             work = self._prepared(to_slots, placed, first, end)
         with on_device(self._device_index):
-            self._kernels.launch_prepared(
-                work, self._streams[to_slots].cuda_stream, placed.address, base * self._slots.stride(0)
+            self.kernels.launch_prepared(
+                work, self.streams[to_slots].cuda_stream, placed.address, base * self.slots.stride(0)
             )
 
     @property
     def _spans_per_block(self) -> int:
-        paging = self._plan.paging
+        paging = self.plan.paging
         return paging.stored_block_size // min(paging.stored_block_size, paging.engine_block_size)
 
     def _copy_listed(self, to_slots: bool, order: CudaOrder, spans: Spans) -> None:
-        stream = self._streams[to_slots]
+        stream = self.streams[to_slots]
         stream.wait_event(order.after)
-        placed = self._kernels.place(spans, stream)
-        copy = self._kernels.pack if to_slots else self._kernels.unpack
-        copy(placed, self._slots, stream=stream)
+        placed = self.kernels.place(spans, stream)
+        copy = self.kernels.pack if to_slots else self.kernels.unpack
+        copy(placed, self.slots, stream=stream)
 
 
 def make_stage_copier(cache: RegisteredCache, stage: StageFound) -> StageSide:

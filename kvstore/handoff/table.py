@@ -29,15 +29,15 @@ class HandoffTable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._handoffs: dict[bytes, Handoff] = {}
-        self._claims: dict[int, Handoff] = {}
-        self._moves: dict[int, Move] = {}
-        self._over: OrderedDict[bytes, str] = OrderedDict()
+        self.handoffs: dict[bytes, Handoff] = {}
+        self.claims: dict[int, Handoff] = {}
+        self.moves: dict[int, Move] = {}
+        self.over: OrderedDict[bytes, str] = OrderedDict()
         self._numbers = itertools.count(1)
         self._num_slots: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        return len(self._handoffs)
+        return len(self.handoffs)
 
     @property
     def num_slots(self) -> int:
@@ -48,13 +48,13 @@ class HandoffTable:
     def num_arena_writes(self) -> int:
         """Writes of the arena's pool that living hand-offs hold: of those published there, and of those moved there."""
         with self._lock:
-            num_published = sum(not handoff.place.slab for handoff in self._handoffs.values())
-            return num_published + sum(not move.over for move in self._moves.values())
+            num_published = sum(not handoff.place.slab for handoff in self.handoffs.values())
+            return num_published + sum(not move.over for move in self.moves.values())
 
     def is_begun(self, key: bytes) -> bool:
         """Return whether a ticket's blocks are published, or are being published."""
         with self._lock:
-            return key in self._handoffs
+            return key in self.handoffs
 
     def prepare(
         self, key: bytes, writer: int, owner: str, namespace: bytes, version: int, num_blocks: int, place: Place
@@ -92,7 +92,7 @@ class HandoffTable:
                     "they may; fetch or withdraw some, raise max_handoff_fraction, or attach a larger stage"
                 )
             ticket = place.pool.reserve(num_blocks, write_owner)
-            self._handoffs[key] = Handoff(
+            self.handoffs[key] = Handoff(
                 key, writer, place, namespace, version, owner, write_owner, ticket.write_id, ticket.slots
             )  # fmt: skip
             self._num_slots[place.slab] += num_blocks
@@ -126,7 +126,7 @@ class HandoffTable:
             Whether `writer` had such a hand-off.
         """
         with self._lock:
-            handoff = self._handoffs.get(key)
+            handoff = self.handoffs.get(key)
             if handoff is None:
                 self._void_unused(key)
                 return False
@@ -144,7 +144,7 @@ class HandoffTable:
             key, no publisher can use the key any more. False if the ticket had ended before.
         """
         with self._lock:
-            handoff = self._handoffs.get(key)
+            handoff = self.handoffs.get(key)
             if handoff is None:
                 return self._void_unused(key)
             if handoff.over:
@@ -154,8 +154,8 @@ class HandoffTable:
 
     def _state(self, key: bytes) -> str | None:
         """Return the state of a ticket, for an error text; None if it was never used."""
-        handoff = self._handoffs.get(key)
-        over = self._over.get(key) if handoff is None else handoff.over
+        handoff = self.handoffs.get(key)
+        over = self.over.get(key) if handoff is None else handoff.over
         if over:
             return "have been fetched" if over == "used" else f"are given up ({over})"
         if handoff is None:
@@ -163,12 +163,12 @@ class HandoffTable:
         return "are being published" if handoff.is_written else "are published and wait for their fetch"
 
     def _written_by(self, key: bytes, writer: int) -> Handoff | None:
-        handoff = self._handoffs.get(key)
+        handoff = self.handoffs.get(key)
         return handoff if handoff is not None and handoff.is_written and handoff.writer == writer else None
 
     def _void_unused(self, key: bytes) -> bool:
         """Void a key that was never published; return False if the key was void before."""
-        if key in self._over:
+        if key in self.over:
             return False
         self._remember(key, "withdrawn")
         return True
@@ -187,13 +187,13 @@ class HandoffTable:
             is_early: whether the ticket may come before its blocks are published.
         """
         with self._lock:
-            handoff = self._handoffs.get(key)
+            handoff = self.handoffs.get(key)
             if handoff is not None and handoff.version != version and not handoff.claim_id:
                 self._end(handoff, "cleared")
             if handoff is not None and handoff.over:
                 return REASONS[handoff.over]
-            if key in self._over:
-                return REASONS[self._over[key]]
+            if key in self.over:
+                return REASONS[self.over[key]]
             is_written = handoff is not None and handoff.is_written and handoff.namespace == namespace
             if is_written or (handoff is None and is_early):
                 return NOT_READY
@@ -206,7 +206,7 @@ class HandoffTable:
                 return REASONS["expired"]
             handoff.claim_id = CLAIM_BIT | next(self._numbers)
             handoff.claim_owner, handoff.claim_deadline_s = owner, deadline_s
-            self._claims[handoff.claim_id] = handoff
+            self.claims[handoff.claim_id] = handoff
             return Claim(handoff.claim_id, handoff.slots, handoff.place.slab, handoff.place.generation)
 
     def end_claim(self, claim_id: int, owner: str, *, used: bool) -> bool:
@@ -216,7 +216,7 @@ class HandoffTable:
             False if `owner` has no such claim, or no longer has it; nothing changed.
         """
         with self._lock:
-            handoff = self._claims.get(claim_id)
+            handoff = self.claims.get(claim_id)
             if handoff is None or handoff.claim_owner != owner:
                 return False
             self._end_claim(handoff, "used" if used else "")
@@ -225,10 +225,10 @@ class HandoffTable:
     def release_owner(self, owner: str) -> int:
         """Take back all that a dead client published, wrote or read; return the number of hand-offs."""
         with self._lock:
-            read = [handoff for handoff in self._claims.values() if handoff.claim_owner == owner]
+            read = [handoff for handoff in self.claims.values() if handoff.claim_owner == owner]
             for handoff in read:
                 self._end_claim(handoff, "")
-            owned = [h for h in self._handoffs.values() if h.owner == owner and (h.is_written or not h.over)]
+            owned = [h for h in self.handoffs.values() if h.owner == owner and (h.is_written or not h.over)]
             for handoff in owned:
                 handoff.is_written = False
                 self._end(handoff, "owner_gone")
@@ -240,10 +240,10 @@ class HandoffTable:
         Publishers may still write to a stage that they have mapped, but no slot of its pool is granted again.
         """
         with self._lock:
-            for claim_id, move in list(self._moves.items()):
+            for claim_id, move in list(self.moves.items()):
                 move.busy = False
                 self._end_move(claim_id, move)
-            lost = [handoff for handoff in self._handoffs.values() if handoff.place.slab]
+            lost = [handoff for handoff in self.handoffs.values() if handoff.place.slab]
             for handoff in lost:
                 handoff.is_written, handoff.over = False, handoff.over or "peer_lost"
                 if handoff.claim_id:
@@ -260,43 +260,43 @@ class HandoffTable:
             BlockNotFound: there is no such claim any more; nothing changed.
         """
         with self._lock:
-            handoff = self._claims.get(claim_id)
+            handoff = self.claims.get(claim_id)
             if handoff is None:
                 raise BlockNotFound("the claim on these blocks is over; fetch again")
             held, count, owner = self._num_slots[place.slab], len(handoff.slots), f"handoff-{next(self._numbers)}"
             if held + count > place.max_slots:
                 raise PoolExhausted(f"wanted {count} slots in the arena for blocks of a GPU, but hand-offs hold {held}")
             ticket = place.pool.reserve(count, owner)
-            self._moves[claim_id] = Move(place, ticket.write_id, owner, ticket.slots)
+            self.moves[claim_id] = Move(place, ticket.write_id, owner, ticket.slots)
             self._num_slots[place.slab] += count
             return ticket.slots
 
     def moved(self, claim_id: int) -> None:
         """Note that the mover no longer writes to the slots that `move` claimed."""
         with self._lock:
-            if (move := self._moves.get(claim_id)) is not None:
+            if (move := self.moves.get(claim_id)) is not None:
                 move.busy = False
                 self._end_move(claim_id, move)
 
     def _end_move(self, claim_id: int, move: Move) -> None:
         if move.over and not move.busy:
-            del self._moves[claim_id]
+            del self.moves[claim_id]
             self._num_slots[move.place.slab] -= len(move.slots)
             move.place.pool.abort_store(move.write_id, move.owner)
 
     def holds(self, owner: str) -> bool:
         """Return whether an owner has a hand-off, or a claim on one."""
         with self._lock:
-            return any(owner in (handoff.owner, handoff.claim_owner) for handoff in self._handoffs.values())
+            return any(owner in (handoff.owner, handoff.claim_owner) for handoff in self.handoffs.values())
 
     def expire(self, now_s: float) -> list[int]:
         """End every claim and every hand-off that has expired; return the ids of those claims."""
         with self._lock:
-            late = [handoff for handoff in self._claims.values() if handoff.claim_deadline_s < now_s]
+            late = [handoff for handoff in self.claims.values() if handoff.claim_deadline_s < now_s]
             claim_ids = [handoff.claim_id for handoff in late]
             for handoff in late:
                 self._end_claim(handoff, "")
-            for handoff in [h for h in self._handoffs.values() if h.deadline_s < now_s and not h.over]:
+            for handoff in [h for h in self.handoffs.values() if h.deadline_s < now_s and not h.over]:
                 self._end(handoff, "expired")
             return claim_ids
 
@@ -307,13 +307,13 @@ class HandoffTable:
             version_of: returns a namespace's last clearing, as this node knows it.
         """
         with self._lock:
-            for handoff in [h for h in self._handoffs.values() if not (h.claim_id or h.over)]:
+            for handoff in [h for h in self.handoffs.values() if not (h.claim_id or h.over)]:
                 if handoff.version != version_of(handoff.namespace):
                     self._end(handoff, "cleared")
 
     def _end_claim(self, handoff: Handoff, over: str) -> None:
-        del self._claims[handoff.claim_id]
-        if (move := self._moves.get(handoff.claim_id)) is not None:
+        del self.claims[handoff.claim_id]
+        if (move := self.moves.get(handoff.claim_id)) is not None:
             move.over = True
             self._end_move(handoff.claim_id, move)
         handoff.claim_id, handoff.claim_owner, handoff.claim_deadline_s = 0, "", float("inf")
@@ -325,12 +325,12 @@ class HandoffTable:
         handoff.over = handoff.over or over
         if handoff.is_written or handoff.claim_id:
             return
-        del self._handoffs[handoff.key]
+        del self.handoffs[handoff.key]
         self._num_slots[handoff.place.slab] -= len(handoff.slots)
         handoff.place.pool.abort_store(handoff.write_id, handoff.write_owner)
         self._remember(handoff.key, handoff.over)
 
     def _remember(self, key: bytes, over: str) -> None:
-        self._over[key] = over
-        if len(self._over) > _MAX_REMEMBERED:
-            self._over.popitem(last=False)
+        self.over[key] = over
+        if len(self.over) > _MAX_REMEMBERED:
+            self.over.popitem(last=False)

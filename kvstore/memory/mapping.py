@@ -15,7 +15,7 @@ class ArenaMapping:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._pinning: ArenaPinning | None = None
+        self.pinning: ArenaPinning | None = None
         self._closed = self._is_pinning = False
         # Reentrant: a signal handler on a thread that holds it may call `close`.
         self._lock = threading.RLock()
@@ -30,12 +30,12 @@ class ArenaMapping:
         from kvstore.kernels import host_register
 
         with self._lock:
-            if self._pinning is None:
+            if self.pinning is None:
                 try:
                     self._is_pinning = True
                     with kernel_errors("pinning the store's memory"):
                         host_register.check_same_addresses(device)
-                    self._pinning = ArenaPinning(
+                    self.pinning = ArenaPinning(
                         self.arena.address,
                         slot_bytes,
                         num_slots,
@@ -44,7 +44,7 @@ class ArenaMapping:
                     )
                 finally:
                     self._is_pinning = False
-            return self._pinning
+            return self.pinning
 
     def close(self, *, copies_are_over: bool) -> bool:
         """Unpin and unmap; may be called again.
@@ -55,7 +55,7 @@ class ArenaMapping:
         with self._lock:
             if self._closed:
                 return True
-            if self._is_pinning or (self._pinning is not None and not (copies_are_over and self._pinning.close())):
+            if self._is_pinning or (self.pinning is not None and not (copies_are_over and self.pinning.close())):
                 return False
             self._closed = True
             self.arena.close()

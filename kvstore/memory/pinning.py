@@ -60,7 +60,7 @@ class ArenaPinning:
         self._register, self._unregister = register, unregister
         self._states = [_State.WAITING] * -(-num_slots // self.slots_per_piece)
         self._why = ""
-        self._wanted: list[int] = []
+        self.wanted: list[int] = []
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="raykv-pin", daemon=True)
@@ -83,7 +83,7 @@ class ArenaPinning:
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             missing = [piece for piece in pieces if self._states[piece] is not _State.REGISTERED]
-            self._wanted += missing
+            self.wanted += missing
             while missing and not self._closing:
                 if any(self._states[piece] is _State.REFUSED for piece in missing):
                     raise RegistrationFailed(
@@ -142,10 +142,10 @@ class ArenaPinning:
             if self._closing:
                 return None
             waiting = [piece for piece, state in enumerate(self._states) if state is _State.WAITING]
-            self._wanted = [piece for piece in self._wanted if self._states[piece] is _State.WAITING]
+            self.wanted = [piece for piece in self.wanted if self._states[piece] is _State.WAITING]
             if 0 in waiting:
                 return 0
-            return self._wanted[0] if self._wanted else min(waiting, default=None)
+            return self.wanted[0] if self.wanted else min(waiting, default=None)
 
     def _range(self, piece: int) -> tuple[int, int]:
         """Return (address, bytes) of a piece; the last one is extended to a page boundary."""

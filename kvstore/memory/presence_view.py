@@ -37,7 +37,7 @@ class PresenceView:
     """
 
     def __init__(self, control_path: str, epoch: str, *, timeout_s: float) -> None:
-        self._connection, file = connect_local(control_path, _HELLO, timeout_s=timeout_s)
+        self.connection, file = connect_local(control_path, _HELLO, timeout_s=timeout_s)
         try:
             with file:
                 fd = file.fileno()
@@ -45,10 +45,10 @@ class PresenceView:
                 size, flags = os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
                 memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
         except BaseException:
-            self._connection.close()
+            self.connection.close()
             raise
         withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), size)
-        self._memory: mmap.mmap | None = memory
+        self.memory: mmap.mmap | None = memory
         self._mask = size - HEAD_BYTES - 1
         try:
             _check_epoch(memory, epoch)
@@ -66,14 +66,14 @@ class PresenceView:
         Returns:
             False also when the store has ended, so that the caller asks it and gets the error.
         """
-        memory = self._memory
+        memory = self.memory
         if memory is None or (remote and not memory[ALONE_AT]):
             return False
         return not memory[HEAD_BYTES + place_of(first_block, self._mask)] and not self._has_ended()
 
     def _has_ended(self) -> bool:
         # A new poll object each time: two threads must not share one.
-        fd = self._connection.fileno()
+        fd = self.connection.fileno()
         if fd < 0:
             return True  # Closed by another thread.
         look = select.poll()
@@ -82,8 +82,8 @@ class PresenceView:
 
     def close(self) -> None:
         """End the connection; the memory is unmapped after its last reader. May be called again."""
-        self._memory = None
-        self._connection.close()
+        self.memory = None
+        self.connection.close()
 
 
 def map_clears(control_path: str, epoch: str, *, timeout_s: float) -> ClearCounts:

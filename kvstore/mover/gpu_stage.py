@@ -25,13 +25,13 @@ class GpuStage:
         if uuid not in found:
             raise RuntimeError(f"this process sees no such GPU, only {found}")
         self.gpu = found.index(uuid)
-        self._slab = DeviceSlab(self.gpu, num_bytes)
-        self.address, self.handle = self._slab.address, self._slab.handle
+        self.slab = DeviceSlab(self.gpu, num_bytes)
+        self.address, self.handle = self.slab.address, self.slab.handle
         try:
             self._copies = CopyQueue(self.gpu)
             self.transport = NixlTransport(name, self.address, num_bytes, gpu=self.gpu)
         except BaseException:
-            self._slab.close()
+            self.slab.close()
             raise
 
     def copy_out(self, target: int, offset: int, num_bytes: int) -> None:
@@ -57,7 +57,7 @@ class GpuStage:
     def close(self) -> None:
         """Close the transport, then free the memory."""
         self.transport.close()
-        self._slab.close()
+        self.slab.close()
 
 
 def make_stage(name: str, uuid: str, num_bytes: int) -> GpuStage:

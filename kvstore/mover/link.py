@@ -49,15 +49,15 @@ class MoverLink:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
         self._own: OwnTransport | None = None
         self._generation = 0
         self._fenced = False
         # Separate from `_lock`: the control thread must not wait for a thread that sends to the mover under `_lock`.
         self._reads_lock = threading.Lock()
         #: The callback of each READ, and its number of blocks.
-        self._reads: dict[int, tuple[OnDone, int]] = {}
-        self._abandoned: dict[int, float] = {}
+        self.reads: dict[int, tuple[OnDone, int]] = {}
+        self.abandoned: dict[int, float] = {}
         self._waiting: list[tuple[set[int], Callable[[], object]]] = []
         #: Lives of peers that the mover knows, the last used last.
         self._known_peers: OrderedDict[str, None] = OrderedDict()
@@ -66,7 +66,7 @@ class MoverLink:
         self._stats_ready = threading.Event()
         self._stats: dict[str, int] = {}
         self._slots: Slots | None = None
-        self._questions: dict[int, queue.SimpleQueue[tuple[Flag, bytes]]] = {}
+        self.questions: dict[int, queue.SimpleQueue[tuple[Flag, bytes]]] = {}
 
     @property
     def own(self) -> OwnTransport | None:
@@ -76,16 +76,16 @@ class MoverLink:
     @property
     def num_abandoned(self) -> int:
         """Number of abandoned READs, which may still write."""
-        return len(self._abandoned)
+        return len(self.abandoned)
 
     def abandoned_since_s(self) -> float | None:
         """Return when the oldest abandoned READ was given up, on the monotonic clock; None without one."""
         with self._reads_lock:
-            return min(self._abandoned.values(), default=None)
+            return min(self.abandoned.values(), default=None)
 
     def lost_touch(self) -> bool:
         """Return whether the mover closed its connection while its process lives: then it can report nothing."""
-        connection = self._connection
+        connection = self.connection
         return connection is not None and connection.closed
 
     def fence(self) -> bool:
@@ -97,7 +97,7 @@ class MoverLink:
         Returns:
             False if there is no separate process to kill; nothing changed.
         """
-        connection = self._connection
+        connection = self.connection
         if connection is None or not connection.kill():
             return False
         with self._lock:
@@ -108,7 +108,7 @@ class MoverLink:
     def when_terminal(self, read_ids: set[int], then: Callable[[], object]) -> None:
         """Call `then` when none of these READs can write any more; at once if that is true now."""
         with self._reads_lock:
-            left = read_ids & self._abandoned.keys()
+            left = read_ids & self.abandoned.keys()
             if left:
                 self._waiting.append((left, then))
         if not left:
@@ -118,7 +118,7 @@ class MoverLink:
         """Note that abandoned READs can no longer write, and call the callbacks that waited for it."""
         with self._reads_lock:
             for read_id in read_ids:
-                self._abandoned.pop(read_id, None)
+                self.abandoned.pop(read_id, None)
             for left, _ in self._waiting:
                 left -= read_ids
             ready = [then for left, then in self._waiting if not left]
@@ -134,8 +134,8 @@ class MoverLink:
         """Tell this mover and every later one how the slab is divided."""
         with self._lock:
             self._slots = Slots(slot_bytes, num_slots)
-            if self._connection is not None:
-                self._tell_slots(self._connection)
+            if self.connection is not None:
+                self._tell_slots(self.connection)
 
     def _tell_slots(self, connection: Connection) -> None:
         if self._slots is not None:
@@ -166,7 +166,7 @@ class MoverLink:
             notified(decode_bytes(payload))
         elif op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
             with self._reads_lock:  # `ask` decides under the same lock that the answer is late.
-                question = self._questions.pop(message.request, None)
+                question = self.questions.pop(message.request, None)
                 if question is not None:
                     question.put((message.flag, payload))
             if question is None:
@@ -179,16 +179,16 @@ class MoverLink:
 
     def is_present(self, connection: Connection) -> bool:
         """Return whether a connection is the present mover's."""
-        return connection is self._connection
+        return connection is self.connection
 
     def _take(self, connection: Connection, payload: bytes) -> None:
         ready = decode_mover_ready(payload)
         own = OwnTransport(self._generation + 1, ready.agent, ready.address)
         with self._lock:
-            if self._connection is not None:
+            if self.connection is not None:
                 raise ProtocolError("this store has a mover; another comes only after that one is gone")
             self._generation = own.generation
-            self._connection, self._known_peers, self._fenced = connection, OrderedDict(), False
+            self.connection, self._known_peers, self._fenced = connection, OrderedDict(), False
             self._tell_slots(connection)
             self._own = own
         self._ready.set()
@@ -196,7 +196,7 @@ class MoverLink:
     def _done(self, done: MoverDone) -> None:
         error = unpack_error(done.error) if done.error else None
         with self._reads_lock:
-            on_done, num_blocks = self._reads.get(done.read_id, (None, done.num_blocks))
+            on_done, num_blocks = self.reads.get(done.read_id, (None, done.num_blocks))
             if on_done is None:
                 is_right = True  # No caller waits for this READ any more.
             elif error is not None:
@@ -213,10 +213,10 @@ class MoverLink:
                     f"failed: {error is not None}"
                 )
             if done.last and on_done is not None:
-                del self._reads[done.read_id]
+                del self.reads[done.read_id]
                 if not done.terminal:
-                    self._abandoned[done.read_id] = clock.now_s()
-            is_late = on_done is None and done.last and done.terminal and done.read_id in self._abandoned
+                    self.abandoned[done.read_id] = clock.now_s()
+            is_late = on_done is None and done.last and done.terminal and done.read_id in self.abandoned
         if on_done is not None:
             on_done(done, error)
         elif is_late:
@@ -226,13 +226,13 @@ class MoverLink:
         """Fail all READs of a mover whose process is gone: none of them writes any more."""
         error = PeerLost("the mover of this node died; the load continues without it")
         with self._lock:
-            if connection is not self._connection:
+            if connection is not self.connection:
                 return False
-            self._connection, self._own, self._fenced = None, None, False
+            self.connection, self._own, self._fenced = None, None, False
             self._ready.clear()
         with self._reads_lock:
-            reads, self._reads = self._reads, {}
-            questions, self._questions = self._questions, {}
+            reads, self.reads = self.reads, {}
+            questions, self.questions = self.questions, {}
             for question in questions.values():
                 question.put((Flag.ERROR, pack_error(error)))
         with contextlib.ExitStack() as parts:
@@ -249,7 +249,7 @@ class MoverLink:
 
     def _abandoned_ended(self) -> None:
         with self._reads_lock:
-            abandoned = set(self._abandoned)
+            abandoned = set(self.abandoned)
         self._ended(abandoned)
 
     def _forget_peers(self, connection: Connection, newcomer: str) -> None:
@@ -296,9 +296,9 @@ class MoverLink:
                 self._forget_peers(connection, request.peer)
                 self._known_peers[request.peer] = None
                 connection.send(Op.MOVER_ADD_PEER, Flag.ONE_WAY, 0, encode(AddPeer(request.peer, peer)))
-            self._reads[read_id] = (on_done, len(request.local_slots))
+            self.reads[read_id] = (on_done, len(request.local_slots))
             if not connection.send(Op.MOVER_READ, Flag.ONE_WAY, 0, read):
-                self._reads.pop(read_id, None)
+                self.reads.pop(read_id, None)
                 raise PeerLost("this node's mover does not read its socket; it is being replaced")
         finally:
             self._lock.release()
@@ -306,7 +306,7 @@ class MoverLink:
 
     def _of_life(self, generation: int) -> Connection:
         """Return the connection of the mover of a life, 0 for the present one; under the lock."""
-        connection = self._connection
+        connection = self.connection
         if connection is None or self._fenced or generation not in (0, self._generation):
             raise PeerLost("this node's mover is not running, or another one is by now; try again")
         return connection
@@ -314,13 +314,13 @@ class MoverLink:
     def abandon(self, read_id: int) -> bool:
         """Stop waiting for a READ that did not report in time; return True if it may still write."""
         with self._reads_lock:
-            if self._reads.pop(read_id, None) is not None:
-                self._abandoned[read_id] = clock.now_s()
-            return read_id in self._abandoned
+            if self.reads.pop(read_id, None) is not None:
+                self.abandoned[read_id] = clock.now_s()
+            return read_id in self.abandoned
 
     def expect_notifications(self, num_leases: int) -> None:
         """Tell the mover how many leases of remote readers are open; it polls only while there are any."""
-        connection = self._connection
+        connection = self.connection
         if connection is not None:
             connection.send(Op.MOVER_EXPECT, Flag.ONE_WAY, 0, encode(num_leases))
 
@@ -330,7 +330,7 @@ class MoverLink:
         Args:
             word: names the lane of the READ; the mover wakes that lane, if `wake_by` has told it how.
         """
-        connection = self._connection
+        connection = self.connection
         if connection is not None:
             connection.send(Op.MOVER_SOON, Flag.ONE_WAY, 0, word)
 
@@ -341,7 +341,7 @@ class MoverLink:
         The first READ after a pause is slow to post. This READ is not reported and not counted.
         """
         with self._lock:
-            connection = self._connection
+            connection = self.connection
             if connection is not None and generation in (0, self._generation):
                 connection.send(Op.MOVER_WAKE, Flag.ONE_WAY, 0, encode(MoverWake(word, request)))
 
@@ -372,22 +372,22 @@ class MoverLink:
         with self._lock:
             connection = self._of_life(generation)
             with self._reads_lock:
-                self._questions[request] = answer
+                self.questions[request] = answer
         try:
             if not connection.send(op, Flag.REQUEST, request, payload):
                 raise PeerLost("this node's mover does not read its socket; it is being replaced")
             with contextlib.suppress(queue.Empty):
                 return self._answered(*answer.get(timeout=timeout_s))
             with self._reads_lock:
-                if is_late := self._questions.pop(request, None) is not None:
-                    self._abandoned[request] = clock.now_s()
+                if is_late := self.questions.pop(request, None) is not None:
+                    self.abandoned[request] = clock.now_s()
             if is_late:
                 self.when_terminal({request}, on_terminal)
                 raise TransferTimeout(f"the mover did not answer {op.name} within {timeout_s} s")
             return self._answered(*answer.get_nowait())  # It came at the last moment.
         finally:
             with self._reads_lock:
-                self._questions.pop(request, None)
+                self.questions.pop(request, None)
 
     @staticmethod
     def _answered(flag: Flag, payload: bytes) -> bytes:
@@ -402,7 +402,7 @@ class MoverLink:
             PeerLost: there is no mover now.
             TransferTimeout: it does not answer.
         """
-        connection = self._connection
+        connection = self.connection
         if connection is None:
             raise PeerLost("this node's mover is not running")
         self._stats_ready.clear()
@@ -414,5 +414,5 @@ class MoverLink:
     @property
     def pid(self) -> int:
         """Process id of the mover, 0 when there is none."""
-        connection = self._connection
+        connection = self.connection
         return connection.pid if connection is not None else 0

@@ -24,10 +24,10 @@ class LoopbackTransport:
 
     def __init__(self, name: str, slab: npt.NDArray[np.uint8], network: LoopbackNetwork) -> None:
         self.totals = ReadTotals()
-        self._name, self._slab, self._network = name.encode(), slab, network
+        self._name, self.slab, self._network = name.encode(), slab, network
         self._slot_bytes = 0
-        self._peers: dict[str, PeerDescription] = {}
-        self._handles: dict[int, ReadRequest] = {}
+        self.peers: dict[str, PeerDescription] = {}
+        self.handles: dict[int, ReadRequest] = {}
         self._next = 0
         network.slabs[self._name] = slab
         network.inboxes[self._name] = []
@@ -42,15 +42,15 @@ class LoopbackTransport:
 
     def add_peer(self, peer: str, description: PeerDescription) -> None:
         """Remember a peer."""
-        self._peers[peer] = description
+        self.peers[peer] = description
 
     def forget_peer(self, peer: str) -> None:
         """Forget a peer."""
-        self._peers.pop(peer, None)
+        self.peers.pop(peer, None)
 
     def post(self, request: ReadRequest) -> int:
         """Copy at once; the handle is done from the start."""
-        peer = self._peers.get(request.peer)
+        peer = self.peers.get(request.peer)
         if peer is None or peer.agent not in self._network.slabs:
             raise PeerLost(f"wanted a peer that was added, got {request.peer!r}")
         source, size = self._network.slabs[peer.agent], request.block_bytes
@@ -58,11 +58,11 @@ class LoopbackTransport:
             if not 0 <= there < peer.num_slots:
                 raise TransferError(f"wanted a remote slot in [0, {peer.num_slots}), got {there}")
             a, b = here * self._slot_bytes, there * peer.slot_bytes
-            self._slab[a : a + size] = source[b : b + size]
+            self.slab[a : a + size] = source[b : b + size]
         if request.notification:
             self._network.inboxes[peer.agent].append(request.notification)
         self._next += 1
-        self._handles[self._next] = request
+        self.handles[self._next] = request
         return self._next
 
     def poll(self, handle: int) -> ReadState:
@@ -71,7 +71,7 @@ class LoopbackTransport:
 
     def release(self, handle: int) -> None:
         """Count the finished READ."""
-        request = self._handles.pop(handle)
+        request = self.handles.pop(handle)
         num_runs = count_runs(request.local_slots, request.remote_slots)
         self.totals += ReadTotals(1, num_runs, request.block_bytes * len(request.local_slots))
 

@@ -161,9 +161,9 @@ class NixlTransport:
         self.totals = ReadTotals()
         self._nixl = load_bindings()
         self._address, self._gpu = address, gpu
-        self._local_lists: dict[int, int] = {}
-        self._peers: dict[str, tuple[str, PeerDescription, dict[int, int]]] = {}
-        self._handles: dict[int, str] = {}
+        self.local_lists: dict[int, int] = {}
+        self.peers: dict[str, tuple[str, PeerDescription, dict[int, int]]] = {}
+        self.handles: dict[int, str] = {}
         #: READs of which NIXL may have started a part before it refused the rest. NIXL cannot stop that part.
         self._lost: set[int] = set()
         self._dead_peers: set[str] = set()
@@ -192,17 +192,17 @@ class NixlTransport:
             name = remote.decode() if isinstance(remote, bytes) else str(remote)
         except Exception as error:
             raise translate_error(error, f"metadata of {peer}") from error
-        self._peers[peer] = (name, description, {})
+        self.peers[peer] = (name, description, {})
 
     def forget_peer(self, peer: str) -> None:
         """Release the peer's lists, then invalidate its metadata."""
-        known = self._peers.pop(peer, None)
+        known = self.peers.pop(peer, None)
         self._dead_peers.discard(peer)
         if known is None:
             return
         for handle in known[2].values():
             self._agent.releasedDlistH(handle)
-        if any(known[0] == name for name, _, _ in self._peers.values()):
+        if any(known[0] == name for name, _, _ in self.peers.values()):
             return  # Another peer uses the same agent: it would lose the metadata too.
         try:
             self._agent.invalidateRemoteMD(known[0])
@@ -215,7 +215,7 @@ class NixlTransport:
         On a same-host lane the copy runs inside this call. A refused request with several descriptors may have been
         started in part, and NIXL drops that part without stopping it: then the READ is LOST.
         """
-        known = self._peers.get(request.peer)
+        known = self.peers.get(request.peer)
         if known is None:
             raise PeerLost(f"wanted a peer that was added, got {request.peer!r}")
         if request.peer in self._dead_peers:
@@ -223,8 +223,8 @@ class NixlTransport:
         name, description, lists = known
         try:
             size = request.block_bytes
-            if size not in self._local_lists:
-                self._local_lists[size] = self._prepare(
+            if size not in self.local_lists:
+                self.local_lists[size] = self._prepare(
                     self._nixl.NIXL_INIT_AGENT, self._address, size, self._slot_bytes, self._num_slots, self._gpu or 0
                 )
             if size not in lists:
@@ -232,7 +232,7 @@ class NixlTransport:
                     name, description.address, size, description.slot_bytes, description.num_slots, description.gpu
                 )
             handle = self._agent.makeXferReq(
-                self._nixl.NIXL_READ, self._local_lists[size], request.local_slots, lists[size],
+                self._nixl.NIXL_READ, self.local_lists[size], request.local_slots, lists[size],
                 request.remote_slots, request.notification, [self._backend], False,
             )  # fmt: skip
         except Exception as error:
@@ -246,7 +246,7 @@ class NixlTransport:
                 raise failure from error
             logger.warning("%s; a part of it may still write, so this process has to end", failure)
             self._lost.add(handle)
-        self._handles[handle] = request.peer
+        self.handles[handle] = request.peer
         return int(handle)
 
     def _num_descriptors(self, request: ReadRequest, description: PeerDescription) -> int:
@@ -272,16 +272,16 @@ class NixlTransport:
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
-            raise self._failure(error, self._handles[handle]) from error
+            raise self._failure(error, self.handles[handle]) from error
         if status == self._nixl.NIXL_IN_PROG:
             return ReadState.RUNNING
         if status == self._nixl.NIXL_SUCCESS:
             return ReadState.DONE
-        raise TransferError(f"READ from {self._handles.get(handle)}: wanted success, got {status}")
+        raise TransferError(f"READ from {self.handles.get(handle)}: wanted success, got {status}")
 
     def release(self, handle: int) -> None:
         """Add NIXL's own counts to `totals`, then drop the handle."""
-        del self._handles[handle]
+        del self.handles[handle]
         try:
             telemetry = self._agent.getXferTelemetry(handle)
         except Exception:  # noqa: BLE001 - a failed READ has no telemetry, and is not counted.
@@ -315,14 +315,14 @@ class NixlTransport:
 
     def close(self) -> None:
         """Release handles first: a live one keeps the agent, and so its transfers, alive."""
-        for handle in list(self._handles):
+        for handle in list(self.handles):
             self._agent.releaseXferReq(handle)
-        self._handles.clear()
-        for peer in list(self._peers):
+        self.handles.clear()
+        for peer in list(self.peers):
             self.forget_peer(peer)
-        for listed in self._local_lists.values():
+        for listed in self.local_lists.values():
             self._agent.releasedDlistH(listed)
-        self._local_lists.clear()
+        self.local_lists.clear()
         for agent in {id(a): a for a in (self._reader, self._server)}.values():
             agent.handle.deregisterMem(agent.registration, [agent.backend])
         del self._agent, self._reader, self._server

@@ -81,28 +81,28 @@ class Mover:
     """
 
     def __init__(self, sock: socket.socket, transport: Transport, slabs: Slabs | None = None) -> None:
-        self._sock, self._transport, self._slabs = sock, transport, slabs
+        self._sock, self._transport, self.slabs = sock, transport, slabs
         self._decoder = Decoder()
         # Reused for each message: a new buffer would come from the kernel each time, page by page.
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._jobs: dict[str, deque[_Job]] = {}
-        self._told_of: dict[str, PeerDescription] = {}
+        self.jobs: dict[str, deque[_Job]] = {}
+        self.told_of: dict[str, PeerDescription] = {}
         #: Peers whose connection broke, until they are added again: their movers may still live.
         self._broken: set[str] = set()
         self._to_add: dict[str, PeerDescription] = {}
         #: Lives of peers to forget, once none of their READs runs any more.
-        self._to_forget: set[str] = set()
+        self.to_forget: set[str] = set()
         self._last_read_id = 0
         self._moved_s = 0.0
-        self._abandoned: dict[int, _Abandoned] = {}
+        self.abandoned: dict[int, _Abandoned] = {}
         #: Wake-up READs by the word for which each is posted, and those that run now.
-        self._waking: dict[bytes, _Waking] = {}
-        self._woken: list[_Waking] = []
+        self.waking: dict[bytes, _Waking] = {}
+        self.woken: list[_Waking] = []
         self._woken_totals = ReadTotals()
         self._num_remote_leases = 0
-        self._awake_until_s = 0.0
+        self.awake_until_s = 0.0
         self._stopping = False
 
     def run(self, address: int) -> None:
@@ -112,10 +112,10 @@ class Mover:
             ProtocolError: the store sent an invalid message, so the two do not agree on the state of the arena.
                 The caller must end this process, which ends its READs too.
         """
-        self._send(Op.MOVER_READY, encode(MoverReady(self._transport.describe(), address)))
+        self.send(Op.MOVER_READY, encode(MoverReady(self._transport.describe(), address)))
         try:
             while not self._stopping:
-                self._receive(self._pause_s())
+                self._receive(self.pause_s())
                 self._advance()
         except (OSError, EOFError) as error:
             logger.info("mover: the node store closed the connection (%s)", error)
@@ -126,16 +126,17 @@ class Mover:
         """Make `run` return after its current step."""
         self._stopping = True
 
-    def _pause_s(self) -> float:
-        if self._jobs:
+    def pause_s(self) -> float:
+        """Return how long `run` may sleep for a message; 0 while a READ moves bytes."""
+        if self.jobs:
             return 0.0 if time.monotonic() - self._moved_s < _STALLED_AFTER_S else _STALLED_POLL_S
-        if self._awake_until_s:
-            if time.monotonic() < self._awake_until_s:
+        if self.awake_until_s:
+            if time.monotonic() < self.awake_until_s:
                 return 0.0
-            self._awake_until_s = 0.0
+            self.awake_until_s = 0.0
         if self._num_remote_leases:
             return _NOTIFICATION_POLL_S
-        return _ABANDONED_POLL_S if self._abandoned or self._woken else 5.0
+        return _ABANDONED_POLL_S if self.abandoned or self.woken else 5.0
 
     def _receive(self, timeout_s: float) -> None:
         # Not select(): it cannot take a file descriptor above 1023.
@@ -152,7 +153,7 @@ class Mover:
         if message.op is Op.MOVER_READ:
             read = decode_mover_read(message.payload)
             # A READ done twice would write to slots that are published, or have another owner by now.
-            if read.read_id <= self._last_read_id or read.request.peer not in self._told_of:
+            if read.read_id <= self._last_read_id or read.request.peer not in self.told_of:
                 raise ProtocolError(
                     f"READ {read.read_id} of {read.request.peer}: wanted one later than {self._last_read_id}, "
                     f"of a peer that was named before"
@@ -160,13 +161,13 @@ class Mover:
             self._last_read_id = read.read_id
             ends = read.chunk_ends.tolist()
             self._moved_s = now_s = time.monotonic()
-            self._jobs.setdefault(read.request.peer, deque()).append(_Job(read, ends, now_s, now_s))
+            self.jobs.setdefault(read.request.peer, deque()).append(_Job(read, ends, now_s, now_s))
         elif message.op is Op.MOVER_SOON:
-            self._awake_until_s = time.monotonic() + _AWAKE_S
-            self._wake(message.payload)
+            self.awake_until_s = time.monotonic() + _AWAKE_S
+            self.wake(message.payload)
         elif message.op is Op.MOVER_WAKE:
             wake = decode_mover_wake(message.payload)
-            self._waking[wake.word] = _Waking(wake.request)
+            self.waking[wake.word] = _Waking(wake.request)
         elif message.op is Op.MOVER_EXPECT:
             self._num_remote_leases = decode_count(message.payload)
         elif message.op is Op.ATTACH:
@@ -175,18 +176,18 @@ class Mover:
         elif message.op is Op.MOVER_ADD_PEER:
             self._add_peer(message)
         elif message.op is Op.MOVER_FORGET_PEER:
-            self._told_of.pop(peer := decode_text(message.payload), None)
-            self._to_forget.add(peer)
-            self._waking = {word: it for word, it in self._waking.items() if it.request.peer != peer}
+            self.told_of.pop(peer := decode_text(message.payload), None)
+            self.to_forget.add(peer)
+            self.waking = {word: it for word, it in self.waking.items() if it.request.peer != peer}
         elif message.op is Op.MOVER_STATS:
             answer = asdict(self._transport.totals - self._woken_totals)
-            self._send(Op.MOVER_STATS, encode(answer), Flag.REPLY, message.request)
+            self.send(Op.MOVER_STATS, encode(answer), Flag.REPLY, message.request)
         elif message.op in (Op.MOVER_STAGE, Op.MOVER_SPILL):
             self._answer_of_slabs(message)
 
-    def _wake(self, word: bytes) -> None:
+    def wake(self, word: bytes) -> None:
         """Read slots that hold no blocks, so that this process and the lane are warm for the next READ."""
-        waking = self._waking.get(word)
+        waking = self.waking.get(word)
         if waking is None or waking.handle is not None or waking.request.peer in self._to_add:
             return
         try:
@@ -194,10 +195,10 @@ class Mover:
         except TransferError as error:
             logger.debug("mover: a lane was not woken: %s", error)  # The next READ fails too, and reports it.
         else:
-            self._woken.append(waking)
+            self.woken.append(waking)
 
     def _release_woken(self) -> None:
-        for waking in list(self._woken):
+        for waking in list(self.woken):
             assert waking.handle is not None, "posted"
             try:
                 if self._transport.poll(waking.handle) is not ReadState.DONE:
@@ -206,55 +207,55 @@ class Mover:
                 logger.debug("mover: a lane was not woken: %s", error)
             before = self._transport.totals
             self._transport.release(waking.handle)
-            self._woken.remove(waking)
+            self.woken.remove(waking)
             waking.handle = None
             self._woken_totals += self._transport.totals - before
 
     def _answer_of_slabs(self, message: Message) -> None:
         try:
-            if self._slabs is None:
+            if self.slabs is None:
                 raise RegistrationFailed("wanted a mover that can stage blocks on a GPU, got one that cannot")
             if message.op is Op.MOVER_STAGE:
-                answer = encode(self._slabs.stage(decode_new_stage(message.payload)))
+                answer = encode(self.slabs.stage(decode_new_stage(message.payload)))
             else:
-                self._slabs.spill(decode_spill(message.payload))
+                self.slabs.spill(decode_spill(message.payload))
                 answer = b""
         except TransferError as error:
-            self._send(message.op, pack_error(error), Flag.ERROR, message.request)
+            self.send(message.op, pack_error(error), Flag.ERROR, message.request)
         else:
-            self._send(message.op, answer, Flag.REPLY, message.request)
+            self.send(message.op, answer, Flag.REPLY, message.request)
 
     def _add_peer(self, message: Message) -> None:
         added = decode_add_peer(message.payload)
         peer = added.peer
-        self._told_of[peer] = added.description
-        if peer in self._to_forget:
-            self._to_forget.remove(peer)  # The transport still has it, because one of its READs runs.
+        self.told_of[peer] = added.description
+        if peer in self.to_forget:
+            self.to_forget.remove(peer)  # The transport still has it, because one of its READs runs.
             return
         self._to_add[peer] = added.description
 
     def _advance(self) -> None:
-        for peer, jobs in list(self._jobs.items()):
+        for peer, jobs in list(self.jobs.items()):
             try:
                 self._advance_job(jobs[0])
             except TransferError as error:
                 self._fail(jobs[0], error)
             if not jobs:
-                del self._jobs[peer]
-        if self._woken and not self._jobs and not self._awake_until_s:
+                del self.jobs[peer]
+        if self.woken and not self.jobs and not self.awake_until_s:
             self._release_woken()  # Not while a READ runs or comes soon: it would delay that READ.
-        if self._abandoned:
+        if self.abandoned:
             self._poll_abandoned()
-        if self._to_forget:
+        if self.to_forget:
             self._forget_peers()
         if self._num_remote_leases:
             notes = [n for n in self._transport.notifications() if len(n) == NOTIFICATION.size]
             if notes:
-                self._send(Op.MOVER_NOTIFICATIONS, encode(b"".join(notes)))
+                self.send(Op.MOVER_NOTIFICATIONS, encode(b"".join(notes)))
 
     def _forget_peers(self) -> None:
-        for peer in self._to_forget - self._busy_peers() - self._jobs.keys():
-            self._to_forget.discard(peer)
+        for peer in self.to_forget - self._busy_peers() - self.jobs.keys():
+            self.to_forget.discard(peer)
             self._broken.discard(peer)
             if self._to_add.pop(peer, None) is None:
                 try:
@@ -264,8 +265,8 @@ class Mover:
 
     def _busy_peers(self) -> set[str]:
         """Return the peers with abandoned READs or wake-up READs that still run."""
-        left = {left.peer for left in self._abandoned.values()}
-        return left | {waking.request.peer for waking in self._woken}
+        left = {left.peer for left in self.abandoned.values()}
+        return left | {waking.request.peer for waking in self.woken}
 
     def _advance_job(self, job: _Job) -> None:
         read = job.read
@@ -281,8 +282,8 @@ class Mover:
             if read.request.peer in self._to_add:
                 self._transport.add_peer(read.request.peer, self._to_add[read.request.peer])
                 del self._to_add[read.request.peer]
-            elif read.request.peer in self._broken - self._busy_peers() and read.request.peer in self._told_of:
-                self._transport.add_peer(read.request.peer, self._told_of[read.request.peer])
+            elif read.request.peer in self._broken - self._busy_peers() and read.request.peer in self.told_of:
+                self._transport.add_peer(read.request.peer, self.told_of[read.request.peer])
                 self._broken.discard(read.request.peer)
         while job.next_chunk < len(job.ends) and len(job.running) < _WINDOW:
             last = job.next_chunk == len(job.ends) - 1
@@ -308,12 +309,12 @@ class Mover:
             if len(job.running) < _WINDOW or time.monotonic() > until_s:
                 break
         if not job.running and job.next_chunk == len(job.ends):
-            self._jobs[read.request.peer].popleft()
+            self.jobs[read.request.peer].popleft()
 
     def _notification(self, job: _Job) -> bytes:
         # The peer drops the pins of the whole lease on a notification, but an abandoned READ may still use them.
         peer = job.read.request.peer
-        return b"" if any(left.peer == peer for left in self._abandoned.values()) else job.read.request.notification
+        return b"" if any(left.peer == peer for left in self.abandoned.values()) else job.read.request.notification
 
     def _collect(self, job: _Job) -> None:
         done: list[int] = []
@@ -353,23 +354,23 @@ class Mover:
             num_descriptors=job.num_descriptors,
             error=error,
         )
-        self._send(Op.MOVER_DONE, encode(done))
+        self.send(Op.MOVER_DONE, encode(done))
 
     def _fail(self, job: _Job, error: TransferError) -> None:
-        self._jobs[job.read.request.peer].remove(job)
+        self.jobs[job.read.request.peer].remove(job)
         if isinstance(error, PeerLost):
             self._broken.add(job.read.request.peer)
         left = [handle for handle, _ in job.running if not self._is_terminal(handle)]
         self._tell(job, last=True, terminal=not left, error=pack_error(error))
         if left:
-            self._abandoned[job.read.read_id] = _Abandoned(job.read.request.peer, left)
+            self.abandoned[job.read.read_id] = _Abandoned(job.read.request.peer, left)
 
     def _poll_abandoned(self) -> None:
-        for read_id, left in list(self._abandoned.items()):
+        for read_id, left in list(self.abandoned.items()):
             left.handles = [handle for handle in left.handles if not self._is_terminal(handle)]
             if not left.handles:
-                del self._abandoned[read_id]
-                self._send(Op.MOVER_TERMINAL, encode(read_id))
+                del self.abandoned[read_id]
+                self.send(Op.MOVER_TERMINAL, encode(read_id))
 
     def _is_terminal(self, handle: int) -> bool:
         """Return whether a READ is terminal; if so, release its handle."""
@@ -381,6 +382,7 @@ class Mover:
         self._transport.release(handle)
         return True
 
-    def _send(self, op: Op, payload: bytes, flag: Flag = Flag.ONE_WAY, request: int = 0) -> None:
+    def send(self, op: Op, payload: bytes, flag: Flag = Flag.ONE_WAY, request: int = 0) -> None:
+        """Send one message to the node store, in as many packets as it needs."""
         for packet in packets_of(Message(op, flag, request, payload)):
             self._sock.sendall(packet)

@@ -55,7 +55,7 @@ class Slabs:
         self._stages: dict[int, Stage] = {}
         self._neighbours: dict[int, Neighbours] = {}
         self._agents: set[bytes] = set()
-        self._into: dict[str, Transport] = {}
+        self.into: dict[str, Transport] = {}
         self._handles: dict[int, tuple[Transport, int]] = {}
         self._next = self._num_made = 0
         #: Request and answer for the stage of each GPU, by its UUID.
@@ -133,19 +133,19 @@ class Slabs:
         if into and into not in self._stages:
             raise PeerLost(f"wanted a stage of this mover, got slab {into}")
         if into and description.agent in self._agents:
-            self._into[peer] = self._neighbours[into]
+            self.into[peer] = self._neighbours[into]
         else:
-            self._into[peer] = self._stages[into].transport if into else self._arena
-        self._into[peer].add_peer(peer, description)
+            self.into[peer] = self._stages[into].transport if into else self._arena
+        self.into[peer].add_peer(peer, description)
 
     def forget_peer(self, peer: str) -> None:
         """Drop the data that is held for a peer."""
-        if (transport := self._into.pop(peer, None)) is not None:
+        if (transport := self.into.pop(peer, None)) is not None:
             transport.forget_peer(peer)
 
     def post(self, request: ReadRequest) -> int:
         """Start a READ; see `Transport`."""
-        transport = self._into.get(request.peer)
+        transport = self.into.get(request.peer)
         if transport is None:
             raise PeerLost(f"wanted a peer that was added, got {request.peer!r}")
         handle = transport.post(request)

@@ -118,17 +118,17 @@ class NodeCore:
         )
         remove_stale_sockets(socket_dir())
         self.control_path = str(socket_dir() / f"{node_id[:16]}-{epoch.hex()}.sock")
-        self._control = NodeControl(self.state, lambda: self.stats(), on_mover_gone)
+        self.control = NodeControl(self.state, lambda: self.stats(), on_mover_gone)
         # Before a worker can reach this store: else it would store blocks that the first peer then makes it drop.
         hints.start(_FIRST_CONTACT_S)
-        self._control.start(self.control_path, host)
+        self.control.start(self.control_path, host)
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, epoch.hex())
 
     def _pool_changed(self) -> None:
         self.state.hints.publish_soon()
 
     def _wake(self) -> None:
-        self._control.wake()
+        self.control.wake()
 
     def _divided(self, pool: Pool, slot_bytes: int) -> None:
         self.state.mover.set_slots(slot_bytes, pool.num_slots)
@@ -148,7 +148,7 @@ class NodeCore:
 
     def peer_address(self) -> PeerAddress:
         """Return where peers reach this store, and the secret that they must send."""
-        return PeerAddress(self._host, self._control.port, self.state.token)
+        return PeerAddress(self._host, self.control.port, self.state.token)
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
         """Stop granting to this node's workers, but continue to serve peers.
@@ -234,7 +234,7 @@ class NodeCore:
                 self.state.hints.follow(service.current)
 
     def _left(self) -> dict[str, int]:
-        handoffs = self._control.handoffs.table
+        handoffs = self.control.handoffs.table
         num_handoffs, num_handoff_writes = len(handoffs), handoffs.num_arena_writes
         stats = self.state.pool_service.current.stats()
         return {
@@ -256,11 +256,11 @@ class NodeCore:
             "slot_bytes": service.slot_bytes,
             "draining": service.is_draining,
             "num_abandoned_reads": state.mover.num_abandoned,
-            "num_fenced_movers": self._control.num_fenced,
-            "calls": self._control.num_calls,
-            "ports": self._control.port_counts,
+            "num_fenced_movers": self.control.num_fenced,
+            "calls": self.control.num_calls,
+            "ports": self.control.port_counts,
             "pool": asdict(service.current.stats()) if service.is_attached else None,
-            **self._control.handoffs.stats(),
+            **self.control.handoffs.stats(),
             "nixl": None,
         }
         if state.mover.own is not None:
@@ -273,7 +273,7 @@ class NodeCore:
 
     def is_serving(self, within_s: float) -> bool:
         """Return whether the control thread answers within `within_s` seconds."""
-        return self._control.is_serving(within_s)
+        return self.control.is_serving(within_s)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena; return whether it has."""
@@ -296,7 +296,7 @@ class NodeCore:
         with contextlib.ExitStack() as steps:
             # ExitStack runs them from the last to the first, and each one even if others raise.
             steps.callback(self._close_memory)
-            steps.callback(self._control.stop)
+            steps.callback(self.control.stop)
             steps.callback(state.peers.close)
             steps.callback(state.hints.stop)
             steps.callback(state.threads.stop)

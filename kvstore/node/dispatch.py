@@ -53,21 +53,21 @@ class NodeControl:
     def __init__(
         self, state: NodeState, stats: Callable[[], dict[str, Any]], on_mover_gone: Callable[[], None]
     ) -> None:
-        self._state, self._service, self._on_mover_gone = state, state.pool_service, on_mover_gone
+        self._state, self._service, self.on_mover_gone = state, state.pool_service, on_mover_gone
         self._is_mover_wanted, self._log = False, LogLimit()
-        self._fence = MoverFence(state.config, state.mover, self._pools_read_into)
-        self._server = ControlServer(
+        self.fence = MoverFence(state.config, state.mover, self._pools_read_into)
+        self.server = ControlServer(
             self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds, max_bytes=_MAX_BYTES
         )
-        self._pool = PoolRoutes(state)
+        self.pool = PoolRoutes(state)
         self._peers = PeerControl(state, self.wake)
-        self.handoffs = HandoffControl(state, self._peers.began, self._peers.ended, self._server)
+        self.handoffs = HandoffControl(state, self._peers.began, self._peers.ended, self.server)
         loads = LoadControl(state, self.wake)
         self._stats = SharedAnswer(state.threads, Blocking.STATS, stats)
         #: What each role may ask.
         self._routes: dict[Role, dict[Op, Handler]] = {
             Role.CLIENT: {
-                **self._pool.routes, **self.handoffs.routes, **loads.routes,
+                **self.pool.routes, **self.handoffs.routes, **loads.routes,
                 Op.ATTACH: self._attach, Op.STATS: self._stats.ask,
             },
             Role.PEER: {**self._peers.routes, **self.handoffs.peers.routes},
@@ -78,17 +78,17 @@ class NodeControl:
     @property
     def port(self) -> int:
         """TCP port for peers."""
-        return self._server.port
+        return self.server.port
 
     @property
     def num_calls(self) -> dict[str, int]:
         """Number of served messages, by kind."""
-        return {op.name: count for op, count in self._server.num_served.items()}
+        return {op.name: count for op, count in self.server.num_served.items()}
 
     @property
     def port_counts(self) -> dict[str, int]:
         """Number of failures at this node's ports, by kind."""
-        server = self._server
+        server = self.server
         return {
             "num_malformed": server.num_malformed,
             "num_strangers_cut": server.num_strangers_cut,
@@ -99,31 +99,31 @@ class NodeControl:
     @property
     def num_fenced(self) -> int:
         """Number of movers that were killed so far."""
-        return self._fence.num_fenced
+        return self.fence.num_fenced
 
     def start(self, path: str, host: str) -> None:
         """Listen for workers at `path` and for peers at `host`, on a port that the system chooses."""
-        self._server.listen_local(path)
-        self._server.listen_remote(host)
-        self._server.start()
+        self.server.listen_local(path)
+        self.server.listen_remote(host)
+        self.server.start()
 
     def is_serving(self, within_s: float) -> bool:
         """Return whether the control thread completes a whole round within `within_s` seconds."""
-        return self._server.is_serving(within_s)
+        return self.server.is_serving(within_s)
 
     def wake(self) -> None:
         """Make the control thread check its timers, because another thread made a lease."""
-        self._server.wake()
+        self.server.wake()
 
     def stop(self) -> None:
         """Close all connections and end the thread."""
-        self._server.stop()
+        self.server.stop()
         self.handoffs.fetcher.stop()
 
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
         """Serve the messages that have no route."""
         if message.op is Op.HELLO:
-            return self._hello(connection, message)
+            return self.hello(connection, message)
         raise ProtocolError(f"a node store does not serve {message.op.name} to a {connection.role}")
 
     def _pools_read_into(self) -> list[Pool]:
@@ -136,7 +136,7 @@ class NodeControl:
         except ProtocolError as error:
             if mover.is_present(connection):
                 # It writes to slots, and its reports about them can no longer be trusted.
-                self._fence.kill(str(error))
+                self.fence.kill(str(error))
             else:
                 if self._log.passes():
                     more = self._log.take_held_back()
@@ -147,7 +147,13 @@ class NodeControl:
         self._peers.notified(payload)
         self.handoffs.peers.notified(payload)
 
-    def _hello(self, connection: Connection, message: Message) -> bytes | None:
+    def hello(self, connection: Connection, message: Message) -> bytes | None:
+        """Give a new connection its role, or refuse it.
+
+        Raises:
+            IncompatibleStore: It speaks another protocol.
+            ConfigError: It is a mover whose process this kernel cannot name.
+        """
         value = decode_object(message.payload)
         if value.get("protocol") != PROTOCOL_VERSION:
             raise IncompatibleStore(
@@ -178,9 +184,9 @@ class NodeControl:
         """Note the owner of a connection, and end the connection that it replaces."""
         key, replaced, since = hello.get("owner"), hello.get("replaces"), hello.get("since")
         if key is not None:
-            self._server.join(connection, owner_of_key(key))
+            self.server.join(connection, owner_of_key(key))
         if isinstance(replaced, str) and isinstance(since, int):
-            self._server.end_replaced(replaced, since, connection)
+            self.server.end_replaced(replaced, since, connection)
 
     def _take_role(self, connection: Connection, role: Role) -> None:
         connection.role, connection.routes = role, self._routes[role]
@@ -221,7 +227,7 @@ class NodeControl:
         if not self._is_mover_wanted:
             return
         try:
-            threading.Thread(target=self._on_mover_gone, name="raykv-mover-gone", daemon=True).start()
+            threading.Thread(target=self.on_mover_gone, name="raykv-mover-gone", daemon=True).start()
         except (RuntimeError, MemoryError) as error:
             if self._log.passes():
                 logger.error("the mover is gone, and no thread can be started that replaces it: %s", error)
@@ -238,9 +244,9 @@ class NodeControl:
 
     def _wants_ticks(self) -> bool:
         state = self._state
-        if self._fence.wants_ticks() or state.hints.num_waiting or state.fetcher.flights.num_waiting:
+        if self.fence.wants_ticks() or state.hints.num_waiting or state.fetcher.flights.num_waiting:
             return True
-        return self._is_mover_wanted or self._pool.wants_ticks() or self.handoffs.wants_ticks()
+        return self._is_mover_wanted or self.pool.wants_ticks() or self.handoffs.wants_ticks()
 
     def _tick(self) -> None:
         now_s = clock.now_s()
@@ -249,10 +255,10 @@ class NodeControl:
             parts.callback(self._peers.tick, now_s)
             parts.callback(self._state.fetcher.flights.give_up_overdue)
             parts.callback(self._state.hints.answer_overdue)
-            parts.callback(self._fence.check)
+            parts.callback(self.fence.check)
             parts.callback(self._want_mover)
             parts.callback(self.handoffs.tick, now_s)
-            parts.callback(self._pool.tick, now_s)
+            parts.callback(self.pool.tick, now_s)
 
 
 def owner_of_key(key: object) -> str:

@@ -33,7 +33,7 @@ class MoverFence:
 
     def __init__(self, config: StoreConfig, mover: MoverLink, pools: Callable[[], list[Pool]]) -> None:
         self._config, self._mover, self._pools = config, mover, pools
-        self._killed_pid, self._again_s = 0, 0.0
+        self.killed_pid, self._again_s = 0, 0.0
         self.num_fenced = 0
 
     def wants_ticks(self) -> bool:
@@ -48,9 +48,9 @@ class MoverFence:
     def kill(self, reason: str) -> None:
         """Kill the mover, unless it was killed less than `_GONE_WITHIN_S` ago."""
         now_s, pid = clock.now_s(), self._mover.pid
-        if pid == self._killed_pid and now_s < self._again_s:
+        if pid == self.killed_pid and now_s < self._again_s:
             return
-        self._killed_pid, self._again_s = pid, now_s + _GONE_WITHIN_S
+        self.killed_pid, self._again_s = pid, now_s + _GONE_WITHIN_S
         if self._mover.fence():
             self.num_fenced += 1
             logger.warning("mover %d is killed and will be replaced: %s", pid, reason)

@@ -66,13 +66,13 @@ class HandoffControl:
         self._state, self._service, self._server = state, state.pool_service, server
         self._claim_ended = claim_ended
         self.table = HandoffTable()
-        self._waiting = WaitingClaims()
+        self.waiting = WaitingClaims()
         self.stages = StageBook(state.config, state.mover)
         self.fetcher = HandoffFetcher(
             state.config, lambda: state.pool_service.pool, state.peers, state.mover, self.stages, self._version,
             state.pool_service.hear_clearing, server, state.threads,
         )  # fmt: skip
-        self.peers = HandoffPeers(state, self.table, self._waiting, self.stages, self._arena, claim_began, claim_ended)
+        self.peers = HandoffPeers(state, self.table, self.waiting, self.stages, self._arena, claim_began, claim_ended)
         self.routes: dict[Op, Handler] = {
             Op.HANDOFF_PREPARE: self._prepare,
             Op.HANDOFF_PACKING: self._packing,
@@ -127,25 +127,25 @@ class HandoffControl:
         connection.gave = message.request, functools.partial(self._never_written, wanted.key, wanted.writer)
 
     def _packing(self, connection: Connection, message: Message) -> None:
-        self._waiting.are_soon(decode_key(message.payload))
+        self.waiting.are_soon(decode_key(message.payload))
         self._server.stay_awake(_AWAKE_S)
 
     def _complete(self, connection: Connection, message: Message) -> bytes:
         done = decode_complete_handoff(message.payload)
         completed = self.table.complete(done.key, done.writer, connection.owner, deadline_after(done.ttl_s))
-        self._waiting.look_again(done.key)  # Before the answer, which is not urgent.
+        self.waiting.look_again(done.key)  # Before the answer, which is not urgent.
         return encode(completed)
 
     def _abort(self, connection: Connection, message: Message) -> bytes:
         failed = decode_abort_handoff(message.payload)
         aborted = self.table.abort(failed.key, failed.writer)
-        self._waiting.look_again(failed.key)
+        self.waiting.look_again(failed.key)
         return encode(aborted)
 
     def _withdraw(self, connection: Connection, message: Message) -> bytes:
         key = decode_key(message.payload)
         withdrawn = self.table.withdraw(key)
-        self._waiting.look_again(key)
+        self.waiting.look_again(key)
         return encode(withdrawn)
 
     def _soon(self, connection: Connection, message: Message) -> None:
@@ -176,7 +176,7 @@ class HandoffControl:
 
     def _never_written(self, key: bytes, writer: int) -> None:
         self.table.abort(key, writer)
-        self._waiting.look_again(key)
+        self.waiting.look_again(key)
 
     def _answer_later(self, connection: Connection, message: Message, work: Callable[[], object]) -> None:
         answer_later(self._state.threads, Blocking.STAGE, connection, message, work)
@@ -198,7 +198,7 @@ class HandoffControl:
             return
         # The client copies directly out of the slots in which the blocks were published.
         serve = functools.partial(self._claim_here, connection, question, clock.now_s(), request, send)
-        self._waiting.serve(request.key, connection, request.timeout_s, serve)
+        self.waiting.serve(request.key, connection, request.timeout_s, serve)
 
     def _claim_here(
         self,
@@ -247,14 +247,14 @@ class HandoffControl:
 
     def wants_ticks(self) -> bool:
         """Return whether anything here has a deadline."""
-        return len(self.table) > 0 or len(self._waiting) > 0 or len(self.fetcher) > 0
+        return len(self.table) > 0 or len(self.waiting) > 0 or len(self.fetcher) > 0
 
     def tick(self, now_s: float) -> None:
         """End the claims, hand-offs and waits whose time has expired."""
         self.table.end_cleared(self._version)
         for claim_id in self.table.expire(now_s):
             self._claim_ended(claim_id)
-        self._waiting.tick(now_s)
+        self.waiting.tick(now_s)
         self.fetcher.tick(now_s)
 
     def stats(self) -> dict[str, Any]:

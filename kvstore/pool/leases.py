@@ -40,7 +40,7 @@ class LeaseTable:
     def __init__(
         self, table: SlotTable, max_pinned: int, max_hard_pinned: int, epoch: bytes, new_id: Callable[[], int]
     ) -> None:
-        self._table, self._epoch, self._new_id = table, epoch, new_id
+        self._table, self._epoch, self.new_id = table, epoch, new_id
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
         self._leases: dict[int, _Lease] = {}
         self._by_owner = IdsByOwner()
@@ -66,7 +66,7 @@ class LeaseTable:
                 f"wanted at most {MAX_LEASES} leases and pins of a store at once, got one more; release those that are "
                 "not needed, and pin the blocks of a prompt once"
             )
-        lease_id = self._new_id()
+        lease_id = self.new_id()
         lease, num_refused = self._take(chain, owner, deadline_s, kind)
         self._leases[lease_id] = lease
         self._by_owner.add(owner, lease_id)

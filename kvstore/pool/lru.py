@@ -35,10 +35,10 @@ class LeastRecentlyUsed:
         #: Entries of the log up to this stamp were read.
         self.passed = 0
         self._now = 0
-        self._log: deque[tuple[int, SlotList]] = deque()
+        self.log: deque[tuple[int, SlotList]] = deque()
         # Entries that a sweep has processed, older than all of `_log`; see `_sweep`.
         self._swept: deque[tuple[int, SlotList]] = deque()
-        self._num_logged = 0
+        self.num_logged = 0
         self._current: list[int] = []
         self._late: list[tuple[int, int]] = []
 
@@ -46,9 +46,9 @@ class LeastRecentlyUsed:
         """Make the slots of a chain the most recent; its root is the last of them to be evicted."""
         self._now = now = self._now + 1
         self._stamps[slots.index] = now
-        self._log.append((now, slots))
-        self._num_logged += len(slots)
-        if self._num_logged > 2 * len(self.stamp) + 64:
+        self.log.append((now, slots))
+        self.num_logged += len(slots)
+        if self.num_logged > 2 * len(self.stamp) + 64:
             self._sweep(2 * len(slots) + 64)
         return now
 
@@ -97,9 +97,9 @@ class LeastRecentlyUsed:
                 touched, slot = heapq.heappop(late)
             elif current:
                 slot, touched = current.pop(), passed
-            elif self._swept or self._log:
-                self.passed, slots = (self._swept or self._log).popleft()
-                self._num_logged -= len(slots)
+            elif self._swept or self.log:
+                self.passed, slots = (self._swept or self.log).popleft()
+                self.num_logged -= len(slots)
                 self._current = list(slots)
                 current, passed = self._current, self.passed
                 continue
@@ -124,25 +124,25 @@ class LeastRecentlyUsed:
 
     def _sweep(self, num_entries: int) -> None:
         # A little at each touch, so that no caller pays for all of it: twice as many slots as the touch added.
-        while num_entries > 0 and self._log:
-            touched, slots = self._log.popleft()
+        while num_entries > 0 and self.log:
+            touched, slots = self.log.popleft()
             num_entries -= len(slots)
             is_live = self._stamps[slots.index] == touched
             num_live = int(np.count_nonzero(is_live))
-            self._num_logged -= len(slots) - num_live
+            self.num_logged -= len(slots) - num_live
             if num_live < len(slots):
                 slots = SlotList.of(np.array(slots.packed)[is_live].tolist()) if num_live else slots
             if num_live:
                 self._swept.append((touched, slots))
-        if not self._log:
-            self._log, self._swept = self._swept, self._log
+        if not self.log:
+            self.log, self._swept = self._swept, self.log
 
     def check(self, evictable: set[int]) -> None:
         """Assert that every evictable slot has a place, and that the log is consistent."""
         placed = {slot for touched, slot in self._late if self.stamp[slot] == touched}
         placed |= {slot for slot in self._current if self.stamp[slot] == self.passed}
         placed |= {slot for slot, touched in self._held_back.items() if self.stamp[slot] == touched}
-        batches = [*self._swept, *self._log]
+        batches = [*self._swept, *self.log]
         for touched, slots in batches:
             placed |= {slot for slot in slots if self.stamp[slot] == touched}
         assert evictable <= placed, f"slots {sorted(evictable - placed)} could be evicted but never come up"
@@ -151,4 +151,4 @@ class LeastRecentlyUsed:
         stamps = [touched for touched, _ in batches]
         assert stamps == sorted(stamps), "the log is out of order"
         assert all(touched > self.passed for touched in stamps), "the log goes back"
-        assert self._num_logged == sum(len(slots) for _, slots in batches), "entries of the log"
+        assert self.num_logged == sum(len(slots) for _, slots in batches), "entries of the log"

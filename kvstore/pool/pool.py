@@ -69,16 +69,16 @@ class Pool:
         self.epoch = secrets.token_bytes(8) if epoch is None else epoch
         self._lock = threading.Lock()
         self._yield = yield_point
-        self._table = SlotTable(num_slots, presence)
-        self._watches = WatchTable(self._table.index)
-        self._swept_at_once = _SWEPT_AT_ONCE
+        self.table = SlotTable(num_slots, presence)
+        self.watches = WatchTable(self.table.index)
+        self.swept_at_once = _SWEPT_AT_ONCE
         new_id = count_from(secrets.randbits(48) + 1).__next__
         most = num_slots if max_pinned is None else max_pinned
         hard = most // 2 if max_hard_pinned is None else max_hard_pinned
-        self._leases = LeaseTable(self._table, most, hard, self.epoch, new_id)
+        self.leases = LeaseTable(self.table, most, hard, self.epoch, new_id)
         self._clears = ClearCounts() if clears is None else clears
-        self._writes = WriteTable(self._table, self.epoch, new_id, self._watches.settled, self._clears)
-        self._new_id = new_id
+        self.writes = WriteTable(self.table, self.epoch, new_id, self.watches.settled, self._clears)
+        self.new_id = new_id
 
     def _step(self, name: str) -> threading.Lock:
         if self._yield is not None:
@@ -94,7 +94,7 @@ class Pool:
     def num_ready(self, namespace: bytes, data: bytes) -> int:
         """Return how many leading blocks of `data`, hashes back to back, are readable here. Changes nothing."""
         with self._step("lookup"):
-            return self._table.index.num_ready(namespace, data)
+            return self.table.index.num_ready(namespace, data)
 
     def pin_prefix(self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
@@ -115,8 +115,8 @@ class Pool:
         _check_deadline(deadline_s)
         with self._step("pin_prefix"):
             if lease_id:
-                return self._leases.grow(lease_id, chain, owner, deadline_s)
-            return self._leases.pin(chain, owner, deadline_s, PinKind.LEASE)
+                return self.leases.grow(lease_id, chain, owner, deadline_s)
+            return self.leases.pin(chain, owner, deadline_s, PinKind.LEASE)
 
     def pin(self, chain: BlockHashes, owner: str, kind: PinKind, deadline_s: float = _NEVER_S) -> Grant:
         """Pin the readable prefix of a run, HARD or SOFT, until it is released.
@@ -129,10 +129,10 @@ class Pool:
         """
         _check_deadline(deadline_s)
         with self._step("pin"):
-            grant = self._leases.pin(chain, owner, deadline_s, kind)
+            grant = self.leases.pin(chain, owner, deadline_s, kind)
             if grant.packed_slots:
                 return grant
-            self._leases.release(grant.lease_id, owner)
+            self.leases.release(grant.lease_id, owner)
         if grant.num_refused:
             raise PoolExhausted(
                 f"wanted to pin {grant.num_refused} blocks ({kind.name.lower()}), but the budget of pins is used up; "
@@ -144,17 +144,17 @@ class Pool:
         """Move a lease's deadline later, never earlier; False when `owner` does not hold it in this epoch."""
         _check_deadline(deadline_s)
         with self._step("renew"):
-            return epoch in (None, self.epoch) and self._leases.renew(lease_id, owner, deadline_s)
+            return epoch in (None, self.epoch) and self.leases.renew(lease_id, owner, deadline_s)
 
     def release(self, lease_id: int, owner: str, *, epoch: bytes | None = None) -> bool:
         """Drop a lease; False, and nothing changes, when `owner` does not hold it (any more) in this epoch."""
         with self._step("release"):
-            return epoch in (None, self.epoch) and self._leases.release(lease_id, owner)
+            return epoch in (None, self.epoch) and self.leases.release(lease_id, owner)
 
     def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation of each slot."""
         with self._lock:
-            return tuple(self._table.columns.generation[slot] for slot in slots)
+            return tuple(self.table.columns.generation[slot] for slot in slots)
 
     # Writing.
 
@@ -205,8 +205,8 @@ class Pool:
         )
         with self._step("prepare_store"):
             if num_clears is not None and num_clears != self._clears.get(chain.namespace):
-                return self._writes.refuse(chain.namespace)
-            return self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
+                return self.writes.refuse(chain.namespace)
+            return self.writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
 
     def reserve(
         self, num_blocks: int, owner: str, *, deadline_s: float = _NEVER_S, may_evict: bool = True
@@ -228,7 +228,7 @@ class Pool:
         _check_deadline(deadline_s)
         with self._step("reserve"):
             terms = WriteTerms(owner=owner, deadline_s=deadline_s)
-            return self._writes.reserve(num_blocks, terms, may_evict=may_evict)
+            return self.writes.reserve(num_blocks, terms, may_evict=may_evict)
 
     def complete_store(
         self,
@@ -257,9 +257,9 @@ class Pool:
             InvalidRequest: `count` was given for a write of several parts; nothing changed.
         """
         with self._step("complete_store"):
-            write = self._writes.find(write_id, owner, epoch, generations)
-            num_published = 0 if write is None else self._writes.complete(write_id, write, count)
-            calls = self._watches.take_calls()
+            write = self.writes.find(write_id, owner, epoch, generations)
+            num_published = 0 if write is None else self.writes.complete(write_id, write, count)
+            calls = self.watches.take_calls()
         return _after(calls, num_published)
 
     def abort_store(
@@ -283,11 +283,11 @@ class Pool:
         """
         with self._step("abort_store"):
             try:
-                write = self._writes.find(write_id, owner, epoch, generations)
+                write = self.writes.find(write_id, owner, epoch, generations)
             except StaleTicket:
                 return 0
-            num_lost = 0 if write is None else self._writes.abort(write_id, write, quarantine)
-            calls = self._watches.take_calls()
+            num_lost = 0 if write is None else self.writes.abort(write_id, write, quarantine)
+            calls = self.watches.take_calls()
         return _after(calls, num_lost)
 
     def watch(self, chain: BlockHashes, then: Callable[[int], None]) -> int:
@@ -303,51 +303,51 @@ class Pool:
             A number for `end_watch`.
         """
         with self._step("watch"):
-            watch_id = self._new_id()
-            self._watches.add(watch_id, chain, then)
-            calls = self._watches.take_calls()
+            watch_id = self.new_id()
+            self.watches.add(watch_id, chain, then)
+            calls = self.watches.take_calls()
         return _after(calls, watch_id)
 
     def is_watching(self, watch_id: int) -> bool:
         """Return whether a watch has not been called yet."""
-        return watch_id in self._watches
+        return watch_id in self.watches
 
     def end_watch(self, watch_id: int) -> None:
         """End a watch now: it is called, and blocks still being written do not count. No effect after its call."""
         with self._step("end_watch"):
-            self._watches.drop(watch_id)
-            calls = self._watches.take_calls()
+            self.watches.drop(watch_id)
+            calls = self.watches.take_calls()
         _after(calls, 0)
 
     def end_quarantine(self, name: str) -> int:
         """Free the slots quarantined under `name`, when no transfer can write to them; return how many."""
         with self._step("end_quarantine"):
-            return self._table.columns.end_quarantine(name)
+            return self.table.columns.end_quarantine(name)
 
     # Owners, namespaces, time.
 
     def release_owner(self, owner: str) -> int:
         """Drop all leases and unfinished writes of an owner that has ended; return how many."""
         with self._step("release_owner"):
-            num_dropped = self._leases.release_owner(owner) + self._writes.release_owner(owner)
-            calls = self._watches.take_calls()
+            num_dropped = self.leases.release_owner(owner) + self.writes.release_owner(owner)
+            calls = self.watches.take_calls()
         return _after(calls, num_dropped)
 
     def release_pins(self, owner: str) -> int:
         """Drop all hard and soft pins of an owner, but not its read leases; return how many."""
         with self._step("release_pins"):
-            return self._leases.release_pins(owner)
+            return self.leases.release_pins(owner)
 
     def holds(self, owner: str) -> bool:
         """Return whether an owner has a lease or an unfinished write."""
         with self._lock:
-            return self._leases.holds(owner) or self._writes.holds(owner)
+            return self.leases.holds(owner) or self.writes.holds(owner)
 
     def expire(self, now_s: float) -> int:
         """Drop every lease and abort every write whose deadline has passed; return how many."""
         with self._step("expire"):
-            num_dropped = self._leases.expire(now_s) + self._writes.expire(now_s)
-            calls = self._watches.take_calls()
+            num_dropped = self.leases.expire(now_s) + self.writes.expire(now_s)
+            calls = self.watches.take_calls()
         return _after(calls, num_dropped)
 
     def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
@@ -377,15 +377,15 @@ class Pool:
             if not is_news():
                 return None
             self._clears.add(namespace)
-            num_cleared = self._writes.clear(namespace)
-            calls = self._watches.take_calls()
+            num_cleared = self.writes.clear(namespace)
+            calls = self.watches.take_calls()
         return _after(calls, num_cleared)
 
     def sweep(self) -> bool:
         """Give some cleared slots back; return whether there are more. A claim that lacks slots sweeps, too."""
         with self._step("sweep"):
-            self._writes.sweep(self._swept_at_once)
-            return bool(self._table.index.cleared)
+            self.writes.sweep(self.swept_at_once)
+            return bool(self.table.index.cleared)
 
     def sweep_all(self) -> None:
         """Give all cleared slots back, but let other threads have the lock in between."""
@@ -395,7 +395,7 @@ class Pool:
     def has_cleared(self) -> bool:
         """Return whether `sweep` has something to do."""
         with self._lock:
-            return bool(self._table.index.cleared)
+            return bool(self.table.index.cleared)
 
     def num_clears(self, namespace: bytes) -> int:
         """Return how often a namespace, or another one that shares its counter, was cleared here."""
@@ -411,43 +411,43 @@ class Pool:
         the present state.
         """
         with self._lock:
-            events = self._table.index.events.take()
+            events = self.table.index.events.take()
         return None if events is None else [(present, own) for present, hashes in events for own in hashes]
 
     def resident_hashes(self) -> list[bytes]:
         """Return a consistent snapshot of all findable hashes, and forget pending events."""
         with self._lock:
-            self._table.index.events.take()
-            return [own for space in self._table.index.spaces.values() for own in space.ready]
+            self.table.index.events.take()
+            return [own for space in self.table.index.spaces.values() for own in space.ready]
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
-            return self._table.index.hot_chains(max_blocks)
+            return self.table.index.hot_chains(max_blocks)
 
     def num_leases(self) -> int:
         """Return how many leases are held."""
         with self._lock:
-            return len(self._leases)
+            return len(self.leases)
 
     def has_deadlines(self) -> bool:
         """Return whether `expire` may ever have something to do."""
         with self._lock:
-            return len(self._leases) > 0 or self._writes.has_deadlines()
+            return len(self.leases) > 0 or self.writes.has_deadlines()
 
     @property
     def num_slots(self) -> int:
         """All slots."""
-        return self._table.num_slots
+        return self.table.num_slots
 
     @property
     def num_quarantined(self) -> int:
         """Slots that a transfer may still write."""
-        return self._table.columns.num_quarantined
+        return self.table.columns.num_quarantined
 
     def stats(self) -> PoolStats:
         """Return counts of one moment."""
-        table, columns = self._table, self._table.columns
+        table, columns = self.table, self.table.columns
         with self._lock:
             num_ready = table.num_slots - columns.num_free - columns.num_writing - columns.num_quarantined
             return PoolStats(
@@ -457,23 +457,23 @@ class Pool:
                 num_idle=num_ready - columns.num_pinned,
                 num_pinned=columns.num_pinned,
                 num_quarantined=columns.num_quarantined,
-                num_leases=len(self._leases),
-                num_writes=len(self._writes),
+                num_leases=len(self.leases),
+                num_writes=len(self.writes),
                 num_evicted=table.num_evicted,
                 num_published=table.num_published,
-                num_hard_pinned=len(self._leases.hard_pins),
+                num_hard_pinned=len(self.leases.hard_pins),
                 num_soft_pinned=len(table.eviction.soft_pins),
-                num_soft_pins=self._leases.num_soft_pins,
+                num_soft_pins=self.leases.num_soft_pins,
             )
 
     def check_integrity(self) -> None:
         """Assert all invariants between two calls; for tests, and cheap only for small pools."""
         with self._lock:
             refs: Counter[int] = Counter()
-            self._leases.check(refs)
-            self._writes.check(refs)
-            check_slots(self._table)
-            held = {slot: count for slot, count in enumerate(self._table.columns.ref_count) if count}
+            self.leases.check(refs)
+            self.writes.check(refs)
+            check_slots(self.table)
+            held = {slot: count for slot, count in enumerate(self.table.columns.ref_count) if count}
             assert refs == held, f"held {refs}, counted {held}"
 
 

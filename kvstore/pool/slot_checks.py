@@ -14,7 +14,7 @@ def check_slots(table: SlotTable) -> None:
     ready, writing = check_index(table.index)
     columns = table.columns
     states = {
-        "free": columns._free, "writing": [*writing, *columns.aborted], "ready": [*ready, *columns.cleared],
+        "free": columns.free, "writing": [*writing, *columns.aborted], "ready": [*ready, *columns.cleared],
         "quarantined": [slot for slots in columns.quarantined.values() for slot in slots],
     }  # fmt: skip
     listed = Counter(slot for slots in states.values() for slot in slots)

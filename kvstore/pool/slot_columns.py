@@ -38,13 +38,13 @@ class SlotColumns:
         self.quarantined: dict[str, list[int]] = {}
         self.num_pinned = self.num_writing = self.num_quarantined = 0
         # Highest index first, so that taking from the end hands out the lowest; sorted again when needed.
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.free = list(range(num_slots - 1, -1, -1))
         self._free_is_sorted = True
 
     @property
     def num_free(self) -> int:
         """Number of free slots."""
-        return len(self._free)
+        return len(self.free)
 
     def lives(self, slots: SlotList) -> bytes:
         """Return the generation of each slot as little-endian uint32."""
@@ -56,7 +56,7 @@ class SlotColumns:
 
     def take_free(self, wanted: int) -> list[int]:
         """Take up to `wanted` free slots, the lowest ones, in ascending order."""
-        free = self._free
+        free = self.free
         if not self._free_is_sorted:
             free.sort(reverse=True)
             self._free_is_sorted = True
@@ -87,7 +87,7 @@ class SlotColumns:
         return len(slots)
 
     def _free_up(self, slots: Collection[int]) -> None:
-        self._free += slots
+        self.free += slots
         self._free_is_sorted = False
 
     def pin(self, slots: SlotList) -> None:

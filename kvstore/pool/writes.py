@@ -84,7 +84,7 @@ class WriteTable:
         on_settled: Callable[[Collection[bytes]], None],
         clears: ClearCounts,
     ) -> None:
-        self._table, self._epoch, self._new_id, self._on_settled = table, epoch, new_id, on_settled
+        self._table, self._epoch, self.new_id, self._on_settled = table, epoch, new_id, on_settled
         self._writes: dict[int, _Write] = {}
         self._by_owner = IdsByOwner()
         # Slots held or pinned by all writes together.
@@ -146,7 +146,7 @@ class WriteTable:
             stamp = 0
         write_id, generations = 0, b""
         if indexes:
-            write_id, generations = self._new_id(), table.columns.lives(listed)
+            write_id, generations = self.new_id(), table.columns.lives(listed)
             own = hashes if len(indexes) == len(hashes) else [hashes[i] for i in indexes]
             if terms.num_parts > 1:  # Ranks that write the same blocks keep one copy of their hashes.
                 own = [index.block_hash[slot] for slot in slots]
@@ -183,7 +183,7 @@ class WriteTable:
                 "leases or add capacity"
             )
         run = table.claim_anonymous(num_blocks)
-        write_id, generations = self._new_id(), table.columns.lives(run.whole)
+        write_id, generations = self.new_id(), table.columns.lives(run.whole)
         self._begin(write_id, _Write(terms, [], run.slots, generations, NO_SLOTS, 0, [], NOTHING))
         return StoreTicket(
             write_id=write_id,

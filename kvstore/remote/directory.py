@@ -75,43 +75,43 @@ class DirectoryServer:
         self._token = secrets.token_hex(16)
         self._host = host
         self._settle_s = settle_s
-        self._settled_at_s = clock.now_s() + settle_s
-        self._links: dict[str, _Link] = {}
+        self.settled_at_s = clock.now_s() + settle_s
+        self.links: dict[str, _Link] = {}
         self._lives = itertools.count(1)
-        self._versions = NamespaceVersions()
+        self.versions = NamespaceVersions()
         #: Connections that were told which node is the only one; closed when another node appears.
         self._lonely: dict[str, Connection] = {}
-        self._server = ControlServer(
-            self._serve, self._gone, self.index.sweep, lambda: self.index.is_sweeping, _SWEEP_EVERY_S,
+        self.server = ControlServer(
+            self._serve, self.gone, self.index.sweep, lambda: self.index.is_sweeping, _SWEEP_EVERY_S,
             max_bytes={Role.STORE: _MAX_MESSAGE_BYTES},
         )  # fmt: skip
-        self._server.listen_remote(host)
-        self._server.start()
+        self.server.listen_remote(host)
+        self.server.start()
 
     def address(self) -> PeerAddress:
         """Return where stores reach this directory."""
-        return PeerAddress(self._host, self._server.port, self._token)
+        return PeerAddress(self._host, self.server.port, self._token)
 
     def is_serving(self, within_s: float) -> bool:
         """Return whether the thread that serves the stores answers within `within_s` seconds."""
-        return self._server.is_serving(within_s)
+        return self.server.is_serving(within_s)
 
     def version(self, namespace: bytes) -> int:
         """Return the highest version of a namespace that this directory knows."""
-        return self._versions.get(namespace)
+        return self.versions.get(namespace)
 
     def hear_clearing(self, namespace: bytes, version: int) -> bool:
         """Note a clearing; return whether it is new. Each store is told when it publishes next."""
-        return self._versions.hear(namespace, version)
+        return self.versions.hear(namespace, version)
 
     def stop(self) -> None:
         """Stop serving."""
-        self._server.stop()
+        self.server.stop()
 
     def _serve(self, connection: Connection, message: Message) -> bytes | None:
         if message.op is Op.HELLO:
             return self._hello(connection, message)
-        link = self._links.get(connection.owner)
+        link = self.links.get(connection.owner)
         if link is None:
             raise ProtocolError("wanted HELLO first")
         if message.op is Op.LOCATE:
@@ -140,13 +140,13 @@ class DirectoryServer:
                 f"bytes in hexadecimal, got {clip(node_id)}, {clip(value.get('epoch'))} and {clip(value.get('owner'))}"
             )
         connection.role = Role.STORE
-        self._links[connection.owner] = _Link(str(node_id), epoch, owner, connection)
+        self.links[connection.owner] = _Link(str(node_id), epoch, owner, connection)
         return encode_object({"protocol": PROTOCOL_VERSION})
 
     def _only_node(self) -> str:
         """Return the only node that has a store, or "" if there may be others."""
         nodes = self.index.nodes()
-        return nodes[0] if len(nodes) == 1 and clock.now_s() >= self._settled_at_s else ""
+        return nodes[0] if len(nodes) == 1 and clock.now_s() >= self.settled_at_s else ""
 
     def _publish(self, link: _Link, batch: Batch) -> bytes:
         """Add a batch to the index; return the versions that this connection was not told yet."""
@@ -156,7 +156,7 @@ class DirectoryServer:
                 "connect again"
             )
         link.sequence = batch.sequence
-        self._versions.hear_all(batch.versions)
+        self.versions.hear_all(batch.versions)
         if batch.begins:
             self._begin(link)
         removed = hashes_in(batch.removed)
@@ -171,14 +171,14 @@ class DirectoryServer:
             for lonely in self._lonely.values():
                 lonely.shut_down()  # Before the new node receives its answer.
             self._lonely.clear()
-        link.told, news = self._versions.since(link.told)
+        link.told, news = self.versions.since(link.told)
         return encode({n: version for n, version in news.items() if batch.versions.get(n) != version})
 
     def _begin(self, link: _Link) -> None:
         """Begin a full announcement; the one before it counts until this one is complete."""
         self._forget(link, link.coming)
         link.coming = next(self._lives)
-        for other in self._links.values():
+        for other in self.links.values():
             is_same = (other.node_id, other.epoch, other.owner) == (link.node_id, link.epoch, link.owner)
             if is_same and other is not link and other.sequence:
                 # The same store over an earlier connection, whose end was not seen here.
@@ -191,12 +191,13 @@ class DirectoryServer:
         if life:
             self.index.forget(link.node_id, life)
 
-    def _gone(self, connection: Connection) -> None:
+    def gone(self, connection: Connection) -> None:
+        """Forget the blocks of a node store whose connection has ended."""
         self._lonely.pop(connection.owner, None)
-        link = self._links.pop(connection.owner, None)
+        link = self.links.pop(connection.owner, None)
         if link is not None and (link.life or link.coming):
             # The store may connect again and announce its blocks.
-            self._settled_at_s = clock.now_s() + self._settle_s
+            self.settled_at_s = clock.now_s() + self._settle_s
             self._forget(link, link.life)
             self._forget(link, link.coming)
 

@@ -78,21 +78,21 @@ class Hints:
         self._epoch = secrets.token_bytes(8) if epoch is None else epoch
         #: Proves to the directory that connections are of this store: many processes know its epoch.
         self._owner_key = secrets.token_bytes(OWNER_KEY_BYTES)
-        self._versions, self._clear, self._told = versions, clear, 0
+        self.versions, self._clear, self._told = versions, clear, 0
         self._announcements = Announcements()
         self._condition = threading.Condition()
         self._waiting: list[_Waiting] = []
         self._num_begun = 0
-        self._pending = self._stopping = self._is_away = False
+        self._pending = self._stopping = self.is_away = False
         self._publisher: ControlClient | None = None
-        self._asker: ControlClient | None = None
+        self.asker: ControlClient | None = None
         self._ask_lock = threading.Lock()
         #: The directory knew no other node. When another appears, it closes the connection on which it said so.
         self._is_only = False
         self._solitude = Solitude(say_alone)
-        self._ask_after_s = 0.0
+        self.ask_after_s = 0.0
         self._remembered: dict[bytes, tuple[float, list[tuple[str, int]]]] = {}
-        self._thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="raykv-hints", daemon=True)
 
     def start(self, timeout_s: float) -> None:
         """Start the thread, and wait for the directory's first answer, which names the cleared namespaces.
@@ -100,7 +100,7 @@ class Hints:
         So a new store knows them before it keeps a block. After `timeout_s` the answer is not waited for any longer.
         """
         done = threading.Event()
-        self._thread.start()
+        self.thread.start()
         self.publish_soon(done.set)
         done.wait(timeout_s)
 
@@ -121,7 +121,7 @@ class Hints:
         is complete when its node can find the blocks, and a directory that hangs must not make it fail.
         """
         with self._condition:
-            at_once = then is not None and (self._stopping or self._is_away)
+            at_once = then is not None and (self._stopping or self.is_away)
             if not self._stopping:
                 self._pending = True
                 if then is not None and not at_once:
@@ -171,36 +171,36 @@ class Hints:
 
     def _locate(self, chain: BlockHashes) -> list[tuple[str, int]]:
         started_s = clock.now_s()
-        if started_s < self._ask_after_s:
+        if started_s < self.ask_after_s:
             return []
         self._is_only = False
         self._solitude.end()
         try:
-            nodes, only = _located(self._ask(chain.encode()), len(chain))
+            nodes, only = _located(self.ask(chain.encode()), len(chain))
         except KVStoreError as error:
             hung = isinstance(error, TransferTimeout) or clock.now_s() - started_s > _RETRY_S
-            self._ask_after_s = clock.now_s() + (_RETRY_HUNG_S if hung else _RETRY_S)
+            self.ask_after_s = clock.now_s() + (_RETRY_HUNG_S if hung else _RETRY_S)
             logger.warning("the directory cannot be asked: %s; blocks of peers are misses until it can", error)
             return []
         self._is_only = only == self._node_id
-        if self._is_only and self._asker is not None:
-            self._solitude.begin(self._asker)
+        if self._is_only and self.asker is not None:
+            self._solitude.begin(self.asker)
         return nodes
 
-    def _ask(self, chain: bytes) -> bytes:
+    def ask(self, chain: bytes) -> bytes:
         """Ask over the open connection, or over a new one if it was closed.
 
         The directory closes it when it meets another node, and when it ends.
         """
-        if self._asker is not None and not self._asker.closed:
+        if self.asker is not None and not self.asker.closed:
             with contextlib.suppress(PeerLost):
-                return self._asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
-        self._asker = self._connect()
-        return self._asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
+                return self.asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
+        self.asker = self._connect()
+        return self.asker.call(Op.LOCATE, chain, timeout_s=self._timeout_s)
 
     def is_alone(self) -> bool:
         """Return whether no other node is known to hold blocks, without asking. Never waits."""
-        asker = self._asker
+        asker = self.asker
         return self._is_only and asker is not None and asker.is_quiet()
 
     def remember(self, block_hash: bytes, nodes: list[tuple[str, int]]) -> None:
@@ -220,10 +220,10 @@ class Hints:
         with self._condition:
             self._stopping = True
             self._condition.notify()
-        if self._thread.is_alive():
-            self._thread.join(2.0)
+        if self.thread.is_alive():
+            self.thread.join(2.0)
         self._solitude.end()
-        for client in (self._publisher, self._asker):
+        for client in (self._publisher, self.asker):
             if client is not None:
                 client.close()
 
@@ -263,13 +263,13 @@ class Hints:
         try:
             is_there = self._publish()
         finally:
-            self._is_away = not is_there
-            if self._is_away or self._announcements.are_changes_told:
+            self.is_away = not is_there
+            if self.is_away or self._announcements.are_changes_told:
                 self._answer(lambda waiting: waiting.batch <= number)
-            if self._is_away or not self._announcements.is_all_told:
+            if self.is_away or not self._announcements.is_all_told:
                 with self._condition:
                     self._pending = True
-        if self._is_away:
+        if self.is_away:
             self._rest(_RETRY_S)
 
     def _rest(self, seconds: float) -> None:
@@ -282,7 +282,7 @@ class Hints:
             if self._publisher is None or self._publisher.closed:
                 self._publisher, self._told = self._connect(), 0
                 self._announcements.begin_connection()
-            told, versions = self._versions.since(self._told)
+            told, versions = self.versions.since(self._told)
             # Sent even when empty: this shows whether the directory was restarted.
             batch = encode(self._announcements.next(versions))
             news = decode_versions(self._publisher.call(Op.PUBLISH, batch, timeout_s=self._timeout_s))
@@ -295,7 +295,7 @@ class Hints:
             logger.info("could not publish hints: %s; will announce everything anew", error)
             return False
         self._told = told
-        self._versions.hear_all(news, self._clear)
+        self.versions.hear_all(news, self._clear)
         return True
 
 

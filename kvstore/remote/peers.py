@@ -111,23 +111,23 @@ class PeerBook:
 
     def __init__(self, own_node_id: str, own_epoch: bytes, resolve: Resolver, timeout_s: float) -> None:
         self.own_node_id, self._own_epoch = own_node_id, own_epoch
-        self._resolve, self._timeout_s = resolve, timeout_s
+        self.resolve, self._timeout_s = resolve, timeout_s
         self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
-        self._failures: dict[str, tuple[int, float]] = {}
+        self.peers: dict[str, Peer] = {}
+        self.failures: dict[str, tuple[int, float]] = {}
 
     def is_usable(self, node_id: str) -> bool:
         """Return whether a node may be asked now: it is not this node, and not backed off."""
         if node_id == self.own_node_id:
             return False
-        return clock.now_s() >= self._failures.get(node_id, (0, 0.0))[1]
+        return clock.now_s() >= self.failures.get(node_id, (0, 0.0))[1]
 
     def known(self, node_id: str) -> Peer | None:
         """Return a peer (or this node as its own) if its connection is open and it is not backed off."""
         if node_id != self.own_node_id and not self.is_usable(node_id):
             return None
-        peer = self._peers.get(node_id)
+        peer = self.peers.get(node_id)
         return peer if peer is not None and not peer.client.closed else None
 
     def get(self, node_id: str) -> Peer:
@@ -137,19 +137,19 @@ class PeerBook:
             PeerLost: the node cannot be reached; it is backed off.
         """
         with self._lock:
-            peer = self._peers.get(node_id)
+            peer = self.peers.get(node_id)
         if peer is not None and not peer.client.closed:
             return peer
         client = self._connect(node_id)
         same_host = client.is_to_this_host()
         peer = Peer(node_id, client, epoch_of(client.hello), self._owner_key(node_id), same_host)
         with self._lock:
-            old = self._peers.get(node_id)
+            old = self.peers.get(node_id)
             if old is not None and not old.client.closed:
                 client.close()
                 return old
-            ended = [self._peers.pop(known) for known, old in [*self._peers.items()] if old.client.has_ended()]
-            self._peers[node_id] = peer
+            ended = [self.peers.pop(known) for known, old in [*self.peers.items()] if old.client.has_ended()]
+            self.peers[node_id] = peer
         for old in ended:
             # Perhaps no load asks these nodes again: each connection would keep a file descriptor forever.
             old.close()
@@ -170,8 +170,8 @@ class PeerBook:
             if client.hello["epoch"] == peer.epoch.hex():
                 return peer
         with self._lock:
-            if self._peers.get(node_id) is peer:
-                del self._peers[node_id]
+            if self.peers.get(node_id) is peer:
+                del self.peers[node_id]
         peer.close()
         return self.get(node_id)
 
@@ -181,7 +181,7 @@ class PeerBook:
 
     def _connect(self, node_id: str) -> ControlClient:
         try:
-            address = self._resolve(node_id)
+            address = self.resolve(node_id)
             hello = {
                 "role": "peer",
                 "protocol": PROTOCOL_VERSION,
@@ -227,28 +227,28 @@ class PeerBook:
         Loads that fail during the back-off began before it: all of them together count as one failure.
         """
         with self._lock:
-            peer = self._peers.pop(node_id, None)
+            peer = self.peers.pop(node_id, None)
             now_s = clock.now_s()
-            self._failures = {n: f for n, f in self._failures.items() if f[1] + _FORGIVEN_AFTER_S > now_s}
-            count, until_s = self._failures.get(node_id, (0, 0.0))
+            self.failures = {n: f for n, f in self.failures.items() if f[1] + _FORGIVEN_AFTER_S > now_s}
+            count, until_s = self.failures.get(node_id, (0, 0.0))
             if now_s >= until_s:
                 pause_s = _BACK_OFF_S[min(count, len(_BACK_OFF_S) - 1)]
-                self._failures.pop(node_id, None)
-                if len(self._failures) >= _MOST_FAILED:
-                    del self._failures[min(self._failures, key=lambda known: self._failures[known][1])]
-                self._failures[node_id] = (count + 1, now_s + pause_s)
+                self.failures.pop(node_id, None)
+                if len(self.failures) >= _MOST_FAILED:
+                    del self.failures[min(self.failures, key=lambda known: self.failures[known][1])]
+                self.failures[node_id] = (count + 1, now_s + pause_s)
         if peer is not None:
             peer.close()
 
     def succeeded(self, node_id: str) -> None:
         """Note a success: earlier failures are forgotten."""
-        if node_id in self._failures:
+        if node_id in self.failures:
             with self._lock:  # `failed` goes through all of them.
-                self._failures.pop(node_id, None)
+                self.failures.pop(node_id, None)
 
     def close(self) -> None:
         """Close all connections."""
         with self._lock:
-            peers, self._peers = list(self._peers.values()), {}
+            peers, self.peers = list(self.peers.values()), {}
         for peer in peers:
             peer.close()

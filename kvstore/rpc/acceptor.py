@@ -37,10 +37,10 @@ class Acceptor:
     def __init__(
         self, loop: ControlLoop, take: Callable[[socket.socket, str], None], make_room: Callable[[], bool]
     ) -> None:
-        self._loop, self._take, self._make_room = loop, take, make_room
+        self._loop, self.take, self._make_room = loop, take, make_room
         self._listeners: list[socket.socket] = []
         self._paused_until_s = 0.0
-        self._num_pauses_in_row = 0
+        self.num_pauses_in_row = 0
         self._limit = LogLimit()
 
     def listen(self, sock: socket.socket) -> None:
@@ -48,7 +48,7 @@ class Acceptor:
         sock.setblocking(False)
         sock.listen(128)
         self._listeners.append(sock)
-        self._watch(sock)
+        self.watch(sock)
 
     @property
     def is_paused(self) -> bool:
@@ -60,7 +60,7 @@ class Acceptor:
         if self.is_paused and now_s >= self._paused_until_s:
             for listener in self._listeners:
                 self._loop.unwatch(listener.fileno())  # An earlier, failed tick may have watched it.
-                self._watch(listener)
+                self.watch(listener)
             self._paused_until_s = 0.0  # Last, so that the next tick tries again after an error.
 
     def close(self) -> None:
@@ -68,7 +68,8 @@ class Acceptor:
         for listener in self._listeners:
             listener.close()
 
-    def _watch(self, listener: socket.socket) -> None:
+    def watch(self, listener: socket.socket) -> None:
+        """Have the loop tell of new connections of `listener`."""
         self._loop.watch(listener.fileno(), partial(self._accept, listener))
 
     def _accept(self, listener: socket.socket) -> None:
@@ -77,7 +78,7 @@ class Acceptor:
         try:
             sock, address = listener.accept()
             try:
-                self._take(sock, address[0] if listener.family == socket.AF_INET else "")
+                self.take(sock, address[0] if listener.family == socket.AF_INET else "")
             except BaseException:
                 sock.close()
                 raise
@@ -93,11 +94,11 @@ class Acceptor:
         except Exception as error:  # noqa: BLE001 - e.g. no memory; if raised, the loop would unwatch this forever.
             self._pause(error)
             return
-        self._num_pauses_in_row = 0
+        self.num_pauses_in_row = 0
 
     def _pause(self, error: Exception) -> None:
-        pause_s = _PAUSES_S[min(self._num_pauses_in_row, len(_PAUSES_S) - 1)]
-        self._num_pauses_in_row += 1
+        pause_s = _PAUSES_S[min(self.num_pauses_in_row, len(_PAUSES_S) - 1)]
+        self.num_pauses_in_row += 1
         self._paused_until_s = self._loop.now_s() + pause_s
         for listener in self._listeners:
             self._loop.unwatch(listener.fileno())

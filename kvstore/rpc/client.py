@@ -40,22 +40,22 @@ class ControlClient:
         self.name = name
         self.hello: dict[str, Any] = {}
         self.num_calls = 0
-        self._channel, self._turns, self._pid = Channel(sock, name), Turns(), this_process()
+        self.channel, self.turns, self._pid = Channel(sock, name), Turns(), this_process()
 
     @property
     def closed(self) -> bool:
         """Whether this connection can send no more questions."""
-        return self._channel.closed
+        return self.channel.closed
 
     @property
     def unheard(self) -> int:
         """The first question whose whole answer was not taken; 0 while there is none."""
-        return self._channel.unheard
+        return self.channel.unheard
 
     @property
     def next_question(self) -> int:
         """The number of the next question."""
-        return self._channel.request + 1
+        return self.channel.request + 1
 
     def call(
         self,
@@ -88,7 +88,7 @@ class ControlClient:
             ForkedClient: this is a child of the process that made it.
         """
         check_process(self._pid)
-        turn, turns, channel, asked = [threading.get_ident()], self._turns, self._channel, 0
+        turn, turns, channel, asked = [threading.get_ident()], self.turns, self.channel, 0
         try:
             with turns.lock:
                 if turns.now is None and turns.first is None:
@@ -128,13 +128,13 @@ class ControlClient:
         """Wait for a turn while other threads have theirs; return how much of the time is left."""
         until_s = clock.now_s() + timeout_s
         # A question with no time left for its answer would only close the connection for the next waiting threads.
-        if not self._turns.wait(turn, timeout_s, self._check_turn) or (left_s := until_s - clock.now_s()) < _LEAST_S:
+        if not self.turns.wait(turn, timeout_s, self.check_turn) or (left_s := until_s - clock.now_s()) < _LEAST_S:
             raise TransferTimeout(f"{self.name}: others' questions took all the time of {op.name}; it was not asked")
         return left_s
 
-    def _check_turn(self, now: Turn) -> None:
+    def check_turn(self, now: Turn) -> None:
         """Refuse to wait if the current turn cannot end, or the connection is closed."""
-        if self._channel.closed:
+        if self.channel.closed:
             raise NotAsked(f"{self.name}: the connection was closed meanwhile")
         if now[0] == threading.get_ident():
             raise StoreBusy(
@@ -143,19 +143,19 @@ class ControlClient:
             )
 
     def _take_turn(self, turn: Turn) -> None:
-        if not self._turns.take(turn):
-            self._turns.wait(turn, math.inf, self._check_turn)
+        if not self.turns.take(turn):
+            self.turns.wait(turn, math.inf, self.check_turn)
 
     def _end_turn(self, turn: Turn) -> None:
         """Give a turn up, if it was taken; then finish closing a connection that is marked closed."""
-        self._turns.end(turn)
-        if self._channel.closed:
+        self.turns.end(turn)
+        if self.channel.closed:
             self.close()
 
     def _give_up(self, turn: Turn) -> None:
         """End a turn after a failure in it: the connection cannot be used any more."""
-        if self._turns.now is turn:
-            self._channel.closed = True
+        if self.turns.now is turn:
+            self.channel.closed = True
         self._end_turn(turn)
 
     def _ask_and_wait(
@@ -168,7 +168,7 @@ class ControlClient:
         progress: Callable[[], None],
     ) -> Message | bytes:
         """Return the answer, or the payload of a short one."""
-        channel = self._channel
+        channel = self.channel
         request = channel.send(op, REQUEST, payload)
         if meanwhile is not None:
             meanwhile()
@@ -223,7 +223,7 @@ class ControlClient:
         try:
             self._take_turn(turn)
             self.num_calls += 1
-            channel = self._channel
+            channel = self.channel
             return wrap(Exchange(channel, turn, self._end_turn, channel.send(op, REQUEST, payload), timeout_s))
         except BaseException:
             self._give_up(turn)
@@ -250,12 +250,12 @@ class ControlClient:
         try:
             if waits:
                 self._take_turn(turn)
-            elif self._channel.closed or not self._turns.take(turn):
+            elif self.channel.closed or not self.turns.take(turn):
                 return False
-            elif not self._channel.has_room():  # Under the turn, so that no other thread closes or fills the socket.
+            elif not self.channel.has_room():  # Under the turn, so that no other thread closes or fills the socket.
                 self._end_turn(turn)
                 return False
-            self._channel.send(op, Flag.ONE_WAY, payload)
+            self.channel.send(op, Flag.ONE_WAY, payload)
             self._end_turn(turn)
         except BaseException:  # Part of it may have been sent.
             self._give_up(turn)
@@ -266,15 +266,15 @@ class ControlClient:
         """Return whether this connection is open and has no unread bytes; False while a call is under way."""
         turn = [threading.get_ident()]
         try:
-            if not self._channel.closed and self._turns.take(turn):
-                self._channel.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            if not self.channel.closed and self.turns.take(turn):
+                self.channel.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
         finally:
-            if self._turns.now is turn:
-                self._turns.now = None  # At once: an interrupt may come where `_end_turn` begins.
+            if self.turns.now is turn:
+                self.turns.now = None  # At once: an interrupt may come where `_end_turn` begins.
             self._end_turn(turn)
         return False
 
@@ -282,14 +282,14 @@ class ControlClient:
         """Return whether this connection is closed or the kernel saw its other side end; from any thread."""
         look = select.poll()
         try:
-            look.register(self._channel.sock.fileno(), select.POLLRDHUP)
+            look.register(self.channel.sock.fileno(), select.POLLRDHUP)
         except (OSError, ValueError):
             return True
-        return self._channel.closed or bool(look.poll(0))
+        return self.channel.closed or bool(look.poll(0))
 
     def fileno(self) -> int:
         """Return the descriptor; it becomes readable when bytes come or the other side ends."""
-        return self._channel.sock.fileno()
+        return self.channel.sock.fileno()
 
     def duplicate(self) -> int:
         """Return a new descriptor of the connection, owned by the caller, to watch for bytes.
@@ -300,20 +300,20 @@ class ControlClient:
         turn = [threading.get_ident()]
         try:
             self._take_turn(turn)
-            return os.dup(self._channel.sock.fileno())
+            return os.dup(self.channel.sock.fileno())
         finally:
-            if self._turns.now is turn:
-                self._turns.now = None  # At once: an interrupt may come where `_end_turn` begins.
+            if self.turns.now is turn:
+                self.turns.now = None  # At once: an interrupt may come where `_end_turn` begins.
             self._end_turn(turn)
 
     def is_to_this_host(self) -> bool:
         """Return whether the other side's address is of this machine."""
-        sock = self._channel.sock
+        sock = self.channel.sock
         return sock.family == socket.AF_UNIX or sock.getsockname()[0] == sock.getpeername()[0]
 
     def detach(self) -> socket.socket:
         """Give the socket to the caller, without timeouts; this object must not be used afterwards."""
-        channel = self._channel
+        channel = self.channel
         channel.closed = True
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             channel.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
@@ -321,7 +321,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Close the connection from any thread: a call under way ends with PeerLost; may be called again."""
-        if self._channel.shut_down():
+        if self.channel.shut_down():
             self._let_go()
 
     def _let_go(self) -> None:
@@ -329,11 +329,11 @@ class ControlClient:
         # The end of the call runs this, too.
         turn = [threading.get_ident()]
         try:
-            with self._turns.lock:
-                if self._turns.now is None:  # Even before waiting threads, which then see that it is closed.
-                    self._turns.now = turn
-            if self._turns.now is turn:
-                self._channel.sock.close()
+            with self.turns.lock:
+                if self.turns.now is None:  # Even before waiting threads, which then see that it is closed.
+                    self.turns.now = turn
+            if self.turns.now is turn:
+                self.channel.sock.close()
         finally:
-            if self._turns.now is turn:
-                self._turns.now = None
+            if self.turns.now is turn:
+                self.turns.now = None

@@ -75,21 +75,21 @@ class ControlServer:
         max_bytes: Mapping[Role, int] = MappingProxyType({}),
     ) -> None:
         self._max_bytes = max_bytes
-        self._handler, self._on_gone, self._holds = handler, on_gone, holds
+        self.handler, self.on_gone, self._holds = handler, on_gone, holds
         self._on_tick, self._is_tick_wanted = on_tick, wants_ticks
-        self._loop = ControlLoop(self._tick, self._wants_ticks, tick_s, self._shut_down)
-        self.watch, self.unwatch = self._loop.watch, self._loop.unwatch
-        self.wake, self.stay_awake, self.is_serving = self._loop.wake, self._loop.stay_awake, self._loop.is_serving
+        self.loop = ControlLoop(self._tick, self._wants_ticks, tick_s, self._shut_down)
+        self.watch, self.unwatch = self.loop.watch, self.loop.unwatch
+        self.wake, self.stay_awake, self.is_serving = self.loop.wake, self.loop.stay_awake, self.loop.is_serving
         self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._num_connections = 0
         self._file: SocketFile | None = None
-        self._strangers = Strangers(self._close)
-        self._unread = Unread(self._close)
-        self._acceptor = Acceptor(self._loop, self._take, self._strangers.cut_oldest)
+        self.strangers = Strangers(self._close)
+        self.unread = Unread(self._close)
+        self.acceptor = Acceptor(self.loop, self._take, self.strangers.cut_oldest)
         self._log = LogLimit()
         #: Messages that were not of this protocol.
         self.num_malformed = 0
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
         #: Of this host, by their owner.
         self._owned: dict[str, set[Connection]] = {}
         self.port = 0
@@ -99,7 +99,7 @@ class ControlServer:
         """Listen on a Unix SEQPACKET socket; replaces a stale file of that name."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._file = SocketFile(path, sock)
-        self._acceptor.listen(sock)
+        self.acceptor.listen(sock)
         self._file.finish()
 
     def listen_remote(self, host: str, port: int = 0) -> None:
@@ -108,33 +108,33 @@ class ControlServer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         self.port = sock.getsockname()[1]
-        self._acceptor.listen(sock)
+        self.acceptor.listen(sock)
 
     def start(self) -> None:
         """Start the server's thread."""
-        self._loop.start()
+        self.loop.start()
 
     @property
     def num_failures(self) -> int:
         """How often a call on the thread raised an unexpected error."""
-        return self._loop.num_failures
+        return self.loop.num_failures
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """Close all connections and end the thread; may be called again."""
-        self._loop.stop(timeout_s)
+        self.loop.stop(timeout_s)
 
     @property
     def num_strangers_cut(self) -> int:
         """How many connections were cut before their HELLO was accepted."""
-        return self._strangers.num_cut
+        return self.strangers.num_cut
 
     @property
     def num_unread_cut(self) -> int:
         """How many connections were cut because their clients did not read their answers."""
-        return self._unread.num_cut
+        return self.unread.num_cut
 
     def _wants_ticks(self) -> bool:
-        has_own = len(self._strangers) > 0 or len(self._unread) > 0 or self._acceptor.is_paused
+        has_own = len(self.strangers) > 0 or len(self.unread) > 0 or self.acceptor.is_paused
         return has_own or self._is_tick_wanted()
 
     def _tick(self) -> None:
@@ -143,9 +143,9 @@ class ControlServer:
             parts.callback(self._let_go_of_closed)
             if self._is_tick_wanted():
                 parts.callback(self._on_tick)
-            parts.callback(self._strangers.tick, self._loop.now_s())
-            parts.callback(self._unread.tick, self._loop.now_s())
-            parts.callback(self._acceptor.tick, self._loop.now_s())
+            parts.callback(self.strangers.tick, self.loop.now_s())
+            parts.callback(self.unread.tick, self.loop.now_s())
+            parts.callback(self.acceptor.tick, self.loop.now_s())
 
     def _take(self, sock: socket.socket, host: str) -> None:
         """Begin to serve an accepted connection; `host` is empty for this host."""
@@ -164,19 +164,19 @@ class ControlServer:
             prepare_remote(sock)
         try:
             if local and connection.pidfd >= 0:
-                self.watch(connection.pidfd, partial(self._owner_died, connection))
+                self.watch(connection.pidfd, partial(self.owner_died, connection))
             self.watch(fd, partial(self._read, connection), partial(self._flush, connection))
         except BaseException:
             self._watch_no_more(connection)  # The acceptor closes the socket.
             raise
-        self._connections.add(connection)
+        self.connections.add(connection)
         if local:
             self._owned[owner] = {connection}
-        self._strangers.came(connection)
+        self.strangers.came(connection)
 
     def _want_writable(self, connection: Connection, wanted: bool) -> None:
-        (self._unread.came if wanted else self._unread.left)(connection)
-        self._loop.want(connection.sock.fileno(), readable=not wanted or connection.reads_on, writable=wanted)
+        (self.unread.came if wanted else self.unread.left)(connection)
+        self.loop.want(connection.sock.fileno(), readable=not wanted or connection.reads_on, writable=wanted)
 
     def _flush(self, connection: Connection) -> None:
         if connection.closed:
@@ -188,7 +188,7 @@ class ControlServer:
             connection.drop_unsent()
             connection.shut_down()  # An earlier goodbye may still be unread, so it is not closed yet.
         if connection.pending and not connection.is_blocked:
-            self._loop.call_again(connection.sock.fileno())
+            self.loop.call_again(connection.sock.fileno())
 
     def _read(self, connection: Connection) -> None:
         if connection.closed:
@@ -215,7 +215,7 @@ class ControlServer:
             if message is None:
                 message = connection.decoder.packet(data)
             if message is not None:
-                self._serve(connection, message)
+                self.serve(connection, message)
         except BlockingIOError:
             return
         except ConnectionResetError as error:
@@ -238,25 +238,26 @@ class ControlServer:
         """Serve received messages, up to a limit, so that others do not wait for long."""
         until_s = clock.now_s() + _ROUND_S
         for _ in range(min(len(connection.pending), _MESSAGES_A_ROUND)):
-            self._serve(connection, connection.pending.popleft())
+            self.serve(connection, connection.pending.popleft())
             if connection.closed or (connection.is_blocked and not connection.reads_on):
                 return
             if clock.now_s() > until_s:
                 break
         if connection.pending:
-            self._loop.call_again(connection.sock.fileno())
+            self.loop.call_again(connection.sock.fileno())
 
-    def _serve(self, connection: Connection, message: Message) -> None:
+    def serve(self, connection: Connection, message: Message) -> None:
+        """Answer one message: with its handler's answer, with a typed error, or later."""
         op = message.op
         serve = connection.routes.get(op)
         if serve is None:
             if op is _GOODBYE:
-                self._owner_died(connection)
+                self.owner_died(connection)
                 return
             if op is _HELLO or not connection.role:
                 self._hear_hello(connection, message)
                 return
-            serve = self._handler
+            serve = self.handler
         self.num_served[op] += 1
         malformed: Exception | None = None
         try:
@@ -284,7 +285,7 @@ class ControlServer:
                 raise ProtocolError(f"wanted HELLO first, got {message.op.name}")
             if known:
                 raise ProtocolError(f"wanted one HELLO on a connection, got another one of a {known}")
-            answer = self._handler(connection, message)
+            answer = self.handler(connection, message)
             if not connection.role:
                 raise ProtocolError("wanted a HELLO that names a role")
         except KVStoreError as error:
@@ -292,7 +293,7 @@ class ControlServer:
                 connection.send(message.op, Flag.ERROR, message.request, pack_error(error))
             self._turn_away(connection, error)
             return
-        self._strangers.left(connection)
+        self.strangers.left(connection)
         connection.decoder.max_bytes = self._max_bytes.get(connection.role, MAX_MESSAGE_BYTES)
         if answer is not None and not connection.send(_HELLO, REPLY, message.request, answer):
             self._close(connection)
@@ -301,7 +302,7 @@ class ControlServer:
         """Cut a connection on which a malformed message came."""
         self.num_malformed += 1
         if not connection.role:
-            self._strangers.refused(connection, error)
+            self.strangers.refused(connection, error)
         elif self._log.passes():
             more, text = (
                 self._log.take_held_back(),
@@ -315,10 +316,10 @@ class ControlServer:
         if connection.closed:
             return
         connection.closed = True
-        self._strangers.left(connection)
+        self.strangers.left(connection)
         self.unwatch(connection.sock.fileno())
         connection.close()
-        self._unread.left(connection)  # Last: until its lock was taken, another thread may have noted it.
+        self.unread.left(connection)  # Last: until its lock was taken, another thread may have noted it.
         if connection.ended or not self._is_needed(connection):
             self._forget(connection)
 
@@ -371,10 +372,11 @@ class ControlServer:
                 return
 
     def _let_go_of_closed(self) -> None:
-        for connection in [c for c in self._connections if c.closed and not self._holds(c)]:
+        for connection in [c for c in self.connections if c.closed and not self._holds(c)]:
             self._forget(connection)
 
-    def _owner_died(self, connection: Connection) -> None:
+    def owner_died(self, connection: Connection) -> None:
+        """End all connections of the process that owned `connection`."""
         # All its connections at once: what it asked over another before is not granted to nobody.
         for each in list(self._owned.get(connection.owner, ())) or [connection]:
             each.ended = True
@@ -391,20 +393,20 @@ class ControlServer:
 
     def _forget(self, connection: Connection) -> None:
         self._watch_no_more(connection)
-        if connection in self._connections:
-            self._connections.remove(connection)
+        if connection in self.connections:
+            self.connections.remove(connection)
             self._disown(connection)
-            self._on_gone(connection)
+            self.on_gone(connection)
 
     def _shut_down(self) -> None:
-        self._acceptor.close()
-        for connection in list(self._connections):
+        self.acceptor.close()
+        for connection in list(self.connections):
             connection.closed = True
             connection.close()
             pidfd, connection.pidfd = connection.pidfd, -1
             if pidfd >= 0:
                 os.close(pidfd)
-        self._connections.clear()
+        self.connections.clear()
         self._owned.clear()
         if self._file is not None:
             self._file.remove()

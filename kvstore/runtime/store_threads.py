@@ -36,9 +36,9 @@ class StoreThreads:
     """Runs blocking work outside the control thread; for any threads. A thread is started when it is needed."""
 
     def __init__(self) -> None:
-        self._threads = {kind: ThreadPool(count, f"raykv-{kind.value}") for kind, count in _NUM_THREADS.items()}
+        self.threads = {kind: ThreadPool(count, f"raykv-{kind.value}") for kind, count in _NUM_THREADS.items()}
         self._lock = threading.Lock()
-        self._num_pending = dict.fromkeys(Blocking, 0)
+        self.num_pending = dict.fromkeys(Blocking, 0)
 
     def submit(self, kind: Blocking, run: Callable[[], object], *, is_admitted: bool = False) -> bool:
         """Run a function soon on a thread of its kind.
@@ -52,13 +52,13 @@ class StoreThreads:
             False when the queue is full, the store ends, or no thread can be started; then it does not run.
         """
         with self._lock:
-            if not is_admitted and self._num_pending[kind] >= _NUM_THREADS[kind] + _MAX_QUEUED:
+            if not is_admitted and self.num_pending[kind] >= _NUM_THREADS[kind] + _MAX_QUEUED:
                 return False
-            self._num_pending[kind] += 1
-        if self._threads[kind].run(partial(self._run, kind, run)):
+            self.num_pending[kind] += 1
+        if self.threads[kind].run(partial(self._run, kind, run)):
             return True
         with self._lock:
-            self._num_pending[kind] -= 1
+            self.num_pending[kind] -= 1
         return False
 
     def _run(self, kind: Blocking, run: Callable[[], object]) -> None:
@@ -68,9 +68,9 @@ class StoreThreads:
             logger.exception("a thread of kind %s met an unexpected error", kind.value)
         finally:
             with self._lock:
-                self._num_pending[kind] -= 1
+                self.num_pending[kind] -= 1
 
     def stop(self) -> None:
         """Accept nothing more and drop the queue; do not wait for running work."""
-        for threads in self._threads.values():
+        for threads in self.threads.values():
             threads.close(drop=True)

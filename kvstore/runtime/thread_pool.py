@@ -43,14 +43,14 @@ class ThreadPool:
 
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name, self._pid = most, name, this_process()
-        self._queue: SimpleQueue[_Step | None] = SimpleQueue()
+        self.queue: SimpleQueue[_Step | None] = SimpleQueue()
         #: A place is the number of a thread that may be started. It moves with its thread: from the free places to the
         #: threads that do not run yet, then to those that run, and back.
         self._places: deque[int] = deque(range(most))
-        self._unbegun: dict[threading.Thread, int] = {}
-        self._threads: dict[threading.Thread, int] = {}
+        self.unbegun: dict[threading.Thread, int] = {}
+        self.threads: dict[threading.Thread, int] = {}
         #: One entry per thread that waits for a step, or has just taken one and not said so yet.
-        self._idle: deque[None] = deque()
+        self.idle: deque[None] = deque()
         self._is_closed = self._is_finishing = False
         # The interpreter would wait for non-daemon threads in vain, and would stop daemons in the middle of a step.
         atexit.register(self._finish)
@@ -64,7 +64,7 @@ class ThreadPool:
         if self._is_closed or this_process() != self._pid:
             return False
         # Before the start: a signal handler that interrupts it may wait for this step, which other threads can run.
-        self._queue.put(step)
+        self.queue.put(step)
         if self._is_short() and not self._start() and self._take_back(step):
             return False
         if self._is_closed and not self._has_threads():  # The last thread may have looked before this step came.
@@ -78,11 +78,11 @@ class ThreadPool:
         thread is not idle any more is seen by one of the two.
         """
         # After `close`, one None stays in the queue.
-        return self._queue.qsize() > len(self._idle) + num_coming + self._is_closed
+        return self.queue.qsize() > len(self.idle) + num_coming + self._is_closed
 
     def _has_threads(self) -> bool:
         """Return whether there is any thread, or one begins. In this order: the first become the second."""
-        return bool(self._unbegun or self._threads)
+        return bool(self.unbegun or self.threads)
 
     def hurry(self) -> None:
         """Begin accepted steps even if the start of their thread was interrupted."""
@@ -93,12 +93,12 @@ class ThreadPool:
 
     def _start(self) -> bool:
         """Start one more thread unless there are enough; return whether there is any thread, or one comes."""
-        if not (self._unbegun or self._places):
+        if not (self.unbegun or self._places):
             return True
         handled = sys.exception()  # Of the caller, so it is the context of every error from here on.
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         try:
-            if self._take_place(thread):
+            if self.take_place(thread):
                 thread.start()
         except BaseException as error:
             self._give_place_back(thread)  # If it runs all the same, it ends at once.
@@ -107,15 +107,15 @@ class ThreadPool:
             # No thread is left, or the interpreter ends.
             if not self._has_threads():
                 return False
-            logger.warning("%d threads of %s do the work of %d: %s", len(self._threads), self._name, self._most, error)
+            logger.warning("%d threads of %s do the work of %d: %s", len(self.threads), self._name, self._most, error)
         return True
 
-    def _take_place(self, thread: threading.Thread) -> bool:
+    def take_place(self, thread: threading.Thread) -> bool:
         """Give a free place to a thread that is about to be started; False if there is none."""
         while True:
             places = map(deque.popleft, (self._places,))  # Taken by `update`: out of the one and into the other.
             with contextlib.suppress(IndexError):
-                self._unbegun.update(zip((thread,), places, strict=True))
+                self.unbegun.update(zip((thread,), places, strict=True))
                 return True
             if not self._take_place_back():
                 return False
@@ -127,7 +127,7 @@ class ThreadPool:
         may be in the middle of it, too: then that thread ends at once, and there is the caller's thread.
         """
         own = threading.current_thread()
-        for thread in tuple(self._unbegun):
+        for thread in tuple(self.unbegun):
             if (thread is own or not thread.is_alive()) and self._give_place_back(thread):
                 return True
         return False
@@ -135,47 +135,47 @@ class ThreadPool:
     def _give_place_back(self, thread: threading.Thread) -> bool:
         """Free the place of a thread that does not run yet; False if it runs, or has none."""
         with contextlib.suppress(KeyError):
-            self._places.extendleft(map(self._unbegun.pop, (thread,)))
+            self._places.extendleft(map(self.unbegun.pop, (thread,)))
             return True
         return False
 
     def _begin(self, thread: threading.Thread) -> bool:
         """Count a thread among those that run; False if its place was given to another one."""
         with contextlib.suppress(KeyError):
-            self._threads.update(zip((thread,), map(self._unbegun.pop, (thread,)), strict=True))
+            self.threads.update(zip((thread,), map(self.unbegun.pop, (thread,)), strict=True))
             return True
         return False
 
     def _work(self) -> None:
         thread = threading.current_thread()
         # First: while it is neither idle nor being started, a thread too many could be started.
-        self._idle.append(None)
+        self.idle.append(None)
         if not self._begin(thread):
-            self._idle.pop()
+            self.idle.pop()
             self._start_more()
             return
-        thread.name = f"{self._name}_{self._threads[thread]}"
+        thread.name = f"{self._name}_{self.threads[thread]}"
         while True:
-            step = self._queue.get()
-            self._idle.pop()
+            step = self.queue.get()
+            self.idle.pop()
             if step is None:
                 step = self._next_step()
-                self._queue.put(None)  # For the next thread.
+                self.queue.put(None)  # For the next thread.
                 if step is None:
                     break
             else:
                 self._start_more()
             self._do(step)
             del step  # A sleeping thread must keep no client alive.
-            self._idle.append(None)
-        self._places.extend(map(self._threads.pop, (thread,)))
+            self.idle.append(None)
+        self._places.extend(map(self.threads.pop, (thread,)))
         if not self._has_threads():
             self._run_rest()
             self._forget()
 
     def _start_more(self) -> None:
         """Start a thread for a step that came when this one was about to take another, or to end."""
-        if self._is_short(len(self._unbegun)) and not self._start():
+        if self._is_short(len(self.unbegun)) and not self._start():
             self._run_rest()
 
     def _do(self, step: _Step) -> None:
@@ -188,7 +188,7 @@ class ThreadPool:
         """Return the next step of the queue; None if there is none."""
         with contextlib.suppress(Empty):
             while True:
-                if (step := self._queue.get_nowait()) is not None:
+                if (step := self.queue.get_nowait()) is not None:
                     return step
         return None
 
@@ -199,14 +199,14 @@ class ThreadPool:
         that it runs, or a signal handler in the middle of one, adds others: these may be waited for.
         """
         own = threading.current_thread()
-        while self._queue.qsize() > self._is_closed and self._take_place(own):
+        while self.queue.qsize() > self._is_closed and self.take_place(own):
             try:
-                while own in self._unbegun and (step := self._next_step()) is not None:
+                while own in self.unbegun and (step := self._next_step()) is not None:
                     self._do(step)
             finally:
                 self._give_place_back(own)
                 if self._is_closed:
-                    self._queue.put(None)
+                    self.queue.put(None)
 
     def _take_back(self, own: _Step) -> bool:
         """Remove a step for which there is no thread; False if a thread has taken it."""
@@ -217,9 +217,9 @@ class ThreadPool:
             else:
                 steps.append(step)
         for step in steps:
-            self._queue.put(step)
+            self.queue.put(step)
         if self._is_closed:
-            self._queue.put(None)
+            self.queue.put(None)
         if steps and not self._has_threads():
             self._run_rest()  # Other callers relied on the thread that could not be started.
         return was_there
@@ -237,12 +237,12 @@ class ThreadPool:
         self._is_closed = True
         with contextlib.suppress(Empty):
             while drop:
-                self._queue.get_nowait()
+                self.queue.get_nowait()
         self._forget()
-        self._queue.put(None)
+        self.queue.put(None)
         self._start_more()  # Before the None, a thread that had taken a step counted one waiting step too few.
         while wait and self._has_threads():
-            for thread in tuple(self._threads):
+            for thread in tuple(self.threads):
                 thread.join()
             self.hurry()
             if self._has_threads():  # Of a join that was interrupted, Python may say that the thread has ended.

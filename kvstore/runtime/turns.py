@@ -42,14 +42,14 @@ class Turns:
         first: wakes the thread whose turn is next; None while none waits.
     """
 
-    __slots__ = ("_waiting", "first", "lock", "now")
+    __slots__ = ("first", "lock", "now", "waiting")
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may run on a thread that holds it.
         self.lock = threading.RLock()
         self.now: Turn | None = None
         self.first: SimpleQueue[None] | None = None
-        self._waiting: list[_Waiter] = []
+        self.waiting: list[_Waiter] = []
 
     def take(self, turn: Turn) -> bool:
         """Take a turn if none is taken and no thread waits; return whether it was taken."""
@@ -70,8 +70,8 @@ class Turns:
         waiter, until_s = _Waiter(turn), clock.now_s() + timeout_s
         try:
             with self.lock:
-                own = next((each.turn for each in self._waiting if each.turn[0] == turn[0] != 0), None)
-                self._waiting.append(waiter)
+                own = next((each.turn for each in self.waiting if each.turn[0] == turn[0] != 0), None)
+                self.waiting.append(waiter)
             if own is not None:
                 check(own)
             while True:
@@ -88,15 +88,15 @@ class Turns:
                     waiter.woken.get(timeout=min(left_s, _LOOK_AGAIN_S))
         finally:
             with self.lock:
-                if waiter in self._waiting:
-                    self._waiting.remove(waiter)
-                self.first = self._waiting[0].woken if self._waiting else None
+                if waiter in self.waiting:
+                    self.waiting.remove(waiter)
+                self.first = self.waiting[0].woken if self.waiting else None
 
     def _look(self, waiter: _Waiter) -> None:
-        while self._waiting[0].turn[0] == _ENDED:  # Interrupted ones. `waiter` is in the list, not ended.
-            del self._waiting[0]
-        self.first = self._waiting[0].woken
-        if self.now is None and self._waiting[0] is waiter:
+        while self.waiting[0].turn[0] == _ENDED:  # Interrupted ones. `waiter` is in the list, not ended.
+            del self.waiting[0]
+        self.first = self.waiting[0].woken
+        if self.now is None and self.waiting[0] is waiter:
             self.now = waiter.turn
 
     def end(self, turn: Turn) -> None:

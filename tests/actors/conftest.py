@@ -112,12 +112,12 @@ class Engine:
 
         self.held = self.client.lease(leased, ttl_s=600)
         request = encode(Prepare(self.client._attached.chain(written), 1))
-        ticket = decode_ticket(self.client._store._calls.call(Op.PREPARE_STORE, request, timeout_s=5))
+        ticket = decode_ticket(self.client._attached.store.calls.call(Op.PREPARE_STORE, request, timeout_s=5))
         return len(self.held), len(ticket.slots)
 
     def num_calls(self) -> int:
         """Count the blocking calls that this client made so far, on all its connections."""
-        return sum(connection.num_calls for connection in self.client._store._open)
+        return sum(connection.num_calls for connection in self.client._attached.store.open)
 
     def slots(self, hashes: Any) -> list[int]:
         """Return where this node keeps the readable prefix of a chain."""

@@ -19,7 +19,7 @@ _PATH = Path(__file__).parent.parent / "kvstore" / "conftest.py"
 _SPEC = importlib.util.spec_from_file_location("kvstore_cluster_of_clearing", _PATH)
 _MODULE = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_MODULE)
-_sockets, cluster = _MODULE._sockets, _MODULE.cluster
+socket_folder, cluster = _MODULE.socket_folder, _MODULE.cluster
 
 SPACE = Namespace(model="m", shape=KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4))
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from inner_parts import parts_of
 
 from cuda_engine import CudaEngine
 from kvstore.actors.plain_nodes import plain_nodes
@@ -101,7 +102,7 @@ def overwritten_at_once(source, target):
     late = torch.cuda.Stream()
     with torch.cuda.stream(late):
         torch.cuda._sleep(3 * LONG_CYCLES)
-    source.client._attached.stage._stage.copier._streams[True].wait_stream(late)
+    parts_of(source.client).stage.attached.copier.streams[True].wait_stream(late)
     torch.cuda._sleep(LONG_CYCLES)
     computed.record()
     ticket = source.client.publish(ids)

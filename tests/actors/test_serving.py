@@ -68,7 +68,7 @@ def test_a_store_and_a_directory_that_serve_nobody_are_replaced(
     before = {node_id: counts["epoch"] for node_id, counts in store.stats()["nodes"].items()}
     directory_pid = get(directory.__ray_call__.remote(lambda self: os.getpid()))
     stuck = kvstore.node_store(node_ids[0], name="serving")
-    for handle, find in ((stuck, "_core._control._server"), (directory, "_server._server")):
+    for handle, find in ((stuck, "_core.control.server"), (directory, "_server.server")):
         get(handle.__ray_call__.remote(hang, find), 10)
     assert get(stuck.ping.remote(0.2)) is False, "it answers Ray, and says so"
     assert get(directory.ping.remote(0.2)) is False
@@ -166,12 +166,12 @@ def test_one_that_is_gone_is_made_again_at_once(watched):
 
 def test_actors_may_be_asked_for_the_first_time_while_others_are_forgotten():
     watch = ServingWatch()
-    watch._since_s = {"gone": 1.0, "kept": 1.0}
+    watch.since_s = {"gone": 1.0, "kept": 1.0}
 
     class Names(set):
         def __contains__(self, name):
-            watch._since_s.setdefault("new", 2.0)  # As another thread would do now.
+            watch.since_s.setdefault("new", 2.0)  # As another thread would do now.
             return super().__contains__(name)
 
     watch.keep(Names({"kept", "new"}))
-    assert watch._since_s == {"kept": 1.0, "new": 2.0}
+    assert watch.since_s == {"kept": 1.0, "new": 2.0}

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from inner_parts import parts_of
 from waiting import state_of
 
 from kvstore.client.results import MissReason
@@ -158,8 +159,8 @@ def start_loader(cluster, hashes, num_threads, timeout_s=10.0, *options):
     client = cluster.engines["reader"].client
     script = str(Path(__file__).with_name("loader.py"))
     arguments = (
-        client._store.path,
-        client._attached.chain(hashes).encode().hex(),
+        parts_of(client).store.path,
+        parts_of(client).chain(hashes).encode().hex(),
         num_threads,
         timeout_s,
         client.slot_bytes,
@@ -244,7 +245,7 @@ def test_a_store_that_was_restarted_has_a_new_epoch_and_takes_no_old_descriptor(
     hashes = saved(cluster, eventually)
     epoch = cluster.stats("source")["epoch"]
     old_client = cluster.engines["source"].client
-    old = reader.ask("remember", node="source", chain=old_client._attached.chain(hashes).encode().hex())
+    old = reader.ask("remember", node="source", chain=parts_of(old_client).chain(hashes).encode().hex())
     assert old["epoch"] == epoch
     assert reader.ask("read_as_remembered") == "", "while that life lasts, it can be read"
     cluster.send("source", signal.SIGKILL)

@@ -37,7 +37,7 @@ class Recorder:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Note all that control servers of this process hear and say."""
-        serve, send = ControlServer._serve, Connection.send
+        serve, send = ControlServer.serve, Connection.send
 
         def heard(server: ControlServer, connection: Connection, message: Message) -> None:
             role = connection.role
@@ -48,7 +48,7 @@ class Recorder:
             self.note(f"to {connection.role}", Message(op, flag, request, payload))
             return send(connection, op, flag, request, payload, fds)
 
-        with mock.patch.object(ControlServer, "_serve", heard), mock.patch.object(Connection, "send", said):
+        with mock.patch.object(ControlServer, "serve", heard), mock.patch.object(Connection, "send", said):
             yield
 
 

@@ -109,7 +109,7 @@ class Misled(threading.Thread):
         client, jobs = self._worker.client, list[Job[Any]]()
         ticket = dataclasses.replace(client.prepare_ticket(3), node_id="liar", epoch=LIAR_EPOCH, is_early=False)
         while not self.ends.is_set():
-            self._cluster.nodes["misled"].state.peers._failures.clear()
+            self._cluster.nodes["misled"].state.peers.failures.clear()
             for _ in range(8):
                 hashes = self._cluster.hashes(_NUM_BLOCKS, seed=self._rng.randrange(1 << 30))
                 self._cluster.nodes["misled"].state.hints.remember(hashes.data[:32], [("liar", _NUM_BLOCKS)])
@@ -142,9 +142,9 @@ def bury(server: ControlServer) -> None:
 
     def then() -> None:
         server.unwatch(read_fd)
-        alive = {c.owner for c in server._connections if not c.closed}
-        for connection in [c for c in server._connections if c.closed and c.owner not in alive]:
-            server._owner_died(connection)
+        alive = {c.owner for c in server.connections if not c.closed}
+        for connection in [c for c in server.connections if c.closed and c.owner not in alive]:
+            server.owner_died(connection)
         done.set()
 
     server.watch(read_fd, then)
@@ -227,12 +227,12 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
         "mover": Door(alone.control_path, {"role": "mover"}, said["mover"]),
     }
     liar = Liar(outcome.seed, {"protocol": peer, "epoch": LIAR_EPOCH.hex()}, without_agents(said["to peer"]))
-    resolve = misled.state.peers._resolve
+    resolve = misled.state.peers.resolve
 
     def resolve_misled(node: str) -> PeerAddress:
         return liar.address() if node == "liar" else resolve(node)
 
-    misled.state.peers._resolve = resolve_misled
+    misled.state.peers.resolve = resolve_misled
     healthy = Healthy(cluster.worker("a", 16, seed=7), cluster.worker("b", 16, seed=8), cluster)
     misled_client = Misled(cluster.worker("misled", 16, seed=9), cluster, outcome.seed)
     healthy.work(1)
@@ -247,8 +247,8 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
         outcome.frames[name] += 1
         sent += 1
         if sent % _BURY_EVERY == 0:
-            bury(store._control._server)
-            bury(alone._control._server)
+            bury(store.control.server)
+            bury(alone.control.server)
         if sent == min(_WARM_FRAMES, outcome.num_frames // 2):
             before = _counts()
         if time.monotonic() - said_at_s > 10:
@@ -256,8 +256,8 @@ def _run(cluster: Cluster, outcome: Outcome, say: Callable[[str], None]) -> None
             say(f"{sent} frames, {_counts()}")
     for door in doors.values():
         door.leave()
-    bury(store._control._server)
-    bury(alone._control._server)
+    bury(store.control.server)
+    bury(alone.control.server)
     for thread in (healthy, misled_client):
         thread.ends.set()
         thread.join(30.0)
@@ -284,7 +284,7 @@ def _check(cluster: Cluster, outcome: Outcome, healthy: Healthy, before: dict[st
             wait_until(lambda pool=core.pool: not any(_held(pool)), 4 * _LEASE_S + 6.0)
         if any(_held(core.pool)):
             findings.append(f"node {name} still holds (leases, writes, quarantined) {_held(core.pool)}")
-        if not core.state.hints._thread.is_alive():
+        if not core.state.hints.thread.is_alive():
             findings.append(f"node {name} has lost its link to the directory")
     if not cluster.directory.is_serving(5.0):
         findings.append("the directory does not serve")

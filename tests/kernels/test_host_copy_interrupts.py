@@ -14,7 +14,7 @@ PARTS = [(at, at + 1) for at in range(4)]
 
 def test_all_parts_are_done_once_whoever_does_them():
     done = []
-    host_copy._in_parts(lambda begin, end: done.append((begin, end)), list(PARTS))
+    host_copy.in_parts(lambda begin, end: done.append((begin, end)), list(PARTS))
     assert sorted(done) == PARTS
 
 
@@ -54,7 +54,7 @@ def test_an_interrupt_is_raised_only_when_no_helper_is_at_work(monkeypatch, wher
     monkeypatch.setattr(host_copy.threading, "Condition", Interrupted)
     monkeypatch.setattr(host_copy.threading, "Thread", Started)
     with pytest.raises(KeyboardInterrupt):
-        host_copy._in_parts(part, list(PARTS))
+        host_copy.in_parts(part, list(PARTS))
     assert working == []
     time.sleep(0.4)
     assert working == []
@@ -68,7 +68,7 @@ def test_where_no_thread_can_be_started_one_does_all(monkeypatch):
 
     done = []
     monkeypatch.setattr(host_copy.threading, "Thread", Refused)
-    host_copy._in_parts(lambda begin, end: done.append((begin, end)), list(PARTS))
+    host_copy.in_parts(lambda begin, end: done.append((begin, end)), list(PARTS))
     assert done == PARTS
 
 
@@ -82,4 +82,4 @@ def test_a_part_that_a_helper_could_not_copy_is_an_error_of_the_copy():
         assert taken.wait(10)
 
     with pytest.raises(MemoryError):
-        host_copy._in_parts(part, list(PARTS))
+        host_copy.in_parts(part, list(PARTS))

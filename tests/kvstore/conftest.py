@@ -87,7 +87,7 @@ class InProcessMover:
         self.thread.join(6.0)
         assert not self.thread.is_alive()
         self.transport.close()
-        self.transport._slab = np.empty(0, np.uint8)
+        self.transport.slab = np.empty(0, np.uint8)
         self.arena.close()
 
 
@@ -188,7 +188,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _sockets(tmp_path_factory):
+def socket_folder(tmp_path_factory):
     """Control sockets lie in a private folder with a short path."""
     import os
     import tempfile

@@ -14,8 +14,8 @@ _MODULE = importlib.util.module_from_spec(_SPEC)
 sys.modules["kvstore_cluster"] = _MODULE
 _SPEC.loader.exec_module(_MODULE)
 
-_sockets, cluster, cluster_class, _wait_until = (
-    _MODULE._sockets,
+socket_folder, cluster, cluster_class, _wait_until = (
+    _MODULE.socket_folder,
     _MODULE.cluster,
     _MODULE.cluster_class,
     _MODULE._wait_until,

@@ -105,7 +105,7 @@ def test_a_schedule_that_does_not_fit_is_refused():
 
 
 def what_is_left(world):
-    table = world.pool._table
+    table = world.pool.table
     index, columns = table.index, table.columns
     slots = zip(index.block_hash, columns.generation, columns.ref_count, table.eviction.stamp, strict=True)
     return bytes(world.memory), tuple(slots), tuple(index.space_of(NAMESPACES[0]).ready.items()), world.pool.stats()

@@ -51,7 +51,7 @@ class Place:
     def forgive(self):
         """Let no back-off stand between a fault and the next try."""
         for core in self.cores:
-            core.state.hints._ask_after_s = 0.0
+            core.state.hints.ask_after_s = 0.0
             for node_id in self.cluster.nodes:
                 core.state.peers.succeeded(node_id)
 

@@ -37,7 +37,7 @@ class Nodes:
         } | changes  # fmt: skip
         for node_id in "ab":
             core = cluster.add(node_id, **settings)
-            core._control._on_mover_gone = lambda node_id=node_id: self._replace(node_id)
+            core.control.on_mover_gone = lambda node_id=node_id: self._replace(node_id)
         self.one, self.two = cluster.worker("a", 16, seed=1), cluster.worker("b", 16, seed=2)
         self.hashes = cluster.hashes(NUM_BLOCKS)
         self.one.save(self.hashes, range(NUM_BLOCKS))
@@ -53,14 +53,14 @@ class Nodes:
         self.cluster.movers[node_id].thread.join(6.0)
         self.cluster.movers[node_id].join()
         # The next one has another process id where movers are processes.
-        self.cluster.nodes[node_id]._control._fence._killed_pid = 0
+        self.cluster.nodes[node_id].control.fence.killed_pid = 0
         self.cluster.start_mover(node_id)
 
     def forget(self, wait_until):
         """Let "b" have nothing, know no peer's memory, and hold nothing against "a"."""
         self.cluster.nodes["b"].pool.clear(self.cluster.space.digest)
         generation = self.cluster.nodes["b"].state.mover.own.generation
-        self._kill(self.cluster.nodes["b"].state.mover._connection)
+        self._kill(self.cluster.nodes["b"].state.mover.connection)
         wait_until(lambda: (own := self.cluster.nodes["b"].state.mover.own) and own.generation > generation)
 
     def load(self):
@@ -145,8 +145,8 @@ class Held:
         nodes.two.caches[0].fill_(0.0)
         self.num_published = self.core.pool.stats().num_published
         self.job = nodes.two.client.load(nodes.hashes, list(range(NUM_BLOCKS)), timeout_s=4.0)
-        wait_until(lambda: len(transport._handles) > 0)
-        (self.read_id,) = self.core.state.mover._reads
+        wait_until(lambda: len(transport.handles) > 0)
+        (self.read_id,) = self.core.state.mover.reads
 
     def has_published(self):
         return self.core.pool.stats().num_published > self.num_published
@@ -170,7 +170,7 @@ def test_what_another_mover_reports_counts_for_nothing(held, wait_until):
     stranger, fd = connect_local(held.core.control_path, {"role": "mover", "protocol": PROTOCOL_VERSION}, timeout_s=2.0)
     fd.close()
     stranger.send(Op.MOVER_DONE, done(held.read_id, NUM_BLOCKS))
-    assert stranger._channel.sock.recv(100) == b"", "it is turned away"
+    assert stranger.channel.sock.recv(100) == b"", "it is turned away"
     stranger.close()
     assert not held.has_published()
     assert held.core.stats()["num_fenced_movers"] == 0
@@ -182,9 +182,9 @@ def test_a_report_on_a_read_of_the_mover_before_counts_for_nothing(held, wait_un
     """READ ids go on counting, so it names none that is under way."""
     mover = held.nodes.cluster.movers["b"].mover
     for old in (held.read_id - 1, 0, 2**63):
-        mover._send(Op.MOVER_DONE, done(old, 1))
-        mover._send(Op.MOVER_DONE, done(old, 1, terminal=False))
-        mover._send(Op.MOVER_TERMINAL, encode(old))
+        mover.send(Op.MOVER_DONE, done(old, 1))
+        mover.send(Op.MOVER_DONE, done(old, 1, terminal=False))
+        mover.send(Op.MOVER_TERMINAL, encode(old))
     held.go_on()
     assert held.end() == NUM_BLOCKS
     assert held.core.state.mover.num_abandoned == 0
@@ -222,7 +222,7 @@ def test_a_report_on_a_read_of_the_mover_before_counts_for_nothing(held, wait_un
     ],
 )
 def test_a_mover_that_says_what_cannot_be_is_replaced_and_nothing_is_published(held, wait_until, op, word):
-    held.nodes.cluster.movers["b"].mover._send(op, word(held.read_id))
+    held.nodes.cluster.movers["b"].mover.send(op, word(held.read_id))
     assert held.end() == 0
     assert not held.has_published()
     wait_until(held.nodes.is_at_rest)

@@ -66,7 +66,7 @@ def test_what_is_over_and_what_is_of_others(pool, unchanged):
         assert not pool.release(lease.lease_id, "r2")
         assert pool.complete_store(write.write_id, "w2") == pool.abort_store(write.write_id, "w2") == 0
     # The slot of what was given up has begun a life, and that is not undone.
-    pool._table.columns.generation[write.slots[0]] -= 1
+    pool.table.columns.generation[write.slots[0]] -= 1
 
 
 def test_what_names_another_life_of_the_store_changes_nothing(pool, unchanged):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from inner_parts import parts_of
 
 from kvstore.blocks.part import as_part
 from kvstore.client.client import Client
@@ -87,7 +88,7 @@ class Rank:
         def hang(*args: Any) -> None:
             time.sleep(120)
 
-        self.client._attached.engine.copier.into_slots = hang
+        parts_of(self.client).engine.copier.into_slots = hang
         self.client.save(hashes, self.engine_blocks(hashes)).result(None)
 
     def load(self, hashes: Any, skip: int = 0) -> Any:

@@ -63,13 +63,13 @@ def stats_of_rank(worker):
 
 
 def tracked_by_rank(worker):
-    rank = get_kv_transfer_group()._worker
-    rank._landing.settle(list(rank._landing._loads), 20.0)  # vLLM has them; no step follows that would look
-    return sum(len(held) for held in (rank._loads, rank._landing, rank._saves, rank._unsent, rank.publishing))
+    rank = get_kv_transfer_group().worker_side
+    rank.landing.settle(list(rank.landing.loads), 20.0)  # vLLM has them; no step follows that would look
+    return sum(len(held) for held in (rank.loads, rank.landing, rank.saves, rank.unsent, rank.publishing))
 
 
 def await_saves_of(worker, limit_s):
-    saves = [save for held in get_kv_transfer_group()._worker._saves.values() for save in held]
+    saves = [save for held in get_kv_transfer_group().worker_side.saves.values() for save in held]
     deadline_s = time.monotonic() + limit_s
     while not all(save.job.done() for save in saves):
         assert time.monotonic() < deadline_s, f"saves under way after {limit_s} s: {saves}"
@@ -77,7 +77,7 @@ def await_saves_of(worker, limit_s):
 
 
 def hold_saves_of(worker, until_wanted):
-    rank, run_save = get_kv_transfer_group()._worker, kvstore.client.save.run_save
+    rank, run_save = get_kv_transfer_group().worker_side, kvstore.client.save.run_save
     end_saves, may_save = rank.end_saves, threading.Event()
 
     def held(*args):
@@ -101,17 +101,17 @@ def hold_saves_of(worker, until_wanted):
 
 
 def let_saves_of(worker):
-    get_kv_transfer_group()._worker.let_saves()
+    get_kv_transfer_group().worker_side.let_saves()
 
 
 def take_store_of(worker, rank):
     if worker.rank == rank:
-        get_kv_transfer_group()._worker._client = lambda: None
+        get_kv_transfer_group().worker_side.client = lambda: None
 
 
 def give_store_to(worker, rank):
     if worker.rank == rank:
-        del get_kv_transfer_group()._worker._client
+        del get_kv_transfer_group().worker_side.client
 
 
 class EngineProcess:
@@ -267,8 +267,8 @@ class EngineProcess:
 
     def tracked(self):
         """How many requests the connector's halves still know."""
-        side = self.scheduler.connector._scheduler
-        return sum(self.engine.collective_rpc(tracked_by_rank), len(side._tracked) + len(side._ending))
+        side = self.scheduler.connector.scheduler_side
+        return sum(self.engine.collective_rpc(tracked_by_rank), len(side.tracked) + len(side.ending))
 
     def take_store(self, rank):
         """Let one worker have no store, as when its connection broke."""

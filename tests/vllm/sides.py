@@ -28,9 +28,9 @@ def scheduler_side(save="prompt", **more):
         options.Options(save=options.SavePolicy(save)), SIZE, 1,
         loads=True, saves=True, publishes=True, emits_events=False, stats=stats.Stats(), **more,
     )  # fmt: skip
-    made._space, made._lookups = kvstore.Namespace(model="m", shape=shape), Lookups()
-    made._handoffs = handoffs.HandoffSide(made._space, SIZE, 1, True, 10.0, made._stats)
-    made._ending.open([plan.Door(None)])
+    made.space, made.lookups = kvstore.Namespace(model="m", shape=shape), Lookups()
+    made.handoffs = handoffs.HandoffSide(made.space, SIZE, 1, True, 10.0, made.stats)
+    made.ending.open([plan.Door(None)])
     return made
 
 

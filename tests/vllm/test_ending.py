@@ -246,7 +246,7 @@ def side():
             future.set_result(SaveResult(num_blocks=1, num_written=1, num_refused=0))
         save = plan.SavePlan(req_id=req_id, hashes=None, block_ids=[3])
         job = Job(future, "save", lambda timeout_s: state != "stuck")
-        made._saves.setdefault(req_id, []).append(landing.Running(save, None, job, 0.0))
+        made.saves.setdefault(req_id, []).append(landing.Running(save, None, job, 0.0))
 
     made.begin_one = begin
     return made
@@ -256,9 +256,9 @@ def test_saves_that_have_not_begun_are_dropped_and_reported(side):
     for req_id, state in (("a", "queued"), ("a", "running"), ("b", "queued"), ("b", "done"), ("b", "queued")):
         side.begin_one(req_id, state)
     side.drop_saves()
-    assert not side._saves
+    assert not side.saves
     assert side.take_report().saves_ended == {"a": 2, "b": 3}
-    assert side._stats.total()["num_abandoned_saves"] == 4
+    assert side.stats.total()["num_abandoned_saves"] == 4
 
 
 def test_a_save_that_is_stuck_loses_no_other(side, parts):
@@ -268,7 +268,7 @@ def test_a_save_that_is_stuck_loses_no_other(side, parts):
         with pytest.raises(CopyStuck, match="restart"):
             side.drop_saves()
     assert side.take_report().saves_ended == {"a": 1, "b": 1, "c": 1}
-    side._unsent |= {"a", "c"}
+    side.unsent |= {"a", "c"}
     assert side.poll(parts.plan.StepPlan(is_computing=True))[0] == {"c"}, "blocks that are still read are not free"
 
 
@@ -281,17 +281,17 @@ def test_a_reset_clears_the_store_whatever_becomes_of_saves(error):
         options.Options(), 16, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=stats.Stats()
     )
     cleared = []
-    made._space, made._link = "space", SimpleNamespace(store=SimpleNamespace(clear=lambda s: cleared.append(s) or 1))
-    made._tracked["r"] = tracked.Tracked(SimpleNamespace(request_id="r"), may_save=True, num_saves_open=1)
+    made.space, made.link = "space", SimpleNamespace(store=SimpleNamespace(clear=lambda s: cleared.append(s) or 1))
+    made.tracked["r"] = tracked.Tracked(SimpleNamespace(request_id="r"), may_save=True, num_saves_open=1)
 
     def fail():
         raise error
 
     other = Copies()
-    made._ending._copies = [other, SimpleNamespace(drop_saves=fail), other]
+    made.ending._copies = [other, SimpleNamespace(drop_saves=fail), other]
     with pytest.raises(type(error)):
         made.reset()
     assert cleared == ["space"]
     assert other.ended == ["all", "all"], "an error of one worker hides no other"
-    assert not made._tracked["r"].may_save, "what was computed before is stored no more"
-    assert made._plan.drop_saves
+    assert not made.tracked["r"].may_save, "what was computed before is stored no more"
+    assert made.next_plan.drop_saves

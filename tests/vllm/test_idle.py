@@ -35,7 +35,7 @@ def side(parts, monkeypatch):
     """A worker that says how long it waited for jobs, and waits no longer than that."""
     made = parts.worker.WorkerSide(parts.Options(), None, None, WHOLE, 0, True, parts.Stats())
     made.waited_s = []
-    monkeypatch.setattr(made._job_ended, "wait", made.waited_s.append)
+    monkeypatch.setattr(made.job_ended, "wait", made.waited_s.append)
     return made
 
 
@@ -49,7 +49,7 @@ def answered(parts, monkeypatch):
 
 
 def test_a_step_that_computes_waits_for_nothing(parts, side, answered):
-    side._loads["r"] = RUNNING
+    side.loads["r"] = RUNNING
     side.poll(parts.StepPlan(is_computing=True, num_waiting=3, answered=answered))
     assert side.waited_s == answered.waited_s == []
 
@@ -84,17 +84,17 @@ def test_a_wakeup_that_was_sent_to_another_process_is_not_that_of_this_one(parts
 
 def test_the_end_of_a_copy_ends_the_wait_and_one_that_was_seen_does_not(parts, side, answered, monkeypatch):
     callbacks, ended = [], []
-    side._loads["r"] = SimpleNamespace(job=SimpleNamespace(done=lambda: bool(ended)), queued=NOT_QUEUED)
+    side.loads["r"] = SimpleNamespace(job=SimpleNamespace(done=lambda: bool(ended)), queued=NOT_QUEUED)
     side._running(None, None, SimpleNamespace(add_done_callback=callbacks.append))
     callbacks[0](None)
-    assert side._job_ended.is_set(), "the end of another job, a step ago"
+    assert side.job_ended.is_set(), "the end of another job, a step ago"
 
     def wait(seconds):
-        assert not side._job_ended.is_set()
+        assert not side.job_ended.is_set()
         side.waited_s.append(seconds)
         ended.append(True)
 
-    monkeypatch.setattr(side._job_ended, "wait", wait)
+    monkeypatch.setattr(side.job_ended, "wait", wait)
     monkeypatch.setattr(side, "_end_load", lambda load: None)
     side.poll(parts.StepPlan(answered=answered))
     (waited_s,) = side.waited_s
@@ -105,8 +105,8 @@ def test_the_end_of_a_copy_ends_the_wait_and_one_that_was_seen_does_not(parts, s
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 def test_a_load_into_host_memory_ends_in_the_step_that_begins_it(parts, side, answered, monkeypatch, kind, is_on_gpu):
     """Others wait less long: a step of a GPU is short, and nobody waits for a save."""
-    side._is_on_gpu = is_on_gpu
-    held = {"load": side._loads, "save": side._saves}[kind]
+    side.is_on_gpu = is_on_gpu
+    held = {"load": side.loads, "save": side.saves}[kind]
     held["r"] = RUNNING if kind == "load" else [RUNNING]
     clock_s = [100.0]
 
@@ -115,7 +115,7 @@ def test_a_load_into_host_memory_ends_in_the_step_that_begins_it(parts, side, an
         clock_s[0] += seconds
 
     monkeypatch.setattr(parts.landing.time, "monotonic", lambda: clock_s[0])
-    monkeypatch.setattr(side._job_ended, "wait", wait)
+    monkeypatch.setattr(side.job_ended, "wait", wait)
     side.poll(parts.StepPlan(answered=answered))
     longest_s = parts.landing.LONGEST_LOAD_WAIT_S if kind == "load" and not is_on_gpu else parts.landing.LONGEST_WAIT_S
     assert side.waited_s == [pytest.approx(longest_s)]
@@ -126,7 +126,7 @@ def test_all_cores_copy_where_nothing_else_is_to_be_done(parts, side, answered, 
     asked = []
     job = SimpleNamespace(done=lambda: False, add_done_callback=lambda told: None)
     client = SimpleNamespace(load=lambda *args, **options: (asked.append(options["num_copy_threads"]), job)[1])
-    monkeypatch.setattr(side, "_client", lambda: client)
+    monkeypatch.setattr(side, "client", lambda: client)
     monkeypatch.setattr(parts.worker, "num_idle_copy_threads", lambda: 3)
     load = parts.LoadPlan(req_id="r", hashes=[b"1"], block_ids=[3], num_engine_tokens=0)
     side.begin(parts.StepPlan(loads=[load], is_computing=is_computing))
@@ -135,9 +135,9 @@ def test_all_cores_copy_where_nothing_else_is_to_be_done(parts, side, answered, 
 
 def test_what_vllm_has_yet_to_hear_is_waited_for_by_nobody(parts, side, answered):
     """With asynchronous scheduling the next step is begun before it takes this one's news in."""
-    side._received.add("r")
+    side.received.add("r")
     assert side.poll(parts.StepPlan(answered=answered))[1] == {"r"}
-    side._saves["other"] = [RUNNING]
+    side.saves["other"] = [RUNNING]
     side.poll(parts.StepPlan(answered=answered))
     assert side.waited_s == []
     side.poll(parts.StepPlan(answered=answered))

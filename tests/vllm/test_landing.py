@@ -51,7 +51,7 @@ def side(parts, monkeypatch):
     made = parts.worker.WorkerSide(parts.options.Options(), None, None, WHOLE, 0, True, parts.stats.Stats())
     monkeypatch.setattr(parts.landing, "LONGEST_LOAD_WAIT_S", 0.0)
     load = parts.plan.LoadPlan(req_id="r", hashes=[b"1", b"2"], block_ids=[3, 4], num_engine_tokens=0)
-    made.load = made._loads["r"] = parts.worker.Running(load, None, Job(), 0.0)
+    made.load = made.loads["r"] = parts.worker.Running(load, None, Job(), 0.0)
     return made
 
 
@@ -124,18 +124,18 @@ def test_blocks_of_an_ended_request_are_freed_after_its_load(side, idle, parts):
         emits_events=False,
         stats=parts.stats.Stats(),
     )
-    scheduler._tracked["r"] = parts.tracked.Tracked(request, is_loading=True)
+    scheduler.tracked["r"] = parts.tracked.Tracked(request, is_loading=True)
     side.load.queued.set()
     _, received = side.poll(idle)
     scheduler.heard(received, side.take_report())
     assert scheduler.ended(request, [])[0], "vLLM has to keep its blocks"
-    side.begin(scheduler._plan)
+    side.begin(scheduler.next_plan)
     assert side.poll(idle) == (set(), set())
     side.load.job.ended.set()
     assert side.poll(idle) == ({"r"}, set())
     scheduler.heard(set(), side.take_report())
-    assert not scheduler._ending
-    assert not scheduler._tracked
+    assert not scheduler.ending
+    assert not scheduler.tracked
 
 
 def test_reports_of_several_workers_are_put_together(parts):

@@ -101,15 +101,15 @@ def test_hashes_for_saves_leave_the_step_after_an_answer_alone_and_questions_do_
         raise queue.Empty
 
     monkeypatch.setattr(lookups, "_questions", SimpleNamespace(get=get, put=lambda question: None))
-    assert lookups._next() is asked
-    lookups._late.append((100.002, late))
-    assert lookups._next() is late
+    assert lookups.next_number() is asked
+    lookups.late.append((100.002, late))
+    assert lookups.next_number() is late
     assert waited_s == [None, pytest.approx(0.002)]
-    lookups._late.append((100.002, late))
+    lookups.late.append((100.002, late))
     now_s[0] = 100.01
-    assert lookups._next() is asked, "who waits for an answer comes first"
+    assert lookups.next_number() is asked, "who waits for an answer comes first"
     now_s[0] = 100.1
-    assert lookups._next() is late
+    assert lookups.next_number() is late
     assert waited_s[2:] == [0.0]
 
 
@@ -200,9 +200,9 @@ def side(parts):
     made = SchedulerSide(
         Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
     )
-    made.asked, made._space = [], parts.space
-    made._handoffs = SimpleNamespace(begin=lambda tracked: None, plan=lambda *args: None, end=lambda *args: None)
-    made._lookups = SimpleNamespace(ask=made.asked.append, is_held_up=lambda: False, num_unhashed_tokens=0)
+    made.asked, made.space = [], parts.space
+    made.handoffs = SimpleNamespace(begin=lambda tracked: None, plan=lambda *args: None, end=lambda *args: None)
+    made.lookups = SimpleNamespace(ask=made.asked.append, is_held_up=lambda: False, num_unhashed_tokens=0)
     return made
 
 
@@ -217,12 +217,12 @@ def request_of(name):
 
 
 def test_an_answer_that_was_seen_ends_no_later_wait_and_one_that_comes_meanwhile_does(side):
-    side._answered.set()
+    side.answered.set()
     assert side.match(request_of("first"), 0) == (None, False)
-    assert not side._answered.is_set()
-    side._answered.set()
+    assert not side.answered.is_set()
+    side.answered.set()
     assert side.match(request_of("second"), 0) == (None, False)
-    assert side._answered.is_set(), "it is the first one's, who is asked again when this step ends"
+    assert side.answered.is_set(), "it is the first one's, who is asked again when this step ends"
 
 
 def answer_at_once(side):
@@ -232,7 +232,7 @@ def answer_at_once(side):
         side.asked.append(question)
         question.done = question.is_immediate = True
 
-    side._lookups.ask = ask
+    side.lookups.ask = ask
 
 
 def test_a_prompt_that_surely_is_nowhere_is_computed_in_the_step_that_asks(side):
@@ -240,7 +240,7 @@ def test_a_prompt_that_surely_is_nowhere_is_computed_in_the_step_that_asks(side)
     request = request_of("new")
     side.begin(request)
     assert side.match(request, 0) == (0, False)
-    assert side._plan.num_waiting == 0
+    assert side.next_plan.num_waiting == 0
     assert side.match(request, 0) == (0, False)
     assert len(side.asked) == 1
 
@@ -262,9 +262,9 @@ def test_an_answer_that_came_at_once_is_too_old_after_a_second_in_the_queue(side
 )
 def test_hashes_wait_for_the_launches_of_a_step_that_takes_longer(side, num_computed, is_launching, is_late):
     hashed = []
-    side._lookups.num_unhashed_tokens = 64
-    side._lookups.hash_rest = lambda: hashed.append(True)
-    side._is_launching = is_launching
+    side.lookups.num_unhashed_tokens = 64
+    side.lookups.hash_rest = lambda: hashed.append(True)
+    side.is_launching = is_launching
     output = SimpleNamespace(
         total_num_scheduled_tokens=num_computed, scheduled_new_reqs=[], preempted_req_ids=None,
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[]),
@@ -289,29 +289,29 @@ def ended(parts):
     side = SchedulerSide(
         Options(), SIZE, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=parts.stats.Stats()
     )
-    side._space = parts.space
+    side.space = parts.space
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=list(range(64)), num_prompt_tokens=64, num_computed_tokens=64
     )
     question = SimpleNamespace(hashes=None, num_blocks=0, done=True)
-    tracked = side._tracked["r"] = Tracked(request, question=question, block_ids=[5, 6, 7, 8])
-    side._plan_save(side._plan.saves, "r", 0, 50)
-    assert not side._plan.saves
+    tracked = side.tracked["r"] = Tracked(request, question=question, block_ids=[5, 6, 7, 8])
+    side.plan_save(side.next_plan.saves, "r", 0, 50)
+    assert not side.next_plan.saves
     question.hashes = parts.space.block_hashes(range(64))
     return SimpleNamespace(side=side, request=request, tracked=tracked)
 
 
 def test_hashes_that_come_after_the_last_step_are_used_at_the_end(ended, parts):
     assert ended.side.ended(ended.request, [5, 6, 7, 8])[0], "vLLM has to keep its blocks"
-    (save,) = ended.side._plan.late_saves
+    (save,) = ended.side.next_plan.late_saves
     assert (save.block_ids, save.hashes) == ([5, 6, 7], parts.space.block_hashes(range(48))), "what was computed"
-    assert ended.side._plan.ending == {"r"}
+    assert ended.side.next_plan.ending == {"r"}
 
 
 def test_of_a_request_without_blocks_nothing_is_saved(ended):
     """It was preempted: others have its blocks."""
     assert not ended.side.ended(ended.request, [])[0]
-    assert not ended.side._plan.late_saves
+    assert not ended.side.next_plan.late_saves
 
 
 @pytest.mark.parametrize("is_cleared", [False, True])
@@ -325,7 +325,7 @@ def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended,
         ended.side.reset()
     worker, begun = WorkerSide(Options(), None, None, WHOLE, 0, True, parts.stats.Stats()), []
     monkeypatch.setattr(worker, "begin_save", begun.append)
-    worker.begin(ended.side._plan)
+    worker.begin(ended.side.next_plan)
     assert len(begun) == (0 if is_cleared else 1)
     assert worker._report.saves_ended == ({"r": 1} if is_cleared else {})
 
@@ -337,7 +337,7 @@ def test_what_was_computed_before_the_cache_was_cleared_is_not_saved_late(ended,
 def surprised(ended):
     """A request of which 32 tokens are in the engine's own cache and 16 are loaded; says what a step lets be saved."""
     side, tracked = ended.side, ended.tracked
-    side._lookups = SimpleNamespace(num_unhashed_tokens=0)
+    side.lookups = SimpleNamespace(num_unhashed_tokens=0)
     tracked.num_engine_tokens, tracked.num_external_tokens, tracked.num_planned_tokens = 32, 16, 0
 
     def step(begin, count, ids=(5, 6, 7, 8)):
@@ -354,7 +354,7 @@ def surprised(ended):
 
 def test_what_is_known_to_be_computed_is_saved(surprised):
     assert surprised.step(48, 16) == [4]
-    assert "num_unsaved_requests" not in surprised.side._stats.total()
+    assert "num_unsaved_requests" not in surprised.side.stats.total()
 
 
 @pytest.mark.parametrize(
@@ -368,12 +368,12 @@ def test_what_is_known_to_be_computed_is_saved(surprised):
 def test_surprises_of_vllm_are_never_stored(surprised, begin, count, ids):
     assert surprised.step(begin, count, ids) == []
     surprised.side.ended(surprised.request, list(ids))
-    assert not surprised.side._plan.late_saves
-    assert surprised.side._stats.total()["num_unsaved_requests"] == 1
+    assert not surprised.side.next_plan.late_saves
+    assert surprised.side.stats.total()["num_unsaved_requests"] == 1
 
 
 def test_of_a_request_that_ended_with_other_blocks_nothing_more_is_saved(surprised):
     surprised.tracked.num_planned_tokens = 64
     surprised.side.ended(surprised.request, [5, 6, 9, 8])
-    assert not surprised.side._plan.late_saves
-    assert surprised.side._stats.total()["num_unsaved_requests"] == 1
+    assert not surprised.side.next_plan.late_saves
+    assert surprised.side.stats.total()["num_unsaved_requests"] == 1

@@ -14,9 +14,9 @@ def test_params_that_are_no_mapping_count_as_none(params, caplog):
     side, asked = scheduler_side(), request(kv_transfer_params=params)
     side.begin(asked)
     assert side.match(asked, 0) == (0, False)
-    assert side._stats.total()["num_bad_tickets"] == 1
-    assert not side._tracked["r"].may_publish
-    assert side._tracked["r"].may_save, "all else goes on as it would"
+    assert side.stats.total()["num_bad_tickets"] == 1
+    assert not side.tracked["r"].may_publish
+    assert side.tracked["r"].may_save, "all else goes on as it would"
     assert "wanted a mapping" in caplog.text
     assert side.ended(asked, []) == (False, None)
 
@@ -27,7 +27,7 @@ def test_what_came_along_is_logged_in_a_few_characters(caplog):
         ["x" * 100_000, {"do_remote_prefill": True, "raykv_ticket": {"parts": ["!" * 100_000], "last_hash": "00"}}]
     ):
         side.begin(request(str(at), kv_transfer_params=params))
-    assert side._stats.total()["num_bad_tickets"] == 2
+    assert side.stats.total()["num_bad_tickets"] == 2
     assert len(caplog.text) < 2000
 
 
@@ -48,16 +48,16 @@ def test_no_error_about_one_request_reaches_vllm(where, caplog):
         for _ in range(3):  # vLLM may ask again and again.
             assert side.match(asked, 0) == (0, False)
         side.allocated(asked, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 0)
-        assert not side._tracked
+        assert not side.tracked
         assert side.ended(asked, [1, 2, 3]) == (False, None)
-    assert side._stats.total()["num_request_errors"] == 2
+    assert side.stats.total()["num_request_errors"] == 2
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2, "one each, not one for each question"
     assert all(record.exc_info for record in errors)
     good = request()
     side.begin(good)
-    assert side._tracked["r"].may_load
-    assert not side._untracked
+    assert side.tracked["r"].may_load
+    assert not side.untracked
 
 
 def test_requests_with_media_that_nothing_tells_apart_go_on_without_the_store(caplog):
@@ -69,8 +69,8 @@ def test_requests_with_media_that_nothing_tells_apart_go_on_without_the_store(ca
             side.begin(asked)
             assert side.match(asked, 0) == (0, False)
         assert side.ended(asked, [1, 2, 3]) == (False, None)
-    assert not side._untracked
-    assert side._stats.total()["num_unnamed_media_requests"] == 2
+    assert not side.untracked
+    assert side.stats.total()["num_unnamed_media_requests"] == 2
     assert caplog.text.count("--mm-processor-cache-gb") == 1
     side.begin(request("text"))
-    assert side._tracked["text"].may_save
+    assert side.tracked["text"].may_save

@@ -62,7 +62,7 @@ class Engine:
     def end(self):
         self.request.num_tokens = len(self.request.all_token_ids)
         self.side.ended(self.request, self.block_ids)
-        return self.saved + self._numbers(self.side._plan.late_saves)
+        return self.saved + self._numbers(self.side.next_plan.late_saves)
 
     def _step(self, new, begins, num_tokens):
         self.request.num_tokens = len(self.request.all_token_ids)

@@ -44,13 +44,13 @@ class StoreLink:
     def __init__(
         self, store: StoreLike, space: Namespace, num_blocks: int, device: torch.device, retry_s: float
     ) -> None:
-        self._store, self._space, self._num_blocks, self._device = store, space, num_blocks, device
+        self._store, self.space, self._num_blocks, self._device = store, space, num_blocks, device
         self._retry_s, self._retry_at_s = retry_s, 0.0
         self._lock, self._count_lock = threading.RLock(), threading.Lock()
         #: The thread that uses the buffer.
         self._user: int | None = None
         self.closed, self.num_failures, self.num_bypassed = False, 0, 0
-        self._staging: Staging | None = self._open()
+        self.staging: Staging | None = self._open()
 
     def use(self, action: Callable[[Staging], T], otherwise: T) -> T:
         """Return an action's result, or `otherwise` if the store fails, failed recently, or is in use for too long."""
@@ -89,13 +89,13 @@ class StoreLink:
                 pass
 
     def _use(self, action: Callable[[Staging], T], otherwise: T) -> T:
-        if self.closed or (self._staging is None and time.monotonic() < self._retry_at_s):
+        if self.closed or (self.staging is None and time.monotonic() < self._retry_at_s):
             return self._bypass(otherwise)
         try:
-            if self._staging is None:
-                self._staging = self._open()
+            if self.staging is None:
+                self.staging = self._open()
                 logger.info("the store answers again: prefixes are shared")
-            return action(self._staging)
+            return action(self.staging)
         except (KVStoreError, OSError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
             self._fail(error)
             return otherwise
@@ -108,7 +108,7 @@ class StoreLink:
                 self._give_back()
 
     def _give_back(self) -> None:
-        staging, self._staging = self._staging, None
+        staging, self.staging = self.staging, None
         if staging is not None:
             staging.close()
 
@@ -118,7 +118,7 @@ class StoreLink:
         return otherwise
 
     def _open(self) -> Staging:
-        client = self._store.client(self._space)
+        client = self._store.client(self.space)
         try:
             return Staging(client, self._num_blocks, self._device)
         except BaseException:
@@ -126,7 +126,7 @@ class StoreLink:
             raise
 
     def _fail(self, error: Exception) -> None:
-        staging, self._staging = self._staging, None
+        staging, self.staging = self.staging, None
         # Warn once: until the store answers again, there is no buffer.
         log = logger.debug if staging is None else logger.warning
         log(

@@ -122,12 +122,12 @@ class PrefixCachedModel:
         self._marks = Marks(model)
         self._save_generated, self._load_timeout_s = save_generated, load_timeout_s
         self._stats, self._stats_lock = PrefixCacheStats(), threading.Lock()
-        self._link = StoreLink(store, self.space, num_staged, self._device, retry_s)
+        self.link = StoreLink(store, self.space, num_staged, self._device, retry_s)
 
     @property
     def stats(self) -> PrefixCacheStats:
         """The counts so far."""
-        link = self._link
+        link = self.link
         return replace(self._stats, num_store_failures=link.num_failures, num_bypassed=link.num_bypassed)
 
     def generate(self, inputs: torch.Tensor | None = None, **options: Any) -> Any:
@@ -154,7 +154,7 @@ class PrefixCachedModel:
         began_s = time.perf_counter()
         planes, width = list[tuple[torch.Tensor, torch.Tensor]](), 0
         if prompts.may_load:
-            planes, width = self._link.use(lambda staging: self._load(staging, prompts, rows), (planes, width))
+            planes, width = self.link.use(lambda staging: self._load(staging, prompts, rows), (planes, width))
         num_loaded = [max(0, width - padding) for padding in prompts.num_padding]
         if width:
             for layer, (keys, values) in enumerate(planes):
@@ -191,7 +191,7 @@ class PrefixCachedModel:
 
     def close(self) -> None:
         """Give everything back to the store; may be called again. The model stays as it is."""
-        self._link.close()
+        self.link.close()
 
     def __enter__(self) -> PrefixCachedModel:
         self._check_open()
@@ -220,7 +220,7 @@ class PrefixCachedModel:
         if not any(needed):
             return [], 0
         longest = max(padding + num * size for padding, num in zip(prompts.num_padding, needed, strict=True))
-        planes = self._empty_planes(len(rows), longest)
+        planes = self.empty_planes(len(rows), longest)
         for row, (hashes, padding, num_blocks) in enumerate(zip(rows, prompts.num_padding, needed, strict=True)):
             for pair in planes:
                 for plane in pair:
@@ -257,9 +257,7 @@ class PrefixCachedModel:
         if not any(known):
             return
         began_s = time.perf_counter()
-        written, refused = self._link.use(
-            lambda staging: self._save_rows(staging, prompts, known, cache, first), (0, 0)
-        )
+        written, refused = self.link.use(lambda staging: self._save_rows(staging, prompts, known, cache, first), (0, 0))
         self._count(num_saved_blocks=written, num_refused_blocks=refused, save_s=time.perf_counter() - began_s)
 
     def _save_rows(
@@ -307,7 +305,7 @@ class PrefixCachedModel:
             )
 
     def _check_open(self) -> None:
-        if self._link.closed:
+        if self.link.closed:
             raise StoreUnavailable("wanted an open PrefixCachedModel, got a closed one; make a new one")
 
     def _check_model(self) -> None:
@@ -316,7 +314,8 @@ class PrefixCachedModel:
         check_mode(self.model)
         self._marks.check(self.model)
 
-    def _empty_planes(self, num_rows: int, width: int) -> Planes:
+    def empty_planes(self, num_rows: int, width: int) -> Planes:
+        """Return a K and a V tensor [num_rows, H, width, D] of each layer, on the model's device, not written."""
         shape = self.space.shape
         dims, dtype = (num_rows, shape.num_kv_heads, width, shape.head_dim), getattr(torch, shape.dtype)
         return [

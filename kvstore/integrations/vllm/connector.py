@@ -55,11 +55,11 @@ class RaykvConnector(KVConnectorBase_V1):
         #: Counts and times of this half; `total()` has everything since the start.
         self.stats = Stats()
         self._is_closed = False
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             events = getattr(vllm_config, "kv_events_config", None)
-            self._scheduler = SchedulerSide(
+            self.scheduler_side = SchedulerSide(
                 options,
                 int(spec.block_size),
                 int(vllm_config.parallel_config.world_size),
@@ -78,7 +78,7 @@ class RaykvConnector(KVConnectorBase_V1):
             tp_rank, pp_rank = _ranks()
             part, is_saver = part_of(vllm_config, tp_rank, pp_rank)
             rank = pp_rank * int(vllm_config.parallel_config.tensor_parallel_size) + tp_rank
-            self._worker = WorkerSide(options, vllm_config, spec, part, rank, is_saver, self.stats)
+            self.worker_side = WorkerSide(options, vllm_config, spec, part, rank, is_saver, self.stats)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -90,7 +90,7 @@ class RaykvConnector(KVConnectorBase_V1):
         if self._is_closed:
             return
         self._is_closed = True
-        for side in (self._scheduler, self._worker):
+        for side in (self.scheduler_side, self.worker_side):
             if side is not None:
                 side.close()
 
@@ -214,12 +214,12 @@ class RaykvConnector(KVConnectorBase_V1):
         return RaykvStats(data)
 
     def _side(self) -> SchedulerSide:
-        assert self._scheduler is not None, "vLLM called a worker's connector as the scheduler's"
-        return self._scheduler
+        assert self.scheduler_side is not None, "vLLM called a worker's connector as the scheduler's"
+        return self.scheduler_side
 
     def _rank(self) -> WorkerSide:
-        assert self._worker is not None, "vLLM called the scheduler's connector as a worker's"
-        return self._worker
+        assert self.worker_side is not None, "vLLM called the scheduler's connector as a worker's"
+        return self.worker_side
 
 
 def _ranks() -> tuple[int, int]:

@@ -15,7 +15,7 @@ assert _SPEC.loader is not None
 _MODULE = importlib.util.module_from_spec(_SPEC)
 sys.modules.setdefault("kvstore_cluster", _MODULE)
 _SPEC.loader.exec_module(_MODULE)
-_sockets, cluster_class = _MODULE._sockets, _MODULE.cluster_class
+socket_folder, cluster_class = _MODULE.socket_folder, _MODULE.cluster_class
 
 VOCAB = 211
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96}

@@ -66,7 +66,7 @@ def test_a_store_that_stops_between_two_loads_of_one_prompt(build, tokens, wrap,
     alone = model.generate(prompt, **GREEDY)
     cached = wrap(model, staging_bytes=2 * 12288)  # A block at a time.
     cached.generate(prompt, **GREEDY)
-    client = cached._link._staging._client
+    client = cached.link.staging._client
     real_load, num_loads = client.load, 0
 
     def load(*args, **options):
@@ -163,16 +163,16 @@ def test_no_memory_for_loaded_kv_means_computing(build, tokens, wrap, caplog):
     alone = model.generate(prompt, **GREEDY)
     cached = wrap(model, retry_s=0.0)
     cached.generate(prompt, **GREEDY)
-    real = cached._empty_planes
+    real = cached.empty_planes
 
     def short_of_memory(*_):
         raise torch.OutOfMemoryError("no memory for KV")
 
-    cached._empty_planes = short_of_memory
+    cached.empty_planes = short_of_memory
     assert torch.equal(cached.generate(prompt, **GREEDY), alone)
     assert cached.stats.num_store_failures == 1
     assert len(warnings_in(caplog)) == 1
-    cached._empty_planes = real
+    cached.empty_planes = real
     assert torch.equal(cached.generate(prompt, **GREEDY), alone)
     assert cached.stats.num_loaded_tokens == 192
 
@@ -228,7 +228,7 @@ def in_time():
 @pytest.mark.parametrize("when", ["a load", "closing"])
 def test_an_interrupt_behind_a_lock_does_not_keep_it(build, tokens, wrap, in_time, when):
     cached, prompt = wrap(build(), retry_s=10.0), tokens(50)
-    link = cached._link
+    link = cached.link
     link._lock = Interrupted(link._lock)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -237,29 +237,29 @@ def test_an_interrupt_behind_a_lock_does_not_keep_it(build, tokens, wrap, in_tim
             assert in_time(lambda: cached.generate(prompt, **GREEDY))
             assert (cached.stats.num_bypassed, cached.stats.num_saved_blocks) == (0, 3)
         assert in_time(cached.close)
-        assert link._staging is None
+        assert link.staging is None
     finally:
         link._lock = threading.RLock()  # So that nothing waits for it in vain.
 
 
 def test_a_signal_handler_does_not_use_the_buffer_under_what_it_interrupted(build, tokens, wrap):
     cached = wrap(build())
-    link, seen = cached._link, []
+    link, seen = cached.link, []
 
     def use(staging):
         seen.append(link.use(lambda staging: "used", "bypassed"))
         cached.close()
-        seen.append(staging is link._staging)
+        seen.append(staging is link.staging)
         return "outer"
 
     assert link.use(use, None) == "outer"
     assert seen == ["bypassed", True]
-    assert link._staging is None, "it is given back when nothing uses it any more"
+    assert link.staging is None, "it is given back when nothing uses it any more"
 
 
 def test_closing_does_not_wait_for_ever(build, tokens, wrap):
     cached = wrap(build(), retry_s=0.1)
-    link, began, may_end = cached._link, threading.Event(), threading.Event()
+    link, began, may_end = cached.link, threading.Event(), threading.Event()
 
     def use(staging):
         began.set()
@@ -276,7 +276,7 @@ def test_closing_does_not_wait_for_ever(build, tokens, wrap):
     user.join(10)
     closing.join(10)
     assert is_closed
-    assert link._staging is None
+    assert link.staging is None
 
 
 _INTERRUPTS = {}

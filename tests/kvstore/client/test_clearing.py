@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from inner_parts import parts_of
 
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.client.client import Client
@@ -25,13 +26,13 @@ def core(cluster):
 @contextmanager
 def held_up(client):
     """Hold up every copy into slots; yields what lets them go."""
-    go, copy = threading.Event(), client._attached.engine.copier.into_slots
+    go, copy = threading.Event(), parts_of(client).engine.copier.into_slots
 
     def late(*args):
         assert go.wait(20)
         copy(*args)
 
-    client._attached.engine.copier.into_slots = late
+    parts_of(client).engine.copier.into_slots = late
     try:
         yield go
     finally:
@@ -88,7 +89,7 @@ def test_parts_of_one_block_are_of_one_version_or_it_is_not_stored(cluster, core
         assert late.result(10).num_blocks == 0
     assert reader.load(hashes, range(3)).num_blocks == 0
     # The other rank's part of the new weights makes them whole.
-    for layer in second._attached.engine.copier.cache.caches:
+    for layer in parts_of(second).engine.copier.cache.caches:
         layer.fill_(2.0)
     assert second.save(hashes, [0, 1, 2]).result(10).num_blocks == 3
     assert new.result(10).num_blocks == 3
@@ -99,14 +100,14 @@ def test_parts_of_one_block_are_of_one_version_or_it_is_not_stored(cluster, core
 def test_what_is_published_is_of_the_version_of_the_call(cluster, core, monkeypatch):
     """As for a save: between the call and its first question the namespace is cleared."""
     worker = cluster.worker("a")
-    get = worker.client._attached.clears.get
+    get = parts_of(worker.client).clears.get
 
     def get_and_clear(namespace):
         count = get(namespace)
         core.state.pool_service.clear(namespace)
         return count
 
-    monkeypatch.setattr(worker.client._attached.clears, "get", get_and_clear)
+    monkeypatch.setattr(parts_of(worker.client).clears, "get", get_and_clear)
     with pytest.raises(StaleVersion, match="publish what is computed anew"):
         worker.client.publish([0, 1])
     assert core.pool.stats().num_writing == 0
@@ -144,7 +145,7 @@ def test_namespaces_of_a_group_are_cleared_together_and_no_number_of_clearings_i
 def test_a_ray_caller_may_name_the_count_from_before_it_computed(cluster, core):
     worker, hashes = cluster.worker("a"), cluster.hashes(3)
     chain, before = (
-        worker.client._attached.chain(hashes),
+        parts_of(worker.client).chain(hashes),
         core.state.pool_service.current.num_clears(cluster.space.digest),
     )
     core.state.pool_service.clear(cluster.space.digest)
@@ -161,13 +162,13 @@ def test_a_version_far_ahead_is_refused_at_every_door_and_clearing_goes_on(clust
         core.state.pool_service.clear(space.digest, far)
     peer = core.state.peers.get("a")
     lease = PeerLease(
-        chain=worker.client._attached.chain(hashes), block_bytes=space.shape.block_bytes,
+        chain=parts_of(worker.client).chain(hashes), block_bytes=space.shape.block_bytes,
         slot_format=BLOCK_ORDER_VERSION, namespace_version=far, ttl_s=5.0,
     )  # fmt: skip
     with pytest.raises(PeerLost, match="InvalidRequest: version: wanted an int from 0"):
         peer.lease(lease, 2.0)
-    cluster.directory._versions._known[group_of(space.digest)] = far, 1, space.digest
-    cluster.directory._versions._serial = 1
+    cluster.directory.versions._known[group_of(space.digest)] = far, 1, space.digest
+    cluster.directory.versions._serial = 1
     heard = threading.Event()
     core.state.hints.publish_soon(heard.set)
     assert heard.wait(10)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from inner_parts import parts_of
 
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part
@@ -363,8 +364,8 @@ def test_a_store_that_was_restarted_is_another_one(cluster):
     old = cluster.nodes["a"]
     cluster.stop_node("a")
     new = cluster.add("a")
-    worker.client._store.path = new.control_path
-    worker.client._store.for_jobs._idle.clear()
+    parts_of(worker.client).store.path = new.control_path
+    parts_of(worker.client).store.for_jobs.idle.clear()
     assert old.state.epoch != new.state.epoch
     result = worker.load(hashes, range(2))
     assert result.num_blocks == 0
@@ -395,7 +396,7 @@ def test_an_aborted_save_leaves_nothing(world, unchanged, monkeypatch):
     def fail(pages, indexes, slots):
         raise RuntimeError("the copy failed")
 
-    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", fail)
+    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", fail)
     with pytest.raises(RuntimeError, match="the copy failed"):
         worker.save(cluster.hashes(4, seed=3), range(4))
 
@@ -476,8 +477,8 @@ class Gate:
 
 def test_a_job_is_not_abandoned_while_it_copies(world, unchanged, monkeypatch):
     cluster, worker = world
-    gate = Gate(worker.client._attached.engine.copier.out_of_slots)
-    monkeypatch.setattr(worker.client._attached.engine.copier, "out_of_slots", gate)
+    gate = Gate(parts_of(worker.client).engine.copier.out_of_slots)
+    monkeypatch.setattr(parts_of(worker.client).engine.copier, "out_of_slots", gate)
     job = worker.client.load(cluster.hashes(3), [0, 1, 2])
     assert gate.entered.wait(5)
     assert not job.abandon(0.05)
@@ -491,15 +492,15 @@ def test_an_abandoned_load_writes_nothing_any_more(cluster):
     worker = cluster.worker("a", 8)
     hashes = cluster.hashes(3)
     worker.save(hashes, range(3))
-    copier = worker.client._attached.engine.copier
+    copier = parts_of(worker.client).engine.copier
     gate = Gate(lambda: None)
-    taken = worker.client._store.for_jobs.taken
+    taken = parts_of(worker.client).store.for_jobs.taken
 
     def wait_then_take():
         gate()
         return taken()
 
-    worker.client._store.for_jobs.taken = wait_then_take
+    parts_of(worker.client).store.for_jobs.taken = wait_then_take
     before = worker.bytes()
     job = worker.client.load(hashes, [5, 6, 7])
     assert gate.entered.wait(5)
@@ -509,7 +510,7 @@ def test_an_abandoned_load_writes_nothing_any_more(cluster):
     assert result.num_blocks == 0
     assert "abandoned" in result.failed[0].detail
     assert worker.bytes() == before
-    assert copier is worker.client._attached.engine.copier
+    assert copier is parts_of(worker.client).engine.copier
 
 
 def test_an_abandoned_load_gives_its_pins_back_at_once(cluster, wait_until, monkeypatch):
@@ -546,7 +547,7 @@ def test_slots_claimed_for_a_save_that_did_not_hear_of_them_come_back(cluster, w
     with pytest.raises(TransferTimeout):
         worker.save(cluster.hashes(3), range(3))
     gate.open.set()
-    wait_until(lambda: core._control.num_calls.get("PREPARE_STORE"))
+    wait_until(lambda: core.control.num_calls.get("PREPARE_STORE"))
     monkeypatch.undo()
     assert worker.save(cluster.hashes(2, seed=1), range(2)).num_written == 2
     wait_until(lambda: core.pool.stats().num_writing == core.pool.stats().num_writes == 0)
@@ -556,8 +557,8 @@ def test_slots_claimed_for_a_save_that_did_not_hear_of_them_come_back(cluster, w
 def test_a_client_that_is_closed_in_the_middle_of_a_copy_keeps_its_slots(cluster, wait_until, monkeypatch):
     core = cluster.add("a")
     worker = cluster.worker("a", 8)
-    gate = Gate(worker.client._attached.engine.copier.into_slots)
-    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", gate)
+    gate = Gate(parts_of(worker.client).engine.copier.into_slots)
+    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", gate)
     job = worker.client.save(cluster.hashes(3), range(3))
     assert gate.entered.wait(5)
     worker.client.close(0.1)
@@ -574,8 +575,8 @@ def test_a_copy_that_outlasts_a_close_by_far_keeps_its_slots_to_its_end(cluster,
     monkeypatch.setattr("kvstore.client.attachment._LATE_S", 0.01)
     core = cluster.add("a", mover=False)
     worker = cluster.worker("a", 8)
-    gate = Gate(worker.client._attached.engine.copier.into_slots)
-    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", gate)
+    gate = Gate(parts_of(worker.client).engine.copier.into_slots)
+    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", gate)
     job = worker.client.save(cluster.hashes(3), range(3))
     assert gate.entered.wait(5)
     worker.client.close(0.0)
@@ -592,13 +593,13 @@ def test_an_abandoned_save_publishes_nothing(cluster, wait_until):
     core = cluster.add("a")
     worker = cluster.worker("a", 8)
     gate = Gate(lambda: None)
-    taken = worker.client._store.for_jobs.taken
+    taken = parts_of(worker.client).store.for_jobs.taken
 
     def wait_then_take():
         gate()
         return taken()
 
-    worker.client._store.for_jobs.taken = wait_then_take
+    parts_of(worker.client).store.for_jobs.taken = wait_then_take
     job = worker.client.save(cluster.hashes(3), range(3))
     assert gate.entered.wait(5)
     assert job.abandon(1)
@@ -616,14 +617,14 @@ def test_who_closes_a_client_that_loses_its_store_waits_for_the_end_of_its_memor
 
     def start_late(thread):
         if thread.name == "raykv-unmap":
-            start(threading.Thread(target=client._attached.end_jobs, args=(ended,), daemon=True))
+            start(threading.Thread(target=parts_of(client).end_jobs, args=(ended,), daemon=True))
             time.sleep(0.2)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_late)
-    client._attached.lose()
+    parts_of(client).lose()
     assert ended.wait(5)
-    assert client._attached.is_unmapped
+    assert parts_of(client).is_unmapped
 
 
 class NoThreads:

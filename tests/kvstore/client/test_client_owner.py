@@ -8,6 +8,7 @@ import os
 import threading
 
 import pytest
+from inner_parts import parts_of
 
 from kvstore.client import attachment
 from kvstore.client.results import Pinned
@@ -80,7 +81,7 @@ def test_a_closed_client_has_no_pins_left_whatever_timed_out_before(core, worker
     worker.client.close()
     wait_until(lambda: core.pool.stats().num_pinned == core.pool.stats().num_soft_pinned == 0)
     assert core.pool.num_leases() == 0
-    wait_until(lambda: not any(c.role == "client" for c in core._control._server._connections))
+    wait_until(lambda: not any(c.role == "client" for c in core.control.server.connections))
 
 
 def test_a_lease_is_renewed_and_released_over_another_connection(core, worker, cluster):
@@ -112,7 +113,7 @@ def test_a_question_that_the_store_has_not_read_yet_is_never_served(core, worker
         closing.start()
         assert entered.wait(5)
     closing.join(10)
-    wait_until(lambda: not any(c.role == "client" for c in core._control._server._connections))
+    wait_until(lambda: not any(c.role == "client" for c in core.control.server.connections))
     assert core.pool.num_leases() == 0
 
 
@@ -126,7 +127,7 @@ def test_slots_that_a_save_never_heard_of_come_back_while_the_client_lives(core,
 
 
 def test_slots_that_a_publisher_never_heard_of_come_back(core, worker, wait_until):
-    table = core._control.handoffs.table
+    table = core.control.handoffs.table
     prepare, go_on = table.prepare, threading.Event()
     table.prepare = lambda *args: (go_on.wait(10), prepare(*args))[1]
     with pytest.raises(TransferTimeout):
@@ -139,7 +140,7 @@ def test_slots_that_a_publisher_never_heard_of_come_back(core, worker, wait_unti
 
 def test_slots_of_a_publication_come_back_whose_failure_the_store_did_not_hear(core, worker, wait_until):
     """COMPLETE and ABORT have no answer, and no later call of the client tells the store."""
-    table = core._control.handoffs.table
+    table = core.control.handoffs.table
     complete, go_on = table.complete, threading.Event()
     table.complete = lambda *args: (go_on.wait(10), complete(*args))[1]
     publication = worker.client.begin_publish([0, 1])
@@ -163,11 +164,11 @@ def test_questions_for_counts_hold_up_no_call(core, worker, cluster, monkeypatch
 
 
 def test_a_call_whose_connection_another_one_broke_is_asked_over_the_next(core, worker, cluster, wait_until):
-    store, results = worker.client._store, []
+    store, results = parts_of(worker.client).store, []
     with late(core, "release"):
         first = threading.Thread(target=ask_in_vain, args=(worker.client.unpin, NOTHING))
         first.start()
-        wait_until(lambda: store._calls._turns.now is not None)
+        wait_until(lambda: store.calls.turns.now is not None)
         store.call_timeout_s = 10.0
         second = threading.Thread(target=lambda: results.append(worker.client.pin(cluster.hashes(10)).num_blocks))
         second.start()
@@ -188,10 +189,10 @@ def test_a_publication_outlasts_a_later_job_that_loses_its_connection(core, work
 
 def test_many_calls_that_time_out_leave_no_descriptors_in_the_store(core, worker, cluster, wait_until):
     worker.client.pin(cluster.hashes(3))
-    server = core._control._server
+    server = core.control.server
 
     def theirs():
-        return [c for c in server._connections if c.role == "client"]
+        return [c for c in server.connections if c.role == "client"]
 
     num_before = len(theirs())
     for _ in range(4):
@@ -206,11 +207,11 @@ def test_a_client_that_is_collected_gives_everything_back(core, worker, cluster,
     client.pin(cluster.hashes(5))
     lose_the_connection_of_calls(core, client)
     cluster.clients.remove(client)
-    num_connections = len(core._control._server._connections)
+    num_connections = len(core.control.server.connections)
     del client
     gc.collect()
     wait_until(lambda: core.pool.stats().num_hard_pinned == 0)
-    wait_until(lambda: len(core._control._server._connections) < num_connections)
+    wait_until(lambda: len(core.control.server.connections) < num_connections)
 
 
 def test_threads_that_close_a_client_at_once_give_everything_back(core, cluster, wait_until):
@@ -230,12 +231,12 @@ def test_threads_that_close_a_client_at_once_give_everything_back(core, cluster,
     for thread in threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
-    wait_until(lambda: not any(c.role == "client" for c in core._control._server._connections))
+    wait_until(lambda: not any(c.role == "client" for c in core.control.server.connections))
     assert core.pool.stats().num_pinned == 0
 
 
 def test_an_owner_is_one_process(core, worker):
-    key = worker.client._store._key
+    key = parts_of(worker.client).store.key
     hello = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": key}
     child = os.fork()
     if child == 0:
@@ -247,7 +248,7 @@ def test_an_owner_is_one_process(core, worker):
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert key not in repr([c.owner for c in core._control._server._connections]), "it is a secret"
+    assert key not in repr([c.owner for c in core.control.server.connections]), "it is a secret"
 
 
 @pytest.mark.parametrize("key", ["", "0" * 31, 7, {}, ["0" * 32]])
@@ -259,13 +260,13 @@ def test_what_is_no_key_is_refused(core, key):
 def test_an_exception_in_the_middle_of_a_call_does_not_shift_the_answers(core, worker, cluster):
     """As a signal's handler may raise one at any moment."""
     client = worker.client
-    read = client._store._calls._channel.read
+    read = parts_of(client).store.calls.channel.read
 
     def interrupt(timeout_s):
-        client._store._calls._channel.read = read
+        parts_of(client).store.calls.channel.read = read
         raise KeyboardInterrupt
 
-    client._store._calls._channel.read = interrupt
+    parts_of(client).store.calls.channel.read = interrupt
     with pytest.raises(KeyboardInterrupt):
         client.lease(cluster.hashes(10))
     assert len(client.lease(cluster.hashes(2))) == 2
@@ -274,21 +275,21 @@ def test_an_exception_in_the_middle_of_a_call_does_not_shift_the_answers(core, w
 
 def test_a_call_that_meets_a_close_is_granted_nothing_that_nobody_gives_back(core, worker, cluster, wait_until):
     """It has passed the first check, then the client is closed by another thread, and its connection with it."""
-    store = worker.client._store
-    store._calls.close()
-    renewed = store._renewed
+    store = parts_of(worker.client).store
+    store.calls.close()
+    renewed = store.renewed
 
     def close_first(timeout_s):
-        store._renewed = renewed
+        store.renewed = renewed
         worker.client.close()
         return renewed(timeout_s)
 
-    store._renewed = close_first
+    store.renewed = close_first
     with pytest.raises((StoreUnavailable, PeerLost)):
         worker.client.pin(cluster.hashes(4))
-    wait_until(lambda: not any(c.role == "client" for c in core._control._server._connections))
+    wait_until(lambda: not any(c.role == "client" for c in core.control.server.connections))
     assert core.pool.num_leases() == 0
-    assert all(connection.closed for connection in store._open)
+    assert all(connection.closed for connection in store.open)
 
 
 def test_a_client_whose_copies_are_stuck_is_not_collected_and_keeps_its_slots(core, cluster, wait_until, monkeypatch):
@@ -298,14 +299,14 @@ def test_a_client_whose_copies_are_stuck_is_not_collected_and_keeps_its_slots(co
         raise CopyStuck("the device does not come to an end")
 
     monkeypatch.setattr(attachment, "_with_stuck_copies", set())
-    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", stick)
+    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", stick)
     with pytest.raises(CopyStuck):
         worker.save(cluster.hashes(3, seed=3), range(3))
-    assert attachment._with_stuck_copies == {worker.client._attached}
-    num_connections = len(core._control._server._connections)
+    assert attachment._with_stuck_copies == {parts_of(worker.client)}
+    num_connections = len(core.control.server.connections)
     cluster.clients.remove(worker.client)
     del worker
     gc.collect()
     cluster.client("a").stats()  # What a collected one had said before is heard by then.
     assert core.pool.stats().num_writing == 3
-    assert len(core._control._server._connections) >= num_connections
+    assert len(core.control.server.connections) >= num_connections

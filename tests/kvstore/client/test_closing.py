@@ -12,6 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from inner_parts import parts_of
 
 import kvstore.kernels
 from kvstore.blocks.codec import encode
@@ -31,10 +32,10 @@ from kvstore.rpc.messages import Ask
 def standing_still(core):
     """The control thread of a store does nothing, as that of a process that is stopped."""
     stands, goes_on = threading.Event(), threading.Event()
-    hello = core._control._hello
+    hello = core.control.hello
 
     def stand(*args):
-        core._control._hello = hello
+        core.control.hello = hello
         stands.set()
         goes_on.wait(30)
         return hello(*args)
@@ -47,7 +48,7 @@ def standing_still(core):
             fd.close()
             connection.close()
 
-    core._control._hello = stand
+    core.control.hello = stand
     knocking = threading.Thread(target=knock, daemon=True)
     knocking.start()
     assert stands.wait(5)
@@ -99,7 +100,7 @@ def test_beside_a_call_of_another_thread_that_times_out(core, worker, cluster, i
     with standing_still(core):
         leasing = threading.Thread(target=lease, daemon=True)
         leasing.start()
-        while worker.client._store._calls._turns.now is None:
+        while parts_of(worker.client).store.calls.turns.now is None:
             assert leasing.is_alive()
         worker.client.close(0.1)
         leasing.join(5)
@@ -109,7 +110,7 @@ def test_beside_a_call_of_another_thread_that_times_out(core, worker, cluster, i
 
 def test_in_the_handler_of_a_signal_that_comes_within_a_call(worker, is_given_back):
     with contextlib.suppress(KVStoreError):
-        worker.client._store.call(Op.STATS, b"", meanwhile=worker.client.close)
+        parts_of(worker.client).store.call(Op.STATS, b"", meanwhile=worker.client.close)
     is_given_back()
 
 
@@ -126,7 +127,7 @@ def test_while_the_store_stands_still_for_longer_than_a_call(core, worker, clust
     with standing_still(core):
         with pytest.raises(TransferTimeout):
             worker.client.lease(cluster.hashes(4), 5.0)
-        for known in worker.client._store._open:
+        for known in parts_of(worker.client).store.open:
             known.close()
         worker.client.close(0.1)
         time.sleep(1.0)  # Its first connection has been given up.
@@ -139,7 +140,7 @@ def test_one_that_was_interrupted(cluster, worker, is_given_back, monkeypatch, e
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker.client._attached.threads, "await_callbacks", interrupt)
+    monkeypatch.setattr(parts_of(worker.client).threads, "await_callbacks", interrupt)
     with pytest.raises(KeyboardInterrupt):
         worker.client.close()
     monkeypatch.undo()
@@ -164,7 +165,7 @@ def test_who_collects_one_does_not_wait_for_its_store(cluster, wait_until):
         gc.collect()
 
     with standing_still(core):
-        for known in worker.client._store._open:
+        for known in parts_of(worker.client).store.open:
             known.close()  # Over none that is open the goodbye could be said.
         in_time(collect)
         assert core.pool.stats().num_pinned == 4
@@ -187,7 +188,7 @@ def test_any_other_time_is_one(worker, is_given_back, timeout_s):
 def test_where_the_socket_was_removed_by_others(core, worker, cluster, is_given_back):
     os.unlink(core.control_path)
     with pytest.raises(StoreUnavailable):
-        worker.client._store.connect()
+        parts_of(worker.client).store.connect()
     assert worker.client.pin(cluster.hashes(2)).num_blocks == 2, "the store lives"
     worker.client.close()
     is_given_back()
@@ -212,7 +213,7 @@ def test_in_a_handler_while_its_thread_learns_that_the_store_has_ended(cluster, 
         monkeypatch.setattr(attachment, "JobThreads", lambda: (close_once(), JobThreads())[1])
     else:
         monkeypatch.setattr(threading.Thread, "start", interrupted)
-    in_time(worker.client._attached.lose)
+    in_time(parts_of(worker.client).lose)
     assert closed
 
 
@@ -222,10 +223,10 @@ def test_after_the_store_has_ended_where_no_thread_can_be_started(worker, monkey
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(attachment.threading, "Thread", NoThread)
-    worker.client._attached.lose()
+    parts_of(worker.client).lose()
     monkeypatch.undo()
     in_time(worker.client.close, 5.0)
-    assert worker.client._attached.is_unmapped
+    assert parts_of(worker.client).is_unmapped
 
 
 def test_a_lease_of_a_closed_client_is_not_held(worker, cluster):
@@ -239,26 +240,26 @@ def test_a_lease_of_a_closed_client_is_not_held(worker, cluster):
 
 def test_any_call_names_a_connection_that_broke(core, worker, cluster, monkeypatch, wait_until):
     """The store keeps what it gave over it until then."""
-    store = worker.client._store
-    connect = store._connect
+    store = parts_of(worker.client).store
+    connect = store.connect_anew
 
     def refuse(*_):
         raise StoreUnavailable("no descriptor is left")
 
-    monkeypatch.setattr(store, "_connect", refuse)
+    monkeypatch.setattr(store, "connect_anew", refuse)
     with store.for_jobs.taken() as broken:
-        broken.call(Op.LEASE, encode(Ask(worker.client._attached.chain(cluster.hashes(4)), 30.0)), timeout_s=5.0)
-        broken._channel.unheard = 1
+        broken.call(Op.LEASE, encode(Ask(parts_of(worker.client).chain(cluster.hashes(4)), 30.0)), timeout_s=5.0)
+        broken.channel.unheard = 1
         broken.close()
-    assert store._broken.untold
-    monkeypatch.setattr(store, "_connect", connect)
-    store._broken.name_again_s = 0.0
+    assert store.broken.untold
+    monkeypatch.setattr(store, "connect_anew", connect)
+    store.broken.name_again_s = 0.0
     worker.client.pin(cluster.hashes(2))
-    assert not store._broken.untold
+    assert not store.broken.untold
 
 
 def test_those_that_wait_for_anothers_connection_wait_no_longer_than_a_call(core, worker, monkeypatch):
-    store, tried, goes_on = worker.client._store, [], threading.Event()
+    store, tried, goes_on = parts_of(worker.client).store, [], threading.Event()
 
     def late(*_):
         tried.append(1)
@@ -266,7 +267,7 @@ def test_those_that_wait_for_anothers_connection_wait_no_longer_than_a_call(core
         raise TransferTimeout("late")
 
     monkeypatch.setattr(store, "connect", late)
-    store._calls.close()
+    store.calls.close()
     errors, lock = [], threading.Lock()
 
     def ask():
@@ -292,27 +293,27 @@ def test_those_that_wait_for_anothers_connection_wait_no_longer_than_a_call(core
 
 
 def test_a_question_that_waited_all_its_time_is_not_asked(worker):
-    connection = worker.client._store._calls
+    connection = parts_of(worker.client).store.calls
     turn = [0]
-    assert connection._turns.take(turn)
+    assert connection.turns.take(turn)
     with pytest.raises(TransferTimeout, match="not asked"):
         connection.call(Op.STATS, timeout_s=0.05)
-    connection._turns.end(turn)
+    connection.turns.end(turn)
     assert not connection.closed
 
 
 @pytest.mark.parametrize("left_s", [0.0005, 0.0, -1.0])
 def test_a_question_whose_turn_comes_too_late_for_an_answer_is_not_asked(worker, monkeypatch, left_s):
     """It would only close the connection for those that wait behind it."""
-    connection, now_s, others = worker.client._store._calls, [100.0], [0]
+    connection, now_s, others = parts_of(worker.client).store.calls, [100.0], [0]
     monkeypatch.setattr("kvstore.rpc.client.clock", SimpleNamespace(now_s=lambda: now_s[0]))
-    assert connection._turns.take(others)
+    assert connection.turns.take(others)
 
     def end_late(_):
         now_s[0] += 20.0 - left_s
-        connection._turns.end(others)
+        connection.turns.end(others)
 
-    monkeypatch.setattr(connection, "_check_turn", end_late)
+    monkeypatch.setattr(connection, "check_turn", end_late)
     num_calls = connection.num_calls
     with pytest.raises(TransferTimeout, match="not asked"):
         connection.call(Op.STATS, timeout_s=20.0)
@@ -321,7 +322,7 @@ def test_a_question_whose_turn_comes_too_late_for_an_answer_is_not_asked(worker,
 
 
 def test_what_has_no_answer_is_said_if_no_question_is_under_way(worker):
-    connection: ControlClient = worker.client._store._calls
+    connection: ControlClient = parts_of(worker.client).store.calls
     said = []
     connection.call(Op.STATS, timeout_s=5.0, meanwhile=lambda: said.append(connection.send_if_free(Op.GOODBYE)))
     assert said == [False]
@@ -330,38 +331,38 @@ def test_what_has_no_answer_is_said_if_no_question_is_under_way(worker):
 
 
 def test_two_threads_that_say_last_words_do_not_take_the_connection_from_each_other(core, worker, monkeypatch):
-    store, others, said = worker.client._store, [], []
-    send = store._calls._channel.send
+    store, others, said = parts_of(worker.client).store, [], []
+    send = store.calls.channel.send
 
     def send_slowly(*args):
         if not others:
-            others.append(threading.Thread(target=lambda: said.append(store._is_said(Op.UNPIN_ALL)), daemon=True))
+            others.append(threading.Thread(target=lambda: said.append(store.is_said(Op.UNPIN_ALL)), daemon=True))
             others[0].start()
             others[0].join(0.2)  # It has a connection to say it over, and waits for that.
             assert said == []
         send(*args)
 
-    monkeypatch.setattr(store._calls._channel, "send", send_slowly)
-    assert store._is_said(Op.UNPIN_ALL)
+    monkeypatch.setattr(store.calls.channel, "send", send_slowly)
+    assert store.is_said(Op.UNPIN_ALL)
     others[0].join(5)
     assert said == [True]
 
 
 def test_last_words_over_a_connection_that_another_thread_just_closed_are_not_said(worker, monkeypatch):
-    connection: ControlClient = worker.client._store._calls
-    has_room = connection._channel.has_room
-    monkeypatch.setattr(connection._channel, "has_room", lambda: (connection._channel.sock.close(), has_room())[1])
+    connection: ControlClient = parts_of(worker.client).store.calls
+    has_room = connection.channel.has_room
+    monkeypatch.setattr(connection.channel, "has_room", lambda: (connection.channel.sock.close(), has_room())[1])
     assert not connection.send_if_free(Op.GOODBYE)
 
 
 def test_last_words_do_not_wait_for_a_store_that_reads_nothing(core, worker):
-    connection: ControlClient = worker.client._store._calls
+    connection: ControlClient = parts_of(worker.client).store.calls
     with standing_still(core):
-        connection._channel.sock.setblocking(False)
+        connection.channel.sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                connection._channel.sock.send(encode_short(Op.RELEASE, Flag.ONE_WAY, 1, encode(0)))
-        connection._channel.sock.settimeout(30.0)
+                connection.channel.sock.send(encode_short(Op.RELEASE, Flag.ONE_WAY, 1, encode(0)))
+        connection.channel.sock.settimeout(30.0)
         begin_s = time.monotonic()
         assert not connection.send_if_free(Op.GOODBYE)
         assert time.monotonic() - begin_s < 10.0
@@ -388,14 +389,14 @@ def test_work_whose_connection_was_closed_goes_on_to_its_end(wait_until):
 )
 def test_a_job_is_abandoned_with_any_time(worker, cluster, monkeypatch, timeout, is_refused):
     copies, goes_on = threading.Event(), threading.Event()
-    copy = worker.client._attached.engine.copier.into_slots
+    copy = parts_of(worker.client).engine.copier.into_slots
 
     def held(*args):
         copies.set()
         assert goes_on.wait(10)
         return copy(*args)
 
-    monkeypatch.setattr(worker.client._attached.engine.copier, "into_slots", held)
+    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", held)
     job = worker.client.save(cluster.hashes(2, seed=5), [0, 1])
     assert copies.wait(5)
     if is_refused:
@@ -413,9 +414,9 @@ def test_a_job_is_abandoned_with_any_time(worker, cluster, monkeypatch, timeout,
 
 def test_a_task_that_is_cancelled_leaves_the_job_to_others(worker, cluster, monkeypatch):
     goes_on = threading.Event()
-    copy = worker.client._attached.engine.copier.into_slots
+    copy = parts_of(worker.client).engine.copier.into_slots
     monkeypatch.setattr(
-        worker.client._attached.engine.copier, "into_slots", lambda *args: (goes_on.wait(10), copy(*args))
+        parts_of(worker.client).engine.copier, "into_slots", lambda *args: (goes_on.wait(10), copy(*args))
     )
 
     async def wait():
@@ -456,13 +457,13 @@ class Copier:
 def test_a_stage_that_is_lost_while_a_job_takes_it_is_mapped_or_not_taken():
     link = StageLink(lambda *_: b"", None, 1, ())
     stage = AttachedStage(1, 1, Copier())
-    link._stage, lock = stage, link._lock
+    link.attached, lock = stage, link.lock
 
     class LosingFirst:
         """Where a thread comes to the lock another one finds that the mover has ended."""
 
         def __enter__(self):
-            link._lock = lock
+            link.lock = lock
             losing = threading.Thread(target=link.lose, args=(stage,))
             losing.start()
             losing.join(5)
@@ -471,7 +472,7 @@ def test_a_stage_that_is_lost_while_a_job_takes_it_is_mapped_or_not_taken():
         def __exit__(self, *_):
             lock.release()
 
-    link._lock, link._closed = LosingFirst(), True
+    link.lock, link._closed = LosingFirst(), True
     taken = link.take()
     assert taken is None or not taken.copier.is_closed
 
@@ -481,8 +482,8 @@ def test_a_store_that_stands_still_does_not_hold_up_a_result_for_a_new_connectio
     worker, hashes = cluster.worker("a"), cluster.hashes(4)
     worker.save(hashes, range(4))
     waits = []
-    connect = worker.client._store._connect
-    worker.client._store._connect = lambda *args: (waits.append(args[2]), connect(*args))[1]
+    connect = parts_of(worker.client).store.connect_anew
+    parts_of(worker.client).store.connect_anew = lambda *args: (waits.append(args[2]), connect(*args))[1]
     with standing_still(core):
         assert worker.load(hashes, range(4), timeout_s=0.1).num_blocks == 0
     assert waits
@@ -502,17 +503,19 @@ def test_beside_a_call_that_waits_for_a_new_connection(core, worker, cluster, is
     with standing_still(core):
         with pytest.raises(TransferTimeout):
             client.stats()
-        client._store._calls.close()
+        parts_of(client).store.calls.close()
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        wait_until(lambda: client._store._renewing.now is not None)
+        wait_until(lambda: parts_of(client).store.renewing.now is not None)
         # Another one that is free says the goodbye, before the store comes to the new one.
         client.close(0.0)
     asking.join(5)
     assert ended
     is_given_back()
-    wait_until(lambda: core._control.handoffs.table.num_slots == 0)
-    wait_until(lambda: all(known.closed for known in client._store._open))  # The late goodbye has one of its own.
+    wait_until(lambda: core.control.handoffs.table.num_slots == 0)
+    wait_until(
+        lambda: all(known.closed for known in parts_of(client).store.open)
+    )  # The late goodbye has one of its own.
 
 
 @pytest.mark.parametrize("timeout_s", [0, 0.05])
@@ -522,7 +525,7 @@ def test_a_lookup_takes_no_longer_than_it_may(cluster, timeout_s, has_to_connect
     client = cluster.client("a")
     if not has_to_connect:
         client.lookup(cluster.hashes(4))
-    assert len(client._store.for_lookups) == (not has_to_connect)
+    assert len(parts_of(client).store.for_lookups) == (not has_to_connect)
 
     def look():
         with pytest.raises(TransferTimeout):
@@ -533,7 +536,7 @@ def test_a_lookup_takes_no_longer_than_it_may(cluster, timeout_s, has_to_connect
 
 
 def test_what_connecting_took_of_a_lookups_time_is_not_there_for_its_answer(worker, cluster, monkeypatch):
-    now_s, limits, lookups = [100.0], [], worker.client._store.for_lookups
+    now_s, limits, lookups = [100.0], [], parts_of(worker.client).store.for_lookups
     monkeypatch.setattr("kvstore.client.client.clock", SimpleNamespace(now_s=lambda: now_s[0]))
     take = lookups.take
 
@@ -554,9 +557,9 @@ def test_what_connecting_took_of_a_lookups_time_is_not_there_for_its_answer(work
 
 def test_a_handler_whose_thread_waits_for_its_turn_is_refused(worker, wait_until):
     """To wait behind its own thread would be for ever, and for all others too."""
-    connection, refused = worker.client._store._calls, []
+    connection, refused = parts_of(worker.client).store.calls, []
     others = [0]
-    assert connection._turns.take(others)
+    assert connection.turns.take(others)
 
     def handler(now):
         with pytest.raises(StoreBusy):
@@ -564,10 +567,10 @@ def test_a_handler_whose_thread_waits_for_its_turn_is_refused(worker, wait_until
         with pytest.raises(StoreBusy):
             connection.send(Op.HANDOFF_SOON)
         refused.append(1)
-        connection._turns.end(others)
+        connection.turns.end(others)
 
-    check = connection._check_turn
-    connection._check_turn = lambda now: check(now) if refused or now[0] else handler(now)
+    check = connection.check_turn
+    connection.check_turn = lambda now: check(now) if refused or now[0] else handler(now)
     in_time(lambda: connection.call(Op.STATS, timeout_s=5.0))
     assert refused
 
@@ -577,7 +580,7 @@ def test_callbacks_of_a_store_that_has_ended_are_waited_for(cluster, core, worke
     job = worker.client.save(cluster.hashes(4), range(4))
     job.result(5)
     job.add_done_callback(lambda _: (goes_on.wait(5), ended.append(1)))
-    worker.client._attached.lose()
+    parts_of(worker.client).lose()
     threading.Timer(0.2, goes_on.set).start()
     worker.client.close()
     assert ended
@@ -585,22 +588,22 @@ def test_callbacks_of_a_store_that_has_ended_are_waited_for(cluster, core, worke
 
 def test_a_job_of_a_store_that_has_ended_is_waited_for(worker, cluster, monkeypatch):
     copies, goes_on, seen = threading.Event(), threading.Event(), []
-    copy = worker.client._attached.engine.copier.into_slots
+    copy = parts_of(worker.client).engine.copier.into_slots
     monkeypatch.setattr(
-        worker.client._attached.engine.copier,
+        parts_of(worker.client).engine.copier,
         "into_slots",
         lambda *args: (copies.set(), goes_on.wait(20), copy(*args))[2],
     )
     job = worker.client.save(cluster.hashes(2, seed=5), [0, 1])
     assert copies.wait(5)
-    monkeypatch.setattr(worker.client._attached, "unmap", lambda **_: seen.append(job.done()))
-    worker.client._attached.lose()
+    monkeypatch.setattr(parts_of(worker.client), "unmap", lambda **_: seen.append(job.done()))
+    parts_of(worker.client).lose()
     threading.Timer(0.2, goes_on.set).start()
     worker.client.close()
     assert seen
     assert all(seen), "the memory that it copies to was unmapped"
     monkeypatch.undo()
-    worker.client._attached.unmap(copies_are_over=True)
+    parts_of(worker.client).unmap(copies_are_over=True)
 
 
 def test_a_stage_that_comes_when_its_client_was_closed_meanwhile_is_unmapped(monkeypatch):
@@ -646,7 +649,7 @@ def test_in_a_handler_while_its_thread_pins_the_memory(worker, monkeypatch):
             raise InvalidRequest("of this test")
 
     monkeypatch.setattr(kvstore.kernels, "host_register", Driver(), raising=False)
-    mapping = worker.client._attached.mapping
+    mapping = parts_of(worker.client).mapping
 
     def pin():
         with pytest.raises(InvalidRequest):

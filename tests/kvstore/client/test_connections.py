@@ -69,7 +69,7 @@ def test_a_lookup_that_times_out_does_not_take_what_holds_leases(store):
 
 
 def test_calls_go_on_over_a_new_connection_when_theirs_broke(store, lost):
-    store._calls.close()
+    store.calls.close()
     assert store.call(Op.STATS, b"")
     assert lost == []
 
@@ -82,7 +82,7 @@ def test_a_handler_that_asks_while_its_thread_reconnects_is_answered(store, monk
         answers.append(store.call(Op.STATS, b""))
         return connect(*args)
 
-    store._calls.close()
+    store.calls.close()
     monkeypatch.setattr(store, "connect", interrupted)
     asking = threading.Thread(target=lambda: answers.append(store.call(Op.STATS, b"")), daemon=True)
     asking.start()
@@ -93,9 +93,9 @@ def test_a_handler_that_asks_while_its_thread_reconnects_is_answered(store, monk
 
 
 def test_a_question_of_its_own_leaves_no_connection(store):
-    before = [connection for connection in store._open if not connection.closed]
+    before = [connection for connection in store.open if not connection.closed]
     assert store.ask(Op.STATS, b"", 5.0)
-    assert [connection for connection in store._open if not connection.closed] == before
+    assert [connection for connection in store.open if not connection.closed] == before
 
 
 def test_after_its_end_nothing_new_is_taken(store):
@@ -145,7 +145,7 @@ def test_what_a_new_connection_took_of_a_calls_time_is_not_there_for_its_answer(
         return connection
 
     monkeypatch.setattr(store, "connect", connect_slowly)
-    store._calls.close()
+    store.calls.close()
     assert store.call(Op.STATS, b"")
     assert limits == [pytest.approx(0.25 * store.call_timeout_s)]
 
@@ -154,8 +154,8 @@ def test_the_thread_that_says_goodbye_again_ends_with_the_store(store, cluster, 
     def threads():
         return [thread for thread in threading.enumerate() if thread.name == "raykv-goodbye"]
 
-    tried, connect = [], store._connect
-    monkeypatch.setattr(store, "_connect", lambda *args: (tried.append(1), connect(*args))[1])
+    tried, connect = [], store.connect_anew
+    monkeypatch.setattr(store, "connect_anew", lambda *args: (tried.append(1), connect(*args))[1])
     before = threads()
     cluster.stop_node("a")
     store.end()
@@ -170,18 +170,18 @@ def test_another_life_of_the_store_is_not_this_one(store, cluster, lost):
     with pytest.raises(StoreUnavailable, match="restarted"):
         store.connect()
     assert len(lost) == 1
-    assert all(connection.closed for connection in store._open[1:])
+    assert all(connection.closed for connection in store.open[1:])
 
 
 @pytest.mark.parametrize("jobs_are_over", [True, False])
 def test_close_closes_all_and_says_so_only_when_nothing_is_copied_any_more(store, jobs_are_over):
     said = []
     with store.for_jobs.taken() as job, store.for_lookups.taken() as lookup:
-        used = [job, lookup, store._calls]
+        used = [job, lookup, store.calls]
     for connection in used:
         send = connection.send_if_free
         connection.send_if_free = lambda op, send=send: (said.append(op), send(op))[1]
     store.close(jobs_are_over=jobs_are_over)
     assert said == [Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL]
-    assert store._open == []
-    assert store._calls.closed
+    assert store.open == []
+    assert store.calls.closed

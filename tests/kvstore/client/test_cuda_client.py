@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from inner_parts import parts_of
 
 from cuda_engine import FORMS, POISON, CudaEngine
 from kvstore.blocks.hashing import Namespace
@@ -66,7 +67,7 @@ def make_engine(cluster, monkeypatch):
 def test_what_was_saved_comes_back_bit_for_bit_and_nothing_else_is_written(make_engine, form, path):
     planes, axes = FORMS[form]
     engine = make_engine(axes, space_of(planes), copy_path=path)
-    assert engine.client._attached.engine.copier.path is CopyPath(path)
+    assert parts_of(engine.client).engine.copier.path is CopyPath(path)
     hashes, rng = hashes_of(engine.client.space, 20), np.random.default_rng(1)
     saved, loaded = rng.permutation(64)[:20], rng.permutation(64)[:20]
     want = engine.tokens(saved)
@@ -186,9 +187,9 @@ def test_no_byte_of_a_skipped_token_is_written(make_engine, path, skip):
 
 def test_the_path_follows_the_length_of_runs(make_engine):
     large = space_of(num_layers=32, num_kv_heads=8, head_dim=128)  # 2 MiB a block
-    assert make_engine("BHLPTD", large, num_blocks=4).client._attached.engine.copier.path is CopyPath.DIRECT
+    assert parts_of(make_engine("BHLPTD", large, num_blocks=4).client).engine.copier.path is CopyPath.DIRECT
     small = Namespace(model="cuda", shape=large.shape)
-    assert make_engine("PBTHD", small, num_blocks=4).client._attached.engine.copier.path is CopyPath.STAGED
+    assert parts_of(make_engine("PBTHD", small, num_blocks=4).client).engine.copier.path is CopyPath.STAGED
     with pytest.raises(InvalidRequest, match="copy_path"):
         make_engine("PBTHD", copy_path="fastest")
 
@@ -422,7 +423,7 @@ def test_a_store_lost_in_the_middle_of_a_load_is_a_miss_and_its_memory_goes(make
     engine = make_engine()
     client, hashes, stream = engine.client, hashes_of(engine.client.space, 6), torch.cuda.Stream()
     engine.save(hashes, range(6))
-    pinning, inode = client._attached.mapping._pinning, os.fstat(cluster.nodes["a"].state.arena.fd).st_ino
+    pinning, inode = parts_of(client).mapping.pinning, os.fstat(cluster.nodes["a"].state.arena.fd).st_ino
     assert pinning.num_registered_bytes > 0
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -445,7 +446,7 @@ def test_a_store_lost_in_the_middle_of_a_load_is_a_miss_and_its_memory_goes(make
 
 def test_close_unpins_and_unmaps(make_engine, cluster):
     engine = make_engine()
-    pinning, inode = engine.client._attached.mapping._pinning, os.fstat(cluster.nodes["a"].state.arena.fd).st_ino
+    pinning, inode = parts_of(engine.client).mapping.pinning, os.fstat(cluster.nodes["a"].state.arena.fd).st_ino
     engine.save(hashes_of(engine.client.space, 6), range(6))
     cluster_maps = Path("/proc/self/maps").read_text().count(f" {inode} ")
     engine.client.close()
@@ -464,10 +465,10 @@ def test_a_client_closed_before_its_copies_are_over_unmaps_after_them(make_engin
         job = client.load(hashes, list(range(30, 36)))
     job.wait_on(torch.cuda.Stream())
     client.close(0.05)
-    assert client._attached.mapping._pinning.num_registered_bytes > 0
+    assert parts_of(client).mapping.pinning.num_registered_bytes > 0
     job.result(60)
     assert torch.equal(engine.tokens(range(30, 36)), want)
-    wait_until(lambda: client._attached.mapping._pinning.num_registered_bytes == 0, 20)
+    wait_until(lambda: parts_of(client).mapping.pinning.num_registered_bytes == 0, 20)
 
 
 # Errors.
@@ -481,7 +482,7 @@ def test_memory_that_cannot_be_pinned_is_a_miss_with_a_reason(make_engine, monke
     def refuse(slots, timeout_s):
         raise RegistrationFailed("the driver refused")
 
-    monkeypatch.setattr(engine.client._attached.mapping._pinning, "wait", refuse)
+    monkeypatch.setattr(parts_of(engine.client).mapping.pinning, "wait", refuse)
     result = engine.load(hashes, range(6))
     assert (result.num_blocks, result.failed[0].reason) == (0, MissReason.OTHER)
     assert "the driver refused" in result.failed[0].detail
@@ -494,7 +495,7 @@ def test_memory_that_cannot_be_pinned_is_a_miss_with_a_reason(make_engine, monke
 def test_a_refused_launch_is_an_error_of_the_job_and_nothing_of_it_is_stored(make_engine, cluster):
     engine = make_engine()
     hashes = hashes_of(engine.client.space, 6)
-    ring = engine.client._attached.engine.copier._saves.copies
+    ring = parts_of(engine.client).engine.copier.saves.copies
     ring._max_ctas = 0
     with pytest.raises(KernelError, match="max_ctas"):
         engine.save(hashes, range(6))
@@ -510,8 +511,8 @@ def test_a_publication_of_which_a_part_is_queued_keeps_its_slots_until_the_devic
 ):
     engine = make_engine()
     copies, begin = (
-        engine.client._attached.engine.copier._saves.copies,
-        engine.client._attached.engine.copier._saves.begin,
+        parts_of(engine.client).engine.copier.saves.copies,
+        parts_of(engine.client).engine.copier.saves.begin,
     )
     save, queued = copies.save, []
 
@@ -564,7 +565,7 @@ def test_jobs_that_cannot_be_copied_leave_no_slot_behind(make_engine, cluster, m
     def fail(*args, **options):
         raise RuntimeError("the driver answered CUDA_ERROR_INVALID_VALUE")
 
-    monkeypatch.setattr(engine.client._attached.engine.copier._saves.copies, "save", fail)
+    monkeypatch.setattr(parts_of(engine.client).engine.copier.saves.copies, "save", fail)
     for seed in range(5):
         with pytest.raises(KernelError, match="INVALID_VALUE"):
             engine.save(hashes_of(engine.client.space, 6, seed), range(6))

@@ -65,12 +65,12 @@ def test_a_store_that_is_gone_leaves_none(idle, made, monkeypatch):
 
     with idle.taken() as connection:
         connection.close()
-        monkeypatch.setattr(idle, "_connect", refuse)
+        monkeypatch.setattr(idle, "connect", refuse)
     assert len(idle) == 0
     with pytest.raises(StoreUnavailable), idle.taken():
         pass
     monkeypatch.undo()
-    idle._broken.name_again_s = 0.0
+    idle.broken.name_again_s = 0.0
     with idle.taken():
         assert made[-1].replaces == (connection, 5), "the store was only late, and hears now what is given back"
 
@@ -84,18 +84,18 @@ def test_one_that_comes_back_to_a_closed_client_is_closed(idle, made):
 def test_a_broken_one_that_could_not_be_replaced_is_named_before_an_idle_one_is_taken(idle, made, monkeypatch):
     with idle.taken(), idle.taken():
         pass
-    connect, now_s = idle._connect, [100.0]
+    connect, now_s = idle.connect, [100.0]
     monkeypatch.setattr("kvstore.runtime.clock.now_s", lambda: now_s[0])
 
     def refuse(*_):
         raise StoreUnavailable("no descriptor is left")
 
-    monkeypatch.setattr(idle, "_connect", refuse)
+    monkeypatch.setattr(idle, "connect", refuse)
     with idle.taken() as broken:
         broken.close()
     with idle.taken() as other:
         assert other in made, "others serve meanwhile"
-    monkeypatch.setattr(idle, "_connect", connect)
+    monkeypatch.setattr(idle, "connect", connect)
     with idle.taken() as found:
         assert found.replaces == (None, 0), "not asked for again at once"
     now_s[0] += 2.0

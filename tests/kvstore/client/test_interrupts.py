@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from inner_parts import parts_of
 from interrupts import Interrupter
 
 from kvstore.client.results import MissReason
@@ -71,7 +72,7 @@ class Place:
         """What is left of a call that was interrupted."""
         stats = self.core.pool.stats()
         left = {
-            "jobs": len(self.client._attached.threads),
+            "jobs": len(parts_of(self.client).threads),
             "written": stats.num_writing,
             "pinned": stats.num_hard_pinned,
             "fetches": self.core.stats()["num_handoff_fetches"],
@@ -141,7 +142,7 @@ def test_a_start_that_is_interrupted_waits_for_its_copy_and_delivers_nothing(clu
     place = Place(cluster)
     place.prepare(name)
     place.refill()
-    copier, running = place.client._attached.engine.copier, []
+    copier, running = parts_of(place.client).engine.copier, []
     verb = "out_of_slots" if name in ("load", "fetch") else "into_slots"
     copy = getattr(copier, verb)
 
@@ -195,7 +196,7 @@ def test_a_question_from_within_another_one_of_the_same_thread_is_refused(cluste
             place.client.pin(place.known)
         refused.append(1)
 
-    answer = place.client._store.call(Op.LOOKUP, place.client._attached.chain(place.known).encode(), ask)
+    answer = parts_of(place.client).store.call(Op.LOOKUP, parts_of(place.client).chain(place.known).encode(), ask)
     assert refused
     assert answer
     assert place.client.unpin(place.client.pin(place.known))
@@ -222,7 +223,7 @@ def test_others_have_their_turn_in_order(cluster):
 def test_a_fetch_is_not_run_again_after_an_interrupt_at_its_end(cluster, wait_until, text):
     place = Place(cluster)
     place.client.fetch(place.there.client.publish(range(N)), range(N)).result(5)
-    wait_until(lambda: len(place.client._store.for_fetches))
+    wait_until(lambda: len(parts_of(place.client).store.for_fetches))
     place.prepare("fetch")
     job = place.client.fetch(place.ticket, range(N), timeout_s=2)
     called = []
@@ -241,8 +242,8 @@ def test_a_fetch_that_is_interrupted_where_it_tells_its_failure_is_over_for_the_
     cluster.add("a", lease_ttl_s=60.0)
     source, target = cluster.worker("a", 8, 1).client, cluster.worker("a", 8, 2).client
     target.fetch(source.publish(range(N)), range(N)).result(5)
-    wait_until(lambda: len(target._store.for_fetches))
-    (connection,) = target._store.for_fetches._idle
+    wait_until(lambda: len(parts_of(target).store.for_fetches))
+    (connection,) = parts_of(target).store.for_fetches.idle
 
     def refuse(*_):
         raise RegistrationFailed("of this test")
@@ -251,7 +252,7 @@ def test_a_fetch_that_is_interrupted_where_it_tells_its_failure_is_over_for_the_
         wait_until(lambda: job._work._taker is not None)  # The thread that waits for it: before that it is parked.
         source.publish(range(N), ticket=ticket)
 
-    monkeypatch.setattr(target._attached.engine.copier, "out_of_slots", refuse)
+    monkeypatch.setattr(parts_of(target).engine.copier, "out_of_slots", refuse)
     ticket = target.prepare_ticket(N)
     job = target.fetch(ticket, range(N), timeout_s=10)
     publishing = threading.Thread(target=publish, daemon=True)
@@ -291,7 +292,7 @@ def test_a_result_is_waited_for_no_longer_than_asked_for(cluster, wait_until):
     """The store answers late, and by its own time; the job goes on elsewhere."""
     place = Place(cluster)
     place.client.fetch(place.there.client.publish(range(N)), range(N)).result(5)
-    wait_until(lambda: len(place.client._store.for_fetches))
+    wait_until(lambda: len(parts_of(place.client).store.for_fetches))
     job = place.client.fetch(place.client.prepare_ticket(N), range(N), timeout_s=20)
     job._work.limit_s = 0.05  # As when the store does not keep to it.
     with pytest.raises(JobRunning):
@@ -303,7 +304,7 @@ def test_a_result_is_waited_for_no_longer_than_asked_for(cluster, wait_until):
 def test_a_job_that_was_abandoned_before_it_had_begun_says_so(cluster, wait_until):
     place = Place(cluster)
     place.client.fetch(place.there.client.publish(range(N)), range(N)).result(5)
-    wait_until(lambda: len(place.client._store.for_fetches))
+    wait_until(lambda: len(parts_of(place.client).store.for_fetches))
     job = place.client.fetch(place.client.prepare_ticket(N), range(N), timeout_s=3)
     assert job.abandon(1.0)
     with pytest.raises(JobAbandoned, match="before it had begun") as caught:
@@ -316,7 +317,7 @@ def test_an_awaited_job_that_was_abandoned_before_it_had_begun_says_so(cluster, 
 
     place = Place(cluster)
     place.client.fetch(place.there.client.publish(range(N)), range(N)).result(5)
-    wait_until(lambda: len(place.client._store.for_fetches))
+    wait_until(lambda: len(parts_of(place.client).store.for_fetches))
     job = place.client.fetch(place.client.prepare_ticket(N), range(N), timeout_s=3)
     assert job.abandon(1.0)
 
@@ -341,4 +342,4 @@ def test_a_thread_whose_start_was_interrupted_works_all_the_same(monkeypatch):
     assert pool.run(ran.set)
     assert ran.wait(20)
     pool.close(wait=True)
-    assert not pool._threads
+    assert not pool.threads

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from inner_parts import parts_of
 
 from kvstore.client.results import MissReason
 from kvstore.errors import KVStoreError, StoreUnavailable
@@ -59,7 +60,7 @@ def test_a_store_of_another_life_at_the_same_place_is_not_mistaken_for_it(cluste
         assert worker.load(hashes, range(3)).failed[0].reason is MissReason.STORE_LOST
         with pytest.raises(StoreUnavailable, match="restarted"):
             worker.client.lookup(hashes)
-        wait_until(lambda: worker.client._attached.is_unmapped)
+        wait_until(lambda: parts_of(worker.client).is_unmapped)
         assert cluster.worker("a", 8).load(hashes, range(3)).num_blocks == 0
     finally:
         os.unlink(path)
@@ -70,14 +71,14 @@ def test_a_store_that_only_does_not_answer_is_not_given_up(cluster, monkeypatch)
     worker, hashes = cluster.worker("a", 8), cluster.hashes(3)
     worker.save(hashes, range(3))
     assert worker.load(hashes, range(3)).num_blocks == 3
-    serve = core._control._server._handler
+    serve = core.control.server.handler
 
     def hang(connection, message):
-        core._control._server._handler = serve
+        core.control.server.handler = serve
         time.sleep(1.0)
         return serve(connection, message)
 
-    core._control._server._handler = hang
+    core.control.server.handler = hang
     with pytest.raises(KVStoreError):
         worker.client.lookup(hashes)
     deadline_s = time.monotonic() + 5
@@ -86,17 +87,17 @@ def test_a_store_that_only_does_not_answer_is_not_given_up(cluster, monkeypatch)
             assert worker.client.lookup(hashes, timeout_s=3.0).num_local == 3
             break
         assert time.monotonic() < deadline_s
-    assert not worker.client._attached.is_lost
+    assert not parts_of(worker.client).is_lost
     assert worker.load(hashes, range(3)).num_blocks == 3
 
 
 def test_a_load_that_gets_no_connection_in_time_fails_closed(cluster):
     core = cluster.add("a", mover=False, call_timeout_s=0.2)
     worker, hashes = cluster.worker("a", 8), cluster.hashes(3)
-    assert len(worker.client._store.for_jobs) == 0
+    assert len(parts_of(worker.client).store.for_jobs) == 0
     with standing_still(core):
         late = worker.load(hashes, range(3))
     assert (late.num_blocks, [failure.reason for failure in late.failed]) == (0, [MissReason.STORE_LOST] * 3)
-    assert not worker.client._attached.is_lost
+    assert not parts_of(worker.client).is_lost
     worker.save(hashes, range(3))
     assert worker.load(hashes, range(3)).num_blocks == 3

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from inner_parts import parts_of
 
 from kvstore.client.client import Client
 from kvstore.client.results import MissReason
@@ -50,7 +51,7 @@ def test_fetches_that_wait_hold_no_thread(cluster, wait_until):
     before = len(names_of_threads())
     tickets = [source.client.prepare_ticket(1) for _ in range(200)]
     jobs = [target.client.fetch(ticket, [i]) for i, ticket in enumerate(tickets)]
-    wait_until(lambda: target.client._attached.threads.num_parked == len(jobs))
+    wait_until(lambda: parts_of(target.client).threads.num_parked == len(jobs))
     assert len(names_of_threads()) <= before + 5, "those that copy, and one that watches"
     assert target.load(hashes, [250, 251]).num_blocks == 2
     for i in (0, 120, 199):
@@ -93,7 +94,7 @@ def busy(cluster, wait_until):
     worker = cluster.worker("a", seed=1)
     hashes = cluster.hashes(3, seed=7)
     worker.save(hashes, range(3))
-    gate = worker.client._attached.engine.copier.into_slots = Gate(worker.client._attached.engine.copier.into_slots)
+    gate = parts_of(worker.client).engine.copier.into_slots = Gate(parts_of(worker.client).engine.copier.into_slots)
     saves = [worker.client.save(cluster.hashes(1, seed=i), [10 + i]) for i in range(4)]
     wait_until(lambda: gate.num_entered == 4)
     yield worker, hashes, gate, saves
@@ -136,7 +137,7 @@ def test_time_in_the_queue_is_the_fetchs_own(cluster, busy):
 def test_a_callback_may_publish_save_load_and_fetch(cluster):
     cluster.add("a")
     worker, target = cluster.worker("a", seed=1), cluster.worker("a", seed=2)
-    gate = worker.client._attached.engine.copier.into_slots = Gate(worker.client._attached.engine.copier.into_slots)
+    gate = parts_of(worker.client).engine.copier.into_slots = Gate(parts_of(worker.client).engine.copier.into_slots)
     done, told = [], threading.Event()
     jobs = [worker.client.save(cluster.hashes(1, seed=i), [i]) for i in range(4)]
 
@@ -202,7 +203,7 @@ def test_jobs_that_wait_end_with_their_store(cluster, wait_until):
     cluster.add("a", transfer_timeout_s=30.0)
     source, target = cluster.worker("a", seed=1), cluster.worker("a", seed=2)
     jobs = [target.client.fetch(source.client.prepare_ticket(1), [i]) for i in range(3)]
-    wait_until(lambda: target.client._attached.threads.num_parked == 3)
+    wait_until(lambda: parts_of(target.client).threads.num_parked == 3)
     cluster.stop_node("a")
     for job in jobs:
         wait_until(job.done)
@@ -215,9 +216,9 @@ def test_a_fetch_that_is_abandoned_while_it_waits_gives_the_ticket_up_at_once(cl
     assert target.client.fetch(source.client.publish([1]), [1]).result(10).num_blocks == 1
     ticket = source.client.prepare_ticket(1)
     job = target.client.fetch(ticket, [2])
-    wait_until(lambda: len(core._control.handoffs._waiting) == 1)
+    wait_until(lambda: len(core.control.handoffs.waiting) == 1)
     assert job.abandon()
-    wait_until(lambda: len(target.client._attached.threads) == 0)
+    wait_until(lambda: len(parts_of(target.client).threads) == 0)
     before = target.bytes()
     source.client.publish([3], ticket=ticket)
     assert target.client.fetch(ticket, [4]).result(10).num_blocks == 1, "nobody else got it"

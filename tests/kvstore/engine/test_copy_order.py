@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from inner_parts import parts_of
 
 from kvstore.client.results import MissReason
 from kvstore.engine.cuda_copier import DIRECT_FROM_BYTES, CopyPath, chosen_path
@@ -52,10 +53,10 @@ class LateCopier(HostCopier):
     def __init__(self, client, caches):
         client.register_kv_caches(caches)
         super().__init__(
-            client._attached.engine.copier.cache, client._attached.arena, client.slot_bytes, client.num_slots
+            parts_of(client).engine.copier.cache, parts_of(client).arena, client.slot_bytes, client.num_slots
         )
         self.late, self.go, self.at_finish, self.fails = [], threading.Event(), lambda: None, None
-        client._attached.engine = dataclasses.replace(client._attached.engine, copier=self)
+        parts_of(client).engine = dataclasses.replace(parts_of(client).engine, copier=self)
 
     def order(self):
         return Order()
@@ -253,7 +254,7 @@ def test_a_machine_without_a_driver_says_so(cluster):
     cluster.add("a", mover=False)
     client = cluster.client("a")
     with pytest.raises(ConfigError, match="wanted the CUDA driver"):
-        client._attached.mapping.pinned(client.slot_bytes, client.num_slots, 0)
+        parts_of(client).mapping.pinned(client.slot_bytes, client.num_slots, 0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from inner_parts import parts_of
 
 from kvstore.engine.registered import Registered, RegisteredCache
 from kvstore.errors import LayoutMismatch
@@ -98,7 +99,7 @@ def test_other_tensors_are_refused_until_they_are_registered(cluster, pair, verb
 def test_tensors_that_are_replaced_while_a_job_copies_are_refused_too(cluster, pair, verb, change):
     writer, other = pair
     hashes = cluster.hashes(10) if verb == "load" else cluster.hashes(10, seed=1)
-    ticket, copier, changed = writer.client.publish(IDS), other.client._attached.engine.copier, threading.Event()
+    ticket, copier, changed = writer.client.publish(IDS), parts_of(other.client).engine.copier, threading.Event()
     name = "out_of_slots" if verb in ("load", "fetch") else "into_slots"
     copy, before = getattr(copier, name), list(other.caches)
 
@@ -124,7 +125,7 @@ def test_tensors_that_are_replaced_while_a_job_copies_are_refused_too(cluster, p
 def test_what_was_copied_before_tensors_were_replaced_is_what_was_registered(cluster, pair):
     """A copier has the registered memory itself: what a caller does to its tensors never changes what is copied."""
     writer, _ = pair
-    copier, right = writer.client._attached.engine.copier, [cache.clone() for cache in writer.caches]
+    copier, right = parts_of(writer.client).engine.copier, [cache.clone() for cache in writer.caches]
     data(writer.caches)
     copier.check_unchanged = lambda: None
     writer.save(cluster.hashes(4, seed=2), IDS[:4])
@@ -148,7 +149,7 @@ def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_re
     _, other = pair
     made = []
     found = encode(StageFound(3, 1, "01", b"", b"", 0, 0, 512, 8, 1))
-    link = StageLink(lambda *_: found, other.client._attached.engine.copier.cache, 1 << 20, ())
+    link = StageLink(lambda *_: found, parts_of(other.client).engine.copier.cache, 1 << 20, ())
 
     def make(caches: RegisteredCache, _):
         caches.registered.check()
@@ -158,20 +159,20 @@ def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_re
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvstore.client.stage_link.make_stage_copier", make)
         patch.setattr("kvstore.client.stage_link.stage_uuid", lambda _: "01")
-        other.client._attached.stage = link
+        parts_of(other.client).stage = link
         data(other.caches)
         with pytest.raises(LayoutMismatch):
             link.attach()
         other.client.register_kv_caches(other.caches)
         stage = link.take()
         assert stage is not None
-        assert made == [other.client._attached.engine.copier.cache]
+        assert made == [parts_of(other.client).engine.copier.cache]
         link.leave(stage)
         other.client.register_kv_caches([cache.clone() for cache in other.caches])
         assert made[1:] == ["closed"]
         assert link.take() is not stage
-        assert made[2:] == [other.client._attached.engine.copier.cache]
-    other.client._attached.stage = StageLink(other.client._store.ask)
+        assert made[2:] == [parts_of(other.client).engine.copier.cache]
+    parts_of(other.client).stage = StageLink(parts_of(other.client).store.ask)
 
 
 def test_side_tensors_and_dicts_count_as_well():

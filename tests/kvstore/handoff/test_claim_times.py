@@ -1,6 +1,7 @@
 """A fetch on its publisher's node counts the time of its claim from when that was made, not from its own question."""
 
 import pytest
+from inner_parts import parts_of
 
 from kvstore.client.results import MissReason
 from kvstore.runtime import clock as clocks
@@ -32,7 +33,7 @@ def waiting(cluster, wait_until):
     source, target = cluster.worker("a", seed=1), cluster.worker("a", seed=2)
     ticket = source.client.prepare_ticket(5)
     job = target.client.fetch(ticket, range(5), timeout_s=20.0)
-    wait_until(lambda: len(core._control.handoffs._waiting) == 1)
+    wait_until(lambda: len(core.control.handoffs.waiting) == 1)
     return source, target, ticket, job
 
 
@@ -50,7 +51,7 @@ def test_a_copy_that_outlasts_its_claim_does_not_count_however_long_its_fetch_wa
     cluster, clock, waiting, monkeypatch
 ):
     source, target, ticket, job = waiting
-    ttl_s, copier = target.client.config.lease_ttl_s, target.client._attached.engine.copier
+    ttl_s, copier = target.client.config.lease_ttl_s, parts_of(target.client).engine.copier
     copy = copier.out_of_slots
 
     def slow(*args):

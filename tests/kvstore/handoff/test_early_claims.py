@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from inner_parts import parts_of
 
 from kvstore.blocks.codec import encode
 from kvstore.client.results import MissReason
@@ -25,22 +26,22 @@ def warm(pair, wait_until):  # noqa: F811
     """The pair of workers after a hand-off: the lane is known and a connection to the source is idle."""
     source, target = pair
     assert fetch(target, source.client.publish([1]), [1]).route == "gpu"
-    wait_until(lambda: len(target.client._store.for_fetches) == 1)
+    wait_until(lambda: len(parts_of(target.client).store.for_fetches) == 1)
     return source, target
 
 
 @pytest.fixture
 def threads(cluster, warm, wait_until):
     """What the threads of node b were to run, in place of those."""
-    given, fetcher = [], cluster.nodes["b"]._control.handoffs.fetcher
-    (peer,) = cluster.nodes["b"].state.peers._peers.values()
+    given, fetcher = [], cluster.nodes["b"].control.handoffs.fetcher
+    (peer,) = cluster.nodes["b"].state.peers.peers.values()
     wait_until(lambda: peer.spare)
     fetcher._threads = SimpleNamespace(submit=lambda kind, run, is_admitted: given.append(run))
     return given
 
 
 def num_claims(cluster):
-    return cluster.nodes["a"]._control.num_calls["PEER_CLAIM"]
+    return cluster.nodes["a"].control.num_calls["PEER_CLAIM"]
 
 
 @pytest.mark.parametrize("begin", [False, True])
@@ -50,7 +51,7 @@ def test_no_thread_is_needed_until_the_blocks_are_there(cluster, warm, threads, 
         packing = held_packing(source.client)
         publication = source.client.begin_publish(range(10))
         job = target.client.fetch(publication.ticket, list(range(40, 50)))
-        wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+        wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 1)
         assert not job.done()
         packing.set()
         result = job.result(10)
@@ -68,7 +69,7 @@ def test_a_fetch_that_came_before_its_blocks_were_published_needs_no_thread(clus
     source, target = warm
     ticket = source.client.prepare_ticket(10)
     job = target.client.fetch(ticket, list(range(40, 50)))
-    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 1)
     assert source.client.publish(range(10), ticket=ticket) == ticket
     assert (job.result(10).num_blocks, job.result(10).route) == (10, "gpu")
     assert all(same(source, range(10), target, range(40, 50)))
@@ -86,7 +87,7 @@ def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(
     if asked_again:  # by a thread, after the time for which a source keeps a question
         monkeypatch.setattr("kvstore.handoff.source_claim._MOST_WAIT_S", 0.02)
     computed, heard = threading.Event(), []
-    monkeypatch.setattr(source.client._attached.stage._stage.copier, "computed", computed)
+    monkeypatch.setattr(parts_of(source.client).stage.attached.copier, "computed", computed)
     packing, link = held_packing(source.client), cluster.nodes["b"].state.mover
     expect_read = link.expect_read
     publication = source.client.begin_publish(range(10))
@@ -96,11 +97,11 @@ def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(
         monkeypatch.setattr("kvstore.handoff.source_claim._MOST_WAIT_S", 60.0)
         asked = num_claims(cluster)
         wait_until(lambda: num_claims(cluster) > asked)
-    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 1)
     monkeypatch.setattr(link, "expect_read", lambda word: (heard.append(word), expect_read(word)))
     computed.set()
     wait_until(lambda: heard)
-    assert heard[0] in cluster.movers["b"].mover._waking, "the mover knows which lane that is"
+    assert heard[0] in cluster.movers["b"].mover.waking, "the mover knows which lane that is"
     assert not job.done(), "they are not packed yet"
     packing.set()
     assert job.result(10).num_blocks == 10
@@ -112,15 +113,15 @@ def test_a_reader_that_waits_is_woken_when_the_device_comes_to_its_blocks(
 def test_of_blocks_that_the_device_has_come_to_already_nobody_is_told(cluster, warm):
     source, target = warm
     assert fetch(target, source.client.publish(range(10)), range(40, 50)).num_blocks == 10
-    assert "HANDOFF_PACKING" not in cluster.nodes["a"]._control.num_calls
+    assert "HANDOFF_PACKING" not in cluster.nodes["a"].control.num_calls
 
 
 def test_a_lane_that_is_known_is_woken_and_counted_for_blocks_alone(cluster, warm, monkeypatch):
     source, target = warm
     before, woken = cluster.nodes["b"].stats(), []
     mover = cluster.movers["b"].mover
-    wake = mover._wake
-    monkeypatch.setattr(mover, "_wake", lambda word: (woken.append(word in mover._waking), wake(word)))
+    wake = mover.wake
+    monkeypatch.setattr(mover, "wake", lambda word: (woken.append(word in mover.waking), wake(word)))
     ticket = source.client.publish(range(10))
     assert fetch(target, ticket, range(40, 50)).route == "gpu"
     assert woken == [True]
@@ -137,14 +138,14 @@ def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_
 ):
     source, target = warm
     held = HeldBlocks(stages[1].transport)
-    cluster.movers["b"].mover._slabs._into = dict.fromkeys(cluster.movers["b"].mover._slabs._into, held)
+    cluster.movers["b"].mover.slabs.into = dict.fromkeys(cluster.movers["b"].mover.slabs.into, held)
     ticket = source.client.publish(range(8))
     first = target.client.fetch(ticket, list(range(8)))
-    wait_until(lambda: len(held._waiting) == 2)  # Its two chunks.
+    wait_until(lambda: len(held.waiting) == 2)  # Its two chunks.
     before = target.bytes()
     assert reason(fetch(target, ticket, range(20, 28))) is MissReason.USED
     assert target.bytes() == before
-    assert len(held._waiting) == 2, "nothing was read for it"
+    assert len(held.waiting) == 2, "nothing was read for it"
     held.go.set()
     assert first.result(10).num_blocks == 8
     assert all(same(source, range(8), target, range(8)))
@@ -153,20 +154,20 @@ def test_of_two_fetches_of_one_ticket_one_gets_the_blocks_and_the_other_touches_
 
 def test_a_source_that_does_not_answer_costs_its_time_and_no_slot(cluster, warm, monkeypatch, wait_until):
     source, target = warm
-    control, kept = cluster.nodes["a"]._control.handoffs.peers, []
+    control, kept = cluster.nodes["a"].control.handoffs.peers, []
     monkeypatch.setattr(control, "_claim_there", lambda *args: bool(kept.append(args) or True))
     ticket, before = source.client.publish(range(6)), target.bytes()
     assert reason(fetch(target, ticket, range(6), timeout_s=0.2)) is MissReason.TIMEOUT
     assert len(kept) == 1
     monkeypatch.undo()
     control._claim_there(*kept[0])
-    (mine,) = cluster.nodes["b"]._control.handoffs.stages.all()
+    (mine,) = cluster.nodes["b"].control.handoffs.stages.all()
     wait_until(lambda: mine.pool.stats().num_free == mine.num_slots)
     assert target.bytes() == before
     # The right that nobody took note of ends with its time; until then nobody else has it.
     core = cluster.nodes["a"]
     assert core.stats()["num_handoffs"] == 1
-    core._control.handoffs.tick(clock.now_s() + core.state.config.lease_ttl_s + 1)
+    core.control.handoffs.tick(clock.now_s() + core.state.config.lease_ttl_s + 1)
     source.client.withdraw(ticket)
     nothing_held(cluster, wait_until)
 
@@ -176,7 +177,7 @@ def test_who_speaks_to_the_mover_holds_up_the_read_and_not_the_store(cluster, wa
     ticket, core = source.client.publish(range(6)), cluster.nodes["b"]
     with core.state.mover._lock:
         job = target.client.fetch(ticket, list(range(6)))
-        wait_until(lambda: cluster.nodes["a"]._control.num_calls.get("PEER_CLAIM") == 2)
+        wait_until(lambda: cluster.nodes["a"].control.num_calls.get("PEER_CLAIM") == 2)
         for _ in range(3):
             assert target.client.lookup(cluster.hashes(2)).num_blocks == 0
         assert not job.done()
@@ -218,10 +219,10 @@ def test_a_source_that_was_restarted_has_nothing_and_nothing_is_read(cluster, wa
 def test_a_fetch_that_is_given_up_before_it_began_leaves_nothing(cluster, warm, wait_until):
     source, target = warm
     given = []
-    jobs, target.client._attached.threads = target.client._attached.threads, kept_work(given)
+    jobs, parts_of(target.client).threads = parts_of(target.client).threads, kept_work(given)
     ticket, before = source.client.publish(range(6)), target.bytes()
     assert target.client.fetch(ticket, list(range(6))).abandon()
-    target.client._attached.threads = jobs
+    parts_of(target.client).threads = jobs
     see_done(given[0])
     assert target.bytes() == before
     source.client.withdraw(ticket)
@@ -343,7 +344,7 @@ def test_fetches_that_wait_for_their_blocks_hold_up_no_ready_one(cluster, wait_u
     early = [source.client.prepare_ticket(1) for _ in range(num)]
     before = threading.active_count()
     jobs = [target.client.fetch(ticket, [i]) for i, ticket in enumerate(early)]
-    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == num)
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == num)
     assert threading.active_count() - before <= 16 + 5, "those that connect, and those of the client"
     for i in range(3):
         result = target.client.fetch(source.client.publish([71]), [260 + i], timeout_s=5.0).result(10)
@@ -366,7 +367,7 @@ def test_more_fetches_than_a_node_bears_are_told_so(cluster, wait_until, monkeyp
     source, target = cluster.worker("a", seed=1), cluster.worker("b", seed=2)
     early = [source.client.prepare_ticket(1) for _ in range(2)]
     jobs = [target.client.fetch(ticket, [i]) for i, ticket in enumerate(early)]
-    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 2)
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 2)
     assert reason(fetch(target, source.client.publish([1]), [5])) is MissReason.BUSY
     for i, ticket in enumerate(early):
         source.client.publish([i], ticket=ticket)

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from inner_parts import parts_of
 
 import kvstore
 from kvstore.blocks.chain import BlockHashes
@@ -394,7 +395,7 @@ class Held:
     """A transport that begins its READs when `go` is set."""
 
     def __init__(self, transport):
-        self._transport, self.go, self._waiting, self._begun = transport, threading.Event(), {}, {}
+        self._transport, self.go, self.waiting, self._begun = transport, threading.Event(), {}, {}
         self._handles = itertools.count()
 
     def __getattr__(self, name):
@@ -402,14 +403,14 @@ class Held:
 
     def post(self, request):
         handle = 1000 + next(self._handles)
-        self._waiting[handle] = request
+        self.waiting[handle] = request
         return handle
 
     def poll(self, handle):
         if not self.go.is_set():
             return ReadState.RUNNING
         if handle not in self._begun:
-            self._begun[handle] = self._transport.post(self._waiting[handle])
+            self._begun[handle] = self._transport.post(self.waiting[handle])
         return self._transport.poll(self._begun[handle])
 
     def release(self, handle):
@@ -522,7 +523,7 @@ def test_a_copy_at_the_publisher_that_fails_leaves_nothing(cluster, pair, monkey
         raise RuntimeError("no such page")
 
     with monkeypatch.context() as patch:
-        patch.setattr(source.client._attached.engine.copier, "into_slots", fail)
+        patch.setattr(parts_of(source.client).engine.copier, "into_slots", fail)
         with pytest.raises(RuntimeError, match="no such page"):
             source.client.publish(range(4))
     assert is_empty(cluster.nodes["a"])
@@ -537,7 +538,7 @@ def test_a_copy_at_the_reader_that_fails_leaves_nothing_there(cluster, pair, mon
 
     ticket = source.client.publish(range(4))
     with monkeypatch.context() as patch:
-        patch.setattr(target.client._attached.engine.copier, "out_of_slots", fail)
+        patch.setattr(parts_of(target.client).engine.copier, "out_of_slots", fail)
         with pytest.raises(RuntimeError, match="no such page"):
             fetch(target, ticket, range(4))
     wait_until(lambda: is_empty(cluster.nodes["b"]))
@@ -546,9 +547,9 @@ def test_a_copy_at_the_reader_that_fails_leaves_nothing_there(cluster, pair, mon
 def test_a_store_that_does_not_answer_fails_the_publication_in_time(cluster, pair, monkeypatch):
     source, _ = pair
     core = cluster.nodes["a"]
-    source.client._store.call_timeout_s = 0.2
+    parts_of(source.client).store.call_timeout_s = 0.2
     blocked = threading.Event()
-    table = core._control.handoffs.table
+    table = core.control.handoffs.table
     with monkeypatch.context() as patch:
         patch.setattr(table, "complete", lambda *_: blocked.wait(1.0))
         with pytest.raises(TransferTimeout):
@@ -559,8 +560,8 @@ def test_a_store_that_does_not_answer_fails_the_publication_in_time(cluster, pai
 def test_slots_that_the_publisher_never_heard_of_come_back_while_it_lives(cluster, pair, monkeypatch, wait_until):
     source, target = pair
     core = cluster.nodes["a"]
-    source.client._store.call_timeout_s = 0.2
-    may_go_on, table = threading.Event(), core._control.handoffs.table
+    parts_of(source.client).store.call_timeout_s = 0.2
+    may_go_on, table = threading.Event(), core.control.handoffs.table
     prepare = table.prepare
 
     def late(*args):
@@ -573,7 +574,7 @@ def test_slots_that_the_publisher_never_heard_of_come_back_while_it_lives(cluste
             source.client.begin_publish(range(4))
         may_go_on.set()
         wait_until(lambda: core.pool.stats().num_writing == 0 and is_empty(core))
-    source.client._store.call_timeout_s = 5.0
+    parts_of(source.client).store.call_timeout_s = 5.0
     publication = source.client.begin_publish(range(4))
     publication.job.result(5)
     assert fetch(target, publication.ticket, range(4)).num_blocks == 4
@@ -582,14 +583,14 @@ def test_slots_that_the_publisher_never_heard_of_come_back_while_it_lives(cluste
 def test_a_fetch_that_is_refused_after_the_store_was_asked_leaves_nothing(cluster, pair, monkeypatch, wait_until):
     source, target = pair
     assert fetch(target, source.client.publish(range(4)), range(4)).num_blocks == 4
-    wait_until(lambda: len(target.client._store.for_fetches) == 1)
+    wait_until(lambda: len(parts_of(target.client).store.for_fetches) == 1)
     ticket, before = source.client.publish(range(10)), target.bytes()
 
     def changed():
         raise LayoutMismatch("the cache was resized")
 
     with monkeypatch.context() as patch:
-        patch.setattr(target.client._attached.engine.copier, "check_unchanged", changed)
+        patch.setattr(parts_of(target.client).engine.copier, "check_unchanged", changed)
         with pytest.raises(LayoutMismatch):
             target.client.fetch(ticket, range(10))
     source.client.withdraw(ticket)  # It may be used up: the store was asked for its blocks.
@@ -604,7 +605,7 @@ def test_fetches_one_after_the_other_share_a_connection(pair, wait_until):
     source, target = pair
     for _ in range(3):
         assert fetch(target, source.client.publish(range(4)), range(4)).num_blocks == 4
-        wait_until(lambda: len(target.client._store.for_fetches) == 1)
+        wait_until(lambda: len(parts_of(target.client).store.for_fetches) == 1)
 
 
 def test_what_a_drained_node_had_published_is_fetched_and_waited_for(cluster, pair):
@@ -640,7 +641,7 @@ def test_an_early_ticket_of_a_node_that_is_drained_meanwhile_says_so(cluster, pa
     target = target if where == "b" else cluster.worker("a", seed=9)
     core = cluster.nodes["a"]
     job = target.client.fetch(source.client.prepare_ticket(1), [70], timeout_s=20)
-    wait_until(lambda: len(core._control.handoffs._waiting))
+    wait_until(lambda: len(core.control.handoffs.waiting))
     core.drain(0.0)
     assert reason(job.result(10)) is MissReason.DRAINING
     late = target.client.fetch(source.client.prepare_ticket(1), [70], timeout_s=20)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inner_parts import parts_of
 
 import kvstore
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
@@ -137,7 +138,7 @@ def test_a_fetch_that_failed_counts_what_the_engine_has(pair):
 def test_an_argument_that_cannot_be_leaves_the_ticket_good(pair, name, value):
     source, target = pair
     ticket = source.client.publish([5])
-    assert len(target.client._store.for_fetches) == 0
+    assert len(parts_of(target.client).store.for_fetches) == 0
     for _ in range(2):
         with pytest.raises(InvalidRequest, match=name):
             target.client.fetch(ticket, [1], **{name: value})
@@ -157,7 +158,7 @@ def test_what_is_no_ticket_is_not_withdrawn(pair):
 
 def early_fetch(cluster, node, target, ticket, ids, wait_until, **more):
     """A fetch that waits at the store of a node for blocks which nobody has published."""
-    job, waiting = target.client.fetch(ticket, ids, **more), cluster.nodes[node]._control.handoffs._waiting
+    job, waiting = target.client.fetch(ticket, ids, **more), cluster.nodes[node].control.handoffs.waiting
     wait_until(lambda: len(waiting) == 1)
     assert not job.done()
     return job
@@ -225,7 +226,7 @@ def test_fetches_that_wait_hold_up_nothing_else(cluster, pair, wait_until):
     source, target = pair
     tickets = [source.client.prepare_ticket(1) for _ in range(12)]
     jobs = [target.client.fetch(ticket, [i]) for i, ticket in enumerate(tickets)]
-    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 12)
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 12)
     hashes = cluster.hashes(2)
     assert target.save(hashes, [18, 19]).num_blocks == 2
     assert target.client.load(hashes, [16, 17]).result(20).num_blocks == 2

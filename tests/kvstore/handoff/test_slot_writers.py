@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inner_parts import parts_of
 
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.client.results import MissReason
@@ -30,9 +31,9 @@ class SlowCopies:
         self.begun, self.go, self._copy = (
             threading.Event(),
             threading.Event(),
-            client._attached.engine.copier.into_slots,
+            parts_of(client).engine.copier.into_slots,
         )
-        client._attached.engine.copier.into_slots = self.copy
+        parts_of(client).engine.copier.into_slots = self.copy
 
     def copy(self, *args):
         self.begun.set()
@@ -82,8 +83,8 @@ def test_blocks_that_were_withdrawn_while_they_are_copied_go_with_a_publisher_th
     publication = publisher.client.begin_publish(range(8))
     assert copies.begun.wait(5)
     assert publisher.client.withdraw(publication.ticket)
-    (handoff,) = core._control.handoffs.table._handoffs.values()
-    assert core._control.handoffs.release_owner(handoff.owner) == 1
+    (handoff,) = core.control.handoffs.table.handoffs.values()
+    assert core.control.handoffs.release_owner(handoff.owner) == 1
     assert core.pool.stats().num_writing == 0
     copies.go.set()
     with pytest.raises(StoreUnavailable):
@@ -98,7 +99,7 @@ def test_who_knows_the_ticket_cannot_say_that_its_publisher_has_ended(cluster, t
     assert copies.begun.wait(5)
     key = publication.ticket.key
     payload = encode(AbortHandoff(key, 1)) if op is Op.HANDOFF_ABORT else encode(CompleteHandoff(key, 1, 5.0))
-    assert decode_count(other.client._store.call(op, payload)) == 0
+    assert decode_count(parts_of(other.client).store.call(op, payload)) == 0
     assert core.pool.stats().num_writing == 8
     copies.go.set()
     publication.job.result(10)
@@ -114,7 +115,7 @@ def test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket(c
         raise CopyStuck("a device that does not come to them")
 
     with monkeypatch.context() as patch:
-        patch.setattr(publisher.client._attached.engine.copier, "into_slots", stuck)
+        patch.setattr(parts_of(publisher.client).engine.copier, "into_slots", stuck)
         with pytest.raises(CopyStuck):
             publisher.client.publish(range(4))
         publication = publisher.client.begin_publish(range(4))
@@ -123,7 +124,7 @@ def test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket(c
     assert publisher.client.withdraw(publication.ticket)
     assert reason(fetch(victim, publication.ticket, range(4))) is MissReason.WITHDRAWN
     # The next job has a connection that breaks, and is replaced.
-    with publisher.client._store.for_jobs.taken() as connection:
+    with parts_of(publisher.client).store.for_jobs.taken() as connection:
         connection.close()
     assert publisher.save(cluster.hashes(3), range(3)).num_written == 3
     publisher.client.close()
@@ -133,19 +134,19 @@ def test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket(c
 def test_slots_whose_answer_came_too_late_come_back_at_once(cluster, three, monkeypatch, wait_until):
     publisher, *_ = three
     core, told = cluster.nodes["a"], threading.Event()
-    store = publisher.client._store
-    call = store._calls.call
+    store = parts_of(publisher.client).store
+    call = store.calls.call
 
     def too_late(op, payload, **how):
         if op is not Op.HANDOFF_PREPARE:
             return call(op, payload, **how)
         call(op, payload, **how)
-        store._calls.close()
+        store.calls.close()
         told.set()
         raise TransferTimeout("as if the answer had come a moment later")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._calls, "call", too_late)
+        patch.setattr(store.calls, "call", too_late)
         with pytest.raises(TransferTimeout):
             publisher.client.begin_publish(range(4))
     assert told.is_set()
@@ -226,9 +227,9 @@ def stage_copier(stream, first):
     """Return a StageCopier on a device that is not there, of an engine with 8 blocks."""
     copier = StageCopier.__new__(StageCopier)
     paging = SimpleNamespace(engine_block_size=4, stored_block_size=4, num_blocks=8)
-    copier._plan = SimpleNamespace(paging=paging, device=torch.device("cpu"), whole_blocks=False)
-    copier._streams, copier._lock, copier._lists = {True: stream}, threading.Lock(), []
-    copier._slots, copier._kernels = torch.zeros(8, 8), PartlyRefused(stream, first)
+    copier.plan = SimpleNamespace(paging=paging, device=torch.device("cpu"), whole_blocks=False)
+    copier.streams, copier._lock, copier.lists = {True: stream}, threading.Lock(), []
+    copier.slots, copier.kernels = torch.zeros(8, 8), PartlyRefused(stream, first)
     return copier
 
 
@@ -241,10 +242,10 @@ def test_copies_that_are_queued_in_part_have_ended_when_their_failure_is_heard(
     stream.refuses_events = refuses_events
     copier = stage_copier(stream, lambda: written.append(core.pool.stats().num_writing))
     client = publisher.client
-    monkeypatch.setattr(client._attached.engine.copier, "order", lambda: CudaOrder(stream, stream))
+    monkeypatch.setattr(parts_of(client).engine.copier, "order", lambda: CudaOrder(stream, stream))
     monkeypatch.setattr("kvstore.engine.stage_copier.job_spans", lambda *args: SimpleNamespace())
-    monkeypatch.setattr(client._attached.engine.copier, "into_slots", copier.into_slots)
-    monkeypatch.setattr(client._attached.engine.copier, "finish", copier.finish)
+    monkeypatch.setattr(parts_of(client).engine.copier, "into_slots", copier.into_slots)
+    monkeypatch.setattr(parts_of(client).engine.copier, "finish", copier.finish)
     publication = client.begin_publish(range(4))
     deadline_s = time.monotonic() + 5
     while stream.num_asked < 5:
@@ -264,13 +265,13 @@ def test_copies_that_are_queued_in_part_and_never_end_keep_their_slots(cluster, 
     core, stream = cluster.nodes["a"], Stream()
     copier, client = stage_copier(stream, lambda: None), publisher.client
     monkeypatch.setattr("kvstore.engine.cuda_order._DEVICE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(client._attached.engine.copier, "order", lambda: CudaOrder(stream, stream))
+    monkeypatch.setattr(parts_of(client).engine.copier, "order", lambda: CudaOrder(stream, stream))
     monkeypatch.setattr("kvstore.engine.stage_copier.job_spans", lambda *args: SimpleNamespace())
-    monkeypatch.setattr(client._attached.engine.copier, "into_slots", copier.into_slots)
-    monkeypatch.setattr(client._attached.engine.copier, "finish", copier.finish)
+    monkeypatch.setattr(parts_of(client).engine.copier, "into_slots", copier.into_slots)
+    monkeypatch.setattr(parts_of(client).engine.copier, "finish", copier.finish)
     publication = client.begin_publish(range(4))
     with pytest.raises(CopyStuck):
         publication.job.result(5)
-    assert client._attached.is_stuck
+    assert parts_of(client).is_stuck
     assert core.pool.stats().num_writing == 4
     stream.go.set()

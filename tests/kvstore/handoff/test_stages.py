@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from inner_parts import parts_of
 
 import kvstore
 from kvstore.client.results import MissReason
@@ -101,9 +102,9 @@ class Order:
 
 def held_packing(client):
     """Hold the end of what a client packs, or all of it where that goes to the arena, until the event is set."""
-    link, go = client._attached.stage, threading.Event()
+    link, go = parts_of(client).stage, threading.Event()
     copier, name = (
-        (client._attached.engine.copier, "into_slots") if not link.is_wanted else (link._stage.copier, "finish")
+        (parts_of(client).engine.copier, "into_slots") if not link.is_wanted else (link.attached.copier, "finish")
     )
     pack = getattr(copier, name)
     setattr(copier, name, lambda *args: (go.wait(10), pack(*args)))
@@ -120,7 +121,7 @@ class HeldBlocks(Held):
     def post(self, request):
         handle = super().post(request)
         if len(request.local_slots) == 1:
-            self._begun[handle] = self._transport.post(self._waiting.pop(handle))
+            self._begun[handle] = self._transport.post(self.waiting.pop(handle))
         return handle
 
     def poll(self, handle):
@@ -178,7 +179,7 @@ def pair(cluster, stages):
 def nothing_held(cluster, wait_until):
     def check():
         for core in cluster.nodes.values():
-            for stage in core._control.handoffs.stages.all():
+            for stage in core.control.handoffs.stages.all():
                 stage.pool.check_integrity()
                 if stage.pool.stats().num_free != stage.num_slots:
                     return False
@@ -196,7 +197,7 @@ def test_blocks_go_from_stage_to_stage_and_leave_nothing(cluster, pair, stages, 
     result = fetch(target, ticket, range(40, 50))
     assert (result.num_blocks, result.route, result.note, result.num_peer) == (10, "gpu", "", 10)
     assert all(same(source, range(10), target, range(40, 50)))
-    assert [worker.client._attached.stage._stage.copier.num_expected for worker in pair] == [10, 10]
+    assert [parts_of(worker.client).stage.attached.copier.num_expected for worker in pair] == [10, 10]
     nothing_held(cluster, wait_until)
     assert reason(fetch(target, ticket, range(10))) is MissReason.USED
 
@@ -318,8 +319,8 @@ def test_who_fetches_or_publishes_does_not_wait_for_a_stage_that_takes_long_to_m
     cluster.kill_mover("b")
     cluster.start_mover("b")
     assert wait_until(lambda: fetch(target, tickets[0], range(4)).num_blocks) == 4, "the loss is noticed"
-    asked, ask = [], target.client._attached.stage._ask
-    monkeypatch.setattr(target.client._attached.stage, "_ask", lambda *args: (asked.append(args[0]), ask(*args))[1])
+    asked, ask = [], parts_of(target.client).stage._ask
+    monkeypatch.setattr(parts_of(target.client).stage, "_ask", lambda *args: (asked.append(args[0]), ask(*args))[1])
 
     begun_s = time.monotonic()
     job = target.client.fetch(tickets[1], range(4), timeout_s=0.5)
@@ -342,7 +343,7 @@ def test_what_was_claimed_in_one_movers_stage_is_not_read_into_the_next_ones(clu
     assert fetch(target, source.client.publish(range(10)), range(10)).num_blocks == 10
     ticket = source.client.prepare_ticket(10)
     job = target.client.fetch(ticket, list(range(10)))
-    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 1)
     cluster.kill_mover("b")
     cluster.start_mover("b")
     assert other.client.attach_handoff(64 * BLOCK).route == "gpu"
@@ -404,11 +405,11 @@ def test_a_mover_that_cannot_stage_says_so(cluster, monkeypatch):
     core = cluster.add("a")
     cluster.worker("a")
     with pytest.raises(RegistrationFailed, match="cannot"):
-        core._control.handoffs.stages.make("01", 64 * BLOCK, BLOCK)
+        core.control.handoffs.stages.make("01", 64 * BLOCK, BLOCK)
 
 
 def test_a_stage_has_to_fit_the_blocks(cluster, stages):
-    book = cluster.nodes["a"]._control.handoffs.stages
+    book = cluster.nodes["a"].control.handoffs.stages
     book.make("01", 64 * BLOCK, BLOCK)
     with pytest.raises(ConfigError, match="slots of 1024"):
         book.make("01", 64 * BLOCK, 4 * BLOCK)
@@ -421,10 +422,10 @@ def test_a_read_into_a_stage_that_takes_too_long_keeps_its_slots_until_it_is_ove
     assert fetch(target, source.client.publish([1]), [1]).route == "gpu", "the lane is known"
     held = HeldBlocks(stages[1].transport)
     stages[1].transport = held
-    cluster.movers["b"].mover._slabs._into = dict.fromkeys(cluster.movers["b"].mover._slabs._into, held)
+    cluster.movers["b"].mover.slabs.into = dict.fromkeys(cluster.movers["b"].mover.slabs.into, held)
     ticket = source.client.publish(range(6))
     assert reason(fetch(target, ticket, range(6), timeout_s=0.5)) is MissReason.TIMEOUT
-    (mine,), (theirs,) = (cluster.nodes[node]._control.handoffs.stages.all() for node in ("b", "a"))
+    (mine,), (theirs,) = (cluster.nodes[node].control.handoffs.stages.all() for node in ("b", "a"))
     wait_until(lambda: mine.pool.stats().num_quarantined == 6)
     assert theirs.pool.stats().num_writing == 6, "it may still be read"
     assert cluster.nodes["b"].pool.stats().num_quarantined == 0
@@ -526,9 +527,9 @@ def test_who_waits_for_blocks_hears_at_once_that_they_were_withdrawn(cluster, st
     packing = held_packing(source.client)
     publication = source.client.begin_publish(range(10))
     job = target.client.fetch(publication.ticket, list(range(10)))
-    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 1)
     assert source.client.withdraw(publication.ticket)
-    assert len(cluster.nodes["a"]._control.handoffs._waiting) == 0
+    assert len(cluster.nodes["a"].control.handoffs.waiting) == 0
     assert reason(job.result(10)) is MissReason.WITHDRAWN
     packing.set()
     with pytest.raises(StoreUnavailable):
@@ -542,7 +543,7 @@ def fail(*args):
 
 def test_copies_that_fail_after_the_ticket_was_given_out_void_it(cluster, pair, caplog, wait_until):
     source, target = pair
-    source.client._attached.stage._stage.copier.finish = fail
+    parts_of(source.client).stage.attached.copier.finish = fail
     publication = source.client.begin_publish(range(10))
     with pytest.raises(KernelError):
         publication.job.result(10)
@@ -557,7 +558,7 @@ def test_copies_that_fail_after_the_ticket_was_given_out_void_it(cluster, pair, 
 @pytest.mark.parametrize("step", ["check_unchanged", "expect", "begin_into_slots"])
 def test_copies_that_cannot_be_queued_are_refused_at_once_and_leave_nothing(cluster, pair, wait_until, step):
     source, target = pair
-    copier = source.client._attached.stage._stage.copier
+    copier = parts_of(source.client).stage.attached.copier
     setattr(copier, step, lambda *args, **more: fail())
     for publish in (source.client.publish, source.client.begin_publish):
         with pytest.raises(KernelError):
@@ -579,12 +580,12 @@ def test_blocks_that_are_not_the_engines_leave_nothing_in_the_stage(cluster, pai
 def test_only_publish_holds_the_engine_back_and_neither_waits_for_the_copies(cluster, pair, wait_until, verb):
     source, target = pair
     order, packing = Order(), held_packing(source.client)
-    source.client._attached.stage._stage.copier.order = lambda: order
+    parts_of(source.client).stage.attached.copier.order = lambda: order
     published = getattr(source.client, verb)(range(10))
     assert order.asked == (["hold"] if verb == "publish" else [])
     ticket = published if verb == "publish" else published.ticket
     job = target.client.fetch(ticket, list(range(10)))
-    wait_until(lambda: len(cluster.nodes["a"]._control.handoffs._waiting) == 1)
+    wait_until(lambda: len(cluster.nodes["a"].control.handoffs.waiting) == 1)
     packing.set()
     assert job.result(10).num_blocks == 10
     nothing_held(cluster, wait_until)
@@ -592,29 +593,29 @@ def test_only_publish_holds_the_engine_back_and_neither_waits_for_the_copies(clu
 
 def test_copies_that_are_queued_are_over_before_the_job_counts_as_abandoned(cluster, pair, wait_until):
     source, target = pair
-    order, given, jobs = Order(), [], source.client._attached.threads
-    source.client._attached.stage._stage.copier.order = lambda: order
-    source.client._attached.threads = kept_work(given)
+    order, given, jobs = Order(), [], parts_of(source.client).threads
+    parts_of(source.client).stage.attached.copier.order = lambda: order
+    parts_of(source.client).threads = kept_work(given)
     publication = source.client.begin_publish(range(10))
     assert publication.job.abandon()
     assert order.asked == ["settle"]
-    source.client._attached.threads = jobs
+    parts_of(source.client).threads = jobs
     see_done(given[0])
     assert publication.job.result(0) == publication.ticket
     assert fetch(target, publication.ticket, range(10)).num_blocks == 10
     nothing_held(cluster, wait_until)
-    assert source.client._attached.stage._stage.num_users == 0
+    assert parts_of(source.client).stage.attached.num_users == 0
 
 
 def test_a_client_that_is_closed_meanwhile_waits_for_what_it_queued(cluster, pair, monkeypatch, wait_until):
     source, _ = pair
-    stage, ended = source.client._attached.stage._stage, []
+    stage, ended = parts_of(source.client).stage.attached, []
     monkeypatch.setattr(stage.copier, "finish", ended.append)
 
     def closed(*args):
         raise StoreUnavailable("closed")
 
-    monkeypatch.setattr(source.client._attached, "submit", closed)
+    monkeypatch.setattr(parts_of(source.client), "submit", closed)
     with pytest.raises(StoreUnavailable):
         source.client.publish(range(10))
     wait_until(lambda: (len(ended), stage.num_users) == (1, 0))
@@ -627,13 +628,13 @@ def test_copies_that_are_stuck_keep_their_slots_and_the_stage_mapped(cluster, pa
     def stuck(pages):
         raise CopyStuck("the device did not come to it")
 
-    stage = source.client._attached.stage._stage
+    stage = parts_of(source.client).stage.attached
     stage.copier.finish = stuck
     ticket = source.client.publish(range(10))
-    wait_until(lambda: source.client._attached.is_stuck)
+    wait_until(lambda: parts_of(source.client).is_stuck)
     assert reason(fetch(target, ticket, range(10), timeout_s=0.3)) is MissReason.TIMEOUT
     source.client.close()
-    (theirs,) = cluster.nodes["a"]._control.handoffs.stages.all()
+    (theirs,) = cluster.nodes["a"].control.handoffs.stages.all()
     assert theirs.pool.stats().num_writing == 10
     assert stage.num_users == 1
 
@@ -679,19 +680,19 @@ def test_blocks_of_a_ticket_that_names_a_stage_are_found_in_the_arena(cluster, p
     if where == "another GPU":
         assert target.client.attach_handoff(64 * BLOCK).route == "gpu"
     elif where == "the same GPU":
-        target.client._attached.stage = source.client._attached.stage
+        parts_of(target.client).stage = parts_of(source.client).stage
     ticket = named(source.client, 10, slab=source.client.handoff_slab)
     if why == "full":
         filling = source.client.publish(range(60))
         assert filling.slab
     else:
-        link = source.client._attached.stage
-        source.client._attached.stage = StageLink(source.client._store.ask)
+        link = parts_of(source.client).stage
+        parts_of(source.client).stage = StageLink(parts_of(source.client).store.ask)
     assert source.client.begin_publish(range(60, 70), ticket=ticket).job.result(10) == ticket
     if why == "full":
         assert source.client.withdraw(filling)
     else:
-        source.client._attached.stage = link
+        parts_of(source.client).stage = link
     result = fetch(target, ticket, range(10))
     assert (result.num_blocks, result.failed, result.route) == (10, (), "host")
     assert all(same(source, range(60, 70), target, range(10)))
@@ -702,7 +703,7 @@ def test_a_fetch_that_failed_may_be_tried_again_at_once(cluster, pair, wait_unti
     """However long the way is on which the source hears that the first one is over."""
     source, target = pair
     ticket = source.client.publish(range(4))
-    [stage], peers = cluster.nodes["b"]._control.handoffs.stages.all(), cluster.nodes["b"].state.peers
+    [stage], peers = cluster.nodes["b"].control.handoffs.stages.all(), cluster.nodes["b"].state.peers
     pool, get = stage.pool, peers.get
 
     def late(node_id):
@@ -737,8 +738,8 @@ def test_slots_of_a_client_that_is_closed_while_it_publishes_stay_until_their_co
 ):
     """Beside the publication, when its copies are queued and their end is not waited for yet."""
     source, closed = pair[0], threading.Event()
-    pool, go_on = cluster.nodes["a"]._control.handoffs.stages.all()[0].pool, held_packing(source.client)
-    copier = source.client._attached.stage._stage.copier
+    pool, go_on = cluster.nodes["a"].control.handoffs.stages.all()[0].pool, held_packing(source.client)
+    copier = parts_of(source.client).stage.attached.copier
     begin = copier.begin_into_slots
 
     def begun(*args):

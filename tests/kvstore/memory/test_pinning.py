@@ -64,7 +64,7 @@ def test_what_is_waited_for_comes_before_the_rest():
     pinned = pinning(driver)
     waiter = threading.Thread(target=pinned.wait, args=(np.array([33, 34]), 10))
     waiter.start()
-    while not pinned._wanted:
+    while not pinned.wanted:
         threading.Event().wait(0.001)
     for _ in range(3):
         driver.gate.release()
@@ -129,7 +129,7 @@ def test_close_ends_waits_and_registers_nothing_more():
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    while not pinned._wanted:
+    while not pinned.wanted:
         threading.Event().wait(0.001)
     closing = threading.Thread(target=pinned.close)
     closing.start()

@@ -6,6 +6,7 @@ import mmap
 import os
 
 import pytest
+from inner_parts import parts_of
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.client.client import Client
@@ -110,7 +111,7 @@ def test_what_was_saved_is_not_absent_until_it_is_evicted_or_cleared(cluster):
     cluster.check()
     core.state.pool_service.clear(cluster.space.digest, 1)
     assert absent(client, cluster.hashes(8, seed))
-    assert not any(client._attached._presence._memory[HEAD_BYTES:])
+    assert not any(parts_of(client)._presence.memory[HEAD_BYTES:])
     cluster.check()
 
 
@@ -119,11 +120,11 @@ def test_what_is_only_being_written_is_absent_and_so_is_a_write_that_failed(clus
     client = cluster.client("a")
     client.map_presence()
     hashes = cluster.hashes(2)
-    ticket = core.state.pool_service.prepare_store(client._attached.chain(hashes), "somebody", 1, 0)
+    ticket = core.state.pool_service.prepare_store(parts_of(client).chain(hashes), "somebody", 1, 0)
     assert absent(client, hashes)
     core.pool.abort_store(ticket.write_id, "somebody")
     assert absent(client, hashes)
-    ticket = core.state.pool_service.prepare_store(client._attached.chain(hashes), "somebody", 1, 0)
+    ticket = core.state.pool_service.prepare_store(parts_of(client).chain(hashes), "somebody", 1, 0)
     core.pool.complete_store(ticket.write_id, "somebody", count=1)
     assert not absent(client, hashes)
     core.pool.complete_store(ticket.write_id, "somebody")
@@ -171,7 +172,7 @@ def test_who_only_reads_the_table_gets_nothing_else(cluster):
     for op in (Op.ATTACH, Op.LOOKUP, Op.LOOKUP_ALL, Op.STATS, Op.LOAD):
         view = PresenceView(core.control_path, core.state.epoch.hex(), timeout_s=2.0)
         with pytest.raises(ProtocolError, match="presence"):
-            view._connection.call(op, b"", timeout_s=2.0)
+            view.connection.call(op, b"", timeout_s=2.0)
         view.close()
 
 
@@ -201,11 +202,11 @@ def test_a_directory_that_ended_is_no_word_of_being_alone_and_the_next_one_is_as
     wait_until(lambda: not client.is_surely_absent(hashes))
     cluster.directory = DirectoryServer("127.0.0.1", settle_s=0.3)
     core = cluster.nodes["a"]
-    core.state.hints._ask_after_s = 0.0
+    core.state.hints.ask_after_s = 0.0
     wait_until(
         lambda: (
             core.state.hints.publish_soon(),
-            core.state.hints.locate(client._attached.chain(hashes)),
+            core.state.hints.locate(parts_of(client).chain(hashes)),
             core.state.hints.is_alone(),
         )[2]
     )

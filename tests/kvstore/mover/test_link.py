@@ -201,7 +201,7 @@ def test_a_question_that_was_not_asked_is_not_waited_for(pair, how):
     with pytest.raises(PeerLost if how == "not sent" else TypeError):
         pair.link.ask(Op.MOVER_STAGE, STAGE if how == "not sent" else object(), 30.0)
     assert pair.link.num_abandoned == 0
-    assert not pair.link._questions
+    assert not pair.link.questions
 
 
 def test_an_asker_that_leaves_while_the_movers_death_is_told_leaves_nothing_behind(pair, monkeypatch):
@@ -218,7 +218,7 @@ def test_an_asker_that_leaves_while_the_movers_death_is_told_leaves_nothing_behi
     assert [type(error) for _, last, error in pair.heard if last] == [PeerLost], f"READ {read}"
     assert ended == [1]
     assert pair.link.abandoned_since_s() is None
-    assert pair.link._questions == {}
+    assert pair.link.questions == {}
 
 
 def test_the_movers_death_answers_all_questions(pair):

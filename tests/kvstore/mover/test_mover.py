@@ -50,7 +50,7 @@ class Stubborn(LoopbackTransport):
     def poll(self, handle):
         if self.fail_poll is not None:
             raise self.fail_poll
-        stopped = self.running or self._handles[handle].peer in self.stopped_peers
+        stopped = self.running or self.handles[handle].peer in self.stopped_peers
         return ReadState.RUNNING if stopped else super().poll(handle)
 
 
@@ -239,7 +239,7 @@ def test_a_lane_is_woken_on_its_word_and_nobody_hears_of_it(pair, wait_until):
     assert pair.slots()[30:] == [0, 0]
     pair.link.expect_read(b"it comes")
     wait_until(lambda: pair.slots()[31] == 8)
-    wait_until(lambda: not pair.movers[0][0]._woken)
+    wait_until(lambda: not pair.movers[0][0].woken)
     assert pair.link.stats(3.0) == counted, "what is counted are blocks"
     _, heard, ended = pair.read([1], [2])
     assert ended.wait(3)
@@ -256,9 +256,9 @@ def test_what_woke_a_lane_does_not_hold_up_the_read_that_it_was_for(pair, monkey
     _, _, ended = pair.read([1], [2])
     assert ended.wait(3)
     mover = pair.movers[0][0]
-    assert len(mover._woken) == 1, "to be released when there is nothing else to do"
-    mover._awake_until_s = time.monotonic()
-    wait_until(lambda: not mover._woken)
+    assert len(mover.woken) == 1, "to be released when there is nothing else to do"
+    mover.awake_until_s = time.monotonic()
+    wait_until(lambda: not mover.woken)
 
 
 def test_a_lane_that_cannot_be_woken_is_no_error_and_holds_nobody_up(pair, wait_until):
@@ -269,12 +269,12 @@ def test_a_lane_that_cannot_be_woken_is_no_error_and_holds_nobody_up(pair, wait_
     for _ in range(3):
         pair.link.expect_read(b"it comes")
     mover = pair.movers[0][0]
-    wait_until(lambda: len(mover._woken) == 1)
+    wait_until(lambda: len(mover.woken) == 1)
     _, _, ended = pair.read([1], [2], peer="q")
     assert ended.wait(3)
     assert [request.peer for request in pair.transport.posted] == ["p", "p", "q"], "it is woken once at a time"
     pair.transport.fail_poll = TransferError("gone")
-    wait_until(lambda: not mover._woken)
+    wait_until(lambda: not mover.woken)
     pair.transport.fail_poll, pair.transport.fail_post = None, PeerLost("gone")
     pair.link.expect_read(b"it comes")
     pair.transport.stopped_peers.clear()
@@ -338,10 +338,10 @@ def test_of_a_peer_that_has_a_new_life_the_earlier_ones_are_forgotten(pair, wait
         read_of(pair, f"a/{epoch:016x}/2/1>1")
     kept = [f"a/{19:016x}/2", f"a/{19:016x}/2/1>1"]
     other = read_of(pair, "b/0000/1")
-    wait_until(lambda: sorted(pair.transport._peers) == [*kept, other])
+    wait_until(lambda: sorted(pair.transport.peers) == [*kept, other])
     mover = pair.movers[-1][0]
-    assert set(mover._told_of) == {*kept, other}
-    assert mover._to_forget == set()
+    assert set(mover.told_of) == {*kept, other}
+    assert mover.to_forget == set()
     read_of(pair, f"a/{3:016x}/1")
 
 
@@ -349,7 +349,7 @@ def test_only_so_many_peers_are_kept_the_last_used_ones(pair, monkeypatch, wait_
     monkeypatch.setattr("kvstore.mover.link._MAX_PEERS", 3)
     for node in "abcad":
         read_of(pair, f"{node}/0/1")
-    wait_until(lambda: sorted(pair.transport._peers) == ["a/0/1", "c/0/1", "d/0/1"])
+    wait_until(lambda: sorted(pair.transport.peers) == ["a/0/1", "c/0/1", "d/0/1"])
     read_of(pair, "b/0/1", local=7)
     assert pair.slots()[7] == 4
 
@@ -363,10 +363,10 @@ def test_a_peer_is_not_forgotten_while_a_read_of_it_may_go_on(pair, give_up, wai
     pair.transport.stopped_peers = {"a/0/1"}
     read_of(pair, "a/1/1")
     mover = pair.movers[-1][0]
-    wait_until(lambda: mover._to_forget == {"a/0/1"})
-    assert set(pair.transport._peers) == {"a/0/1", "a/1/1"}
+    wait_until(lambda: mover.to_forget == {"a/0/1"})
+    assert set(pair.transport.peers) == {"a/0/1", "a/1/1"}
     pair.transport.stopped_peers = set()
-    wait_until(lambda: set(pair.transport._peers) == {"a/1/1"})
+    wait_until(lambda: set(pair.transport.peers) == {"a/1/1"})
 
 
 def test_a_peer_that_comes_back_while_a_read_of_it_may_go_on_is_kept(pair, monkeypatch, give_up, wait_until):
@@ -379,17 +379,17 @@ def test_a_peer_that_comes_back_while_a_read_of_it_may_go_on_is_kept(pair, monke
     pair.transport.running = True
     stalled = pair.read([0], [3], peer="a/0/1")
     wait_until(lambda: len(pair.transport.posted) == 2)
-    stalls.update(pair.transport._handles)
+    stalls.update(pair.transport.handles)
     pair.transport.running = False
     give_up(stalled, num_posted=2)
     read_of(pair, "b/0/1")
     mover = pair.movers[-1][0]
-    wait_until(lambda: mover._to_forget == {"a/0/1"})
+    wait_until(lambda: mover.to_forget == {"a/0/1"})
     read_of(pair, "a/0/1", local=1)
     assert added == ["a/0/1", "b/0/1"], "what goes on is in the way of another connection"
-    wait_until(lambda: set(pair.transport._peers) == {"a/0/1"})
+    wait_until(lambda: set(pair.transport.peers) == {"a/0/1"})
     stalls.clear()
-    wait_until(lambda: not mover._abandoned)
+    wait_until(lambda: not mover.abandoned)
     pair.link.stats(3.0)
     read_of(pair, "a/0/1", local=2)
     assert pair.slots()[:3] == [4, 4, 4]
@@ -403,15 +403,15 @@ def test_a_peer_is_not_forgotten_while_a_read_that_wakes_its_lane_goes_on(pair, 
     pair.transport.stopped_peers = {"a/0/1"}
     pair.link.expect_read(b"it comes")
     mover = pair.movers[-1][0]
-    wait_until(lambda: len(mover._woken) == 1)
+    wait_until(lambda: len(mover.woken) == 1)
     read_of(pair, "b/0/1")
     for _ in range(2):  # A round ends before the second answer.
         pair.link.stats(3.0)
-    assert set(pair.transport._peers) == {"a/0/1", "b/0/1"}
-    assert set(mover._waking) == {b"another"}, "nobody says the word of a peer that is forgotten"
+    assert set(pair.transport.peers) == {"a/0/1", "b/0/1"}
+    assert set(mover.waking) == {b"another"}, "nobody says the word of a peer that is forgotten"
     pair.transport.stopped_peers = set()
-    wait_until(lambda: set(pair.transport._peers) == {"b/0/1"})
-    assert mover._woken == []
+    wait_until(lambda: set(pair.transport.peers) == {"b/0/1"})
+    assert mover.woken == []
 
 
 def test_a_peer_with_reads_that_have_yet_to_begin_is_not_forgotten(pair, monkeypatch, wait_until):
@@ -423,11 +423,11 @@ def test_a_peer_with_reads_that_have_yet_to_begin_is_not_forgotten(pair, monkeyp
     read_of(pair, "b/0/1", local=5)
     for _ in range(2):  # A round ends before the second answer.
         pair.link.stats(3.0)
-    assert set(pair.transport._peers) == {"a/0/1", "b/0/1"}
+    assert set(pair.transport.peers) == {"a/0/1", "b/0/1"}
     pair.transport.stopped_peers = set()
     assert all(ended.wait(3) for _, _, ended in reads)
     assert [heard[-1][1] for _, heard, _ in reads] == [None, None]
-    wait_until(lambda: set(pair.transport._peers) == {"b/0/1"})
+    wait_until(lambda: set(pair.transport.peers) == {"b/0/1"})
 
 
 def test_a_peer_that_cannot_be_added_is_lost(pair):
@@ -464,7 +464,7 @@ def test_a_chunk_that_was_in_place_before_another_failed_is_told(pair, monkeypat
         (first, True, False),
     ]
     assert heard[-1][0].terminal
-    assert pair.transport._handles == {}
+    assert pair.transport.handles == {}
 
 
 def test_a_peer_whose_connection_broke_is_added_anew(pair, monkeypatch):
@@ -488,12 +488,12 @@ def test_a_peer_whose_connection_broke_is_not_added_while_a_read_of_it_may_go_on
     _, heard, ended = pair.read(range(8), range(8))
     assert ended.wait(3)
     assert (type(heard[-1][1]), heard[-1][0].terminal) == (PeerLost, False)
-    stalls.update(pair.transport._handles)
+    stalls.update(pair.transport.handles)
     pair.transport.running, pair.transport.fail_post = False, None
     read_of(pair, "p")
     assert added == ["p"]
     stalls.clear()
-    wait_until(lambda: not pair.movers[-1][0]._abandoned)
+    wait_until(lambda: not pair.movers[-1][0].abandoned)
     read_of(pair, "p")
     assert added == ["p", "p"]
 
@@ -571,9 +571,9 @@ def test_a_stalled_read_does_not_spin(pair, wait_until):
     pair.transport.running = True
     pair.read([0], [1], timeout_s=30.0)
     mover = pair.movers[0][0]
-    wait_until(lambda: mover._jobs)
-    assert mover._pause_s() == 0.0, "what has just been asked for is polled for at once"
-    wait_until(lambda: 0 < mover._pause_s() < 0.01)
+    wait_until(lambda: mover.jobs)
+    assert mover.pause_s() == 0.0, "what has just been asked for is polled for at once"
+    wait_until(lambda: 0 < mover.pause_s() < 0.01)
     pair.transport.running = False
 
 
@@ -657,7 +657,7 @@ def test_notifications_are_passed_on_only_while_leases_are_open(pair, wait_until
 
 def test_an_idle_mover_sleeps_and_wakes_for_work(pair):
     mover = pair.movers[0][0]
-    assert mover._pause_s() == 5.0
+    assert mover.pause_s() == 5.0
     started_s = time.monotonic()
     _, _, ended = pair.read([0], [1])
     assert ended.wait(3)
@@ -688,7 +688,7 @@ def test_a_mover_that_is_told_what_cannot_be_ends_and_writes_nothing(pair, monke
         read = decode_mover_read(payload)
         other = msgspec.structs.replace(read.request, peer="q")
         payload = encode(msgspec.structs.replace(read, read_id=99, request=other))
-    send(pair.link._connection, op, flag, request, payload)
+    send(pair.link.connection, op, flag, request, payload)
     _, thread, _ = pair.movers[0]
     thread.join(3)
     assert not thread.is_alive(), "its process ends, and its store takes another"

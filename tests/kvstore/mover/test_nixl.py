@@ -123,8 +123,8 @@ def test_lists_are_prepared_once_per_block_size(sides):
     for _ in range(3):
         run(reader.transport, request([0], [1]))
         run(reader.transport, request([0], [1], block_bytes=SLOT_BYTES))
-    assert set(reader.transport._local_lists) >= {BLOCK_BYTES, SLOT_BYTES}
-    assert len(reader.transport._local_lists) == len(reader.transport._peers["p"][2]) <= 3
+    assert set(reader.transport.local_lists) >= {BLOCK_BYTES, SLOT_BYTES}
+    assert len(reader.transport.local_lists) == len(reader.transport.peers["p"][2]) <= 3
 
 
 def test_the_notification_arrives_once_and_only_at_the_source(sides):
@@ -156,7 +156,7 @@ def test_a_slot_out_of_range_is_refused(sides, side, slot):
     with pytest.raises(TransferError, match="READ from p"):
         reader.transport.post(request(local, remote, notification=b"never"))
     assert not reader.slab.any()
-    assert not reader.transport._handles
+    assert not reader.transport.handles
     assert source.transport.notifications() == []
     run(reader.transport, request([0], [0]))
 
@@ -189,7 +189,7 @@ def test_read_and_wait(sides):
     reader, _ = sides
     reader.transport.read_and_wait(request([9], [8]), 5.0)
     assert reader.slots[9, 0] == 9
-    assert not reader.transport._handles
+    assert not reader.transport.handles
 
 
 def test_every_error_of_the_bindings_is_one_of_ours():

@@ -88,7 +88,7 @@ def test_a_request_of_one_descriptor_that_is_refused_was_not_started(monkeypatch
     with pytest.raises(TransferError, match="nixlBackendError: no"):
         transport.post(request([0, 1, 2], [3, 4, 5]))
     assert bindings.released == bindings.posted
-    assert not transport._handles
+    assert not transport.handles
 
 
 def test_nothing_is_posted_to_a_peer_that_is_known_to_be_gone(monkeypatch):

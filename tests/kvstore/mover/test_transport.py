@@ -43,7 +43,7 @@ def test_a_read_copies_blocks_and_nothing_else(pair):
     handle = reader.post(request([5, 0], [2, 7], notification=b"done"))
     assert reader.poll(handle) is ReadState.DONE
     reader.release(handle)
-    slots = reader._slab.reshape(NUM_SLOTS, SLOT_BYTES)
+    slots = reader.slab.reshape(NUM_SLOTS, SLOT_BYTES)
     assert (slots[5, :BLOCK_BYTES] == 3).all()
     assert (slots[0, :BLOCK_BYTES] == 8).all()
     assert not slots[:, BLOCK_BYTES:].any()
@@ -77,7 +77,7 @@ def test_a_slot_out_of_range_is_refused(pair, slot):
     reader, _ = pair
     with pytest.raises(TransferError, match=str(slot)):
         reader.post(request([0], [slot], notification=b"no"))
-    assert not reader._slab.any()
+    assert not reader.slab.any()
 
 
 @pytest.mark.parametrize(

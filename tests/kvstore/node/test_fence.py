@@ -27,7 +27,7 @@ class Stuck(LoopbackTransport):
     over = False
     def post(self, request):
         self._next += 1
-        self._handles[self._next] = request
+        self.handles[self._next] = request
         return self._next
     def poll(self, handle):
         return ReadState.DONE if self.over else ReadState.RUNNING
@@ -47,7 +47,7 @@ for line in sys.stdin:
 class StuckMover:
     def __init__(self, core):
         self.gone = threading.Event()
-        core._control._on_mover_gone = self.gone.set
+        core.control.on_mover_gone = self.gone.set
         self.process = subprocess.Popen(
             [sys.executable, "-c", MOVER, core.control_path], stdin=subprocess.PIPE, text=True
         )
@@ -164,7 +164,7 @@ def test_the_stores_own_process_is_never_killed(cluster, wait_until):
     hashes = cluster.hashes(4)
     one.save(hashes, range(4))
     two.load(hashes, range(4))
-    wait_until(lambda: core._control._fence._killed_pid == os.getpid())
+    wait_until(lambda: core.control.fence.killed_pid == os.getpid())
     assert (core.pool.stats().num_quarantined, core.stats()["num_fenced_movers"]) == (4, 0)
     assert core.state.mover.own is not None, "it goes on serving"
     made[0].over = True

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from inner_parts import parts_of
 
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
@@ -217,7 +218,7 @@ def test_a_fetch_of_64_blocks_costs_one_call_of_the_worker_and_two_of_the_stores
     hashes = cluster.hashes(64)
     assert one.save(hashes, range(64)).num_written == 64
     calls = []
-    original = two.client._store.for_jobs.taken
+    original = parts_of(two.client).store.for_jobs.taken
 
     @contextlib.contextmanager
     def counted():
@@ -225,11 +226,11 @@ def test_a_fetch_of_64_blocks_costs_one_call_of_the_worker_and_two_of_the_stores
             calls.append((connection, connection.num_calls))
             yield connection
 
-    two.client._store.for_jobs.taken = counted
+    parts_of(two.client).store.for_jobs.taken = counted
     result = two.load(hashes, range(64))
     assert (result.num_blocks, result.num_peer) == (64, 64)
     assert sum(connection.num_calls - before for connection, before in calls) == 1
-    assert two.client._store._calls.num_calls == 1, "ATTACH, at the start"
+    assert parts_of(two.client).store.calls.num_calls == 1, "ATTACH, at the start"
     assert (result.num_locate_calls, result.num_lease_calls) == (1, 1)
     # One chunk holds all 64 small blocks, and they are neighbours on both sides.
     assert result.num_descriptors == 1
@@ -334,7 +335,7 @@ def test_clearing_twice_with_one_version_clears_once(cluster):
 @pytest.fixture
 def silent_directory(cluster, monkeypatch):
     """The directory tells nobody of clearings."""
-    monkeypatch.setattr(cluster.directory._versions, "hear", lambda namespace, version: False)
+    monkeypatch.setattr(cluster.directory.versions, "hear", lambda namespace, version: False)
 
 
 @pytest.mark.usefixtures("silent_directory")
@@ -394,7 +395,7 @@ def test_a_new_store_keeps_what_is_saved_before_it_meets_peers_that_know_of_a_cl
     two_nodes(cluster)
     for core in cluster.nodes.values():
         core.state.pool_service.clear(cluster.space.digest, 7)
-    wait_until(lambda: cluster.directory._versions.get(cluster.space.digest) == 7)
+    wait_until(lambda: cluster.directory.versions.get(cluster.space.digest) == 7)
     cluster.stop_node("b")
     assert cluster.add("b").state.versions.get(cluster.space.digest) == 7
     one, two = cluster.worker("a", seed=3), cluster.worker("b", seed=4)
@@ -728,8 +729,8 @@ def test_a_peer_that_dies_ends_the_load_with_reasons_and_is_left_alone(cluster):
     two.load(hashes[:1], [0])
     one.client.close()
     # The directory goes on naming the dead node: only its store is gone, hints are not cleaned up.
-    cluster.directory._gone = lambda connection: None
-    cluster.directory._server._on_gone = lambda connection: None
+    cluster.directory.gone = lambda connection: None
+    cluster.directory.server.on_gone = lambda connection: None
     cluster.stop_node("a")
     result = two.load(hashes, range(10, 14))
     assert (result.num_blocks, result.num_local) == (1, 1)

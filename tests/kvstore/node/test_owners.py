@@ -161,7 +161,7 @@ def test_a_worker_that_cannot_be_watched_may_read_but_not_write(old_kernel, clus
         client.call(Op.PREPARE_STORE, encode(Prepare(other, 1)), timeout_s=2.0)
     # It may have gone on reading after its connection closed: its pins end with their time, not before.
     client.close()
-    wait_until(lambda: not any(c.role == "client" and c.pidfd < 0 for c in core._control._server._connections))
+    wait_until(lambda: not any(c.role == "client" and c.pidfd < 0 for c in core.control.server.connections))
     if time.monotonic() - granted_s < 0.5:
         assert core.pool.stats().num_pinned == 3
     wait_until(lambda: core.pool.stats().num_pinned == 0)

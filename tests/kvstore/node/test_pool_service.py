@@ -8,6 +8,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from inner_parts import parts_of
 
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.bounds import MAX_BLOCK_BYTES
@@ -175,7 +176,7 @@ def test_ids_of_others_and_ids_that_are_over_change_nothing_over_the_socket(core
 
 
 def worker_ask(worker, op, payload):
-    return worker.client._store._calls.call(op, payload, timeout_s=5.0)
+    return parts_of(worker.client).store.calls.call(op, payload, timeout_s=5.0)
 
 
 def test_a_save_into_a_fully_pinned_pool_is_refused_and_succeeds_after_one_release(cluster, wait_until):
@@ -370,7 +371,7 @@ def test_a_store_attaches_so_many_namespaces_and_no_more(cluster, core, worker, 
 
 def test_who_waited_for_a_save_is_forgotten_when_it_is_told_or_gone(core, worker, cluster, ask, wait_until):
     """Until its time was over it would be kept, a day at most, and the control thread would tick for it."""
-    waiting, hashes = core._control._pool._waiting, cluster.hashes(4)
+    waiting, hashes = core.control.pool._waiting, cluster.hashes(4)
     worker.save(hashes[:2], range(2))
     assert decode_count(ask(Op.AWAIT_STORE, encode(Ask(hashes[:2], 86400.0)))) == 2
     assert len(waiting) == 0
@@ -380,7 +381,7 @@ def test_who_waited_for_a_save_is_forgotten_when_it_is_told_or_gone(core, worker
     other.send(Op.AWAIT_STORE, encode(Ask(hashes, 86400.0)))
     wait_until(lambda: len(waiting) == 1)
     other.close()
-    wait_until(lambda: not waiting and not core.pool._watches._watches)
+    wait_until(lambda: not waiting and not core.pool.watches._watches)
     assert complete(ask, ticket) == 2
 
 
@@ -411,7 +412,7 @@ def test_so_many_wait_for_blocks_and_no_more(core, worker, cluster, ask, monkeyp
     core.pool.watch(hashes[:1], counts.append)
     assert complete(ask, ticket) == 3
     assert sorted(counts) == [0, 0, 1, 3]
-    assert not core.pool._watches._by_hash
+    assert not core.pool.watches._by_hash
 
 
 def test_a_store_has_so_many_leases_and_no_more(core, worker, cluster, ask, monkeypatch):

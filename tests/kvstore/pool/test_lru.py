@@ -42,7 +42,7 @@ def test_many_touches_are_forgotten_little_by_little():
         chain = list(range(begin, min(40, begin + rng.randrange(1, 9))))
         order.touched(SlotList.of(chain))
         last |= {slot: (now, -i) for i, slot in enumerate(chain)}
-        assert order._num_logged <= 2 * 40 + 64 + 8
+        assert order.num_logged <= 2 * 40 + 64 + 8
         order.check(set(last))
         if now % 50 == 49:
             expected = sorted(last, key=last.__getitem__)

@@ -599,7 +599,7 @@ def test_many_touches_keep_the_order_of_eviction_small():
         grant = pool.pin_prefix(chain_of("ab"), "r", LATER_S)
         pool.release(grant.lease_id, "r")
     pool.check_integrity()
-    assert pool._table.eviction._num_logged <= 2 * 4 + 64 + 2
+    assert pool.table.eviction.num_logged <= 2 * 4 + 64 + 2
 
 
 @pytest.mark.parametrize("by", ["eviction", "giving up", "giving up parts"])
@@ -624,7 +624,7 @@ def test_a_few_blocks_do_not_keep_the_memory_of_many(by):
             pool.expire(number + 0.5)
         pool.pin_prefix(firsts[-1], "r", 1e9)
         pool.check_integrity()
-    runs = {id(run): run for run in pool._table.index.run}
+    runs = {id(run): run for run in pool.table.index.run}
     assert sum(len(run.slots) for run in runs.values()) < 20 * num_slots
     assert all(pool.lookup(first) == 1 for first in firsts)
 
@@ -638,7 +638,7 @@ def test_a_reader_of_a_few_slots_does_not_keep_the_array_of_many():
     names = [hashlib.sha256(b"%d" % i).digest() for i in range(40)]
     chain = BlockHashes(NAMESPACES[0], NAMESPACES[0], 0, b"".join(names))
     pool.complete_store(pool.prepare_store(chain, "w").write_id, "w")
-    found = pool._table.index.find_prefix(chain.namespace, chain[:2].data)
+    found = pool.table.index.find_prefix(chain.namespace, chain[:2].data)
     assert list(found) == list(pool.pin_prefix(chain[:2], "r", 1e9).slots)
     assert not isinstance(found.index, slice)
     assert found.index.base is None

@@ -180,9 +180,9 @@ def test_events_replayed_are_the_resident_set_whatever_happens():
         if step % 7 == 0:
             for present, block_hash in pool.drain_events():
                 (found.add if present else found.remove)(block_hash)
-            missing = [h for h in found if h not in pool._table.index.space_of(NAMESPACES[0]).ready]
+            missing = [h for h in found if h not in pool.table.index.space_of(NAMESPACES[0]).ready]
             assert not missing
-            assert len(found) == len(pool._table.index.space_of(NAMESPACES[0]).ready)
+            assert len(found) == len(pool.table.index.space_of(NAMESPACES[0]).ready)
     stats = pool.stats()
     assert stats.num_evicted > 20
     assert stats.num_published > 100

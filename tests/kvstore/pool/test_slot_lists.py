@@ -81,7 +81,7 @@ def test_a_prefix_is_that_of_block_by_block(seed):
         pool.abort_store(ticket.write_id, "w")
         chains.append([b"", *wanted])
         asked = [*rng.choice(chains)[1:], *rng.choice(chains)[1:]] if turn % 3 == 0 else rng.choice(chains)[1:]
-        found = [pool._table.index.space_of(SPACE).ready.get(own) for own in asked]
+        found = [pool.table.index.space_of(SPACE).ready.get(own) for own in asked]
         count = found.index(None) if None in found else len(found)
         question = BlockHashes(SPACE, SPACE, 0, b"".join(asked))
         assert pool.lookup(question) == count

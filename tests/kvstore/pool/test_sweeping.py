@@ -13,7 +13,7 @@ OTHER = chain_of("xy", namespace=NAMESPACES[1])
 
 def pool_of(num_slots: int, swept_at_once: int = 1) -> Pool:
     pool = Pool(num_slots)
-    pool._swept_at_once = swept_at_once
+    pool.swept_at_once = swept_at_once
     return pool
 
 
@@ -166,7 +166,7 @@ def test_namespaces_that_have_nothing_here_are_forgotten():
         ticket = pool.prepare_store(chain_of("ab", namespace=namespace), "w")
         pool.complete_store(ticket.write_id, "w")
     pool.check_integrity()
-    assert len(pool._table.index.spaces) < 200
+    assert len(pool.table.index.spaces) < 200
     assert len(pool.resident_hashes()) == 4
 
 

@@ -118,7 +118,7 @@ def test_changes_that_the_pool_did_not_keep_make_a_full_announcement():
     announcements = following(pool, 4)
     reader.take_all(announcements)
     store(pool, "abc")
-    pool._table.index.events.max_hashes = 2
+    pool.table.index.events.max_hashes = 2
     store(pool, "uvw")
     batch = announcements.next({})
     assert batch.begins
@@ -134,7 +134,7 @@ def test_changes_that_the_pool_did_not_keep_make_a_full_announcement():
 )
 def test_whatever_happens_in_between_the_reader_ends_with_what_the_pool_holds(steps, piece_blocks):
     pool, number = Pool(12), 0
-    pool._table.index.events.max_hashes = 8  # More than one save has, and fewer than two that evict.
+    pool.table.index.events.max_hashes = 8  # More than one save has, and fewer than two that evict.
     announcements, reader = following(pool, piece_blocks), Reader()
     for step in steps:
         if step == "save":
@@ -149,7 +149,7 @@ def test_whatever_happens_in_between_the_reader_ends_with_what_the_pool_holds(st
             reader = Reader()
         else:
             pool = Pool(12)
-            pool._table.index.events.max_hashes = 8
+            pool.table.index.events.max_hashes = 8
             announcements.follow(pool)
     reader.take_all(announcements)
     reader.take_all(announcements)

@@ -124,7 +124,7 @@ def test_more_blocks_than_one_message_holds_arrive_in_pieces(directory, start_hi
 
     start_hints("a", Large(), directory.address)
     wait_until(lambda: len(directory.index) == len(Large.hashes), 10)
-    assert directory._server.num_served[Op.PUBLISH] >= 4
+    assert directory.server.num_served[Op.PUBLISH] >= 4
 
 
 def test_a_clearing_is_told_once_to_every_store_that_did_not_tell_it(directory):
@@ -150,7 +150,7 @@ def test_a_clearing_is_told_once_to_every_store_that_did_not_tell_it(directory):
 def test_stores_tell_a_new_directory_what_was_cleared(directory, start_hints, wait_until):
     current = [directory]
     one, two = (start_hints(node, Pool(4), lambda: current[0].address()) for node in "ab")
-    one._versions.advance(NAMESPACE, 9)
+    one.versions.advance(NAMESPACE, 9)
     directory.stop()
     current[0] = DirectoryServer("127.0.0.1")
     try:
@@ -158,7 +158,7 @@ def test_stores_tell_a_new_directory_what_was_cleared(directory, start_hints, wa
         def heard():
             one.publish_soon()
             two.publish_soon()
-            return two._versions.get(NAMESPACE) == 9
+            return two.versions.get(NAMESPACE) == 9
 
         wait_until(heard)
     finally:

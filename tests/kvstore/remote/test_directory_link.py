@@ -62,7 +62,7 @@ def test_a_directory_that_hangs_is_waited_for_a_second_and_then_not_at_all(deaf,
     assert 1.0 <= heard[0] - asked_s < 1.5
     assert hints.num_waiting == 0
     # Once it is known to be away nobody waits for it any more.
-    wait_until(lambda: hints._is_away)
+    wait_until(lambda: hints.is_away)
     hints.publish_soon(lambda: heard.append(clock.now_s()))
     assert len(heard) == 2
 
@@ -88,11 +88,11 @@ def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf,
     for hints in (refusing, hanging):
         assert hints.locate(chain) == []
     now_s = clock.now_s()
-    assert refusing._ask_after_s - now_s <= 1.0 < 4.0 < hanging._ask_after_s - now_s <= 5.0
+    assert refusing.ask_after_s - now_s <= 1.0 < 4.0 < hanging.ask_after_s - now_s <= 5.0
     started_s = clock.now_s()
     assert hanging.locate(chain) == []
     assert clock.now_s() - started_s < 0.1
-    hanging._thread.start()
+    hanging.thread.start()
 
 
 def test_the_only_node_asks_the_directory_once_and_again_when_there_is_another(cluster, wait_until):
@@ -101,7 +101,7 @@ def test_the_only_node_asks_the_directory_once_and_again_when_there_is_another(c
     chain = BlockHashes(b"n" * 32, b"n" * 32, 0, b"h" * 32)
     assert not core.state.hints.is_alone(), "nobody was asked"
     assert core.state.hints.locate(chain) == []
-    asker = core.state.hints._asker
+    asker = core.state.hints.asker
     num_calls = asker.num_calls
     assert core.state.hints.is_alone()
     assert core.state.hints.locate(chain) == []
@@ -110,7 +110,7 @@ def test_the_only_node_asks_the_directory_once_and_again_when_there_is_another(c
     cluster.client("b")
     wait_until(lambda: not core.state.hints.is_alone())
     assert core.state.hints.locate(chain) == []
-    assert core.state.hints._asker is not asker, "it was asked anew"
+    assert core.state.hints.asker is not asker, "it was asked anew"
     assert not core.state.hints.is_alone()
 
 
@@ -122,7 +122,7 @@ def test_a_node_that_asked_when_only_another_was_known_is_answered_once_there_ar
     assert hints.locate(chain) == [("a", 3)]
     assert not hints.is_alone(), "another is the only one"
     cluster.add("b")
-    wait_until(lambda: not hints._asker.is_quiet())
+    wait_until(lambda: not hints.asker.is_quiet())
     assert hints.locate(chain) == [("a", 3)]
 
 
@@ -140,11 +140,11 @@ def test_whatever_is_raised_in_finding_the_directory_the_link_goes_on(directory,
     store(pool, "uv")
     hints.follow(pool)
     told = threading.Event()
-    hints._thread.start()
+    hints.thread.start()
     hints.publish_soon(told.set)
     assert told.wait(5), "who waits is told"
     told.clear()
-    hints._is_away = False
+    hints.is_away = False
     hints.publish_soon(told.set)
     assert told.wait(5)
     assert directory.index.locate(chain_of("uv").hashes()) == [("n", 2)]
@@ -158,14 +158,14 @@ def test_a_failure_in_a_round_is_followed_by_a_full_announcement(directory, hint
     told = threading.Event()
     hints.publish_soon(told.set)
     assert told.wait(5)
-    real = hints._versions.since
+    real = hints.versions.since
 
     def fail_once(serial):
-        monkeypatch.setattr(hints._versions, "since", real)
+        monkeypatch.setattr(hints.versions, "since", real)
         pool.drain_events()
         raise MemoryError("no room for one batch")
 
-    monkeypatch.setattr(hints._versions, "since", fail_once)
+    monkeypatch.setattr(hints.versions, "since", fail_once)
     store(pool, "uvw")
     told.clear()
     hints.publish_soon(told.set)
@@ -182,7 +182,7 @@ def test_one_that_cannot_be_called_back_keeps_nobody_else_from_it(directory, hin
 
     hints.publish_soon(fail)
     hints.publish_soon(told.set)
-    hints._thread.start()
+    hints.thread.start()
     assert told.wait(5)
     told.clear()
     hints.publish_soon(told.set)
@@ -195,12 +195,12 @@ def test_while_the_directory_is_away_only_so_much_is_kept_for_it(cluster, wait_u
     pool = Pool(num_blocks)
     core.state.hints.follow(pool)
     cluster.directory.stop()
-    wait_until(lambda: core.state.hints._is_away)
+    wait_until(lambda: core.state.hints.is_away)
     num_kept = []
     for _ in range(3 * 17):
         chain = BlockHashes(bytes(32), bytes(32), 0, os.urandom(32 * num_blocks))
         pool.complete_store(pool.prepare_store(chain, "w").write_id, "w")
-        num_kept.append(sum(len(hashes) for _, hashes in pool._table.index.events.events))
+        num_kept.append(sum(len(hashes) for _, hashes in pool.table.index.events.events))
     assert max(num_kept) <= 1 << 14
     assert min(num_kept[-10:]) == 0, "all of it was dropped"
     cluster.directory = DirectoryServer("127.0.0.1", settle_s=0.0)
@@ -221,14 +221,14 @@ def test_after_the_directory_was_restarted_nothing_of_another_node_is_surely_abs
 
     def asked():
         core.state.hints.publish_soon()
-        core.state.hints._ask_after_s = 0.0
+        core.state.hints.ask_after_s = 0.0
         core.state.hints.locate(chain)
-        return cluster.directory.index.nodes() == ["a"] and cluster.directory._server.num_served[Op.LOCATE] > 1
+        return cluster.directory.index.nodes() == ["a"] and cluster.directory.server.num_served[Op.LOCATE] > 1
 
     wait_until(asked)
     assert not core.state.hints.is_alone()
     assert not core.state.presence._head[ALONE_AT]
-    cluster.directory._settled_at_s = 0.0
+    cluster.directory.settled_at_s = 0.0
     core.state.hints.locate(chain)
     assert core.state.hints.is_alone()
 

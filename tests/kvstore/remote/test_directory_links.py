@@ -131,7 +131,7 @@ def test_an_impostor_takes_nothing_from_a_store_for_good(directory, start_hints,
     publish(one)
     assert directory.index.locate(chain_of("xy").hashes()) == [("a", 2)]
     impostor.close()
-    wait_until(lambda: len(directory._links) <= 1)
+    wait_until(lambda: len(directory.links) <= 1)
     publish(one)
     assert directory.index.locate(hashes) == [("a", 3)]
 
@@ -178,7 +178,7 @@ def test_a_new_directory_says_of_no_node_that_it_is_the_only_one_until_others_ha
         tell(client, 1, whole=True)
         assert asked_for_only(client) == "", "stores of an earlier directory may be on their way"
         later_s = clock.now_s() + SETTLE_S
-        monkeypatch.setattr(directory, "_settled_at_s", later_s - SETTLE_S)
+        monkeypatch.setattr(directory, "settled_at_s", later_s - SETTLE_S)
         assert asked_for_only(client) == "a"
         client.close()
     finally:
@@ -188,14 +188,14 @@ def test_a_new_directory_says_of_no_node_that_it_is_the_only_one_until_others_ha
 def test_after_a_store_was_lost_no_node_is_the_only_one_until_that_had_time_to_come_back(wait_until):
     directory = DirectoryServer("127.0.0.1")
     try:
-        directory._settled_at_s = 0.0
+        directory.settled_at_s = 0.0
         clients = {node: connect(directory.address(), node=node) for node in "ab"}
         for client in clients.values():
             tell(client, 1, whole=True)
         clients["b"].close()
         wait_until(lambda: directory.index.nodes() == ["a"])
         assert asked_for_only(clients["a"]) == ""
-        directory._settled_at_s = 0.0
+        directory.settled_at_s = 0.0
         assert asked_for_only(clients["a"]) == "a"
         clients["a"].close()
     finally:

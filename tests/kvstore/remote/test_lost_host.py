@@ -38,7 +38,7 @@ def test_the_directory_forgets_a_store_whose_host_vanished(directory, wait_until
     for client in (lost, other):
         tell(client, 1, chain_of("uv").hashes(), whole=True)
     assert directory.index.locate(chain_of("uv").hashes()) == [("lost", 2), ("other", 2)]
-    vanish(lost._channel.sock)
+    vanish(lost.channel.sock)
     wait_until(lambda: directory.index.locate(chain_of("uv").hashes()) == [("other", 2)], 20)
     tell(other, 2)
     lost.close()
@@ -51,7 +51,7 @@ def test_a_store_notices_that_the_host_of_its_directory_vanished(directory, wait
     hints.start(2.0)
     assert hints.locate(BlockHashes(b"n" * 32, b"n" * 32, 0, b"h" * 32)) == []
     assert hints.is_alone()
-    for connection in directory._server._connections:
+    for connection in directory.server.connections:
         vanish(connection.sock)
     wait_until(lambda: not hints.is_alone(), 20)
     wait_until(lambda: said[-1] is False, 20)
@@ -61,7 +61,7 @@ def test_a_store_notices_that_the_host_of_its_directory_vanished(directory, wait
 def test_a_peer_whose_host_vanished_is_noticed_before_it_is_asked(cluster, wait_until):
     core, other = cluster.add("a", mover=False), cluster.add("b", mover=False)
     peer = core.state.peers.get("b")
-    for connection in other._control._server._connections:
+    for connection in other.control.server.connections:
         if not connection.local:
             vanish(connection.sock)
     ended = select.poll()

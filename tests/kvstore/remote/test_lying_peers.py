@@ -68,10 +68,10 @@ def nodes(cluster, monkeypatch):
     hashes = cluster.hashes(NUM_BLOCKS)
     written = cluster.worker("good", seed=1)
     written.save(hashes, range(NUM_BLOCKS))
-    liar, resolve = Liar(good), reader.state.peers._resolve
+    liar, resolve = Liar(good), reader.state.peers.resolve
     monkeypatch.setattr(
         reader.state.peers,
-        "_resolve",
+        "resolve",
         lambda node: PeerAddress("127.0.0.1", liar.server.port, "t") if node == "liar" else resolve(node),
     )
     reader.state.hints.remember(hashes.data[:32], [("liar", NUM_BLOCKS), ("good", NUM_BLOCKS)])

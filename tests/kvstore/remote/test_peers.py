@@ -52,7 +52,7 @@ def test_nodes_that_failed_long_ago_are_not_remembered(book):
         book.failed(f"n{number}")
     book.now_s += 601.0
     book.failed("other")
-    assert list(book._failures) == ["other"]
+    assert list(book.failures) == ["other"]
     assert pause_s(book) == 0.5
     for _ in range(5):
         book.failed("other")
@@ -72,7 +72,7 @@ def test_connections_to_stores_that_ended_are_closed_when_another_is_made(cluste
     cluster.add("b", mover=False)
     peer = core.state.peers.get("b")
     assert [old.client.closed for old in lost] == [True] * 3
-    assert list(core.state.peers._peers) == ["b"]
+    assert list(core.state.peers.peers) == ["b"]
     assert not peer.client.has_ended()
     peer.close()
     assert peer.client.has_ended()
@@ -85,7 +85,7 @@ def test_failures_of_nodes_that_never_were_are_bounded_and_the_longest_are_kept(
         book.failed("other")
     for number in range(100):
         book.failed(f"n{number}")
-    assert len(book._failures) == 8
+    assert len(book.failures) == 8
     assert not book.is_usable("other")
     assert pause_s(book) == 15.0
 

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 
 import pytest
+from inner_parts import parts_of
 
 from kvstore.client.results import MissReason
 from kvstore.remote.single_flight import Flights
@@ -172,9 +173,9 @@ def test_nothing_more_is_pinned_for_a_client_that_hung_up(cluster, wait_until, g
     one.save(hashes, range(4))
     job = two.client.load(hashes, range(4))
     wait_until(lambda: gate.num_waiting == 1)
-    connection = next(c for c in two.client._store._open if c is not two.client._store._calls)
-    served = set(core._control._server._connections)
-    connection._channel.sock.shutdown(2)
+    connection = next(c for c in parts_of(two.client).store.open if c is not parts_of(two.client).store.calls)
+    served = set(core.control.server.connections)
+    connection.channel.sock.shutdown(2)
     assert job.result(5).failed[0].reason is MissReason.STORE_LOST
     wait_until(lambda: any(connection.closed for connection in served))
     gate.opened.set()

@@ -14,6 +14,7 @@ import threading
 import time
 
 import pytest
+from inner_parts import parts_of
 
 from kvstore.blocks.codec import encode, encode_object
 from kvstore.config import PROTOCOL_VERSION
@@ -166,8 +167,8 @@ def test_a_stream_of_answers(client):
 
 @pytest.mark.parametrize("awake_s", [0.05, 60.0])
 def test_a_reader_that_stays_awake_reads_and_gives_up_as_ever(client, monkeypatch, awake_s):
-    asked, read = [], client._channel.read
-    monkeypatch.setattr(client._channel, "read", lambda timeout_s: (asked.append(timeout_s), read(timeout_s))[1])
+    asked, read = [], client.channel.read
+    monkeypatch.setattr(client.channel, "read", lambda timeout_s: (asked.append(timeout_s), read(timeout_s))[1])
     pieces = client.call_stream(Op.LOAD, b"", timeout_s=2.0)
     pieces.awake_s = awake_s
     assert [payload for _, payload in pieces] == [b"\0", b"\1", b"\2", b"last"]
@@ -246,7 +247,7 @@ def test_close_ends_the_call_of_another_thread(echo, client):
     assert ended.wait(2.0)
     thread.join(2.0)
     assert [type(error) for error in heard] == [PeerLost]
-    assert client._channel.sock.fileno() == -1
+    assert client.channel.sock.fileno() == -1
 
 
 def test_a_call_waits_for_those_of_others_no_longer_than_for_its_own_answer(echo, client, wait_until):
@@ -487,8 +488,8 @@ def test_goodbye_is_heard_also_of_a_client_that_left_an_answer_unread(echo, wait
     """The kernel then says that the connection was reset, before it gives out what the client had said."""
     client = local(echo)
     owner = client.hello["owner"]
-    client._channel.send(Op.LOOKUP, Flag.REQUEST, b"an answer that nobody reads")
-    client._channel.send(Op.PIN, Flag.ONE_WAY, b"keeps the server busy until the client is gone")
+    client.channel.send(Op.LOOKUP, Flag.REQUEST, b"an answer that nobody reads")
+    client.channel.send(Op.PIN, Flag.ONE_WAY, b"keeps the server busy until the client is gone")
     wait_until(lambda: Op.PIN in echo.seen)
     client.send(Op.GOODBYE)
     client.close()
@@ -623,8 +624,8 @@ def test_connections_that_a_live_process_closed_are_forgotten_once_they_hold_not
     known = num_pidfds()
     hello = {"role": "client", "protocol": PROTOCOL_VERSION}
     idle, leasing, writing = (connect_local(core.control_path, hello, timeout_s=5.0) for _ in range(3))
-    leasing[0].call(Op.LEASE, encode(Ask(worker.client._attached.chain(stored), 1.0)), timeout_s=5.0)
-    writing[0].call(Op.PREPARE_STORE, encode(Prepare(worker.client._attached.chain(other), 1)), timeout_s=5.0)
+    leasing[0].call(Op.LEASE, encode(Ask(parts_of(worker.client).chain(stored), 1.0)), timeout_s=5.0)
+    writing[0].call(Op.PREPARE_STORE, encode(Prepare(parts_of(worker.client).chain(other), 1)), timeout_s=5.0)
     assert num_pidfds() == known + 3 > before
     for connection, fd in (idle, leasing, writing):
         fd.close()
@@ -663,7 +664,7 @@ def test_ticks_come_only_while_they_are_wanted(wait_until):
 
 def test_a_server_that_ended_writes_to_no_descriptor(echo):
     """The numbers of its own belong to other files by then."""
-    wake_fd = echo.server._loop._wake_write
+    wake_fd = echo.server.loop._wake_write
     echo.server.stop()
     read, write = os.pipe2(os.O_NONBLOCK)
     os.dup2(write, wake_fd)

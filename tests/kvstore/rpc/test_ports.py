@@ -79,7 +79,7 @@ def port(request, cluster, store):
 
 
 def server_of(port, cluster, store):
-    return store._control._server if port == store.peer_address() else cluster.directory._server
+    return store.control.server if port == store.peer_address() else cluster.directory.server
 
 
 def local(store, **more):
@@ -170,7 +170,7 @@ def test_of_too_many_strangers_the_oldest_are_cut(port, cluster, store, monkeypa
         with pytest.raises(BlockingIOError):
             socks[-1].recv(1)
         server = server_of(port, cluster, store)
-        assert len(server._strangers) <= strangers.MAX_PER_HOST
+        assert len(server.strangers) <= strangers.MAX_PER_HOST
         assert server.num_strangers_cut >= strangers.MAX_PER_HOST
         # Who belongs here gets in beside them.
         role = "peer" if port == store.peer_address() else "store"
@@ -196,9 +196,9 @@ def test_a_second_hello_cuts_the_connection_and_leaves_nothing(cluster, store, w
     with pytest.raises(PeerLost):
         client.call(Op.LOOKUP, store.hashes.encode(), timeout_s=5.0)
     # The role that it had decides what becomes of its leases: they end with its process, or when it says goodbye.
-    (connection,) = [c for c in store._control._server._connections if c.closed]
+    (connection,) = [c for c in store.control.server.connections if c.closed]
     assert connection.role == "client"
-    store._control._server._owner_died(connection)
+    store.control.server.owner_died(connection)
     assert store.pool.num_leases() == 0
 
 
@@ -217,10 +217,10 @@ def test_a_second_hello_cuts_the_connection_and_leaves_nothing(cluster, store, w
     ],
 )
 def test_what_is_malformed_costs_its_connection_and_nothing_else(store, op, payload):
-    client, before = local(store), store._control._server.num_malformed
+    client, before = local(store), store.control.server.num_malformed
     with pytest.raises(KVStoreError):
         client.call(op, payload, timeout_s=5.0)
-    if store._control._server.num_malformed > before:
+    if store.control.server.num_malformed > before:
         with pytest.raises(PeerLost):
             client.call(Op.LOOKUP, store.hashes.encode(), timeout_s=5.0)
     client.close()
@@ -266,13 +266,13 @@ def no_descriptors():
 
 
 def test_without_descriptors_the_listener_rests_and_comes_back(store, wait_until, caplog):
-    acceptor = store._control._server._acceptor
+    acceptor = store.control.server.acceptor
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits, caplog.at_level(logging.INFO):
         waits.settimeout(10.0)
         assert store.worker.client.lookup(store.hashes).num_local == 3  # It has a connection now.
         with no_descriptors():
             waits.connect(store.control_path)
-            wait_until(lambda: acceptor._num_pauses_in_row >= 3)
+            wait_until(lambda: acceptor.num_pauses_in_row >= 3)
             assert store.worker.client.lookup(store.hashes).num_local == 3
         records = [record for record in caplog.records if "no connection can be accepted" in record.getMessage()]
         assert len(records) == 1
@@ -286,9 +286,9 @@ def test_without_descriptors_the_listener_rests_and_comes_back(store, wait_until
 
 def test_without_descriptors_strangers_make_room(store, wait_until, monkeypatch):
     monkeypatch.setattr(strangers, "HELLO_WITHIN_S", 60.0)
-    address, server = store.peer_address(), store._control._server
+    address, server = store.peer_address(), store.control.server
     with dial(address) as stranger, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits:
-        wait_until(lambda: len(server._strangers) == 1)
+        wait_until(lambda: len(server.strangers) == 1)
         with no_descriptors():
             waits.connect(store.control_path)
             assert all_of(stranger) == b""
@@ -330,7 +330,7 @@ def test_a_store_that_names_another_ones_epoch_takes_nothing_of_it_back(cluster,
     ],
 )  # fmt: skip
 def test_answers_of_a_directory_that_are_none_are_misses(cluster, store, monkeypatch, answer):
-    monkeypatch.setattr(store.state.hints, "_ask", lambda chain: answer)
+    monkeypatch.setattr(store.state.hints, "ask", lambda chain: answer)
     monkeypatch.setattr(store.state.hints, "is_alone", lambda: False)
     assert store.state.hints.locate(store.hashes) == []
     assert store.worker.load(cluster.hashes(2, seed=9), range(2)).num_blocks == 0
@@ -338,7 +338,7 @@ def test_answers_of_a_directory_that_are_none_are_misses(cluster, store, monkeyp
 
 def test_what_a_directory_says_is_cut_to_what_was_asked(store, monkeypatch):
     nodes = [(f"n{i}", 2**40) for i in range(100_000)]
-    monkeypatch.setattr(store.state.hints, "_ask", lambda chain: encode(Found(nodes)))
+    monkeypatch.setattr(store.state.hints, "ask", lambda chain: encode(Found(nodes)))
     monkeypatch.setattr(store.state.hints, "is_alone", lambda: False)
     found = store.state.hints.locate(store.hashes)
     assert len(found) == 256
@@ -404,15 +404,15 @@ def test_only_sealed_memory_of_a_store_is_mapped(store):
 
 def test_a_surprise_while_a_connection_is_taken_does_not_make_the_store_deaf(store, monkeypatch):
     """Raised, the loop would watch the listener no more, and the store would still say that it serves."""
-    acceptor, failures = store._control._server._acceptor, [MemoryError(), RuntimeError("a surprise")]
-    take = acceptor._take
+    acceptor, failures = store.control.server.acceptor, [MemoryError(), RuntimeError("a surprise")]
+    take = acceptor.take
 
     def fail(sock, host):
         if failures:
             raise failures.pop()
         take(sock, host)
 
-    monkeypatch.setattr(acceptor, "_take", fail)
+    monkeypatch.setattr(acceptor, "take", fail)
     for _ in range(2):
         with pytest.raises(KVStoreError):
             local(store)
@@ -422,15 +422,15 @@ def test_a_surprise_while_a_connection_is_taken_does_not_make_the_store_deaf(sto
 
 
 def test_a_listener_that_cannot_be_watched_again_is_tried_again(store, monkeypatch, wait_until):
-    acceptor, failures = store._control._server._acceptor, [OSError(errno.ENOMEM, "out of memory")] * 2
-    watch = acceptor._watch
+    acceptor, failures = store.control.server.acceptor, [OSError(errno.ENOMEM, "out of memory")] * 2
+    watch = acceptor.watch
 
     def fail(listener):
         if failures:
             raise failures.pop()
         watch(listener)
 
-    monkeypatch.setattr(acceptor, "_watch", fail)
+    monkeypatch.setattr(acceptor, "watch", fail)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits, no_descriptors():
         waits.connect(store.control_path)
         wait_until(lambda: acceptor.is_paused)

@@ -59,7 +59,7 @@ class Streamer:
 
     @property
     def num_connections(self):
-        return len(self.server._connections)
+        return len(self.server.connections)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_long_answer_goes_out_as_it_is_read(streamer):
             assert client.call(Op.LOOKUP, encode(LONG), timeout_s=10.0) == bytes(LONG)
             assert client.call(Op.LOOKUP, encode(5), timeout_s=10.0) == bytes(5)
     assert streamer.server.is_serving(5.0)
-    assert len(streamer.server._unread) == 0
+    assert len(streamer.server.unread) == 0
 
 
 @pytest.mark.parametrize("kind", ["remote", "local"])
@@ -101,7 +101,7 @@ def test_a_client_that_does_not_read_is_served_no_further_and_loses_nothing(stre
         sock = client.detach()
         sock.settimeout(10.0)
         ask(sock, LONG, 1)
-        wait_until(lambda: len(streamer.server._unread) == 1)
+        wait_until(lambda: len(streamer.server.unread) == 1)
         more = range(100, 140)
         for request in more:
             ask(sock, request, request)
@@ -109,7 +109,7 @@ def test_a_client_that_does_not_read_is_served_no_further_and_loses_nothing(stre
         assert set(more).isdisjoint(streamer.seen), "no answer is made that nobody takes"
         found = answers_of(sock, 1 + len(more), local=kind == "local")
         assert found == [(1, LONG), *((request, request) for request in more)]
-        assert len(streamer.server._unread) == 0
+        assert len(streamer.server.unread) == 0
         sock.close()
 
 
@@ -134,11 +134,11 @@ def test_one_that_goes_while_answers_wait_is_seen_to_go(streamer, wait_until, ki
     client = streamer.dial(kind)
     sock = client.detach()
     ask(sock, LONG)
-    wait_until(lambda: len(streamer.server._unread) == 1)
+    wait_until(lambda: len(streamer.server.unread) == 1)
     sock.send(frame(Op.GOODBYE))
     sock.close()
     wait_until(lambda: streamer.num_connections == 0)
-    assert len(streamer.server._unread) == 0
+    assert len(streamer.server.unread) == 0
     assert len(streamer.gone) == 1
     assert streamer.server.is_serving(5.0)
     assert streamer.server.num_unread_cut == 0
@@ -209,7 +209,7 @@ def test_what_came_over_a_connection_goes_with_it(streamer, wait_until):
     try:
         with contextlib.closing(streamer.dial()) as client:
             wait_until(lambda: streamer.num_connections == 1)
-            seen = [weakref.ref(connection.decoder) for connection in streamer.server._connections]
+            seen = [weakref.ref(connection.decoder) for connection in streamer.server.connections]
             sock = client.detach()
             sock.sendall(frame(Op.LOOKUP, bytes(1 << 20))[: 1 << 19])
             sock.close()

@@ -12,6 +12,7 @@ import sys
 import traceback
 
 import pytest
+from inner_parts import parts_of
 
 from kvstore.client.client import Client
 from kvstore.errors import ForkedClient
@@ -175,7 +176,7 @@ def test_a_stores_copy_in_a_child_ends_with_nothing_of_the_store(cluster, core, 
 
 def test_the_addresses_of_the_arena_are_kept_free_in_a_child(cluster, worker):
     """What unmaps them there would else unmap whatever the child has put at them."""
-    arena = worker.client._attached.arena
+    arena = parts_of(worker.client).arena
     address = ctypes.addressof(ctypes.c_char.from_buffer(arena.reserved))
     size = len(arena.reserved)
     gc.collect()
@@ -209,7 +210,7 @@ def test_addresses_of_a_closed_mapping_are_not_kept(core):
 
 def test_a_mapping_that_the_kernel_refuses_to_withhold_is_said(worker):
     with pytest.raises(OSError, match="Invalid argument"):
-        withhold(worker.client._attached.arena.reserved, 1, 4096)
+        withhold(parts_of(worker.client).arena.reserved, 1, 4096)
 
 
 def test_a_worker_keeps_no_descriptor_of_the_arena_and_its_child_may_end_as_any_process(core):

@@ -32,7 +32,7 @@ def test_a_store_whose_tick_fails_serves_on(cluster, monkeypatch, wait_until, ca
         failed.append(now_s)
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(core._control.handoffs, "tick", tick)
+    monkeypatch.setattr(core.control.handoffs, "tick", tick)
     lease = worker.client.lease(hashes, ttl_s=0.5)
     assert lease is not None
     wait_until(lambda: len(failed) > 1)
@@ -40,7 +40,7 @@ def test_a_store_whose_tick_fails_serves_on(cluster, monkeypatch, wait_until, ca
     # The parts of a tick that come after the one that fails are done: leases end, and so do the ticks' other users.
     wait_until(lambda: core.pool.num_leases() == 0)
     assert core.is_serving(5.0)
-    assert core._control._server.num_failures == len(failed)
+    assert core.control.server.num_failures == len(failed)
     monkeypatch.undo()
     worker.save(cluster.hashes(6), range(6))
 
@@ -81,8 +81,8 @@ def test_a_server_that_cannot_poll_any_more_ends_its_connections_and_says_so(clu
     def fail(wait_s):
         raise OSError("no more")
 
-    monkeypatch.setattr(core._control._server._loop, "_poll", fail)
-    core._control.wake()
+    monkeypatch.setattr(core.control.server.loop, "_poll", fail)
+    core.control.wake()
     wait_until(lambda: not core.is_serving(0.2))
     with pytest.raises(KVStoreError):
         worker.client.lookup(cluster.hashes(1))

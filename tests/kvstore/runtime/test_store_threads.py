@@ -37,7 +37,7 @@ def test_the_queue_is_bounded_and_empties_again(threads, wait_until):
     assert threads.submit(Blocking.STATS, lambda: ran.append(1), is_admitted=True), "it goes on with what was taken"
     go.set()
     wait_until(lambda: len(ran) == most + 1)
-    wait_until(lambda: not threads._num_pending[Blocking.STATS])
+    wait_until(lambda: not threads.num_pending[Blocking.STATS])
     assert threads.submit(Blocking.STATS, lambda: ran.append(1))
 
 
@@ -72,7 +72,7 @@ def test_what_was_not_taken_for_want_of_a_thread_is_never_run(threads, no_thread
     no_threads()
     assert threads.submit(Blocking.SPILL, done.set)
     assert done.wait(5)
-    wait_until(lambda: not threads._num_pending[Blocking.SPILL])
+    wait_until(lambda: not threads.num_pending[Blocking.SPILL])
     assert ran == []
 
 
@@ -111,7 +111,7 @@ def test_a_fetch_for_which_no_thread_can_be_started_goes_on_when_one_can(cluster
         cluster.add(node)
     publisher, reader = cluster.worker("a", 8), cluster.worker("b", 8)
     ticket = publisher.client.publish([0, 1])
-    threads = cluster.nodes["b"].state.threads._threads[Blocking.FETCH]
+    threads = cluster.nodes["b"].state.threads.threads[Blocking.FETCH]
     start, num_left = threads._start, [2]
 
     def refuse():
@@ -127,14 +127,14 @@ class Directory:
     """Makes a node's questions to the directory wait until `go`."""
 
     def __init__(self, core, monkeypatch):
-        self.go, self.num_asked, ask = threading.Event(), 0, core.state.hints._ask
+        self.go, self.num_asked, ask = threading.Event(), 0, core.state.hints.ask
 
         def late(chain):
             self.num_asked += 1
             self.go.wait(20)
             return ask(chain)
 
-        monkeypatch.setattr(core.state.hints, "_ask", late)
+        monkeypatch.setattr(core.state.hints, "ask", late)
         monkeypatch.setattr(core.state.hints, "is_alone", lambda: False)
 
 
@@ -176,8 +176,8 @@ def test_lookups_that_wait_start_no_thread_each_and_too_many_are_answered_at_onc
 
     most = _NUM_THREADS[Blocking.LOOKUP] + _MAX_QUEUED
     with ExitStack() as held:
-        core.state.threads._num_pending[Blocking.LOOKUP] += most
-        held.callback(core.state.threads._num_pending.__setitem__, Blocking.LOOKUP, 1)
+        core.state.threads.num_pending[Blocking.LOOKUP] += most
+        held.callback(core.state.threads.num_pending.__setitem__, Blocking.LOOKUP, 1)
         look_up()
     assert answered == [2], "at once, with what is here"
     askers = [threading.Thread(target=look_up, daemon=True) for _ in range(40)]
@@ -198,9 +198,9 @@ def test_counts_that_cannot_be_had_are_refused_while_others_wait_for_them(cluste
     core, go = cluster.add("a", mover=False), threading.Event()
     client, stats = cluster.client("a"), core.stats
     monkeypatch.setattr(core, "stats", lambda: (go.wait(20), stats())[1])
-    core.state.threads._num_pending[Blocking.STATS] = _NUM_THREADS[Blocking.STATS] + _MAX_QUEUED
+    core.state.threads.num_pending[Blocking.STATS] = _NUM_THREADS[Blocking.STATS] + _MAX_QUEUED
     with pytest.raises(StoreBusy, match="try again"):
         client.stats()
-    core.state.threads._num_pending[Blocking.STATS] = 0
+    core.state.threads.num_pending[Blocking.STATS] = 0
     go.set()
     assert client.stats()["node_id"] == "a"

@@ -27,14 +27,14 @@ def test_it_starts_no_more_threads_than_it_needs_and_none_before(pool):
         both.wait(LIMIT_S)
         go.wait(LIMIT_S)
 
-    assert not pool._threads
+    assert not pool.threads
     assert pool.run(run)
-    assert len(pool._threads) == 1
+    assert len(pool.threads) == 1
     assert pool.run(run)
     both.wait(LIMIT_S)
     later = threading.Event()
     assert pool.run(later.set), "all threads have something to do: it waits"
-    assert len(pool._threads) == 2
+    assert len(pool.threads) == 2
     assert not later.is_set()
     go.set()
     assert later.wait(LIMIT_S)
@@ -58,7 +58,7 @@ def test_what_was_taken_is_done_before_it_is_closed(pool):
     threading.Timer(0.1, go.set).start()
     pool.close(wait=True)
     assert sorted(done) == [0, 1, 2, 3, 4]
-    assert not pool._threads
+    assert not pool.threads
     assert not pool.run(lambda: done.append("late"))
 
 
@@ -180,7 +180,7 @@ def test_the_handler_of_a_signal_that_comes_while_a_thread_is_started_waits_for_
     assert seen == [True]
     assert ran.wait(LIMIT_S)
     pool.close(wait=True)
-    assert not pool._threads
+    assert not pool.threads
 
 
 def test_a_handler_at_any_instruction_waits_for_what_the_threads_do():
@@ -236,8 +236,8 @@ def test_a_handler_that_raises_at_any_instruction_costs_no_thread(most, hurries)
             return handler
 
         if hurries:  # It finds a start that was interrupted.
-            pool._take_place(threading.Thread())
-            pool._queue.put(ran.set)
+            pool.take_place(threading.Thread())
+            pool.queue.put(ran.set)
         before = sys.gettrace()
         try:
             sys.settrace(handler)
@@ -255,7 +255,7 @@ def test_a_handler_that_raises_at_any_instruction_costs_no_thread(most, hurries)
         closing.start()
         closing.join(LIMIT_S)
         assert not closing.is_alive(), at
-        assert not pool._threads
+        assert not pool.threads
     assert at > 30
 
 
@@ -277,7 +277,7 @@ def test_many_threads_hand_over_at_once_while_it_is_closed():
             giver.join(LIMIT_S)
         pool.close(wait=True)
         assert len(done) == sum(taken)
-        assert not pool._threads
+        assert not pool.threads
 
 
 def test_as_many_steps_run_at_once_as_there_may_be_threads():
@@ -307,15 +307,15 @@ def test_as_many_steps_run_at_once_as_there_may_be_threads():
 def test_a_step_that_comes_while_a_thread_takes_another_gets_one_of_its_own(pool):
     come, both = threading.Event(), threading.Barrier(3)
 
-    class Late(type(pool._idle)):
+    class Late(type(pool.idle)):
         def pop(self):
             come.wait(LIMIT_S)
             return super().pop()
 
-    pool._idle = Late()
+    pool.idle = Late()
     assert pool.run(lambda: both.wait(LIMIT_S))
     until_s = time.monotonic() + LIMIT_S
-    while pool._queue.qsize():  # Then it was taken, and its thread still counts as idle.
+    while pool.queue.qsize():  # Then it was taken, and its thread still counts as idle.
         assert time.monotonic() < until_s
     assert pool.run(lambda: both.wait(LIMIT_S))
     come.set()
@@ -324,14 +324,14 @@ def test_a_step_that_comes_while_a_thread_takes_another_gets_one_of_its_own(pool
 
 def test_a_step_that_comes_just_before_the_end_gets_a_thread_of_its_own(pool):
     """The pool is marked as closed, and a thread that has just taken a step looks for others."""
-    taken, both, idle = threading.Event(), threading.Barrier(2), pool._idle
+    taken, both, idle = threading.Event(), threading.Barrier(2), pool.idle
 
     class Late(type(idle)):
         def pop(self):
             taken.wait(LIMIT_S)
             return super().pop()
 
-    pool._idle = Late()
+    pool.idle = Late()
     assert pool.run(lambda: both.wait(LIMIT_S))
     assert pool.run(lambda: both.wait(LIMIT_S))
     pool._forget = lambda: (taken.set(), time.sleep(0.2))  # Called between the mark and the end of the queue.
@@ -349,7 +349,7 @@ def test_two_who_hand_over_the_first_steps_at_once_get_one_thread_where_there_is
                 paused.set()
                 go.wait(LIMIT_S)
 
-    pool._unbegun = Slow()
+    pool.unbegun = Slow()
     busy, at_once = threading.Lock(), []
 
     def step():
@@ -374,7 +374,7 @@ def test_a_step_runs_although_the_thread_that_was_to_take_it_lost_its_place_and_
     pool, ran, entered, go = ThreadPool(1, "raykv-test"), threading.Event(), threading.Event(), threading.Event()
     may_start, start = [True], threading.Thread.start
 
-    class Idle(type(pool._idle)):
+    class Idle(type(pool.idle)):
         def append(self, value):
             super().append(value)
             entered.set()
@@ -387,7 +387,7 @@ def test_a_step_runs_although_the_thread_that_was_to_take_it_lost_its_place_and_
 
     monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: False)  # As just before it says that it is.
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    pool._idle = Idle()
+    pool.idle = Idle()
     assert pool.run(ran.set)
     assert entered.wait(LIMIT_S)
     pool.hurry()  # It takes the place of the thread that is just beginning, for which it needs none itself.
@@ -416,8 +416,8 @@ def test_a_caller_that_runs_the_rest_takes_a_place_for_it(monkeypatch):
         inside.pop()
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    pool._take_place(threading.Thread())  # A start that was interrupted.
-    pool._queue.put(step)
+    pool.take_place(threading.Thread())  # A start that was interrupted.
+    pool.queue.put(step)
     caller = threading.Thread(target=pool.hurry)
     caller.start()
     assert entered.wait(LIMIT_S)
@@ -443,7 +443,7 @@ def test_what_is_dropped_is_dropped_although_it_was_closed_before(pool):
 
 def test_a_start_that_was_interrupted_for_good_is_made_up_for_by_the_next_step_of_any_thread():
     pool, ran = ThreadPool(1, "raykv-test"), threading.Event()
-    pool._take_place(threading.Thread())
+    pool.take_place(threading.Thread())
     caller = threading.Thread(target=pool.run, args=(ran.set,))
     caller.start()
     assert ran.wait(LIMIT_S)

@@ -50,13 +50,13 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for(wait_until):
     threads = [threading.Thread(target=wait, args=(name,)) for name in range(5)]
     for number, thread in enumerate(threads, 1):
         thread.start()
-        wait_until(lambda number=number: len(turns._waiting) == number)
+        wait_until(lambda number=number: len(turns.waiting) == number)
     turns.end(first)
     assert not turns.take([0]), "those that wait come first"
     for thread in threads:
         thread.join(5)
     assert order == list(range(5))
-    assert (turns.now, turns.first, turns._waiting) == (None, None, [])
+    assert (turns.now, turns.first, turns.waiting) == (None, None, [])
 
 
 def test_a_wait_ends_with_its_time_or_by_what_it_checks():
@@ -70,7 +70,7 @@ def test_a_wait_ends_with_its_time_or_by_what_it_checks():
 
     with pytest.raises(KeyError):
         turns.wait([0], 5.0, check)
-    assert (turns.now, turns.first, turns._waiting) == (first, None, [])
+    assert (turns.now, turns.first, turns.waiting) == (first, None, [])
 
 
 @pytest.mark.parametrize("ends_s", [0.0, 0.03])
@@ -99,7 +99,7 @@ def test_an_interrupt_before_any_line_of_a_wait_keeps_no_other_from_its_turn(end
         turns.end(first)
         thread.join(5)
         assert in_turn(turns, 5.0) is not None, where
-        assert not turns._waiting, where
+        assert not turns.waiting, where
         if not where[0]:
             break
         places.add(where[0])
@@ -128,6 +128,6 @@ def test_one_at_a_time_and_none_is_lost_where_waits_end_all_the_time():
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert (most[0], inside[0], turns.now, turns._waiting) == (1, 0, None, [])
+    assert (most[0], inside[0], turns.now, turns.waiting) == (1, 0, None, [])
     assert taken[0] > 100
     assert in_turn(turns, 1.0) is not None

@@ -149,7 +149,7 @@ class Handoffs:
 
     def await_published(self, name: str) -> None:
         """Return when a ticket's blocks are there, or will not be."""
-        handoffs, over = self.table._handoffs, self.table._over
+        handoffs, over = self.table.handoffs, self.table.over
 
         def is_settled() -> bool:
             handoff = handoffs.get(key_of(name))
@@ -207,9 +207,9 @@ class Handoffs:
     def check(self) -> None:
         """Assert what holds between any two steps."""
         held = [0 for _ in self.worlds]
-        for handoff in self.table._handoffs.values():
+        for handoff in self.table.handoffs.values():
             held[handoff.place.slab] += len(handoff.slots)
-        for move in self.table._moves.values():
+        for move in self.table.moves.values():
             held[move.place.slab] += len(move.slots)
         counted = [self.table._num_slots[slab] for slab in range(len(self.worlds))]
         assert held == counted, f"hand-offs hold {held} slots and count {counted}"
@@ -219,7 +219,7 @@ class Handoffs:
     def at_rest(self, *chains: str) -> None:
         """Assert that nothing is held when every deadline has passed, and that the arena is whole."""
         self.table.expire(LATE_S)
-        assert (len(self.table), self.table.num_slots, self.table._claims, self.table._moves) == (0, 0, {}, {})
+        assert (len(self.table), self.table.num_slots, self.table.claims, self.table.moves) == (0, 0, {}, {})
         self.arena.at_rest(*chains)
         for world in self.worlds[1:]:
             assert world.pool.stats().num_free == world.num_slots, "slots of the stage are lost"

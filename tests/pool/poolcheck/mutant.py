@@ -25,9 +25,9 @@ SWEEPING, ANEW = "tests/kvstore/pool/test_sweeping.py", "tests/kvstore/pool/test
 #: Lets a mutant give the lock away in the middle of a step, as code does that takes it twice.
 GAP = Patch(
     POOL,
-    "        self._table = SlotTable(num_slots, presence)\n",
-    "        self._table = SlotTable(num_slots, presence)\n"
-    "        self._table.gap = self._table.columns.gap = lambda: (self._lock.release(), self._lock.acquire())\n",
+    "        self.table = SlotTable(num_slots, presence)\n",
+    "        self.table = SlotTable(num_slots, presence)\n"
+    "        self.table.gap = self.table.columns.gap = lambda: (self._lock.release(), self._lock.acquire())\n",
 )
 
 

@@ -95,12 +95,12 @@ BLOCKS = (
         "publish before the copy",
         "LMCache: failed stores stay visible",
         POOL,
-        "            return self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)\n",
+        "            return self.writes.prepare(chain, hashes, terms, needs_parent=needs_parent)\n",
         (
-            "            ticket = self._writes.prepare(chain, hashes, terms, needs_parent=needs_parent)\n"
+            "            ticket = self.writes.prepare(chain, hashes, terms, needs_parent=needs_parent)\n"
             "            if ticket.write_id and num_parts == 1:\n"
-            "                self._writes.complete(\n"
-            "                    ticket.write_id, self._writes.find(ticket.write_id, owner, None, None), None\n"
+            "                self.writes.complete(\n"
+            "                    ticket.write_id, self.writes.find(ticket.write_id, owner, None, None), None\n"
             "                )\n"
             "            return ticket\n"
         ),

@@ -42,8 +42,8 @@ HOLDERS = (
         "no epoch",
         "vLLM: a peer restarts at the same address",
         POOL,
-        "return epoch in (None, self.epoch) and self._leases.release(lease_id, owner)",
-        "return self._leases.release(lease_id, owner)",
+        "return epoch in (None, self.epoch) and self.leases.release(lease_id, owner)",
+        "return self.leases.release(lease_id, owner)",
         f"{STALE}::test_what_names_another_life_of_the_store_changes_nothing",
     ),
     bug(
@@ -99,9 +99,9 @@ HOLDERS = (
         "lookup that pins",
         "LMCache, Mooncake: what is looked up stays pinned",
         POOL,
-        "            return self._table.index.num_ready(namespace, data)\n",
+        "            return self.table.index.num_ready(namespace, data)\n",
         "            asked = BlockHashes(namespace, namespace, 0, data)\n"
-        '            return len(self._leases.pin(asked, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
+        '            return len(self.leases.pin(asked, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
         MODEL,
     ),
     bug(
@@ -168,8 +168,8 @@ HOLDERS = (
         "hard pin treated as soft",
         "ours",
         POOL,
-        "grant = self._leases.pin(chain, owner, deadline_s, kind)",
-        "grant = self._leases.pin(chain, owner, deadline_s, PinKind.SOFT)",
+        "grant = self.leases.pin(chain, owner, deadline_s, kind)",
+        "grant = self.leases.pin(chain, owner, deadline_s, PinKind.SOFT)",
         f"{POOL_PINS}::test_a_hard_pin_is_never_evicted_and_ends_only_by_hand_or_with_its_owner",
     ),
     bug(

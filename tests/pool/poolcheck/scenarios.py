@@ -84,7 +84,7 @@ def write_clear_read(run: Run):
 def clear_in_pieces(run: Run):
     """What is cleared comes back block by block, while it is read, and while others store the same and need room."""
     world = World(run, 3)
-    world.pool._swept_at_once = 1
+    world.pool.swept_at_once = 1
     world.store("ab", "before")
     stored_again: list[bool] = []
 

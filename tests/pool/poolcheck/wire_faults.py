@@ -66,7 +66,7 @@ class WireFaults:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Stand between every store and its mover."""
-        tell, report = Connection.send, Mover._send
+        tell, report = Connection.send, Mover.send
 
         def told(connection: Connection, op: Op, flag: Flag, request: int, payload: bytes, *rest: Any) -> bool:
             if connection.role != "mover" or op is Op.HELLO:
@@ -86,7 +86,7 @@ class WireFaults:
             self._pass(op, payload, send)
 
         monkeypatch.setattr(Connection, "send", told)
-        monkeypatch.setattr(Mover, "_send", reported)
+        monkeypatch.setattr(Mover, "send", reported)
 
     def _pass(self, op: Op, payload: bytes, send: Callable[[bytes], bool]) -> bool:
         with self._lock:

@@ -30,7 +30,7 @@ class World:
         self.pool = Pool(num_slots, max_pinned, epoch=b"one life")
         self.pool._lock = run.lock()
         # From 1 on in each run: where two come to one state, their numbers are the same.
-        self.pool._new_id = self.pool._leases._new_id = self.pool._writes._new_id = count(1).__next__
+        self.pool.new_id = self.pool.leases.new_id = self.pool.writes.new_id = count(1).__next__
         self.step: Callable[[str], None] = run.step
         self.memory = bytearray(num_slots * 2 * _HALF)
         self.writers: dict[int, str] = {}

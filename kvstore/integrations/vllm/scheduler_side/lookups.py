@@ -77,7 +77,7 @@ class Lookups:
         self._link, self._is_remote, self._wait_s, self._stats = link, is_remote, wait_s, stats
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         #: Answered questions without all hashes, and when to make these; used by the thread only.
-        self._late: collections.deque[tuple[float, Question]] = collections.deque()
+        self.late: collections.deque[tuple[float, Question]] = collections.deque()
         #: Questions answered at once, to be hashed when `hash_rest` is called; used by the caller only.
         self._unhashed: list[Question] = []
         self._not_before_s = 0.0
@@ -136,7 +136,7 @@ class Lookups:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (question := self._next()) is not None:
+        while (question := self.next_number()) is not None:
             is_late = question.done
             try:
                 if is_late:
@@ -153,19 +153,19 @@ class Lookups:
                 if not is_late:
                     self._answered.set()
 
-    def _next(self) -> Question | None:
+    def next_number(self) -> Question | None:
         """Wait for a question; hashes that only saves need are made when no question came for a while."""
         while True:
-            left_s = self._late[0][0] - time.monotonic() if self._late else None
+            left_s = self.late[0][0] - time.monotonic() if self.late else None
             if left_s is not None and left_s <= -_OVERDUE_S:
-                return self._late.popleft()[1]
+                return self.late.popleft()[1]
             try:
                 question = self._questions.get(timeout=None if left_s is None else max(0.0, left_s))
             except queue.Empty:
-                return self._late.popleft()[1]
+                return self.late.popleft()[1]
             if question is None or not question.done:
                 return question
-            self._late.append((time.monotonic(), question))
+            self.late.append((time.monotonic(), question))
 
     def _answer(self, question: Question) -> None:
         self._begun_s = time.monotonic()
@@ -175,7 +175,7 @@ class Lookups:
         if question.needs_hashes or question.prompt.is_made:
             question.hash_all()
         elif question.hashes is None:
-            self._late.append((time.monotonic() + _LATE_S, question))  # Requests that wait for an answer come first.
+            self.late.append((time.monotonic() + _LATE_S, question))  # Requests that wait for an answer come first.
 
     def _look_up(self, question: Question) -> None:
         client = self._link.client()

@@ -76,22 +76,22 @@ class SchedulerSide:
     ) -> None:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
         self._loads, self._saves, self._publishes = loads, saves, publishes
-        self._emits_events, self._stats, self._names_media = emits_events, stats, names_media
-        self._space: Namespace | None = None
+        self._emits_events, self.stats, self._names_media = emits_events, stats, names_media
+        self.space: Namespace | None = None
         self._link: StoreLink | None = None
-        self._lookups: Lookups | None = None
+        self.lookups: Lookups | None = None
         self._handoffs: HandoffSide | None = None
-        self._tracked: dict[str, Tracked] = {}
+        self.tracked: dict[str, Tracked] = {}
         #: Requests that go on without the store, until they end.
-        self._untracked: set[str] = set()
+        self.untracked: set[str] = set()
         #: Whether the warning about requests with media was logged.
         self._has_warned = False
         #: Ended requests with copies under way.
-        self._ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
-        self._plan = StepPlan()
-        self._answered = Wakeup()
+        self.ending = Ending(engine_block_size, num_workers, keeps_memory=keeps_memory)
+        self.next_plan = StepPlan()
+        self.answered = Wakeup()
         #: Whether the engine's steps are launched by this process, on a GPU.
-        self._is_launching = False
+        self.is_launching = False
         self._events: list[Any] = []
         #: Workers that have yet to drop saves of blocks computed before the cache was cleared.
         self._num_drops_open = 0
@@ -104,23 +104,21 @@ class SchedulerSide:
             StoreNotRunning: there is no store on this node.
         """
         space = found[0].space
-        self._space = space
+        self.space = space
         self._link = StoreLink(self._options, space, on_open=lambda client: client.map_presence())
         self._handoffs = HandoffSide(
-            space, self._engine_block_size, self._num_workers, self._publishes, self._options.handoff_ttl_s, self._stats
+            space, self._engine_block_size, self._num_workers, self._publishes, self._options.handoff_ttl_s, self.stats
         )
         for hello in found:
             self._handoffs.learn(hello.desks)
-        self._ending.open([hello.door for hello in found])
-        self._is_launching = all(hello.launcher_pid == os.getpid() for hello in found)
-        self._lookups = Lookups(
-            self._link, self._options.remote, self._options.lookup_wait_s, self._stats, self._answered
-        )
+        self.ending.open([hello.door for hello in found])
+        self.is_launching = all(hello.launcher_pid == os.getpid() for hello in found)
+        self.lookups = Lookups(self._link, self._options.remote, self._options.lookup_wait_s, self.stats, self.answered)
 
     def close(self) -> None:
         """End the thread and close the client; may be called again."""
-        if self._lookups is not None:
-            self._lookups.close()
+        if self.lookups is not None:
+            self.lookups.close()
         if self._clearing is not None:
             self._clearing.join(10.0)
         if self._link is not None:
@@ -132,10 +130,10 @@ class SchedulerSide:
         Logs an error of one request and does not raise it: vLLM would end the engine, and all other requests with it.
         """
         name = request.request_id
-        if self._handoffs is None or name in self._tracked or name in self._untracked:
+        if self._handoffs is None or name in self.tracked or name in self.untracked:
             return
         # Reports could not tell two requests of one name apart.
-        if getattr(request, "resumable", False) or name in self._ending:
+        if getattr(request, "resumable", False) or name in self.ending:
             return
         if not self._names_media and getattr(request, "mm_features", None):
             self._leave_out(name)
@@ -147,20 +145,20 @@ class SchedulerSide:
             self._handoffs.begin(tracked)
             self._ask(tracked)
         except Exception:
-            self._untracked.add(name)
-            self._stats.count("num_request_errors")
+            self.untracked.add(name)
+            self.stats.count("num_request_errors")
             logger.exception("request %s goes on without the store", name)
             return
-        self._tracked[name] = tracked  # Not earlier: the methods that vLLM calls next rely on its question.
+        self.tracked[name] = tracked  # Not earlier: the methods that vLLM calls next rely on its question.
 
     def match(self, request: Any, num_engine_tokens: int) -> tuple[int | None, bool]:
         """Answer `get_num_new_matched_tokens`; None while the store has not answered."""
         self.begin(request)
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None or self._space is None:
+        tracked = self.tracked.get(request.request_id)
+        if tracked is None or self.space is None:
             return 0, False
         tracked.num_engine_tokens, tracked.num_external_tokens = num_engine_tokens, 0
-        size, now_s = self._space.shape.block_size, time.monotonic()
+        size, now_s = self.space.shape.block_size, time.monotonic()
         question = tracked.question
         if question is None or (
             tracked.may_load and (question.is_given or question.is_immediate) and now_s > question.asked_s + _ANSWER_S
@@ -171,16 +169,16 @@ class SchedulerSide:
         # A prompt that is handed off needs its hashes, even if the engine has all its blocks.
         if tracked.is_covered(size, num_engine_tokens) and (question.done or not tracked.may_publish):
             return 0, False
-        assert self._lookups is not None
-        if not question.done and not self._plan.num_waiting:
-            self._answered.clear()  # It may be set by earlier answers; the next answer ends the wait.
-        if not question.done and not self._lookups.is_held_up():
-            self._plan.num_waiting += 1
-            self._plan.num_unhashed_tokens += request.num_prompt_tokens if question.hashes is None else 0
+        assert self.lookups is not None
+        if not question.done and not self.next_plan.num_waiting:
+            self.answered.clear()  # It may be set by earlier answers; the next answer ends the wait.
+        if not question.done and not self.lookups.is_held_up():
+            self.next_plan.num_waiting += 1
+            self.next_plan.num_unhashed_tokens += request.num_prompt_tokens if question.hashes is None else 0
             return None, False
         question.is_given = question.done
         if not question.done:
-            self._stats.count("num_late_lookups")
+            self.stats.count("num_late_lookups")
         tracked.hashes = tracked.hashes if question.hashes is None else question.hashes
         num_blocks = question.num_blocks
         if tracked.arriving is not None and tracked.hashes is not None:
@@ -188,7 +186,7 @@ class SchedulerSide:
             num_blocks = self._handoffs.num_arriving(tracked, tracked.hashes)
             if not num_blocks:  # Then the store is asked after all.
                 self._ask(tracked)
-                self._plan.num_waiting += 1
+                self.next_plan.num_waiting += 1
                 return None, False
         num_new = num_blocks * size - num_engine_tokens
         if not tracked.may_load or num_new <= 0 or self._num_drops_open:
@@ -197,16 +195,16 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load once vLLM has given it blocks; called again, with 0 tokens, after the load."""
-        tracked = self._tracked.get(request.request_id)
-        self._ending.given(blocks, 0 if tracked is None else tracked.num_engine_tokens)
-        if not num_external_tokens or tracked is None or tracked.hashes is None or self._space is None:
+        tracked = self.tracked.get(request.request_id)
+        self.ending.given(blocks, 0 if tracked is None else tracked.num_engine_tokens)
+        if not num_external_tokens or tracked is None or tracked.hashes is None or self.space is None:
             return
-        size = self._space.shape.block_size
+        size = self.space.shape.block_size
         num_blocks = -(-(tracked.num_engine_tokens + num_external_tokens) // size)
         ids = list(blocks.get_block_ids()[0])[: -(-num_blocks * size // self._engine_block_size)]
         tracked.is_loading, tracked.num_external_tokens = True, num_external_tokens
         handover, tracked.arriving = tracked.arriving, None  # A ticket is good for one fetch.
-        self._plan.loads.append(
+        self.next_plan.loads.append(
             LoadPlan(
                 req_id=request.request_id,
                 hashes=tracked.hashes[:num_blocks],
@@ -221,35 +219,35 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """Return the workers' plan for this step, and begin the plan of the next one."""
-        plan, self._plan = self._plan, StepPlan()
-        plan.answered = self._answered
+        plan, self.next_plan = self.next_plan, StepPlan()
+        plan.answered = self.answered
         self._have_hashed(plan, output.total_num_scheduled_tokens)
         plan.is_computing = output.total_num_scheduled_tokens > 0
         plan.settle = set(getattr(output, "preempted_req_ids", None) or ())
         if plan.settle:
-            self._stats.count("num_preempted", len(plan.settle))
-        self._ending.settle(plan, output.scheduled_cached_reqs.new_block_ids)
+            self.stats.count("num_preempted", len(plan.settle))
+        self.ending.settle(plan, output.scheduled_cached_reqs.new_block_ids)
         for req_id in plan.settle:
-            if (tracked := self._tracked.get(req_id)) and not tracked.is_loading:
+            if (tracked := self.tracked.get(req_id)) and not tracked.is_loading:
                 tracked.num_saved = tracked.num_planned_tokens = 0
         begins = {}
         for new in output.scheduled_new_reqs:
-            if tracked := self._tracked.get(new.req_id):
+            if tracked := self.tracked.get(new.req_id):
                 tracked.block_ids = list(new.block_ids[0])
                 begins[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for req_id, ids, begin in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            if tracked := self._tracked.get(req_id):
+            if tracked := self.tracked.get(req_id):
                 if req_id in cached.resumed_req_ids:
                     tracked.block_ids = []
                 tracked.block_ids.extend(ids[0] if ids else ())
                 begins[req_id] = begin
         for req_id, begin in begins.items():
             end = begin + output.num_scheduled_tokens[req_id]
-            self._leave_unsaved(req_id, self._tracked[req_id].why_unsure(begin, end, self._engine_block_size))
-            self._plan_save(plan.saves, req_id, begin, end)
+            self._leave_unsaved(req_id, self.tracked[req_id].why_unsure(begin, end, self._engine_block_size))
+            self.plan_save(plan.saves, req_id, begin, end)
             if self._handoffs is not None:
-                self._handoffs.plan(plan, self._tracked[req_id], begin, end)
+                self._handoffs.plan(plan, self.tracked[req_id], begin, end)
         return plan
 
     def ended(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -263,8 +261,8 @@ class SchedulerSide:
             Whether vLLM has to keep its blocks until they are reported as sent, and the params for the engine that
             decodes it.
         """
-        self._untracked.discard(request.request_id)
-        tracked = self._tracked.get(request.request_id)
+        self.untracked.discard(request.request_id)
+        tracked = self.tracked.get(request.request_id)
         if tracked is None:
             return False, None
         if block_ids and not tracked.is_loading:
@@ -273,50 +271,45 @@ class SchedulerSide:
             # The hashes may have come after the last step was planned. That plan counted drafts. If one was rejected,
             # the cache has its KV, not that of the token sampled instead; num_computed_tokens does not count it.
             end = min(tracked.num_planned_tokens, request.num_computed_tokens)
-            self._plan_save(self._plan.late_saves, request.request_id, end, end)
-        del self._tracked[request.request_id]
-        params = self._handoffs.end(self._plan, tracked) if self._handoffs is not None else None
+            self.plan_save(self.next_plan.late_saves, request.request_id, end, end)
+        del self.tracked[request.request_id]
+        params = self._handoffs.end(self.next_plan, tracked) if self._handoffs is not None else None
         # vLLM keeps the blocks of a load under way by itself.
         if tracked.is_loading or not tracked.is_copied:
             return False, params
-        return self._ending.add(self._plan, tracked), params
+        return self.ending.add(self.next_plan, tracked), params
 
     def heard(self, received: set[str], report: WorkerReport | None) -> None:
         """Take in which loads are received, and the workers' report."""
         for req_id in received:
-            if tracked := self._tracked.get(req_id):
+            if tracked := self.tracked.get(req_id):
                 tracked.is_loading = False
         if report is None:
             return
         if self._handoffs is not None:
             self._handoffs.learn(report.desks)
         for req_id, num_tokens in report.failed_loads.items():
-            if (tracked := self._tracked.get(req_id)) and self._space is not None:
+            if (tracked := self.tracked.get(req_id)) and self.space is not None:
                 # No second load: it could fail, and be waited for, again and again. After a failed hand-off the store
                 # is asked, if vLLM asks.
                 tracked.may_load, tracked.question = tracked.may_load and tracked.is_fetching, None
-                tracked.num_saved = min(tracked.num_saved, num_tokens // self._space.shape.block_size)
+                tracked.num_saved = min(tracked.num_saved, num_tokens // self.space.shape.block_size)
         for req_id, num_blocks in report.stored:
-            tracked = self._tracked.get(req_id) or self._ending.get(req_id)
-            if self._emits_events and tracked is not None and tracked.hashes is not None and self._space is not None:
-                self._events.append(stored_event(self._space, tracked.request, tracked.hashes[:num_blocks]))
+            tracked = self.tracked.get(req_id) or self.ending.get(req_id)
+            if self._emits_events and tracked is not None and tracked.hashes is not None and self.space is not None:
+                self._events.append(stored_event(self.space, tracked.request, tracked.hashes[:num_blocks]))
         for req_id in report.saves_ended.keys() | report.landing.keys():
-            if tracked := self._tracked.get(req_id) or self._ending.get(req_id):
+            if tracked := self.tracked.get(req_id) or self.ending.get(req_id):
                 tracked.num_saves_open -= report.saves_ended[req_id]
                 tracked.num_landing += report.landing[req_id]
                 if not tracked.is_copied:
-                    self._ending.forget(req_id)
+                    self.ending.forget(req_id)
         if report.num_drops and self._num_drops_open:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
             if not self._num_drops_open:
                 # A save that ran while the store was cleared may have stored blocks after that.
                 self._clearing = threading.Thread(target=self._clear, name="raykv-clear", daemon=True)
                 self._clearing.start()
-
-    @property
-    def ending(self) -> Ending:
-        """Ended requests with copies under way."""
-        return self._ending
 
     def take_events(self) -> list[Any]:
         """Return the events since the last call."""
@@ -333,7 +326,7 @@ class SchedulerSide:
             CopyStuck: a save does not end. The store was asked to clear all the same.
         """
         try:
-            self._ending.drop_saves()
+            self.ending.drop_saves()
         except BaseException:
             self._forget_all()  # Old blocks must not be loaded with new weights, whatever else goes wrong.
             raise
@@ -341,10 +334,10 @@ class SchedulerSide:
 
     def _forget_all(self) -> bool:
         """Clear the store, and store no more blocks computed before this; returns as `reset`."""
-        if any(tracked.num_saves_open for tracked in (*self._tracked.values(), *self._ending)):
-            self._plan.drop_saves, self._num_drops_open = True, self._num_workers
+        if any(tracked.num_saves_open for tracked in (*self.tracked.values(), *self.ending)):
+            self.next_plan.drop_saves, self._num_drops_open = True, self._num_workers
         is_loading = False
-        for tracked in self._tracked.values():
+        for tracked in self.tracked.values():
             # Their blocks were computed before the reset.
             tracked.may_save = tracked.may_publish = False
             tracked.question = None
@@ -352,10 +345,10 @@ class SchedulerSide:
         return self._clear() and not is_loading
 
     def _clear(self) -> bool:
-        if self._link is None or self._space is None:
+        if self._link is None or self.space is None:
             return False
         try:
-            num_blocks = self._link.store.clear(self._space)
+            num_blocks = self._link.store.clear(self.space)
         except KVStoreError:
             logger.exception("the store could not be cleared")
             return False
@@ -363,30 +356,30 @@ class SchedulerSide:
         return True
 
     def _ask(self, tracked: Tracked) -> None:
-        assert self._space is not None
-        assert self._lookups is not None
-        prompt, is_arriving = PromptHashes(self._space, tracked.request), tracked.arriving is not None
+        assert self.space is not None
+        assert self.lookups is not None
+        prompt, is_arriving = PromptHashes(self.space, tracked.request), tracked.arriving is not None
         tracked.question = Question(
             prompt,
             tracked.hashes,
             is_lookup=tracked.may_load and not is_arriving,
             needs_hashes=tracked.may_publish or is_arriving,
         )
-        self._lookups.ask(tracked.question)
+        self.lookups.ask(tracked.question)
 
     def _have_hashed(self, plan: StepPlan, num_computed_tokens: int) -> None:
         """Have prompts hashed that were answered at once; if possible not while this process launches a step."""
-        if self._lookups is None or not (num_tokens := self._lookups.num_unhashed_tokens):
+        if self.lookups is None or not (num_tokens := self.lookups.num_unhashed_tokens):
             return
-        if self._is_launching and num_computed_tokens >= _LAUNCHED_SHARE * num_tokens:
-            plan.launched = Hook(self._lookups.hash_rest)
+        if self.is_launching and num_computed_tokens >= _LAUNCHED_SHARE * num_tokens:
+            plan.launched = Hook(self.lookups.hash_rest)
         else:
-            self._lookups.hash_rest()
+            self.lookups.hash_rest()
 
     def _leave_out(self, name: str) -> None:
         """Let a request with media go on without the store, as its media cannot be told from others."""
-        self._untracked.add(name)
-        self._stats.count("num_unnamed_media_requests")
+        self.untracked.add(name)
+        self.stats.count("num_unnamed_media_requests")
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -398,27 +391,27 @@ class SchedulerSide:
 
     def _leave_unsaved(self, req_id: str, why: str) -> None:
         """Store no more blocks of a request, as they may not match their hashes; no effect without a reason."""
-        tracked = self._tracked[req_id]
+        tracked = self.tracked[req_id]
         if why and (tracked.may_save or tracked.may_publish):
             tracked.may_save = tracked.may_publish = False
-            self._stats.count("num_unsaved_requests")
+            self.stats.count("num_unsaved_requests")
             logger.warning("no more of request %s is saved: %s", req_id, why)
 
-    def _plan_save(self, saves: list[SavePlan], req_id: str, begin: int, end: int) -> None:
+    def plan_save(self, saves: list[SavePlan], req_id: str, begin: int, end: int) -> None:
         """Plan to save the blocks that become full while a request computes tokens [begin, end)."""
-        tracked = self._tracked[req_id]
+        tracked = self.tracked[req_id]
         tracked.num_planned_tokens = end
         if tracked.question is not None and tracked.hashes is None:
             tracked.hashes = tracked.question.hashes
-        if not tracked.may_save or tracked.hashes is None or self._space is None:
+        if not tracked.may_save or tracked.hashes is None or self.space is None:
             return
-        size = self._space.shape.block_size
+        size = self.space.shape.block_size
         if self._options.save is SavePolicy.ALL:
             try:
-                tracked.hash_answer(self._space, end)
+                tracked.hash_answer(self.space, end)
             except Exception:  # As in `begin`.
                 tracked.may_save = False
-                self._stats.count("num_request_errors")
+                self.stats.count("num_request_errors")
                 logger.exception("no more of request %s is saved", req_id)
                 return
         # After a failed load or a preemption, the blocks behind that point are computed and saved again.

@@ -51,22 +51,22 @@ class WorkerSide:
         self, options: Options, config: Any, spec: Any, part: Part, rank: int, is_saver: bool, stats: Stats
     ) -> None:
         self._options, self._config, self._spec = options, config, spec
-        self._part, self._is_saver, self._stats = part, is_saver, stats
+        self._part, self._is_saver, self.stats = part, is_saver, stats
         #: Hand-offs of this rank.
         self.publishing = Publishing(rank, part, options.handoff_ttl_s, options.handoff_staging)
         self._link: StoreLink | None = None
         self._pages_in_block = 1
         self._rows: TokenRows | None = None
-        self._loads: dict[str, Running] = {}
-        self._landing = Landing(stats)
-        self._is_on_gpu = False
+        self.loads: dict[str, Running] = {}
+        self.landing = Landing(stats)
+        self.is_on_gpu = False
         self._has_news = False
-        self._saves: dict[str, list[Running]] = {}
-        self._unsent: set[str] = set()
-        self._received: set[str] = set()
+        self.saves: dict[str, list[Running]] = {}
+        self.unsent: set[str] = set()
+        self.received: set[str] = set()
         self._failed_ids: set[int] = set()
         self._report = WorkerReport()
-        self._job_ended = threading.Event()
+        self.job_ended = threading.Event()
         #: Namespace of this engine's blocks, once its tensors are known.
         self.space: Namespace | None = None
 
@@ -102,7 +102,7 @@ class WorkerSide:
                 )
             self._pages_in_block = int(self._spec.block_size) // layout.block_size
             self.publishing.attach(client, layout.device)
-            self._is_on_gpu = torch.device(layout.device).type == "cuda"
+            self.is_on_gpu = torch.device(layout.device).type == "cuda"
             logger.info(
                 "%d pages of %d tokens, axes %s, on %s; stored blocks of %d tokens and %d bytes, namespace %s",
                 layout.num_blocks, layout.block_size, layout.axes, layout.device,
@@ -116,25 +116,25 @@ class WorkerSide:
         """Return what the scheduler's half has to know before the first step; None before `register`."""
         if self.space is None:
             return None
-        pid = os.getpid() if self._is_on_gpu else 0
-        return WorkerHello(self.space, self.publishing.news(self._client()), launcher_pid=pid, door=Door(self))
+        pid = os.getpid() if self.is_on_gpu else 0
+        return WorkerHello(self.space, self.publishing.news(self.client()), launcher_pid=pid, door=Door(self))
 
     def settle(self, plan: StepPlan) -> None:
         """End the copies of blocks that are overwritten in this step; may be called again."""
         self.end_saves(plan.settle)
-        self._landing.settle(plan.settle, _STUCK_S)
+        self.landing.settle(plan.settle, _STUCK_S)
 
     def end_saves(self, req_ids: Collection[str]) -> None:
         """Wait a little for the saves of some requests, and give up those that take longer; see `Copies`."""
-        self._end_saves(self._saves.keys() & set(req_ids), _SETTLE_S)
+        self._end_saves(self.saves.keys() & set(req_ids), _SETTLE_S)
 
     def drop_saves(self) -> None:
         """End all saves; see `Copies`."""
-        self._end_saves(list(self._saves), 0.0)
+        self._end_saves(list(self.saves), 0.0)
 
     def has_landed(self, req_id: str, wait_s: float) -> bool:
         """Return whether no load of a request is landing any more; see `Copies`."""
-        return self._landing.has_landed(req_id, wait_s)
+        return self.landing.has_landed(req_id, wait_s)
 
     def begin(self, plan: StepPlan) -> None:
         """Start the step's late saves and loads, before the step computes anything."""
@@ -143,7 +143,7 @@ class WorkerSide:
             self.drop_saves()
             self._report.num_drops += 1
         if plan.withdrawn:
-            self._stats.count("num_withdrawn", self.publishing.withdraw(plan.withdrawn))
+            self.stats.count("num_withdrawn", self.publishing.withdraw(plan.withdrawn))
         for save in plan.late_saves:
             if plan.drop_saves:
                 self._report.saves_ended[save.req_id] += 1
@@ -153,7 +153,7 @@ class WorkerSide:
         num_threads = 0 if plan.is_computing else num_idle_copy_threads()
         for load in plan.loads:
             self._begin_load(load, num_threads)
-        self._unsent |= plan.ending
+        self.unsent |= plan.ending
 
     def save(self, plan: StepPlan) -> None:
         """Start the saves and publications of a step that was computed; nothing waits for their end here."""
@@ -166,19 +166,19 @@ class WorkerSide:
     def poll(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Return ended requests whose blocks vLLM may free, and requests whose load is received or failed."""
         if not plan.is_computing and not self._has_news:  # vLLM acts on the last news only after this step.
-            wait_idle(plan, self._loads, self._saves, self._job_ended, is_on_gpu=self._is_on_gpu)
-        self._landing.poll()
-        for req_id in [req_id for req_id, load in self._loads.items() if load.job.done()]:
-            self._end_load(self._loads.pop(req_id))
+            wait_idle(plan, self.loads, self.saves, self.job_ended, is_on_gpu=self.is_on_gpu)
+        self.landing.poll()
+        for req_id in [req_id for req_id, load in self.loads.items() if load.job.done()]:
+            self._end_load(self.loads.pop(req_id))
         if not plan.is_computing:  # Else the computing requests would wait for its copies too.
-            for req_id in [req_id for req_id, load in self._loads.items() if load.queued.is_set()]:
-                self._landing.begin(self._loads.pop(req_id))
-                self._received.add(req_id)
-        for save in [save for saves in self._saves.values() for save in saves if save.job.done()]:
+            for req_id in [req_id for req_id, load in self.loads.items() if load.queued.is_set()]:
+                self.landing.begin(self.loads.pop(req_id))
+                self.received.add(req_id)
+        for save in [save for saves in self.saves.values() for save in saves if save.job.done()]:
             self._end_save(save)
-        sent = {req_id for req_id in self._unsent if req_id not in self._saves and req_id not in self._landing}
-        self._unsent -= sent
-        received, self._received = self._received, set()
+        sent = {req_id for req_id in self.unsent if req_id not in self.saves and req_id not in self.landing}
+        self.unsent -= sent
+        received, self.received = self.received, set()
         self._has_news = bool(sent or received)
         return sent, received
 
@@ -190,24 +190,25 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return this step's report to the scheduler's half; None if it is empty."""
         report, self._report = self._report, WorkerReport()
-        report.desks = self.publishing.news(self._client())
-        report.landing = self._landing.take_changes()
+        report.desks = self.publishing.news(self.client())
+        report.landing = self.landing.take_changes()
         return report or None
 
     def close(self) -> None:
         """Wait for running jobs and close the client; may be called again."""
         with ExitStack() as steps:
-            steps.callback(self._landing.clear)
-            steps.callback(self._loads.clear)
+            steps.callback(self.landing.clear)
+            steps.callback(self.loads.clear)
             if self._link is not None:
                 steps.callback(self._link.close)
-            self._end_saves(list(self._saves), _SETTLE_S)
+            self._end_saves(list(self.saves), _SETTLE_S)
 
-    def _client(self) -> Client | None:
+    def client(self) -> Client | None:
+        """Return the client of this rank's node store; None while no store is reached."""
         return self._link.client() if self._link is not None else None
 
     def _begin_load(self, plan: LoadPlan, num_threads: int) -> None:
-        client = self._client()
+        client = self.client()
         if client is None:
             self._fail(plan, plan.num_engine_tokens, MissReason.STORE_LOST.value)
             return
@@ -215,14 +216,14 @@ class WorkerSide:
 
         def on_queued() -> None:
             queued.set()
-            self._job_ended.set()
+            self.job_ended.set()
 
         job: Job[Any]
         try:
             if plan.tickets:
                 job = self.publishing.fetch(client, plan, pages, timeout_s, num_threads)
             else:
-                told = on_queued if self._is_on_gpu else None
+                told = on_queued if self.is_on_gpu else None
                 job = client.load(
                     plan.hashes,
                     pages,
@@ -235,7 +236,7 @@ class WorkerSide:
             logger.warning("a load could not begin: %s", error)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
-        self._loads[plan.req_id] = self._running(plan, client, job, queued)
+        self.loads[plan.req_id] = self._running(plan, client, job, queued)
 
     def _end_load(self, load: Running) -> None:
         plan: LoadPlan = load.plan
@@ -253,9 +254,9 @@ class WorkerSide:
                 self._lost(load.client)
             self._fail(plan, plan.num_engine_tokens, type(error).__name__)
             return
-        count_load(self._stats, load, result, "fetch" if plan.tickets else "load")
+        count_load(self.stats, load, result, "fetch" if plan.tickets else "load")
         if result.num_blocks == len(plan.hashes):
-            self._received.add(plan.req_id)
+            self.received.add(plan.req_id)
             return
         reason = result.failed[0].reason
         logger.info("a load brought %d of %d blocks: %s", result.num_blocks, len(plan.hashes), result.failed[0].detail)
@@ -268,14 +269,14 @@ class WorkerSide:
         self._failed_ids.update(plan.block_ids[num_right_tokens // int(self._spec.block_size) :])
         self._report.failed_loads[plan.req_id] = num_right_tokens
         # vLLM waits until a request is reported as received, even if its load failed.
-        self._received.add(plan.req_id)
+        self.received.add(plan.req_id)
         what = "fetches" if plan.tickets else "loads"
-        self._stats.count(f"num_failed_{what}")
-        self._stats.count(f"num_failed_{what}_{reason}")
+        self.stats.count(f"num_failed_{what}")
+        self.stats.count(f"num_failed_{what}_{reason}")
 
     def begin_save(self, plan: SavePlan | PublishPlan) -> None:
         """Begin to save or publish blocks; see `Copies`."""
-        client = self._client() if self._is_saver or isinstance(plan, PublishPlan) else None
+        client = self.client() if self._is_saver or isinstance(plan, PublishPlan) else None
         if client is None:
             self._report.saves_ended[plan.req_id] += 1
             return
@@ -292,7 +293,7 @@ class WorkerSide:
             self._count_failed_save(plan, client, error)
             self._report.saves_ended[plan.req_id] += 1
             return
-        self._saves.setdefault(plan.req_id, []).append(self._running(plan, client, job))
+        self.saves.setdefault(plan.req_id, []).append(self._running(plan, client, job))
 
     def _running(
         self,
@@ -301,7 +302,7 @@ class WorkerSide:
         job: Job[Any],
         queued: threading.Event | None = None,
     ) -> Running:
-        job.add_done_callback(lambda _: self._job_ended.set())
+        job.add_done_callback(lambda _: self.job_ended.set())
         return Running(plan, client, job, time.perf_counter(), queued or threading.Event())
 
     def _end_save(self, save: Running) -> None:
@@ -311,18 +312,18 @@ class WorkerSide:
         except CopyStuck:
             raise
         except (CancelledError, JobAbandoned):  # Given up before it began, or by its client.
-            self._stats.count("num_abandoned_saves")
+            self.stats.count("num_abandoned_saves")
             return
         except KVStoreError as error:
             self._count_failed_save(save.plan, save.client, error)
             return
         if isinstance(result, HandoffTicket):
-            self._stats.time("publish", time.perf_counter() - save.begin_s)
-            self._stats.count("num_published_blocks", result.num_blocks)
+            self.stats.time("publish", time.perf_counter() - save.begin_s)
+            self.stats.count("num_published_blocks", result.num_blocks)
             return
-        self._stats.time("save", time.perf_counter() - save.begin_s)
-        self._stats.count("num_saved_blocks", result.num_written)
-        self._stats.count("num_refused_blocks", result.num_refused)
+        self.stats.time("save", time.perf_counter() - save.begin_s)
+        self.stats.count("num_saved_blocks", result.num_written)
+        self.stats.count("num_refused_blocks", result.num_refused)
         if result.num_written and self._part.index == 0:
             self._report.stored.append((save.plan.req_id, result.num_blocks))
 
@@ -330,9 +331,9 @@ class WorkerSide:
         """Report that a save has ended; call this before its result is read, so that each is reported once."""
         req_id = save.plan.req_id
         self._report.saves_ended[req_id] += 1
-        self._saves[req_id] = [each for each in self._saves[req_id] if each is not save]
-        if not self._saves[req_id]:
-            del self._saves[req_id]
+        self.saves[req_id] = [each for each in self.saves[req_id] if each is not save]
+        if not self.saves[req_id]:
+            del self.saves[req_id]
 
     def _end_saves(self, req_ids: Collection[str], wait_s: float) -> None:
         """Wait for the saves of each request a little, then abandon them; all, before an error is raised."""
@@ -343,7 +344,7 @@ class WorkerSide:
     def _end_saves_of(self, req_id: str, wait_s: float) -> None:
         deadline_s = time.monotonic() + wait_s
         with ExitStack() as steps:
-            for save in self._saves.get(req_id, ()):
+            for save in self.saves.get(req_id, ()):
                 steps.callback(self._end_save_by, save, deadline_s)
 
     def _end_save_by(self, save: Running, deadline_s: float) -> None:
@@ -359,14 +360,14 @@ class WorkerSide:
             self._end_save(save)
         else:
             self._forget_save(save)
-            self._stats.count("num_abandoned_saves")
+            self.stats.count("num_abandoned_saves")
 
     def _count_failed_save(self, plan: SavePlan | PublishPlan, client: Client, error: KVStoreError) -> None:
         if isinstance(plan, PublishPlan):
-            self._stats.count("num_failed_publications")
+            self.stats.count("num_failed_publications")
             logger.warning("a request could not be handed off, and is computed by who decodes it: %s", error)
         else:
-            self._stats.count("num_failed_saves")
+            self.stats.count("num_failed_saves")
             logger.info("a save failed: %s", error)
         if self._link is not None:
             self._link.failed(client, error)
