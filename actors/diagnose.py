@@ -209,7 +209,7 @@ def _measure_idle(seconds: float) -> dict[str, float]:
     import ray
 
     from kvstore.actors.calls import call
-    from kvstore.actors.cluster import node_store
+    from kvstore.actors.finding import node_store
     from kvstore.actors.starting import start
 
     config = StoreConfig(name="doctor", capacity_bytes=_CAPACITY_BYTES)
@@ -238,9 +238,8 @@ def _cpu_s(pid: int) -> float:
 def _look_at_cluster(address: str) -> dict[str, Any]:
     import ray
 
-    from kvstore.actors.ending import stores_here
+    from kvstore.actors.finding import alive_nodes, stores_here
     from kvstore.actors.session.joining import join_ray
-    from kvstore.actors.supervisor import alive_nodes
 
     joined = join_ray(address, may_start=False)
     try:

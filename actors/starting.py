@@ -11,22 +11,14 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import (
-    RAY_NAMESPACE,
-    actor_name,
-    answer,
-    begin,
-    call,
-    find_actor,
-    is_answered,
-    ray_failures,
-)
+from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered
 from kvstore.actors.cluster import Store
-from kvstore.actors.ending import end_actors, node_stores
+from kvstore.actors.ending import end_actors
+from kvstore.actors.finding import alive_nodes, make_actor, node_stores
 from kvstore.actors.session.handles import USE
 from kvstore.actors.session.joining import Joined
 from kvstore.actors.session.rays import RaySession
-from kvstore.actors.supervisor import ASKED_GROUP, Supervisor, alive_nodes
+from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import (
     ConfigError,
@@ -92,25 +84,12 @@ def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store
 
 def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own_id: str) -> Store | None:
     """Start a store or join the running one; return None when that is ending, or was lost meanwhile."""
-    name = actor_name(config.name, "supervisor")
     try:
         supervisor = _find_supervisor(config.name, deadline_s)
     except StoreNotRunning:
         _check_room(config)
-        with ray_failures(name):
-            supervisor = (
-                ray.remote(concurrency_groups=ASKED_GROUP)(Supervisor)  # type: ignore[call-overload]
-                .options(
-                    name=name,
-                    namespace=RAY_NAMESPACE,
-                    lifetime="detached",
-                    get_if_exists=True,
-                    num_cpus=0,
-                    max_restarts=-1,
-                    max_concurrency=4,
-                )
-                .remote(config.to_json(), own_id)
-            )
+        name, args = actor_name(config.name, "supervisor"), (config.to_json(), own_id)
+        supervisor = make_actor(name, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
     try:
         return _join(config, session, supervisor, own_id, deadline_s)
     except PeerLost:
@@ -254,9 +233,7 @@ def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> St
             "run one version of raykv everywhere"
         )
     theirs = StoreConfig.from_json(running["config"])
-    differences = {} if config is None else config.differences(theirs)
-    if differences:
-        text = ", ".join(f"{key}: wanted {a!r}, runs with {b!r}" for key, (a, b) in differences.items())
+    if text := config.differences(theirs) if config else "":
         raise IncompatibleStore(
             f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, stop it first, or "
             "choose another name="
