@@ -17,7 +17,7 @@ _MAX_TRIES = 8
 
 
 def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> int:
-    """Clear a namespace under a later version than the stores and the directory know.
+    """Clear a namespace under a later version than any that is known; raise as `Store.clear` says.
 
     Args:
         namespace: digest of the namespace.
@@ -26,12 +26,6 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
 
     Returns:
         The number of cleared blocks.
-
-    Raises:
-        StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
-            clearing is not known; nothing was cleared.
-        StaleVersion: other callers kept clearing it; some nodes may have been cleared.
-        InvalidRequest: a store refused; the others were cleared.
     """
     cleared = 0
     for _ in range(_MAX_TRIES):

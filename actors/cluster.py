@@ -38,8 +38,8 @@ _STARTER_S = 5.0
 class Store:
     """A handle of a store in a Ray cluster. Cheap; may be sent to actors and tasks of that cluster.
 
-    Made by `kvstore.start` and `kvstore.connect`. Its calls go to the cluster that it was made in, and never connect
-    this process to Ray. As a context manager it closes at the end.
+    Its calls go to the cluster that it was made in, and never connect this process to Ray. As a context manager it
+    closes at the end.
 
     Every call raises:
         StoreNotRunning: the handle was closed, or this process is not connected to Ray. `close` and `stop` may be
@@ -109,8 +109,7 @@ class Store:
             StoreNotRunning: the node has no store.
         """
         self._check()
-        handle = node_store(node_id, self.config.name)
-        return str(call("node store", handle.control_path, timeout_s=_CALL_S))
+        return str(call("node store", node_store(node_id, self.config.name).control_path, timeout_s=_CALL_S))
 
     def node_ids(self) -> list[str]:
         """Return the ids of the living nodes."""
@@ -181,10 +180,11 @@ class Store:
         return drain_node(node_id, self._handles(), timeout_s, hand_over_bytes)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts of every node's store by node id, and what the supervisor could not do.
+        """Return counts of the store, and of each node.
 
-        Under "problems" by node id; where the supervisor itself does not answer, under "supervisor" why. Under
-        "starting" by node id: nodes whose store is being made just now.
+        Returns:
+            {"name", "nodes", "problems", "starting"}, the last three by node id: counts, or {"error"}; why a node has
+            no store, and under "supervisor" why that does not answer; what a store that is being made may wait for.
 
         Raises:
             StoreNotRunning: there is none any more.
@@ -207,8 +207,7 @@ class Store:
     def close(self) -> None:
         """Close this handle; the store continues. May be called again.
 
-        In a Ray that `kvstore.start` began for this process, the store ends with the handle that started it: nothing
-        else would end it.
+        In a Ray that `kvstore.start` began for this process, the handle that started the store ends it.
         """
         if self._session.is_own:
             self.stop()
@@ -219,9 +218,8 @@ class Store:
         """End the store if this handle started it, and close this handle. May be called again.
 
         A store that this handle started is ended also after `close` or `with`, which leave it running. A store that
-        another handle started continues; `destroy` ends it. A Ray that `kvstore.start` began for this
-        process ends with the last store in it; any other Ray continues. If that Ray does not answer which stores it
-        has, the open handles of this process decide whether it is needed.
+        another handle started continues; `destroy` ends it. A Ray that `kvstore.start` began for this process ends
+        with its last store, or, if it does not answer, with the last open handle; any other Ray continues.
 
         Raises:
             WrongCluster, StoreNotRunning: this process is not connected to the store's Ray any more; the store
@@ -243,8 +241,7 @@ class Store:
     def destroy(self) -> None:
         """End the store on every node, even if others started or use it; their calls fail from now on.
 
-        Ray and other stores continue. Only a Ray that `kvstore.start` began for this process ends with the last store
-        in it.
+        Ray and other stores continue; a Ray that `kvstore.start` began for this process ends with its last store.
 
         Raises:
             StoreUnavailable, TransferError: its Ray does not answer.
@@ -254,11 +251,7 @@ class Store:
         self._closed, self._started_as, self._has_ended = True, None, True
 
     def _end(self, only: str | None = None) -> None:
-        """End the store's actors, and this process's own Ray unless it has other stores.
-
-        Args:
-            only: id of the starting call; end the store only if that call started it.
-        """
+        """End the store, if the call `only` started it, and this process's own Ray unless it has other stores."""
         USE.drop(self)  # Even if this fails, this handle needs its Ray no more.
         name, failed = self.config.name, None
         try:
@@ -293,7 +286,7 @@ class Store:
         return True
 
     def _is_of(self, session: RaySession) -> bool:
-        """Return whether this is an open handle of a store in that Ray."""
+        """Return whether this handle is open, and its store in that Ray."""
         return not self._closed and self._session.name == session.name
 
     def _has_started(self, name: str, session: RaySession) -> bool:

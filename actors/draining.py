@@ -16,17 +16,13 @@ _CALL_S = 10.0
 
 
 def drain_node(node_id: str, stores: Mapping[str, Any], timeout_s: float, hand_over_bytes: int) -> dict[str, int]:
-    """Drain a node's store; see `Store.drain`.
+    """Drain a node's store, as `Store.drain` says.
 
     Args:
         node_id: of the node.
         stores: handle of each node's store by node id.
-        timeout_s: limit for everything that is waited for.
+        timeout_s: limit for the hand-over and for leases and writes to end.
         hand_over_bytes: most bytes of blocks that another node takes over.
-
-    Raises:
-        StoreNotRunning: the node has no store.
-        PeerLost, TransferTimeout: the node's store ended meanwhile, or does not answer.
     """
     deadline_s = time.monotonic() + timeout_s
     if node_id not in stores:

@@ -43,7 +43,8 @@ def end_actors(name: str, patience_s: float = _CALL_S) -> None:
             ray.kill(own[path])
     deadline_s = time.monotonic() + patience_s
     while own and time.monotonic() < deadline_s:  # Ray lists ended actors a moment longer.
-        own = {path: handle for path, handle in own.items() if _is_there(path, handle)}
+        now = {path: found for path in own if (found := _found(path)) is not None}
+        own = {path: found for path, found in now.items() if found._actor_id == own[path]._actor_id}
         time.sleep(0.02)
 
 
@@ -51,11 +52,6 @@ def _found(path: str) -> Any:
     with contextlib.suppress(KVStoreError):
         return find_actor(path)
     return None
-
-
-def _is_there(path: str, handle: Any) -> bool:
-    found = _found(path)
-    return found is not None and found._actor_id == handle._actor_id
 
 
 def end_store(name: str, say: Callable[[str], None]) -> None:

@@ -84,9 +84,6 @@ def make_actor(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ..
         groups: number of threads of each concurrency group.
         args: of the constructor.
         options: more options of Ray's actors.
-
-    Raises:
-        KVStoreError: as for `ray_failures`.
     """
     options |= {"name": name, "namespace": RAY_NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
     with ray_failures(name):

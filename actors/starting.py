@@ -98,12 +98,11 @@ def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own
 
 def _find_supervisor(name: str, deadline_s: float) -> Any:
     """Find a store's supervisor within the deadline; Ray would ask a dead GCS until it ends this process."""
-    left_s = max(_ENDS_S, deadline_s - time.monotonic())
-    return find_actor(actor_name(name, "supervisor"), left_s)
+    return find_actor(actor_name(name, "supervisor"), max(_ENDS_S, deadline_s - time.monotonic()))
 
 
 def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store | None:
-    running = call("supervisor", supervisor.join, own_id, timeout_s=max(0.0, deadline_s - time.monotonic()))
+    running = call("supervisor", supervisor.join, own_id, timeout_s=deadline_s - time.monotonic())
     if running["is_ending"]:
         return None
     _check_compatible(config, running)
@@ -201,11 +200,11 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
 
 def _served(supervisor: Any, own_id: str, deadline_s: float) -> list[str]:
     """Have the supervisor make a round, which may be long, and keep telling it that this call waits."""
-    made, is_over = begin("supervisor", supervisor.reconcile), False
-    while not is_over:
+    made, is_done = begin("supervisor", supervisor.reconcile), False
+    while not is_done:
         left_s = max(0.0, deadline_s - time.monotonic())
         call("supervisor", supervisor.join, own_id, timeout_s=min(_CALL_S, left_s))
-        is_over = is_answered("supervisor", made, min(_SAY_EVERY_S, left_s)) or left_s <= _SAY_EVERY_S
+        is_done = is_answered("supervisor", made, min(_SAY_EVERY_S, left_s)) or left_s <= _SAY_EVERY_S
     served: list[str] = answer("supervisor", made, 0.0)
     return served
 
@@ -264,7 +263,7 @@ def _running_config(name: str, deadline_s: float) -> StoreConfig:
         for node, handle in node_stores(name).items():
             left_s = deadline_s - time.monotonic()
             with contextlib.suppress(TransferTimeout, PeerLost):
-                settings = call(f"store of node {node}", handle.settings, timeout_s=max(0.0, min(_CALL_S, left_s)))
+                settings = call(f"store of node {node}", handle.settings, timeout_s=min(_CALL_S, left_s))
                 logger.warning("the supervisor of store %r does not answer, and its nodes do: %s", name, error)
                 return StoreConfig.from_json(settings)
         raise

@@ -119,11 +119,10 @@ class Supervisor:
             others = [other for other in waiting if other != caller]
             if others:
                 self._starter = others[0]
-                return False
-            if self._is_had:
-                return False
-            self._stopping.set()
-            return True
+            elif not self._is_had:
+                self._stopping.set()
+                return True
+            return False
 
     def _waiting(self) -> list[str]:
         """Return the waiting calls of `start` that are not gone; the caller holds the lock."""
@@ -182,12 +181,10 @@ class Supervisor:
             except TimeoutError as error:
                 raise TransferTimeout(f"a round is not done within {_SHARED_S:g} s") from error
         try:
-            served = self._reconcile()
-        except BaseException as error:
+            own.set_result(self._reconcile())
+        except BaseException as error:  # noqa: BLE001 - raised below, and to those who share this round.
             own.set_exception(error)
-            raise
-        own.set_result(served)
-        return served
+        return own.result()
 
     def _reconcile(self) -> list[str]:
         if self._stopping.is_set():
@@ -197,10 +194,7 @@ class Supervisor:
         # First, because a store that starts before the directory would publish a second later.
         directory = self._begin("directory", self._ensure_directory)
         wait([directory], _ROUND_S)
-        ensured = {
-            node_id: self._begin(node_id, self._ensure_node_store, node_id, resources)
-            for node_id, resources in nodes.items()
-        }
+        ensured = {node_id: self._begin(node_id, self._ensure_node_store, node_id, nodes[node_id]) for node_id in nodes}
         wait(ensured.values(), _ROUND_S)
         self._checked = {node_id: own for node_id, own in self._checked.items() if node_id in nodes}
         self._serving.keep({self._name("directory"), *(self._name("node", node_id) for node_id in nodes)})

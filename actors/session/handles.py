@@ -73,8 +73,7 @@ class RayUse:
             if joined is not None:
                 self._undo(joined.session)
             raise
-        finally:
-            self._forget(call)
+        self._forget(call)
 
     def hold(self, handle: Any) -> None:
         """Count an open handle of a store."""

@@ -211,11 +211,10 @@ def _addresses_of(host: str) -> set[str]:
 
 @contextlib.contextmanager
 def _token_shown() -> Iterator[None]:
-    """Make Ray send the user's token, if there is one and RAY_AUTH_MODE is not set.
+    """Make Ray send the user's token, if there is one and RAY_AUTH_MODE is not set; undo it if the body fails.
 
     `ray start` and a new Ray ask for a token as soon as there is one, but Ray does not send it by itself when it joins.
-    The address is one that the caller named, or of a Ray of this user. A cluster that wants no token ignores it. If
-    joining fails, nothing has changed.
+    The address is one that the caller named, or of a Ray of this user. A cluster that wants no token ignores it.
     """
     if "RAY_AUTH_MODE" in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         yield
@@ -232,9 +231,7 @@ def _token_shown() -> Iterator[None]:
 
 
 def ensure_token() -> None:
-    """Write a token for a new Ray where Ray looks for one, if there is none, readable by its owner only.
-
-    Ray would write one that every user of the machine can read.
+    """Write a token for a new Ray, if there is none: Ray would write one that all users of the machine can read.
 
     Raises:
         ConfigError: it cannot be written.

@@ -17,18 +17,8 @@ from ray._common.network_utils import build_address  # type: ignore[attr-defined
 from ray._common.tls_utils import load_certs_from_env
 from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
 from ray._private.services import find_node_ids
-from ray._raylet import (  # type: ignore[attr-defined]
-    AuthenticationMode,
-    AuthenticationTokenLoader,
-    get_authentication_mode,
-)
-from ray.core.generated import (
-    gcs_pb2,
-    gcs_service_pb2,
-    gcs_service_pb2_grpc,
-    node_manager_pb2,
-    node_manager_pb2_grpc,
-)
+from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode  # type: ignore[attr-defined]
+from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc, node_manager_pb2, node_manager_pb2_grpc
 
 from kvstore.actors.session.rays import RaySession
 from kvstore.bounds import clip
@@ -76,9 +66,7 @@ def check_answers(address: str, deadline_s: float = math.inf, called: str = "add
 
 
 def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf) -> None:
-    """Refuse this process's Ray if it has ended, because most calls hang there.
-
-    Ray itself notices the end after a minute, and then ends the process.
+    """Refuse this process's Ray if it has ended: most calls hang there, and after a minute Ray ends the process.
 
     Args:
         session: of that Ray.
@@ -131,11 +119,7 @@ def check_node(address: str, deadline_s: float = math.inf) -> None:
 
 
 def _nodes_here(address: str, end_s: float) -> list[Any]:
-    """Return this machine's living nodes, of which ray.init takes one; none if the GCS wants another token.
-
-    Raises:
-        OSError: the GCS does not answer, or there is no such node by `end_s`.
-    """
+    """Return this machine's living nodes, of which ray.init takes one; none if the GCS wants another token."""
     request = gcs_service_pb2.GetAllNodeInfoRequest  # type: ignore[attr-defined]
     alive = gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
     while True:
@@ -192,11 +176,7 @@ def _channel(address: str) -> Any:
 
 
 def _ask_gcs(address: str, request: Any, end_s: float) -> Any:
-    """Ask a GCS about its nodes, and return the reply; None if it wants a token that we do not have.
-
-    Raises:
-        OSError: none answers.
-    """
+    """Ask a GCS about its nodes, and return the reply; None if it wants a token that we do not have."""
     ask = functools.partial(_ask, "a GCS", address, gcs_service_pb2_grpc.NodeInfoGcsServiceStub, request, end_s)
     reply = ask()
     if reply is None and get_authentication_mode() == AuthenticationMode.TOKEN:
