@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
@@ -17,8 +19,6 @@ from kvstore.errors import ForkedClient, KVStoreError, PeerLost, StoreNotRunning
 
 #: All actors of raykv live in this Ray namespace.
 RAY_NAMESPACE = "raykv"
-#: Limit for finding an actor by its name.
-_FIND_S = 10.0
 
 #: Errors that Ray raises besides its own classes. ValueError: no such actor, or a reference of an earlier cluster.
 #: OSError, including ConnectionError: I/O errors of its core. RuntimeError, SystemError, AttributeError and
@@ -76,11 +76,10 @@ def node_address() -> str:
 
 
 class _OwnCalls(threading.local):
-    """The number of our Ray calls that this thread is inside."""
-
     depth = 0
 
 
+#: The number of our Ray calls that a thread is inside.
 _own_calls = _OwnCalls()
 
 
@@ -103,7 +102,7 @@ auto_init_hook.auto_init_ray = _auto_init
 def ray_failures(what: str) -> Iterator[None]:
     """Raise one of our errors for any failure of a Ray call in the body; our own errors pass unchanged.
 
-    Only this function knows how Ray fails. A thread that must survive uses Ray only inside it.
+    A thread that must survive uses Ray only inside it.
 
     Raises:
         ForkedClient: this is a fork of a process that was connected to Ray.
@@ -150,60 +149,63 @@ def within(what: str, timeout_s: float, do: Callable[[], Any]) -> Any:
     Raises:
         TransferTimeout: it was not done in time. It keeps running.
     """
-    done = threading.Event()
-    answer: list[Any] = []
-    failed: list[Exception] = []
+    try:
+        future = on_thread("raykv-within", do)
+    except RuntimeError:
+        return do()  # At interpreter exit Python starts no thread.
+    if not wait([future], timeout_s).done:
+        raise TransferTimeout(f"{what}: not done within {timeout_s:g} s; does its Ray still answer?")
+    return future.result()
+
+
+def on_thread(name: str, do: Callable[[], Any]) -> Future[Any]:
+    """Run a function on a thread of its own, which does not keep the process alive.
+
+    Args:
+        name: of the thread.
+        do: the function; the future has its result, or whatever it raised.
+
+    Raises:
+        RuntimeError, MemoryError: no thread can be started now.
+    """
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            answer.append(do())
-        except Exception as error:  # noqa: BLE001 - raised below, in the caller.
-            failed.append(error)
-        done.set()
+            future.set_result(do())
+        except BaseException as error:  # noqa: BLE001 - raised where the future is read.
+            future.set_exception(error)
 
-    try:
-        threading.Thread(target=run, name="raykv-within", daemon=True).start()
-    except RuntimeError:
-        return do()  # At interpreter exit Python starts no thread.
-    if not done.wait(timeout_s):
-        raise TransferTimeout(f"{what}: not done within {timeout_s:g} s; does its Ray still answer?")
-    if failed:
-        raise failed[0]
-    return answer[0]
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
-def find_actor(name: str, timeout_s: float | None = None) -> Any:
+def find_actor(name: str, timeout_s: float = 10.0) -> Any:
     """Return the handle of a named actor.
-
-    Args:
-        name: of the actor.
-        timeout_s: limit for the GCS's answer; `_FIND_S` when None.
 
     Raises:
         StoreNotRunning: there is no such actor, or no Ray in this process.
-        TransferTimeout: the cluster's GCS does not answer.
+        TransferTimeout: the cluster's GCS does not answer within `timeout_s`.
         PeerLost: the GCS cannot be reached.
     """
     check_not_forked()
+
+    def get() -> Any:
+        with ray_failures(f"actor {name!r}"):
+            try:
+                return ray.get_actor(name, namespace=RAY_NAMESPACE)
+            except ValueError as error:
+                raise StoreNotRunning(
+                    f"wanted the actor {name!r} of a store, got none in this Ray cluster; "
+                    f"{start_call(name.split('/')[1])} starts that store, address= names another cluster"
+                ) from error
+
     # Ray itself waits a minute or longer for a GCS that hangs.
-    return within(f"actor {name!r}", _FIND_S if timeout_s is None else timeout_s, lambda: _get_actor(name))
-
-
-def _get_actor(name: str) -> Any:
-    with ray_failures(f"actor {name!r}"):
-        try:
-            return ray.get_actor(name, namespace=RAY_NAMESPACE)
-        except ValueError as error:
-            raise StoreNotRunning(
-                f"wanted the actor {name!r} of a store, got none in this Ray cluster; "
-                f"{start_call(name.split('/')[1])} starts that store, address= names another cluster"
-            ) from error
+    return within(f"actor {name!r}", timeout_s, get)
 
 
 def begin(what: str, method: Any, *args: Any) -> Any:
     """Call a method of an actor, and return the reference that `answer` waits for.
-
-    Sending may fail as well, for example when this process has just lost its Ray. So every call is sent here.
 
     Raises:
         StoreNotRunning, PeerLost: the call could not be sent.
@@ -220,7 +222,7 @@ def is_answered(what: str, ref: Any, timeout_s: float) -> bool:
 
 
 def answer(what: str, ref: Any, timeout_s: float) -> Any:
-    """Wait for the answer of an actor. Where the time is already over, that is a timeout at once.
+    """Wait for the answer of an actor; with no time left, fail at once unless it is there.
 
     Raises:
         KVStoreError: the actor's error, if it is ours.
@@ -235,3 +237,29 @@ def answer(what: str, ref: Any, timeout_s: float) -> Any:
 def call(what: str, method: Any, *args: Any, timeout_s: float) -> Any:
     """Call a method of an actor, and wait for its answer; raises what `begin` and `answer` raise."""
     return answer(what, begin(what, method, *args), timeout_s)
+
+
+def ask_all(methods: Mapping[str, Any], *args: Any, timeout_s: float) -> dict[str, Any]:
+    """Call a method of several actors at once; return each one's answer, or its KVStoreError.
+
+    Args:
+        methods: by the node of a store; "" is the directory.
+        args: of every method.
+        timeout_s: limit for all answers together.
+    """
+    names = {node: f"store of node {node}" if node else "directory" for node in methods}
+    asked: dict[str, Any] = {}
+    for node, method in methods.items():
+        try:
+            asked[node] = begin(names[node], method, *args)
+        except KVStoreError as error:
+            asked[node] = error
+    deadline_s = time.monotonic() + timeout_s
+    for node, ref in asked.items():
+        if isinstance(ref, KVStoreError):
+            continue
+        try:
+            asked[node] = answer(names[node], ref, max(0.1, deadline_s - time.monotonic()))
+        except KVStoreError as error:
+            asked[node] = error
+    return asked

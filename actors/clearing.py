@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.actors.calls import answer, begin
+from kvstore.actors.calls import ask_all
 from kvstore.errors import InvalidRequest, KVStoreError, StaleVersion, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ _MAX_TRIES = 8
 
 
 def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any) -> int:
-    """Clear a namespace under a later version than the stores and the directory know.
+    """Clear a namespace under a later version than any that is known; raise as `Store.clear` says.
 
     Args:
         namespace: digest of the namespace.
@@ -26,12 +26,6 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
 
     Returns:
         The number of cleared blocks.
-
-    Raises:
-        StoreUnavailable: no store could be asked, or neither the directory nor all of the stores, so that the last
-            clearing is not known; nothing was cleared.
-        StaleVersion: other callers kept clearing it; some nodes may have been cleared.
-        InvalidRequest: a store refused; the others were cleared.
     """
     cleared = 0
     for _ in range(_MAX_TRIES):
@@ -40,14 +34,15 @@ def clear_everywhere(namespace: bytes, stores: Mapping[str, Any], directory: Any
         if directory is not None:
             methods[""] = directory.hear_clearing
         late, refused = [], None
-        for node, said in _ask_all(methods, namespace, version).items():
+        for node, said in ask_all(methods, namespace, version, timeout_s=_CALL_S).items():
             if isinstance(said, StaleVersion):
                 # A store that was asked has been cleared since, by another caller or through the directory.
                 late += [node] if node not in asked else []
             elif isinstance(said, InvalidRequest):
                 refused = said  # It is reachable but did not clear, and will not be notified later.
             elif isinstance(said, KVStoreError):
-                logger.warning("clear: the %s did not answer: %s", _name(node), said)
+                where = f"store of node {node}" if node else "directory"
+                logger.warning("clear: the %s did not answer: %s", where, said)
             else:
                 cleared += int(said) if node else 0
         if refused is not None:
@@ -62,7 +57,7 @@ def _next_version(namespace: bytes, stores: Mapping[str, Any], directory: Any) -
     methods = {node: handle.version for node, handle in stores.items()}
     if directory is not None:
         methods[""] = directory.version
-    said = _ask_all(methods, namespace)
+    said = ask_all(methods, namespace, timeout_s=_CALL_S)
     known = {node: int(answered) for node, answered in said.items() if not isinstance(answered, KVStoreError)}
     failed = {node: str(error) for node, error in said.items() if isinstance(error, KVStoreError)}
     if not known.keys() & stores.keys() or ("" not in known and failed.keys() & stores.keys()):
@@ -70,26 +65,4 @@ def _next_version(namespace: bytes, stores: Mapping[str, Any], directory: Any) -
             f"wanted the last clearing from the directory or all of {len(stores)} stores, got none from {failed}; "
             "clear again when they answer"
         )
-    return max(known.values()) + 1, known.keys() - failed.keys()
-
-
-def _ask_all(methods: Mapping[str, Any], *args: Any) -> dict[str, Any]:
-    """Call all methods at once; return each one's answer, or its KVStoreError."""
-    asked: dict[str, Any] = {}
-    for node, method in methods.items():
-        try:
-            asked[node] = begin(_name(node), method, *args)
-        except KVStoreError as error:
-            asked[node] = error
-    for node, ref in asked.items():
-        if isinstance(ref, KVStoreError):
-            continue
-        try:
-            asked[node] = answer(_name(node), ref, _CALL_S)
-        except KVStoreError as error:
-            asked[node] = error
-    return asked
-
-
-def _name(node: str) -> str:
-    return f"store of node {node}" if node else "directory"
+    return max(known.values()) + 1, set(known)

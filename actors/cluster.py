@@ -5,29 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from kvstore.actors.calls import actor_name, call, check_not_forked, find_actor, start_call, within
+from kvstore.actors.calls import actor_name, ask_all, call, find_actor, start_call, within
 from kvstore.actors.clearing import clear_everywhere
-from kvstore.actors.ending import end_actors, node_stores, starter_of
+from kvstore.actors.draining import drain_node
+from kvstore.actors.ending import end_actors
+from kvstore.actors.finding import alive_nodes, node_store, node_stores
 from kvstore.actors.session.handles import USE, is_connected
-from kvstore.actors.session.joining import check_goes_on
+from kvstore.actors.session.probing import check_goes_on
 from kvstore.actors.session.rays import RaySession, current_session
-from kvstore.actors.supervisor import alive_nodes
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part
 from kvstore.bounds import check_count, check_node_id, check_seconds
 from kvstore.config import StoreConfig
-from kvstore.errors import (
-    InvalidRequest,
-    KVStoreError,
-    StoreNotRunning,
-    WrongCluster,
-)
+from kvstore.errors import InvalidRequest, KVStoreError, StoreNotRunning, WrongCluster
 
 if TYPE_CHECKING:
     from kvstore.client.client import Client
@@ -43,8 +38,8 @@ _STARTER_S = 5.0
 class Store:
     """A handle of a store in a Ray cluster. Cheap; may be sent to actors and tasks of that cluster.
 
-    Made by `kvstore.start` and `kvstore.connect`. Its calls go to the cluster that it was made in, and never connect
-    this process to Ray. As a context manager it closes at the end.
+    Its calls go to the cluster that it was made in, and never connect this process to Ray. As a context manager it
+    closes at the end.
 
     Every call raises:
         StoreNotRunning: the handle was closed, or this process is not connected to Ray. `close` and `stop` may be
@@ -96,9 +91,8 @@ class Store:
             ConfigError: the store's slots are too small for these blocks.
             LayoutMismatch: these blocks cannot be divided among so many ranks.
         """
-        from kvstore.client.client import (
-            Client,  # Imports torch, which starting and stopping a store do not need.
-        )
+        # Imports torch, which starting and stopping a store do not need.
+        from kvstore.client.client import Client
 
         return Client(self.control_path(node_id=node_id), space, part)
 
@@ -115,8 +109,7 @@ class Store:
             StoreNotRunning: the node has no store.
         """
         self._check()
-        handle = node_store(node_id, self.config.name)
-        return str(call("node store", handle.control_path, timeout_s=_CALL_S))
+        return str(call("node store", node_store(node_id, self.config.name).control_path, timeout_s=_CALL_S))
 
     def node_ids(self) -> list[str]:
         """Return the ids of the living nodes."""
@@ -184,42 +177,21 @@ class Store:
         check_node_id("node_id", node_id)
         timeout_s = check_seconds("timeout_s", timeout_s)
         hand_over_bytes = check_count("hand_over_bytes", hand_over_bytes, 0, 1 << 62)
-        deadline_s = time.monotonic() + timeout_s
-        handles = self._handles()
-        if node_id not in handles:
-            raise StoreNotRunning(f"node {node_id!r} has no store; nodes: {sorted(handles)}")
-        chains = call("drain", handles[node_id].begin_drain, hand_over_bytes, timeout_s=_CALL_S)
-        handed_over = 0
-        for node, other in handles.items() if chains else ():
-            if node == node_id:
-                continue
-            share_s = max(0.1, (deadline_s - time.monotonic()) / 2)
-            try:
-                handed_over = int(call("drain", other.adopt, chains, share_s, timeout_s=share_s + 5))
-                break
-            except KVStoreError as error:  # Drained as well, or just ending: another one may take them.
-                logger.info("node %s takes no chains of node %s: %s", node, node_id, error)
-        left_s = max(0.0, deadline_s - time.monotonic())
-        left = call("drain", handles[node_id].drain, left_s, timeout_s=left_s + _CALL_S)
-        logger.info("drained node %s: %d chains offered, %d blocks moved", node_id, len(chains), handed_over)
-        return {"num_handed_over": handed_over, **left}
+        return drain_node(node_id, self._handles(), timeout_s, hand_over_bytes)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts of every node's store by node id, and what the supervisor could not do.
+        """Return counts of the store, and of each node.
 
-        Under "problems" by node id; where the supervisor itself does not answer, under "supervisor" why. Under
-        "starting" by node id: nodes whose store is being made just now.
+        Returns:
+            {"name", "nodes", "problems", "starting"}, the last three by node id: counts, or {"error"}; why a node has
+            no store, and under "supervisor" why that does not answer; what a store that is being made may wait for.
 
         Raises:
             StoreNotRunning: there is none any more.
             StoreUnavailable, TransferError: neither the supervisor nor any node answers.
         """
-        nodes: dict[str, Any] = {}
-        for node, handle in self._handles().items():
-            try:
-                nodes[node] = call(f"store of node {node}", handle.stats, timeout_s=_CALL_S)
-            except KVStoreError as error:
-                nodes[node] = {"error": str(error)}
+        said = ask_all({node: handle.stats for node, handle in self._handles().items()}, timeout_s=_CALL_S)
+        nodes = {node: {"error": str(each)} if isinstance(each, KVStoreError) else each for node, each in said.items()}
         found: dict[str, Any] = {"name": self.config.name, "nodes": nodes, "problems": {}, "starting": {}}
         try:
             # It restarts by itself, and nodes serve without it, so keep their answers if it fails.
@@ -227,7 +199,7 @@ class Store:
             found["problems"] = call("supervisor", supervisor.problems, timeout_s=_CALL_S)
             found["starting"] = call("supervisor", supervisor.unfinished, timeout_s=_CALL_S)
         except KVStoreError as error:
-            if all("error" in said for said in nodes.values()):
+            if all(isinstance(each, KVStoreError) for each in said.values()):
                 raise  # No node answers, so this is more than a restart of the supervisor.
             found["problems"] = {**found["problems"], "supervisor": str(error)}
         return found
@@ -235,8 +207,7 @@ class Store:
     def close(self) -> None:
         """Close this handle; the store continues. May be called again.
 
-        In a Ray that `kvstore.start` began for this process, the store ends with the handle that started it: nothing
-        else would end it.
+        In a Ray that `kvstore.start` began for this process, the handle that started the store ends it.
         """
         if self._session.is_own:
             self.stop()
@@ -247,9 +218,8 @@ class Store:
         """End the store if this handle started it, and close this handle. May be called again.
 
         A store that this handle started is ended also after `close` or `with`, which leave it running. A store that
-        another handle started continues; `destroy` ends it. A Ray that `kvstore.start` began for this
-        process ends with the last store in it; any other Ray continues. If that Ray does not answer which stores it
-        has, the open handles of this process decide whether it is needed.
+        another handle started continues; `destroy` ends it. A Ray that `kvstore.start` began for this process ends
+        with its last store, or, if it does not answer, with the last open handle; any other Ray continues.
 
         Raises:
             WrongCluster, StoreNotRunning: this process is not connected to the store's Ray any more; the store
@@ -271,8 +241,7 @@ class Store:
     def destroy(self) -> None:
         """End the store on every node, even if others started or use it; their calls fail from now on.
 
-        Ray and other stores continue. Only a Ray that `kvstore.start` began for this process ends with the last store
-        in it.
+        Ray and other stores continue; a Ray that `kvstore.start` began for this process ends with its last store.
 
         Raises:
             StoreUnavailable, TransferError: its Ray does not answer.
@@ -282,44 +251,42 @@ class Store:
         self._closed, self._started_as, self._has_ended = True, None, True
 
     def _end(self, only: str | None = None) -> None:
-        """End the store's actors, and this process's own Ray unless it has other stores.
-
-        Args:
-            only: id of the starting call; end the store only if that call started it.
-        """
+        """End the store, if the call `only` started it, and this process's own Ray unless it has other stores."""
         USE.drop(self)  # Even if this fails, this handle needs its Ray no more.
         name, failed = self.config.name, None
         try:
             check_goes_on(self._session, "close() this handle")
-            is_over = within(f"the end of store {name!r}", _END_S, lambda: self._end_actors(only))
+            has_ended = within(f"the end of store {name!r}", _END_S, lambda: self._end_actors(only))
         except KVStoreError as error:
-            is_over, failed = not USE.starts(name, self._session), error
-        others = USE.leave(self._session, name if is_over else None) if self._session.is_own else []
+            has_ended, failed = not USE.starts(name, self._session), error
+        others = USE.leave(self._session, name if has_ended else None) if self._session.is_own else []
         if others:
             logger.info("the Ray at %s goes on, for the stores %s", self.address, ", ".join(others))
-        if failed is None:
-            return
-        if others or not self._session.is_own:
-            raise failed
-        logger.warning("store %r ended with its Ray, at %s: %s", name, self.address, failed)
+        if failed is not None:
+            if others or not self._session.is_own:
+                raise failed
+            logger.warning("store %r ended with its Ray, at %s: %s", name, self.address, failed)
 
     def _end_actors(self, only: str | None) -> bool:
         """End the store's actors; return False if others started it again, so that it continues."""
-        name, starter = self.config.name, only
-        try:
-            starter = starter_of(name, _STARTER_S) if only is not None else None
-        except KVStoreError:
-            # In its own Ray only this process starts stores, so its handles tell the starter.
-            if not self._session.is_own or USE.starts(name, self._session):
-                raise
-        if starter not in (None, only):
-            logger.info("store %r was started again by others, and goes on", name)
-            return False
+        name = self.config.name
+        if only is not None:
+            try:
+                supervisor = find_actor(actor_name(name, "supervisor"))
+                if call("supervisor", supervisor.config, timeout_s=_STARTER_S)["starter"] != only:
+                    logger.info("store %r was started again by others, and goes on", name)
+                    return False
+            except StoreNotRunning:
+                pass  # Its supervisor is gone; other actors may be left.
+            except KVStoreError:
+                # In its own Ray only this process starts stores, so its handles tell the starter.
+                if not self._session.is_own or USE.starts(name, self._session):
+                    raise
         end_actors(name)
         return True
 
     def _is_of(self, session: RaySession) -> bool:
-        """Return whether this is an open handle of a store in that Ray."""
+        """Return whether this handle is open, and its store in that Ray."""
         return not self._closed and self._session.name == session.name
 
     def _has_started(self, name: str, session: RaySession) -> bool:
@@ -328,14 +295,11 @@ class Store:
 
     def _check(self) -> None:
         """Raise unless this handle is open and this process connected to the store's Ray; never connects."""
+        name = self.config.name
+        if self._closed and self._has_ended:
+            raise StoreNotRunning(f"this handle ended the store {name!r}; {start_call(name)} starts it again")
         if self._closed:
-            if self._has_ended:
-                raise StoreNotRunning(
-                    f"this handle ended the store {self.config.name!r}; {start_call(self.config.name)} starts it again"
-                )
-            raise StoreNotRunning(
-                f"this handle of store {self.config.name!r} was closed; {self._again()} makes another"
-            )
+            raise StoreNotRunning(f"this handle of store {name!r} was closed; {self._again()} makes another")
         self._check_ray()
 
     def _check_ray(self) -> None:
@@ -364,19 +328,3 @@ class Store:
     def _handles(self) -> dict[str, Any]:
         self._check()
         return node_stores(self.config.name)
-
-
-def node_store(node_id: str | None = None, name: str = "default") -> Any:
-    """Return the actor handle of a node's store; see kvstore.node_store."""
-    check_not_forked()
-    if not ray.is_initialized():
-        raise StoreNotRunning("Ray is not initialised in this process; call kvstore.connect() first")
-    if node_id is not None:
-        check_node_id("node_id", node_id)
-    wanted = node_id or ray.get_runtime_context().get_node_id()
-    try:
-        return find_actor(actor_name(name, "node", wanted))
-    except StoreNotRunning as error:
-        raise StoreNotRunning(
-            f"node {wanted} has no store named {name!r}; nodes of this cluster: {sorted(alive_nodes())}"
-        ) from error

@@ -111,27 +111,25 @@ def check_idle(seconds: float) -> Check:
         seconds: how long to measure, after two seconds of settling.
     """
     name, folder = "Idle cost", tempfile.mkdtemp(prefix="rk", dir="/tmp")
-    private = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    private = {"RAY_TMPDIR": folder, "RAYKV_SOCKET_DIR": f"{folder}/raykv", "RAY_USAGE_STATS_ENABLED": "0"}
     # A private token: no other process may join, and the user's token is not sent.
     private |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    private["RAYKV_SOCKET_DIR"] = f"{folder}/raykv"
     try:
         seen = _ask(["idle", str(seconds)], private, _IDLE_SETUP_S + seconds)
     except KVStoreError as error:
-        return Check(
-            name=name, status=Status.FAIL, found=f"could not run a store of 64 MiB: {error}",
-            fix="see the rows NIXL, Memory and Lane on this host",
-        )  # fmt: skip
+        found, fix = f"could not run a store of 64 MiB: {error}", "see the rows NIXL, Memory and Lane on this host"
+        return Check(name=name, status=Status.FAIL, found=found, fix=fix)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     total = round(sum(seen.values()), 2)
     each = ", ".join(f"{what} {percent:.1f} %" for what, percent in seen.items())
     found = f"{total:.1f} % of a core over {seconds:g} s ({each})"
     values = {**seen, "total": total, "seconds": seconds}
+    status, fix = Status.OK, ""
     if total >= _IDLE_LIMIT_PERCENT:
+        status = Status.WARN
         fix = f"wanted less than {_IDLE_LIMIT_PERCENT:g} %: measure again on a quiet machine; then please report it"
-        return Check(name=name, status=Status.WARN, found=found, fix=fix, values=values)
-    return Check(name=name, status=Status.OK, found=found, values=values)
+    return Check(name=name, status=status, found=found, fix=fix, values=values)
 
 
 def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
@@ -153,7 +151,10 @@ def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dic
         except subprocess.TimeoutExpired as error:
             raise TransferTimeout(f"no answer within {timeout_s:.0f} s") from error
         finally:
-            _end(child)
+            child.terminate()  # Not if it has ended.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(10)
+            child.kill()
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if not lines:
         raise StoreUnavailable(f"the process that asked ended with status {child.returncode} and no answer")
@@ -166,9 +167,8 @@ def _ask(words: list[str], environment: dict[str, str], timeout_s: float) -> dic
 @contextlib.contextmanager
 def _ending_in_order() -> Iterator[None]:
     """Make SIGTERM end the child and its Ray before this process; only on the main thread."""
-    is_ours = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
+    is_main = threading.current_thread() is threading.main_thread()
+    is_ours = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_ours:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
@@ -176,15 +176,6 @@ def _ending_in_order() -> Iterator[None]:
     finally:
         if is_ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(10)
-        child.kill()
-        child.wait(10)
 
 
 # Run in the child processes.
@@ -209,7 +200,7 @@ def _measure_idle(seconds: float) -> dict[str, float]:
     import ray
 
     from kvstore.actors.calls import call
-    from kvstore.actors.cluster import node_store
+    from kvstore.actors.finding import node_store
     from kvstore.actors.starting import start
 
     config = StoreConfig(name="doctor", capacity_bytes=_CAPACITY_BYTES)
@@ -218,8 +209,7 @@ def _measure_idle(seconds: float) -> dict[str, float]:
         idle_client: Any = ray.remote(_IdleClient)
         worker = idle_client.options(num_cpus=0).remote(store)
         client_pid = call("idle client", worker.pid, timeout_s=30.0)
-        pids = call("node store", node_store(None, "doctor").pids, timeout_s=10.0)
-        pids["client"] = client_pid
+        pids = call("node store", node_store(None, "doctor").pids, timeout_s=10.0) | {"client": client_pid}
         time.sleep(_SETTLE_S)
         before, started_s = {what: _cpu_s(pid) for what, pid in pids.items()}, time.monotonic()
         time.sleep(seconds)
@@ -238,9 +228,8 @@ def _cpu_s(pid: int) -> float:
 def _look_at_cluster(address: str) -> dict[str, Any]:
     import ray
 
-    from kvstore.actors.ending import stores_here
+    from kvstore.actors.finding import alive_nodes, stores_here
     from kvstore.actors.session.joining import join_ray
-    from kvstore.actors.supervisor import alive_nodes
 
     joined = join_ray(address, may_start=False)
     try:

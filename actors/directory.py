@@ -47,11 +47,7 @@ class Directory:
         return self._server.index.locate(hashes)
 
     def version(self, namespace: bytes) -> int:
-        """Return the highest version of a namespace that the directory knows.
-
-        Raises:
-            InvalidRequest: this is not a namespace.
-        """
+        """Return the highest version of a namespace that the directory knows."""
         return self._server.version(check_digest("namespace", namespace))
 
     def hear_clearing(self, namespace: bytes, version: int) -> bool:

@@ -21,15 +21,7 @@ from kvstore.actors.mover import Mover
 from kvstore.actors.serving import DRAIN, READY
 from kvstore.blocks.chain import BlockHashes, decode_chain
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
-from kvstore.bounds import (
-    MAX_CHAIN_BYTES,
-    MAX_OWNER_CHARS,
-    check_bytes,
-    check_count,
-    check_digest,
-    check_seconds,
-    clip,
-)
+from kvstore.bounds import MAX_CHAIN_BYTES, MAX_OWNER_CHARS, check_bytes, check_count, check_digest, check_seconds, clip
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, NamespaceMismatch, ProtocolError
 from kvstore.mover.keeper import MoverKeeper, StartedMover
@@ -55,21 +47,12 @@ class NodeStore:
         # The control thread shares the interpreter with Ray's threads; short slices keep its latency low.
         sys.setswitchinterval(1e-4)
         self._node_id, self._config = node_id, StoreConfig.from_json(config_json)
-        self._config_json = config_json
         self._mover_numbers = itertools.count(1)
-        self._core = NodeCore(
-            node_id,
-            self._config,
-            node_address(),
-            self._resolve_peer,
-            self._resolve_directory,
-            lambda: self._keeper.replace(),
-        )
+        find = self._resolve_peer, self._resolve_directory
+        self._core = NodeCore(node_id, self._config, node_address(), *find, lambda: self._keeper.replace())
         self._verbs = self._core.state.pool_service
         self._keeper = MoverKeeper(node_id, self._start_mover, self._core.wait_ready, self._config.call_timeout_s)
         self._keeper.start()
-
-    # Finding each other.
 
     def _resolve_peer(self, node_id: str) -> PeerAddress:
         what, name = f"store of node {node_id}", actor_name(self._config.name, "node", node_id)
@@ -83,16 +66,10 @@ class NodeStore:
 
     def _start_mover(self) -> StartedMover:
         name = f"raykv-{self._node_id[:12]}-{self.epoch()}-{next(self._mover_numbers)}-{secrets.token_hex(3)}"
-        options = ray.remote(Mover).options(
-            num_cpus=0,
-            max_restarts=0,
-            namespace=RAY_NAMESPACE,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
-        )
+        here = NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         with ray_failures("mover"):
-            return _MoverActor(options.remote(self._core.control_path, name, self._config_json))
-
-    # For the supervisor and the public Store object.
+            mover = ray.remote(Mover).options(num_cpus=0, namespace=RAY_NAMESPACE, scheduling_strategy=here)
+            return _MoverActor(mover.remote(self._core.control_path, name, self._config.to_json()))
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Return whether this store serves: its socket thread answers within `within_s` seconds."""
@@ -101,8 +78,7 @@ class NodeStore:
     @ray.method(concurrency_group=READY)
     def ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena; return whether it has."""
-        timeout_s = check_seconds("timeout_s", timeout_s)
-        return self._core.wait_ready(timeout_s)
+        return self._core.wait_ready(check_seconds("timeout_s", timeout_s))
 
     def settings(self) -> str:
         """Return the settings of this store, as `StoreConfig.from_json` reads them."""
@@ -132,8 +108,6 @@ class NodeStore:
         """Close everything; the caller kills the actor afterwards."""
         self._keeper.stop()
         self._core.stop()
-
-    # The verbs, for remote and occasional callers.
 
     def attach(self, namespace: bytes, block_bytes: int) -> dict[str, int]:
         """Prepare the store for a namespace's blocks; the first call divides the arena into slots."""
@@ -211,8 +185,7 @@ class NodeStore:
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
         """Grant nothing to workers any more, and return hot chains for a peer to adopt."""
-        max_bytes = check_count("max_bytes", max_bytes, 0, 1 << 62)
-        return self._core.begin_drain(max_bytes)
+        return self._core.begin_drain(check_count("max_bytes", max_bytes, 0, 1 << 62))
 
     @ray.method(concurrency_group=DRAIN)
     def adopt(self, chains: list[bytes], timeout_s: float) -> int:
@@ -230,8 +203,7 @@ class NodeStore:
     @ray.method(concurrency_group=DRAIN)
     def drain(self, timeout_s: float) -> dict[str, int]:
         """Grant nothing any more, wait for leases and writes to end, and return what is left."""
-        timeout_s = check_seconds("timeout_s", timeout_s)
-        return self._core.drain(timeout_s)
+        return self._core.drain(check_seconds("timeout_s", timeout_s))
 
     def undrain(self) -> None:
         """Serve again after a drain."""

@@ -160,12 +160,9 @@ def _run_store(node_id: str, config: StoreConfig) -> None:
     core = NodeCore(node_id, config, _HOST, find, lambda: find(""), lambda: keeper.replace())
     keeper = MoverKeeper(node_id, lambda: _ChildMover(core), core.wait_ready, config.call_timeout_s)
     keeper.start()
-    address = core.peer_address()
+    where = core.peer_address()
     answers: dict[str, Callable[[Any], Any]] = {
-        "where": lambda _: {
-            "control_path": core.control_path,
-            "address": [address.host, address.port, address.token],
-        },
+        "where": lambda _: {"control_path": core.control_path, "address": [where.host, where.port, where.token]},
         "know": known.update,
         "ready": lambda _: core.wait_ready(60.0),
         "stats": lambda _: core.stats(),
@@ -179,20 +176,15 @@ def _run_store(node_id: str, config: StoreConfig) -> None:
     keeper.stop()
 
 
-def _run_mover(control_path: str, name: str, config: StoreConfig) -> None:
-    from kvstore.actors.mover import Mover
-
-    Mover(control_path, name, config.to_json())
-    threading.Event().wait()  # Its thread ends the process, with its store.
-
-
 def _main(words: list[str]) -> None:
     logging.basicConfig(level=int(words[-2]), format=f"%(asctime)s {words[0]} %(process)d %(name)s: %(message)s")
-    config = StoreConfig.from_json(words[-1])
     if words[0] == "store":
-        _run_store(words[1], config)
+        _run_store(words[1], StoreConfig.from_json(words[-1]))
     else:
-        _run_mover(words[1], words[2], config)
+        from kvstore.actors.mover import Mover
+
+        Mover(words[1], words[2], words[-1])
+        threading.Event().wait()  # Its thread ends the process, with its store.
 
 
 if __name__ == "__main__":

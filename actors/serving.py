@@ -45,10 +45,7 @@ class ServingWatch:
             name: of the actor.
             what: names it in texts.
             handle: of the actor.
-            may_restart: whether Ray makes it again after its end.
-
-        Returns:
-            False when it is gone, and another one may be made.
+            may_restart: whether Ray makes it again after its end. If not, False says that another may be made.
 
         Raises:
             TransferTimeout: it does not serve now, but may serve again.

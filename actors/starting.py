@@ -11,23 +11,14 @@ from typing import Any
 
 import ray
 
-from kvstore.actors.calls import (
-    RAY_NAMESPACE,
-    actor_name,
-    answer,
-    begin,
-    call,
-    find_actor,
-    is_answered,
-    is_silent,
-    ray_failures,
-)
+from kvstore.actors.calls import actor_name, answer, begin, call, find_actor, is_answered, is_silent
 from kvstore.actors.cluster import Store
-from kvstore.actors.ending import end_actors, node_stores
+from kvstore.actors.ending import end_actors
+from kvstore.actors.finding import alive_nodes, make_actor, node_stores
 from kvstore.actors.session.handles import USE
 from kvstore.actors.session.joining import Joined
 from kvstore.actors.session.rays import RaySession
-from kvstore.actors.supervisor import ASKED_GROUP, Supervisor, alive_nodes
+from kvstore.actors.supervisor import ASKED_GROUP, Supervisor
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import (
     ConfigError,
@@ -99,36 +90,22 @@ def _start(config: StoreConfig, deadline_s: float, session: RaySession) -> Store
 
 def _start_once(config: StoreConfig, deadline_s: float, session: RaySession, own_id: str) -> Store | None:
     """Start a store or join the running one; return None when that is ending."""
-    name = actor_name(config.name, "supervisor")
     try:
         supervisor = _find_supervisor(config.name, deadline_s)
     except StoreNotRunning:
         _check_room(config)
-        with ray_failures(name):
-            supervisor = (
-                ray.remote(concurrency_groups=ASKED_GROUP)(Supervisor)  # type: ignore[call-overload]
-                .options(
-                    name=name,
-                    namespace=RAY_NAMESPACE,
-                    lifetime="detached",
-                    get_if_exists=True,
-                    num_cpus=0,
-                    max_restarts=-1,
-                    max_concurrency=4,
-                )
-                .remote(config.to_json(), own_id)
-            )
+        name, args = actor_name(config.name, "supervisor"), (config.to_json(), own_id)
+        supervisor = make_actor(name, Supervisor, ASKED_GROUP, args, max_restarts=-1, max_concurrency=4)
     return _join(config, session, supervisor, own_id, deadline_s)
 
 
 def _find_supervisor(name: str, deadline_s: float) -> Any:
     """Find a store's supervisor within the deadline; Ray would ask a dead GCS until it ends this process."""
-    left_s = max(_ENDS_S, deadline_s - time.monotonic())
-    return find_actor(actor_name(name, "supervisor"), left_s)
+    return find_actor(actor_name(name, "supervisor"), max(_ENDS_S, deadline_s - time.monotonic()))
 
 
 def _join(config: StoreConfig, session: RaySession, supervisor: Any, own_id: str, deadline_s: float) -> Store | None:
-    running = call("supervisor", supervisor.join, own_id, timeout_s=max(0.0, deadline_s - time.monotonic()))
+    running = call("supervisor", supervisor.join, own_id, timeout_s=deadline_s - time.monotonic())
     if running["is_ending"]:
         return None
     _check_compatible(config, running)
@@ -226,11 +203,11 @@ def _wait_ready(name: str, supervisor: Any, own_id: str, deadline_s: float) -> N
 
 def _served(supervisor: Any, own_id: str, deadline_s: float) -> list[str]:
     """Have the supervisor make a round, which may be long, and keep telling it that this call waits."""
-    made, is_over = begin("supervisor", supervisor.reconcile), False
-    while not is_over:
+    made, is_done = begin("supervisor", supervisor.reconcile), False
+    while not is_done:
         left_s = max(0.0, deadline_s - time.monotonic())
         call("supervisor", supervisor.join, own_id, timeout_s=min(_CALL_S, left_s))
-        is_over = is_answered("supervisor", made, min(_SAY_EVERY_S, left_s)) or left_s <= _SAY_EVERY_S
+        is_done = is_answered("supervisor", made, min(_SAY_EVERY_S, left_s)) or left_s <= _SAY_EVERY_S
     served: list[str] = answer("supervisor", made, 0.0)
     return served
 
@@ -258,9 +235,7 @@ def _check_compatible(config: StoreConfig | None, running: dict[str, Any]) -> St
             "run one version of raykv everywhere"
         )
     theirs = StoreConfig.from_json(running["config"])
-    differences = {} if config is None else config.differences(theirs)
-    if differences:
-        text = ", ".join(f"{key}: wanted {a!r}, runs with {b!r}" for key, (a, b) in differences.items())
+    if text := config.differences(theirs) if config else "":
         raise IncompatibleStore(
             f"a store named {theirs.name!r} runs with other settings ({text}); connect() to it, stop it first, or "
             "choose another name="
@@ -291,7 +266,7 @@ def _running_config(name: str, deadline_s: float) -> StoreConfig:
         for node, handle in node_stores(name).items():
             left_s = deadline_s - time.monotonic()
             with contextlib.suppress(TransferTimeout, PeerLost):
-                settings = call(f"store of node {node}", handle.settings, timeout_s=max(0.0, min(_CALL_S, left_s)))
+                settings = call(f"store of node {node}", handle.settings, timeout_s=min(_CALL_S, left_s))
                 logger.warning("the supervisor of store %r does not answer, and its nodes do: %s", name, error)
                 return StoreConfig.from_json(settings)
         raise

@@ -14,13 +14,12 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
-from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
-from ray.core.generated import gcs_pb2
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvstore.actors.calls import RAY_NAMESPACE, actor_name, call, find_actor, ray_failures
+from kvstore.actors.calls import actor_name, call, find_actor, on_thread, ray_failures
 from kvstore.actors.directory import Directory
+from kvstore.actors.finding import actors_of, alive_nodes, make_actor
 from kvstore.actors.node_store import NodeStore
 from kvstore.actors.serving import HEALTH_GROUP, WAITING_GROUPS, ServingWatch
 from kvstore.config import PROTOCOL_VERSION, StoreConfig
@@ -44,22 +43,6 @@ _SHARED_S = 2 * _ROUND_S + 15.0
 _HEARD_S = 10.0
 
 
-def alive_nodes() -> dict[str, dict[str, float]]:
-    """Return the resources of each living node by its Ray id.
-
-    Raises:
-        StoreUnavailable, TransferError: the cluster cannot be asked.
-    """
-    with ray_failures("nodes"):
-        # ray.nodes() asks the same, but waits forever for a GCS that hangs.
-        nodes = ray_worker.global_worker.gcs_client.get_all_node_info(timeout=_CALL_S)  # type: ignore[attr-defined]
-    return {
-        node_id.hex(): dict(node.resources_total)
-        for node_id, node in nodes.items()
-        if node.state == gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
-    }
-
-
 class Supervisor:
     """Keeps a directory and one node store per node alive.
 
@@ -71,13 +54,11 @@ class Supervisor:
 
     def __init__(self, config_json: str, starter: str = "", watch: bool = True) -> None:
         self._config = StoreConfig.from_json(config_json)
-        self._config_json = config_json
         self._starter = starter
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._problems: dict[str, str] = {}
-        #: Nodes whose problems stay as long as the settings do.
-        self._hopeless: set[str] = set()
+        #: By node, why it has no store.
+        self._problems: dict[str, BaseException] = {}
         #: Time of the last message of each waiting call of `start`, in order of arrival; the starter's stays.
         self._heard_s: dict[str, float] = {}
         #: Whether a call has got a handle: from then on no failing call ends the store.
@@ -98,7 +79,7 @@ class Supervisor:
 
     def _describe(self) -> dict[str, Any]:
         return {
-            "protocol": PROTOCOL_VERSION, "config": self._config_json, "starter": self._starter,
+            "protocol": PROTOCOL_VERSION, "config": self._config.to_json(), "starter": self._starter,
             "is_ending": self._stopping.is_set(),
         }  # fmt: skip
 
@@ -138,11 +119,10 @@ class Supervisor:
             others = [other for other in waiting if other != caller]
             if others:
                 self._starter = others[0]
-                return False
-            if self._is_had:
-                return False
-            self._stopping.set()
-            return True
+            elif not self._is_had:
+                self._stopping.set()
+                return True
+            return False
 
     def _waiting(self) -> list[str]:
         """Return the waiting calls of `start` that are not gone; the caller holds the lock."""
@@ -152,13 +132,13 @@ class Supervisor:
     @ray.method(concurrency_group=ASKED)
     def problems(self) -> dict[str, str]:
         """Return why nodes have no store, by node id."""
-        return dict(self._problems)
+        return {node_id: str(error) for node_id, error in dict(self._problems).items()}
 
     @ray.method(concurrency_group=ASKED)
     def hopeless(self) -> dict[str, str]:
         """Return the `problems` that stay as long as the settings do."""
-        problems, hopeless = dict(self._problems), set(self._hopeless)
-        return {node_id: text for node_id, text in problems.items() if node_id in hopeless}
+        problems = dict(self._problems).items()
+        return {node_id: str(error) for node_id, error in problems if isinstance(error, ConfigError)}
 
     @ray.method(concurrency_group=ASKED)
     def unfinished(self) -> dict[str, str]:
@@ -201,30 +181,23 @@ class Supervisor:
             except TimeoutError as error:
                 raise TransferTimeout(f"a round is not done within {_SHARED_S:g} s") from error
         try:
-            served = self._reconcile()
-        except BaseException as error:
+            own.set_result(self._reconcile())
+        except BaseException as error:  # noqa: BLE001 - raised below, and to those who share this round.
             own.set_exception(error)
-            raise
-        own.set_result(served)
-        return served
+        return own.result()
 
     def _reconcile(self) -> list[str]:
         if self._stopping.is_set():
             return []
         nodes = alive_nodes()
-        self._problems = {node_id: text for node_id, text in self._problems.items() if node_id in nodes}
-        self._hopeless &= set(nodes)
+        self._problems = {node_id: error for node_id, error in self._problems.items() if node_id in nodes}
         # First, because a store that starts before the directory would publish a second later.
         directory = self._begin("directory", self._ensure_directory)
         wait([directory], _ROUND_S)
-        ensured = {
-            node_id: self._begin(node_id, self._ensure_node_store, node_id, resources)
-            for node_id, resources in nodes.items()
-        }
+        ensured = {node_id: self._begin(node_id, self._ensure_node_store, node_id, nodes[node_id]) for node_id in nodes}
         wait(ensured.values(), _ROUND_S)
-        names = {actor_name(self._config.name, "node", node_id) for node_id in nodes}
         self._checked = {node_id: own for node_id, own in self._checked.items() if node_id in nodes}
-        self._serving.keep(names | {actor_name(self._config.name, "directory")})
+        self._serving.keep({self._name("directory"), *(self._name("node", node_id) for node_id in nodes)})
         served = []
         for node_id, future in ensured.items():
             if not future.done():
@@ -235,13 +208,15 @@ class Supervisor:
                 served.append(node_id)
                 self._problems.pop(node_id, None)
                 continue
-            if self._problems.get(node_id) != str(error):
+            if str(self._problems.get(node_id)) != str(error):
                 logger.warning("node %s has no store: %s", node_id, error)
-            self._problems[node_id] = str(error)
-            (self._hopeless.add if isinstance(error, ConfigError) else self._hopeless.discard)(node_id)
+            self._problems[node_id] = error
         if directory.done():
             directory.result()
         return served
+
+    def _name(self, kind: str, node_id: str = "") -> str:
+        return actor_name(self._config.name, kind, node_id)
 
     def _begin(self, key: str, ensure: Callable[..., None], *arguments: Any) -> Future[None]:
         """Run `ensure` on a thread unless it already runs for this key; after `stop` it fails at once."""
@@ -253,20 +228,12 @@ class Supervisor:
             if self._stopping.is_set():
                 future.set_exception(StoreNotRunning("this store is being stopped"))
                 return future
-            self._running = {k: f for k, f in self._running.items() if not f.done()} | {key: future}
-
-        def run() -> None:
             try:
-                ensure(*arguments)
-                future.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - raised where the future is read.
+                future = on_thread(f"raykv-ensure-{key[:8]}", lambda: ensure(*arguments))
+            except (RuntimeError, MemoryError) as error:  # No thread can be started now: the next round tries again.
                 future.set_exception(error)
-
-        try:
-            threading.Thread(target=run, name=f"raykv-ensure-{key[:8]}", daemon=True).start()
-        except (RuntimeError, MemoryError) as error:  # No thread can be started now.
-            future.set_exception(error)  # Else it would count as running, and this node would never get a store.
-        return future
+            self._running = {k: f for k, f in self._running.items() if not f.done()} | {key: future}
+            return future
 
     def _watch(self) -> None:
         guard, pause_s = Guard(logger, "supervisor: a round"), 0.0
@@ -283,34 +250,25 @@ class Supervisor:
                 pause_s = guard.failed(error)
 
     def _ensure_directory(self) -> None:
-        name = actor_name(self._config.name, "directory")
-        if self._serves(name, "the directory", may_restart=True):
-            return
-        # Ray restarts the directory; this makes the first one, and another one if Ray has given up.
-        _get_or_create(name, Directory, {"max_restarts": -1, "max_concurrency": 8}, self._has_no_stores(name))
+        name = self._name("directory")
+        if self._serving_actor(name, "the directory", may_restart=True) is None:
+            # Ray restarts the directory; this makes the first one, and another one if Ray has given up.
+            is_first = set(actors_of(self._config.name)) <= {self._name("supervisor")}
+            _make(name, Directory, HEALTH_GROUP, (is_first,), max_restarts=-1, max_concurrency=8)
 
-    def _serves(self, name: str, what: str, *, may_restart: bool) -> bool:
-        """Return whether an actor exists and serves; see `ServingWatch.serves`."""
+    def _serving_actor(self, name: str, what: str, *, may_restart: bool) -> Any:
+        """Return an actor that serves, or None; see `ServingWatch.serves`."""
         try:
             handle = find_actor(name)
         except StoreNotRunning:
-            return False
-        return self._serving.serves(name, what, handle, may_restart=may_restart)
-
-    def _has_no_stores(self, directory: str) -> bool:
-        """Return whether neither the directory nor any store exists yet."""
-        for name in (directory, *(actor_name(self._config.name, "node", node_id) for node_id in alive_nodes())):
-            try:
-                find_actor(name)
-            except StoreNotRunning:
-                continue
-            return False
-        return True
+            return None
+        return handle if self._serving.serves(name, what, handle, may_restart=may_restart) else None
 
     def _ensure_node_store(self, node_id: str, resources: dict[str, float]) -> None:
-        name = actor_name(self._config.name, "node", node_id)
-        if self._serves(name, f"store of node {node_id}", may_restart=False):
-            self._check_settings(node_id, find_actor(name))
+        name = self._name("node", node_id)
+        handle = self._serving_actor(name, f"store of node {node_id}", may_restart=False)
+        if handle is not None:
+            self._check_settings(node_id, handle)
             return
         wanted, room = self._config.capacity_bytes, resources.get("memory", 0.0)
         if wanted > room:
@@ -318,13 +276,9 @@ class Supervisor:
                 f"wanted {wanted} bytes of Ray memory on node {node_id}, it has {int(room)}; lower capacity= or "
                 "start the node with more --memory"
             )
-        options = {
-            "max_restarts": 0,
-            "max_concurrency": 16,
-            "memory": wanted,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-        }
-        made = _get_or_create(name, NodeStore, options, node_id, self._config_json)
+        args, on_node = (node_id, self._config.to_json()), NodeAffinitySchedulingStrategy(node_id, soft=False)
+        options = {"max_restarts": 0, "max_concurrency": 16, "memory": wanted, "scheduling_strategy": on_node}
+        made = _make(name, NodeStore, HEALTH_GROUP | WAITING_GROUPS, args, **options)
         if self._stopping.is_set():
             ray.kill(made)
 
@@ -334,35 +288,20 @@ class Supervisor:
         if self._checked.get(node_id) == actor_id:
             return
         theirs = StoreConfig.from_json(call(f"store of node {node_id}", handle.settings, timeout_s=_CALL_S))
-        differences = self._config.differences(theirs)
-        if differences:
-            text = ", ".join(f"{key}: wanted {a!r}, runs with {b!r}" for key, (a, b) in differences.items())
+        if text := self._config.differences(theirs):
             raise IncompatibleStore(
                 f"node {node_id} has a store of this name, left by one that is gone, with other settings ({text})"
             )
         self._checked[node_id] = actor_id
 
 
-def _get_or_create(name: str, cls: type, options: dict[str, Any], *args: Any) -> Any:
-    """Return a named actor that answers; make it if needed. `get_if_exists` may first return a dead one."""
+def _make(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ...], **options: Any) -> Any:
+    """Make a named actor unless it exists, and return it when it answers. Ray may first name a dead one."""
     last: KVStoreError = StoreNotRunning(f"{name} could not be made")
-    groups = HEALTH_GROUP | (WAITING_GROUPS if cls is NodeStore else {})
     for _ in range(4):
         try:
-            with ray_failures(name):
-                handle: Any = (
-                    ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]
-                    .options(
-                        name=name,
-                        namespace=RAY_NAMESPACE,
-                        lifetime="detached",
-                        get_if_exists=True,
-                        num_cpus=0,
-                        **options,
-                    )
-                    .remote(*args)
-                )
-                call(name, handle.ping, timeout_s=30.0)
+            handle = make_actor(name, cls, groups, args, **options)
+            call(name, handle.ping, timeout_s=30.0)
             return handle
         except KVStoreError as error:
             last = error

@@ -107,9 +107,9 @@ def node_store(node_id: str | None = None, *, name: str = "default") -> Any:
         InvalidRequest: `node_id` is not the id of a node.
         ForkedClient: this is a fork of a process that was connected to Ray.
     """
-    from kvstore.actors import cluster
+    from kvstore.actors import finding
 
-    return cluster.node_store(node_id, check_name(name))
+    return finding.node_store(node_id, check_name(name))
 
 
 def __getattr__(name: str) -> Any:

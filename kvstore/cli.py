@@ -239,7 +239,7 @@ def _serve_until_signal(start_store: Callable[[], Any]) -> None:
 def _end_of(store: Any) -> str:
     """Return how a store with a local Ray has ended; empty while it runs or does not answer."""
     from kvstore.actors.calls import actor_name, find_actor
-    from kvstore.actors.session.joining import check_answers
+    from kvstore.actors.session.probing import check_answers
 
     name = store.config.name
     try:
@@ -257,7 +257,7 @@ def _end_of(store: Any) -> str:
 
 def _stop_local(store: Any) -> None:
     """Stop a store with its Ray, and give up if that Ray ends first, as after a signal to the process group."""
-    from kvstore.actors.session.joining import check_answers
+    from kvstore.actors.session.probing import check_answers
 
     failed: list[KVStoreError] = []
     # Warnings of a Ray that does not answer would only confuse: it is to end. A failure is raised.

@@ -182,10 +182,11 @@ class StoreConfig:
         """16 hex digits; they differ when any setting or the protocol version differs."""
         return hashlib.sha256(f"{PROTOCOL_VERSION}:{self.to_json()}".encode()).hexdigest()[:16]
 
-    def differences(self, other: StoreConfig) -> dict[str, tuple[object, object]]:
-        """Return the settings in which two configurations differ, each with both values."""
-        mine, theirs = asdict(self), asdict(other)
-        return {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+    def differences(self, running: StoreConfig) -> str:
+        """Return the settings in which a running store differs, each with both values, for an error."""
+        mine, theirs = asdict(self), asdict(running)
+        both = {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+        return ", ".join(f"{key}: wanted {one!r}, runs with {other!r}" for key, (one, other) in both.items())
 
 
 def socket_dir() -> Path:

@@ -20,7 +20,8 @@ import torch
 
 from kvstore.actors.bench.cluster import on_node, two_nodes
 from kvstore.actors.calls import call
-from kvstore.actors.cluster import Store, node_store
+from kvstore.actors.cluster import Store
+from kvstore.actors.finding import node_store
 from kvstore.actors.starting import start
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
@@ -70,11 +71,11 @@ class Caller:
     def measure(self, op: str, way: str, num_hashes: int, rounds: int) -> list[float]:
         """Return the seconds of each call; every answer is checked."""
         hashes = self._hashes[:num_hashes]
-        ask: Callable[[], int] = getattr(self, f"_{op}_{way}")(hashes)
+        ask: Callable[[Any], int] = getattr(self, f"_{op}_{way}")
         seconds = []
         for number in range(rounds + rounds // 10 + 5):
             started_s = time.perf_counter()
-            found = ask()
+            found = ask(hashes)
             ended_s = time.perf_counter()
             if found != num_hashes:
                 raise AssertionError(f"{op} over {way}: wanted {num_hashes} blocks, got {found}")
@@ -82,33 +83,24 @@ class Caller:
                 seconds.append(ended_s - started_s)
         return seconds
 
-    def _lookup_socket(self, hashes: Any) -> Callable[[], int]:
-        return lambda: self._client.lookup(hashes).num_local
+    def _lookup_socket(self, hashes: Any) -> int:
+        return self._client.lookup(hashes).num_local
 
-    def _lookup_bare(self, hashes: Any) -> Callable[[], int]:
-        def ask() -> int:
-            self._echo.sendall(hashes.data)
-            return len(hashes) if len(self._echo.recv(1 << 18)) == 8 else -1
+    def _lookup_bare(self, hashes: Any) -> int:
+        self._echo.sendall(hashes.data)
+        return len(hashes) if len(self._echo.recv(1 << 18)) == 8 else -1
 
-        return ask
+    def _lookup_ray(self, hashes: Any) -> int:
+        return int(call("lookup", self._handle.lookup, hashes, timeout_s=_TIMEOUT_S))
 
-    def _lookup_ray(self, hashes: Any) -> Callable[[], int]:
-        return lambda: int(call("lookup", self._handle.lookup, hashes, timeout_s=_TIMEOUT_S))
+    def _lease_socket(self, hashes: Any) -> int:
+        lease = self._client.lease(hashes)
+        return len(lease) if lease.release() else -1
 
-    def _lease_socket(self, hashes: Any) -> Callable[[], int]:
-        def ask() -> int:
-            lease = self._client.lease(hashes)
-            return len(lease) if lease.release() else -1
-
-        return ask
-
-    def _lease_ray(self, hashes: Any) -> Callable[[], int]:
-        def ask() -> int:
-            grant = call("lease", self._handle.lease, hashes, "bench", timeout_s=_TIMEOUT_S)
-            held = call("release", self._handle.release, grant.lease_id, "bench", timeout_s=_TIMEOUT_S)
-            return len(grant.slots) if held else -1
-
-        return ask
+    def _lease_ray(self, hashes: Any) -> int:
+        grant = call("lease", self._handle.lease, hashes, "bench", timeout_s=_TIMEOUT_S)
+        held = call("release", self._handle.release, grant.lease_id, "bench", timeout_s=_TIMEOUT_S)
+        return len(grant.slots) if held else -1
 
 
 def run_control(num_hashes: list[int], rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -133,16 +125,8 @@ def run_control(num_hashes: list[int], rounds: int, progress: Callable[[str], No
                         progress(f"{op} of {count} hashes over {way}")
                         number = max(rounds // 10, 20) if way == "ray" else rounds
                         took_s = call(op, caller.measure, op, way, count, number, timeout_s=_TIMEOUT_S)
-                        micros = np.asarray(took_s) * 1e6
-                        rows.append(
-                            {
-                                "op": op,
-                                "way": way,
-                                "num_hashes": count,
-                                "p50_us": round(float(np.percentile(micros, 50)), 1),
-                                "p99_us": round(float(np.percentile(micros, 99)), 1),
-                            }
-                        )
+                        p50, p99 = (round(float(us), 1) for us in np.percentile(np.asarray(took_s) * 1e6, (50, 99)))
+                        rows.append({"op": op, "way": way, "num_hashes": count, "p50_us": p50, "p99_us": p99})
         finally:
             ray.kill(caller)
             ray.kill(echo)

@@ -100,35 +100,30 @@ def _measure(
         name="bench-handoff", capacity_bytes=max(1 << 26, most_bytes + 2 * shape.block_bytes),
         block_bytes=shape.block_bytes, max_handoff_fraction=1.0, max_pinned_fraction=1.0,
     )  # fmt: skip
-    places = _HOST if device == "cpu" else _GPUS
+    places, between = (_HOST, "cpu_to_cpu") if device == "cpu" else (_GPUS, "gpu_to_gpu")
     for count in counts:
-        between = "gpu_to_gpu" if device == "cuda" else "cpu_to_cpu"
-        yield _row(
-            between, "limit", count, shape, {"seconds": _copy_seconds(count * shape.block_bytes, places, rounds)}
-        )
+        copied = {"seconds": _copy_seconds(count * shape.block_bytes, places, rounds)}
+        yield _row(between, "limit", count, shape, copied)
     say("starting two stores")
     with plain_nodes(config, timeout_s=_TIMEOUT_S) as nodes:
         with ExitStack() as closing:
             pair = _Pair(nodes, space, places, max(counts), closing)
             if device == "cpu":
-                for way in _WAYS[:-1]:
-                    yield from _hand_offs(pair, shape, counts, rounds, "cpu_to_cpu", way)
+                yield from _hand_offs(pair, shape, counts, rounds, between, _WAYS[:-1])
                 return
-            yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", "host")
+            yield from _hand_offs(pair, shape, counts, rounds, between, ["host"])
             pair.attach(2 * most_bytes, say)
-            for way in _WAYS:
-                yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", way)
+            yield from _hand_offs(pair, shape, counts, rounds, between, _WAYS)
             with kept_awake():
-                for way in _WAYS:
-                    yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu", way, "_cores_awake")
+                yield from _hand_offs(pair, shape, counts, rounds, between, _WAYS, "_cores_awake")
         with ExitStack() as closing:
             pair = _Pair([nodes[0], nodes[0]], space, places, max(counts), closing)
             pair.attach(2 * most_bytes, say)
-            yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu_one_node", "ours")
+            yield from _hand_offs(pair, shape, counts, rounds, "gpu_to_gpu_one_node", ["ours"])
     say("NIXL alone")
     for count, way, seconds in raw_nixl(shape, counts, rounds, config.stage_chunk_bytes, _TIMEOUT_S):
         first = round(count * shape.block_bytes / seconds[0] / 1e9, 3)
-        yield _row("gpu_to_gpu", way, count, shape, {"seconds": seconds[1:], "first_gb_per_s": first})
+        yield _row(between, way, count, shape, {"seconds": seconds[1:], "first_gb_per_s": first})
 
 
 def _row(direction: str, way: str, count: int, shape: KVShape, found: dict[str, Any]) -> dict[str, Any]:
@@ -202,26 +197,23 @@ class _Pair:
 
 
 def _hand_offs(
-    pair: _Pair, shape: KVShape, counts: Sequence[int], rounds: int, direction: str, way: str, how: str = ""
+    pair: _Pair, shape: KVShape, counts: Sequence[int], rounds: int, direction: str, ways: Sequence[str], how: str = ""
 ) -> Iterator[dict[str, Any]]:
-    for count in counts:
-        yield _row(direction, way + how, count, shape, pair.hand_off(count, rounds, way))
+    for way in ways:
+        for count in counts:
+            yield _row(direction, way + how, count, shape, pair.hand_off(count, rounds, way))
 
 
 def _copy_seconds(num_bytes: int, places: tuple[str, str], rounds: int) -> list[float]:
     source = torch.ones(num_bytes, dtype=torch.uint8, device=places[0])
     target = torch.zeros(num_bytes, dtype=torch.uint8, device=places[1])
-    seconds = []
+    gpus, seconds = [device for device in (source.device, target.device) if device.type == "cuda"], []
     for _ in range(rounds + _WARM_ROUNDS):
-        _synchronize({source.device, target.device})
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
         began_s = time.perf_counter()
         target.copy_(source)
-        _synchronize({source.device, target.device})
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
         seconds.append(time.perf_counter() - began_s)
     return seconds[_WARM_ROUNDS:]
-
-
-def _synchronize(devices: set[torch.device]) -> None:
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -44,13 +44,8 @@ class RawEnd:
         self._arena: Arena = create_arena(num_bytes, huge_pages=huge_pages)
         self._slab = self._arena.bytes_view()
         self._block_bytes = block_bytes
-        self._transport = NixlTransport(
-            name,
-            self._arena.address,
-            num_bytes,
-            progress_delay_us=PROGRESS_DELAY_US if tuned else 0,
-            separate_reader=False,
-        )
+        delay_us, address = PROGRESS_DELAY_US if tuned else 0, self._arena.address
+        self._transport = NixlTransport(name, address, num_bytes, progress_delay_us=delay_us, separate_reader=False)
         self._transport.set_slots(block_bytes, num_bytes // block_bytes)
 
     def describe(self) -> PeerDescription:

@@ -148,13 +148,8 @@ def run_transfer(
 def _rows(lane: str, block_bytes: int, load_bytes: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     rows = []
     for way, seconds in times.items():
-        row = {
-            "lane": lane,
-            "block_bytes": block_bytes,
-            "way": way,
-            "gb_per_s": round(load_bytes / statistics.median(seconds) / 1e9, 3),
-            "load_bytes": load_bytes,
-        }
+        rate = round(load_bytes / statistics.median(seconds) / 1e9, 3)
+        row = {"lane": lane, "block_bytes": block_bytes, "way": way, "gb_per_s": rate, "load_bytes": load_bytes}
         if way == "load":
             # Round by round, because a slow moment of a shared machine slows both of a pair.
             pairs = zip(times["nixl_huge_pages"], seconds, strict=True)
@@ -167,10 +162,17 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
     num_blocks = load_bytes // block_bytes
     config = StoreConfig(name=f"bench-{lane}-{block_bytes >> 10}", capacity_bytes=(rounds + 2) * load_bytes, lane=lane)
     times: dict[str, list[float]] = {}
+
+    def raw_pair(started: contextlib.ExitStack, name: str, tuned: bool = True, huge_pages: bool = False) -> list[Any]:
+        arguments = 2 * load_bytes, block_bytes, tuned, huge_pages
+        ends = [on_node(RawEnd, node).remote(lane, f"{name}-{i}", *arguments) for i, node in enumerate(nodes)]
+        _kill_at_end(started, ends)
+        return ends
+
     with contextlib.ExitStack() as started:
         # Their processes start while the store does.
-        raw = _raw_pair(started, nodes, lane, f"{config.name}-a", load_bytes, block_bytes, True, False)
-        huge = _raw_pair(started, nodes, lane, f"{config.name}-b", load_bytes, block_bytes, True, True)
+        raw = raw_pair(started, f"{config.name}-a")
+        huge = raw_pair(started, f"{config.name}-b", huge_pages=True)
         store = start(config, None, _TIMEOUT_S)
         started.callback(store.stop)
         space = Namespace(model="bench", shape=shape_of(block_bytes))
@@ -196,7 +198,7 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
                     times.setdefault(way, []).append(seconds)
     with contextlib.ExitStack() as started:
         # Separately: each agent as the wrapper builds it always spins on a core.
-        spinning = _raw_pair(started, nodes, lane, config.name, load_bytes, block_bytes, False, False)
+        spinning = raw_pair(started, config.name, tuned=False)
         _connect(spinning)
         times["nixl_untuned"] = [_read_raw(spinning, number, load_bytes) for number in range(rounds + 1)][1:]
     return times
@@ -204,24 +206,6 @@ def _measure(nodes: list[str], lane: str, block_bytes: int, load_bytes: int, rou
 
 def _kill_at_end(started: contextlib.ExitStack, handles: list[Any]) -> None:
     started.callback(lambda: [ray.kill(handle) for handle in handles])
-
-
-def _raw_pair(
-    started: contextlib.ExitStack,
-    nodes: list[str],
-    lane: str,
-    name: str,
-    load_bytes: int,
-    block_bytes: int,
-    tuned: bool,
-    huge_pages: bool,
-) -> list[Any]:
-    ends = [
-        on_node(RawEnd, node).remote(lane, f"{name}-{i}", 2 * load_bytes, block_bytes, tuned, huge_pages)
-        for i, node in enumerate(nodes)
-    ]
-    _kill_at_end(started, ends)
-    return ends
 
 
 def _connect(ends: list[Any]) -> None:

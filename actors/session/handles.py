@@ -17,8 +17,9 @@ from typing import Any
 import ray
 
 from kvstore.actors.calls import within
-from kvstore.actors.ending import stores_here
-from kvstore.actors.session.joining import Joined, check_answers, join_ray
+from kvstore.actors.finding import stores_here
+from kvstore.actors.session.joining import Joined, join_ray
+from kvstore.actors.session.probing import check_answers
 from kvstore.actors.session.rays import RaySession, current_session
 from kvstore.errors import KVStoreError, StoreBusy
 
@@ -72,8 +73,7 @@ class RayUse:
             if joined is not None:
                 self._undo(joined.session)
             raise
-        finally:
-            self._forget(call)
+        self._forget(call)
 
     def hold(self, handle: Any) -> None:
         """Count an open handle of a store."""

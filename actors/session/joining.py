@@ -18,34 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
 import ray
 from ray import _raylet
 from ray import exceptions as ray_errors
-from ray._common.network_utils import build_address  # type: ignore[attr-defined]
-from ray._common.tls_utils import load_certs_from_env
 from ray._private import external_storage, gcs_pubsub
-from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
-from ray._private.services import find_node_ids
-from ray._raylet import (  # type: ignore[attr-defined]
-    AuthenticationMode,
-    AuthenticationTokenLoader,
-    Config,
-    get_authentication_mode,
-)
-from ray.core.generated import (
-    gcs_pb2,
-    gcs_service_pb2,
-    gcs_service_pb2_grpc,
-    node_manager_pb2,
-    node_manager_pb2_grpc,
-)
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from kvstore.actors.calls import RAY_NAMESPACE, check_not_forked, node_address
 from kvstore.actors.session.keeper import KEEPER
 from kvstore.actors.session.leftovers import end_children, ray_children
+from kvstore.actors.session.probing import check_answers, check_goes_on, check_node
 from kvstore.actors.session.rays import OWN_RAY_NAMESPACE, RaySession, current_session, rays_here, recorded_address
-from kvstore.bounds import clip
 from kvstore.errors import ConfigError, KVStoreError, StoreNotRunning, StoreUnavailable, WrongCluster
 
 LOCAL = "local"
@@ -54,16 +37,6 @@ AUTO = "auto"
 _INIT_FAILURES = (OSError, RuntimeError, ValueError, AssertionError, AttributeError, KeyError, ray_errors.RayError)
 #: How long to wait for the end of a Ray that an earlier call began and abandoned.
 _SETTLE_S = 60.0
-_CONNECT_S = 10.0
-#: Interval at which to look for a node that is being started.
-_LOOK_EVERY_S = 0.5
-#: With less time, a working Ray might be taken for one that has failed.
-_LEAST_S = 0.5
-_MAX_PORT = 65535
-#: The first bytes of an HTTP/2 client, such as gRPC: the preface, and an empty SETTINGS frame.
-_HTTP2_CLIENT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
-#: The type of the server's first frame, after three bytes of length.
-_HTTP2_SETTINGS = b"\x04"
 
 # Ray draws a driver's subscriber id from this generator. Engines seed Python's generator, usually with the same number
 # (vLLM: 0), and drivers with one id end each other's polls: a thousand requests a second while both live. Set once and
@@ -162,8 +135,7 @@ def check_named(address: str | None) -> None:
     """
     if (address or os.environ.get("RAY_ADDRESS") or AUTO) != AUTO or ray.is_initialized():
         return
-    if len(addresses := [one.address for one in rays_here()]) > 1:
-        raise ConfigError(_several(addresses))
+    _check_one([one.address for one in rays_here()])
 
 
 def find_ray(deadline_s: float = math.inf) -> tuple[str | None, str]:
@@ -191,43 +163,36 @@ def find_ray(deadline_s: float = math.inf) -> tuple[str | None, str]:
             f"with `ray start --head`, pass address=, or, for a Ray of this process alone, address={LOCAL!r}; it is "
             f"forgotten when {file} is removed"
         ) from error
-    others = [
-        one.address
-        for one in here
-        if one.outlives_starter and not _are_same(one.address, address) and Path(one.folder) == file.parent
-    ]
-    if others:
-        raise ConfigError(_several([address, *others]))
+    beside = [one.address for one in here if one.outlives_starter and Path(one.folder) == file.parent]
+    _check_one([address, *(other for other in beside if not _are_same(other, address))])
     return address, "`ray start` began it on this machine"
 
 
 def _only_ray_here() -> str:
     addresses = [one.address for one in rays_here()]
-    if len(addresses) > 1:
-        raise ConfigError(_several(addresses))
+    _check_one(addresses)
     if not addresses:
         raise StoreNotRunning("no Ray cluster runs here and none was named; pass address= or set RAY_ADDRESS")
     return addresses[0]
 
 
-def _several(addresses: list[str]) -> str:
-    return (
-        f"wanted the Ray of this machine, got {len(addresses)}: {', '.join(sorted(addresses))}; say which with "
-        "address= or RAY_ADDRESS"
-    )
+def _check_one(addresses: list[str]) -> None:
+    if len(addresses) > 1:
+        raise ConfigError(
+            f"wanted the Ray of this machine, got {len(addresses)}: {', '.join(sorted(addresses))}; say which with "
+            "address= or RAY_ADDRESS"
+        )
 
 
 def _check_same(address: str | None, session: RaySession) -> None:
     """Refuse an address that differs from that of this process's Ray."""
-    if address in (None, "", AUTO) or (address == LOCAL and session.is_own):
+    if not address or address == AUTO or (address == LOCAL and session.is_own):
         return
-    assert address is not None
-    if _are_same(address, session.address):
-        return
-    raise WrongCluster(
-        f"wanted the Ray at {address!r}, got a process that is connected to the one at {session.address}; leave "
-        "address= out, or call ray.shutdown() first"
-    )
+    if not _are_same(address, session.address):
+        raise WrongCluster(
+            f"wanted the Ray at {address!r}, got a process that is connected to the one at {session.address}; leave "
+            "address= out, or call ray.shutdown() first"
+        )
 
 
 def _are_same(one: str, other: str) -> bool:
@@ -244,190 +209,12 @@ def _addresses_of(host: str) -> set[str]:
     return {address, node_address()} if address.startswith("127.") else {address}
 
 
-def check_answers(address: str, deadline_s: float = math.inf, called: str = "address") -> None:
-    """Refuse a host:port where no GCS answers: ray.init would try for a minute, or forever.
-
-    The program there must greet as an HTTP/2 server and answer a question that every GCS knows, both in time. The token
-    is sent only if it asks for one and Ray is set to send it.
-
-    Args:
-        address: the host:port.
-        deadline_s: by when the answer must come.
-        called: the source of the address, for the error: the argument, or an environment variable.
-
-    Raises:
-        StoreNotRunning: no program listens there, or not a working GCS.
-        ConfigError: this is not an address, or the files that RAY_USE_TLS needs are not usable.
-    """
-    host, _, port = address.rpartition(":")
-    # isdigit() alone accepts "²", and int() of thousands of digits raises.
-    if not host or not (port.isascii() and port.isdigit() and len(port) < 10) or int(port) > _MAX_PORT:
-        raise ConfigError(f"{called}: wanted the host:port of a Ray cluster, 'auto' or 'local', got {clip(address)}")
-    timeout_s = max(0.1, min(_CONNECT_S, deadline_s - time.monotonic()))
-    try:
-        _reach(host, int(port), timeout_s)
-    except (OSError, UnicodeError) as error:  # UnicodeError: this cannot be a host.
-        raise StoreNotRunning(
-            f"no Ray cluster answers at {address!r}: {error}; {_longer(timeout_s)}pass the address that "
-            "`ray start --head` printed"
-        ) from error
-
-
-def check_goes_on(session: RaySession, advice: str, timeout_s: float = math.inf) -> None:
-    """Refuse this process's Ray if it has ended, because most calls hang there.
-
-    Ray itself notices the end after a minute, and then ends the process.
-
-    Args:
-        session: of that Ray.
-        advice: the remedy, for the error.
-        timeout_s: limit for its answer.
-
-    Raises:
-        StoreNotRunning: it has ended, or does not answer.
-    """
-    host, _, port = session.address.rpartition(":")
-    timeout_s = min(_CONNECT_S, max(_LEAST_S, timeout_s))
-    try:
-        _reach(host, int(port), timeout_s)
-    except ConnectionRefusedError as error:
-        raise StoreNotRunning(f"the Ray at {session.address} has ended, and its stores with it; {advice}") from error
-    except (OSError, ValueError, OverflowError) as error:
-        raise StoreNotRunning(
-            f"the Ray at {session.address} does not answer: {error}; {_longer(timeout_s)}{advice}"
-        ) from error
-
-
-def _longer(timeout_s: float) -> str:
-    """Return advice for a caller that gave Ray less time than a working one may need."""
-    if timeout_s >= _CONNECT_S:
-        return ""
-    return f"it had {max(0.0, timeout_s):.1f} s, so try a longer timeout_s= first; "
-
-
-def check_node(address: str, deadline_s: float = math.inf) -> None:
-    """Refuse a Ray whose node here does not answer: ray.init would wait a minute, or end this process.
-
-    Waits for a node that is being started.
-
-    Raises:
-        StoreNotRunning: no node of it runs here, or its raylet does not answer.
-    """
-    timeout_s = min(deadline_s - time.monotonic(), _CONNECT_S)
-    end_s = time.monotonic() + timeout_s
-    try:
-        for node in _nodes_here(address, end_s):
-            _ask_raylet(build_address(node.node_manager_address, node.node_manager_port), end_s)
-    except OSError as error:
-        raise StoreNotRunning(
-            f"the Ray at {address} answers, but not its node on this machine: {error}; {_longer(timeout_s)}wait if "
-            "that was suspended, else end what is left of this node and start it again with `ray start`"
-        ) from error
-
-
-def _nodes_here(address: str, end_s: float) -> list[Any]:
-    """Return this machine's living nodes, of which ray.init takes one; none if the GCS wants another token.
-
-    Raises:
-        OSError: the GCS does not answer, or there is no such node by `end_s`.
-    """
-    request = gcs_service_pb2.GetAllNodeInfoRequest  # type: ignore[attr-defined]
-    while True:
-        here = [request.NodeSelector(node_id=bytes.fromhex(node_id)) for node_id in sorted(_node_ids_here())]
-        if here:
-            alive = request(node_selectors=here, state_filter=gcs_pb2.GcsNodeInfo.ALIVE)  # type: ignore[attr-defined]
-            reply = _ask_gcs(address, "GetAllNodeInfo", alive, end_s)
-            nodes = [] if reply is None else list(reply.node_info_list)
-            if nodes or reply is None:
-                return [node for node in nodes if node.is_head_node][:1] or nodes
-        if time.monotonic() + _LOOK_EVERY_S >= end_s:
-            raise OSError("no raylet of it runs here")
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _node_ids_here() -> set[str]:
-    """Return the node ids of all Rays of this machine, found from processes, as Ray does it."""
-    return set(find_node_ids())  # type: ignore[no-untyped-call]
-
-
-def _left_s(end_s: float) -> float:
-    """Return the time left, never 0: for a socket a timeout of 0 means no waiting."""
-    return max(0.01, end_s - time.monotonic())
-
-
-def _reach(host: str, port: int, timeout_s: float) -> None:
-    """Check that a GCS greets and answers within a time; raise OSError if not."""
-    end_s = time.monotonic() + timeout_s
-    with socket.create_connection((host.strip("[]"), port), timeout=timeout_s) as sock:
-        if not _uses_tls():
-            sock.settimeout(_left_s(end_s))
-            sock.sendall(_HTTP2_CLIENT)
-            begin = b""
-            while len(begin) < 4:
-                sock.settimeout(_left_s(end_s))
-                if not (more := sock.recv(4 - len(begin))):
-                    break
-                begin += more
-            if begin[3:] != _HTTP2_SETTINGS:
-                raise OSError(f"what listens there is no GCS of Ray: it begins with {begin!r}")
-    _ask_gcs(f"{host}:{port}", "GetClusterId", gcs_service_pb2.GetClusterIdRequest(), end_s)  # type: ignore[attr-defined]
-
-
-def _uses_tls() -> bool:
-    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # As Ray reads it.
-
-
-def _channel(address: str) -> Any:
-    options = list(GLOBAL_GRPC_OPTIONS)
-    if not _uses_tls():
-        return grpc.insecure_channel(address, options)
-    try:
-        certificate, key, authority = load_certs_from_env()  # type: ignore[no-untyped-call]
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"RAY_USE_TLS is set, and its files cannot be used: {error}") from error
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), options)
-
-
-def _ask_gcs(address: str, question: str, request: Any, end_s: float) -> Any:
-    """Ask a GCS about its nodes, and return the reply; None if it wants a token that we do not have.
-
-    Raises:
-        OSError: none answers.
-    """
-    with _channel(address) as channel:
-        ask = getattr(gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel), question)  # type: ignore[no-untyped-call]
-        shown: tuple[tuple[str, str], ...] = ()
-        while True:
-            try:
-                return ask(request, timeout=_left_s(end_s), metadata=shown)
-            except grpc.RpcError as error:
-                if error.code() != grpc.StatusCode.UNAUTHENTICATED:
-                    raise OSError(f"no answer of a GCS in time: {error.code().name}") from error
-            if shown or get_authentication_mode() != AuthenticationMode.TOKEN:
-                return None  # A GCS that wants a token, or another one: Ray reports that when it joins.
-            shown = tuple(AuthenticationTokenLoader.instance().get_token_for_http_header().items())
-            if not shown:
-                return None
-
-
-def _ask_raylet(address: str, end_s: float) -> None:
-    """Ask a raylet the first question of Ray's core, which ends the process without an answer; raise OSError."""
-    with _channel(address) as channel:
-        stub = node_manager_pb2_grpc.NodeManagerServiceStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            stub.GetSystemConfig(node_manager_pb2.GetSystemConfigRequest(), timeout=_left_s(end_s))  # type: ignore[attr-defined]
-        except grpc.RpcError as error:
-            if error.code() != grpc.StatusCode.UNAUTHENTICATED:  # That is an answer as well.
-                raise OSError(f"no answer of its raylet at {address} in time: {error.code().name}") from error
-
-
 @contextlib.contextmanager
 def _token_shown() -> Iterator[None]:
-    """Make Ray send the user's token, if there is one and RAY_AUTH_MODE is not set.
+    """Make Ray send the user's token, if there is one and RAY_AUTH_MODE is not set; undo it if the body fails.
 
     `ray start` and a new Ray ask for a token as soon as there is one, but Ray does not send it by itself when it joins.
-    The address is one that the caller named, or of a Ray of this user. A cluster that wants no token ignores it. If
-    joining fails, nothing has changed.
+    The address is one that the caller named, or of a Ray of this user. A cluster that wants no token ignores it.
     """
     if "RAY_AUTH_MODE" in os.environ or not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         yield
@@ -444,9 +231,7 @@ def _token_shown() -> Iterator[None]:
 
 
 def ensure_token() -> None:
-    """Write a token for a new Ray where Ray looks for one, if there is none, readable by its owner only.
-
-    Ray would write one that every user of the machine can read.
+    """Write a token for a new Ray, if there is none: Ray would write one that all users of the machine can read.
 
     Raises:
         ConfigError: it cannot be written.
@@ -464,9 +249,8 @@ def ensure_token() -> None:
         with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         try:
-            os.link(mine, path)
-        except FileExistsError:
-            pass  # Another process was first.
+            with contextlib.suppress(FileExistsError):  # Another process was first.
+                os.link(mine, path)
         finally:
             mine.unlink()
     except OSError as error:

@@ -34,8 +34,8 @@ class _Job:
                 self.error = error
         with self._lock:
             self._has_begun = True
-            is_over = self._given_up
-        if is_over and self.error is None:
+            is_unwanted = self._given_up
+        if is_unwanted and self.error is None:
             with contextlib.suppress(Exception):
                 self._undo()
         self.done.set()

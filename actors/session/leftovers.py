@@ -22,7 +22,8 @@ Child = tuple[int, int]
 
 def ray_children() -> set[Child]:
     """Return the processes of Ray that this process began itself, and that have not ended."""
-    return {child for pid in _pids() if (child := _ray_child(pid)) is not None}
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    return {child for pid in pids if (child := _ray_child(pid)) is not None}
 
 
 def end_children(children: set[Child]) -> None:
@@ -55,10 +56,6 @@ def _still_there(fds: list[int], within_s: float) -> list[int]:
                 os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG)
             left.remove(fd)
     return left
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def _ray_child(pid: int) -> Child | None:

@@ -64,10 +64,8 @@ class LocalRay:
 
 def rays_here() -> list[LocalRay]:
     """Return the Rays on this machine, one for each address."""
-    found = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and (local := _of_raylet(process)) is not None:
-            found[local.address] = local
+    processes = (process for process in Path("/proc").iterdir() if process.name.isdigit())
+    found = {local.address: local for process in processes if (local := _of_raylet(process)) is not None}
     return [found[address] for address in sorted(found)]
 
 
@@ -104,11 +102,7 @@ def _lives_for_itself(starter: str) -> bool:
         words = Path(f"/proc/{starter}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return False
-    return not _spell(words, "ray", "start")
-
-
-def _spell(words: list[str], program: str, verb: str) -> bool:
-    return any((os.path.basename(one), other) == (program, verb) for one, other in itertools.pairwise(words))
+    return ("ray", "start") not in ((os.path.basename(one), other) for one, other in itertools.pairwise(words))
 
 
 def recorded_address() -> tuple[str, Path] | None:

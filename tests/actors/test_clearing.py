@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.actors import clearing
+from kvstore.actors import calls
 from kvstore.actors.clearing import clear_everywhere
 from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.shape import KVShape
@@ -34,8 +34,8 @@ class Handle:
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch):
-    monkeypatch.setattr(clearing, "begin", lambda what, method, *args: method.remote(*args))
-    monkeypatch.setattr(clearing, "answer", lambda what, asked, timeout_s: asked[0](*asked[1]))
+    monkeypatch.setattr(calls, "begin", lambda what, method, *args: method.remote(*args))
+    monkeypatch.setattr(calls, "answer", lambda what, asked, timeout_s: asked[0](*asked[1]))
 
 
 def store_of(core):

@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import kvstore
 from kvstore.actors import ending, starting
-from kvstore.actors.session import joining
-from kvstore.actors.session.joining import check_answers
+from kvstore.actors.session import probing
+from kvstore.actors.session.probing import check_answers
 from kvstore.errors import (
     ConfigError,
     IncompatibleStore,
@@ -201,7 +201,7 @@ def test_a_stop_that_was_interrupted_is_completed_by_another(ray_cluster, store,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ending, "node_stores", interrupt)
+        patch.setattr(ending, "actors_of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ending.end_actors("short")
     assert "raykv/short/supervisor" in named_actors("short")
@@ -279,7 +279,7 @@ def test_what_is_no_address_is_said_to_be_none(address):
 @pytest.mark.parametrize(("says", "match"), [(b"", "timed out"), (b"HTTP/1.1 400 Bad Request\r\n", "no GCS of Ray")])
 def test_what_listens_and_is_no_gcs_is_found_out_in_time(monkeypatch, says, match):
     """ray.init would wait for it for ever."""
-    monkeypatch.setattr(joining, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(probing, "_CONNECT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():

@@ -255,7 +255,7 @@ def test_a_store_that_nobody_stopped_ends_with_its_process_and_leaves_nothing(wo
 def test_a_stop_after_the_head_died_ends_in_bounded_time(world):
     (said,) = world.run("""
         import subprocess
-        from kvstore.actors.session.joining import check_answers
+        from kvstore.actors.session.probing import check_answers
         store = kvstore.start("16MiB")
         children = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())]
         listed = subprocess.run(children, capture_output=True, text=True)
@@ -274,7 +274,7 @@ def test_a_ray_that_has_died_is_said_at_once(world):
     """Ray itself goes on asking the dead GCS for a minute, and then ends the process."""
     (said,) = world.run("""
         import subprocess
-        from kvstore.actors.session.joining import check_answers
+        from kvstore.actors.session.probing import check_answers
         ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20,
                  log_to_driver=False)
         store = kvstore.start("16MiB")

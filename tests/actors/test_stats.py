@@ -28,6 +28,7 @@ def store(monkeypatch):
 
     nodes = {"n1": Actor(stats={"pid": 1}), "n2": Actor(stats=PeerLost("the store of n2 is gone"))}
     monkeypatch.setattr(cluster, "call", call)
+    monkeypatch.setattr(cluster, "ask_all", lambda answers, timeout_s: answers)
     monkeypatch.setattr(Store, "_handles", lambda _: nodes)
     return Store(StoreConfig(capacity_bytes=1 << 20), RaySession("h:1", "s"))
 

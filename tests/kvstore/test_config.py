@@ -128,8 +128,8 @@ OTHERS = {
 def test_every_setting_is_compared(field):
     one, other = StoreConfig(), StoreConfig(**{field: OTHERS[field]})
     assert one.fingerprint != other.fingerprint
-    assert one.differences(other) == {field: (getattr(one, field), OTHERS[field])}
-    assert one.differences(StoreConfig()) == {}
+    assert one.differences(other) == f"{field}: wanted {getattr(one, field)!r}, runs with {OTHERS[field]!r}"
+    assert one.differences(StoreConfig()) == ""
 
 
 def test_the_protocol_version_is_in_the_fingerprint(monkeypatch):

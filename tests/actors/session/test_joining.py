@@ -15,8 +15,9 @@ import grpc
 import pytest
 from ray.core.generated import gcs_pb2, gcs_service_pb2
 
-from kvstore.actors.session import joining, leftovers, rays
-from kvstore.actors.session.joining import check_answers, check_named, find_ray, join_ray
+from kvstore.actors.session import joining, leftovers, probing, rays
+from kvstore.actors.session.joining import check_named, find_ray, join_ray
+from kvstore.actors.session.probing import check_answers
 from kvstore.actors.session.rays import LocalRay
 from kvstore.errors import ConfigError, StoreNotRunning, StoreUnavailable
 
@@ -70,9 +71,10 @@ class Gcs(grpc.GenericRpcHandler):
 
 @pytest.fixture
 def gcs(monkeypatch):
-    monkeypatch.setattr(joining, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(probing, "_CONNECT_S", 0.5)
     monkeypatch.setattr(joining.ray, "is_initialized", lambda: False)  # Other tests may have left their cluster open.
-    monkeypatch.setattr(joining, "AuthenticationTokenLoader", Tokens)
+    for module in (joining, probing):
+        monkeypatch.setattr(module, "AuthenticationTokenLoader", Tokens)
     monkeypatch.setattr(joining, "Config", Config)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -89,8 +91,8 @@ def gcs(monkeypatch):
 
 
 def with_token(monkeypatch, shows):
-    mode = joining.AuthenticationMode.TOKEN if shows else joining.AuthenticationMode.DISABLED
-    monkeypatch.setattr(joining, "get_authentication_mode", lambda: mode)
+    mode = probing.AuthenticationMode.TOKEN if shows else probing.AuthenticationMode.DISABLED
+    monkeypatch.setattr(probing, "get_authentication_mode", lambda: mode)
 
 
 @pytest.mark.parametrize(("says", "match"), [("nothing", "DEADLINE_EXCEEDED"), ("unknown", "UNIMPLEMENTED")])
@@ -115,7 +117,7 @@ def test_a_gcs_is_shown_the_token_only_when_it_wants_one_and_ray_is_to_show_it(g
 
 
 def test_the_time_of_the_caller_bounds_the_question(gcs, monkeypatch):
-    monkeypatch.setattr(joining, "_CONNECT_S", 10.0)
+    monkeypatch.setattr(probing, "_CONNECT_S", 10.0)
     began_s = time.monotonic()
     with pytest.raises(StoreNotRunning):
         check_answers(gcs("nothing").address, began_s + 0.3)
@@ -132,7 +134,7 @@ def test_tls_is_on_as_ray_takes_it_and_a_silent_listener_is_found_out(gcs, monke
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConfigError, match="RAY_USE_TLS"):
             check_answers(address)
-        monkeypatch.setattr(joining, "load_certs_from_env", lambda: (None, None, None))
+        monkeypatch.setattr(probing, "load_certs_from_env", lambda: (None, None, None))
         with pytest.raises(StoreNotRunning, match="no answer of a GCS"):
             check_answers(address)
 
@@ -250,7 +252,7 @@ def with_raylet(gcs, monkeypatch, says):
     node = gcs_pb2.GcsNodeInfo(node_id=b"n" * 28, node_manager_address=host, node_manager_port=int(port))
     nodes = gcs_service_pb2.GetAllNodeInfoReply(node_info_list=[node])
     one.replies, raylet.replies = [CLUSTER, nodes.SerializeToString()], [b""]
-    monkeypatch.setattr(joining, "find_node_ids", lambda: {(b"n" * 28).hex()})
+    monkeypatch.setattr(probing, "find_node_ids", lambda: {(b"n" * 28).hex()})
     monkeypatch.setattr(joining, "_init_ray", lambda namespace, address: inits.append(address))
     monkeypatch.setattr(joining, "current_session", lambda: None)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
@@ -276,7 +278,7 @@ def test_a_raylet_that_answers_is_joined_and_shown_no_token(gcs, monkeypatch, sa
 
 def test_a_ray_without_a_node_here_is_not_joined(gcs, monkeypatch):
     one, _, inits = with_raylet(gcs, monkeypatch, "hello")
-    monkeypatch.setattr(joining, "find_node_ids", set)
+    monkeypatch.setattr(probing, "find_node_ids", set)
     with pytest.raises(StoreNotRunning, match="no raylet of it runs here"):
         join_ray(one.address, may_start=False)
     assert inits == []
@@ -298,7 +300,7 @@ def test_all_steps_of_a_question_share_one_time(monkeypatch):
         """Greets a byte at a time, each after a second."""
 
         def __init__(self):
-            self.bytes_left = [b"\x00", b"\x00", b"\x00", joining._HTTP2_SETTINGS]
+            self.bytes_left = [b"\x00", b"\x00", b"\x00", probing._HTTP2_SETTINGS]
 
         def __enter__(self):
             return self
@@ -316,15 +318,15 @@ def test_all_steps_of_a_question_share_one_time(monkeypatch):
             now.now_s += 1.0
             return self.bytes_left.pop(0)
 
-    monkeypatch.setattr(joining, "time", now)
-    monkeypatch.setattr(joining.socket, "create_connection", lambda where, timeout: Slow())
-    monkeypatch.setattr(joining, "_ask_gcs", lambda address, question, request, end_s: waits.append(end_s - now.now_s))
-    joining._reach("h", 1, 6.0)
+    monkeypatch.setattr(probing, "time", now)
+    monkeypatch.setattr(probing.socket, "create_connection", lambda where, timeout: Slow())
+    monkeypatch.setattr(probing, "_ask_gcs", lambda address, request, end_s: waits.append(end_s - now.now_s))
+    probing._reach("h", 1, 6.0)
     assert waits == [6.0, 6.0, 5.0, 4.0, 3.0, 2.0]
 
 
 def test_the_time_of_the_caller_bounds_the_question_to_a_ray_that_was_found(gcs, monkeypatch, tmp_path):
-    monkeypatch.setattr(joining, "_CONNECT_S", 20.0)
+    monkeypatch.setattr(probing, "_CONNECT_S", 20.0)
     one = gcs("nothing")
     monkeypatch.setattr(joining, "recorded_address", lambda: (one.address, tmp_path / "record"))
     monkeypatch.setattr(joining, "rays_here", lambda: [LocalRay(one.address, str(tmp_path), True)])

@@ -1,0 +1,91 @@
+"""Find the nodes of a cluster; find or make the named actors of its stores."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import ray
+from ray._private import worker as ray_worker
+from ray.core.generated import gcs_pb2
+
+from kvstore.actors.calls import RAY_NAMESPACE, actor_name, check_not_forked, find_actor, ray_failures
+from kvstore.bounds import check_node_id
+from kvstore.errors import StoreNotRunning
+
+_NODES_S = 5.0
+
+
+def alive_nodes() -> dict[str, dict[str, float]]:
+    """Return the resources of each living node by its Ray id.
+
+    Raises:
+        StoreUnavailable, TransferError: the cluster cannot be asked.
+    """
+    with ray_failures("nodes"):
+        # ray.nodes() asks the same, but waits forever for a GCS that hangs.
+        nodes = ray_worker.global_worker.gcs_client.get_all_node_info(timeout=_NODES_S)  # type: ignore[attr-defined]
+    return {
+        node_id.hex(): dict(node.resources_total)
+        for node_id, node in nodes.items()
+        if node.state == gcs_pb2.GcsNodeInfo.ALIVE  # type: ignore[attr-defined]
+    }
+
+
+def node_store(node_id: str | None = None, name: str = "default") -> Any:
+    """Return the actor handle of a node's store; see kvstore.node_store."""
+    check_not_forked()
+    if not ray.is_initialized():
+        raise StoreNotRunning("Ray is not initialised in this process; call kvstore.connect() first")
+    if node_id is not None:
+        check_node_id("node_id", node_id)
+    wanted = node_id or ray.get_runtime_context().get_node_id()
+    try:
+        return find_actor(actor_name(name, "node", wanted))
+    except StoreNotRunning as error:
+        raise StoreNotRunning(
+            f"node {wanted} has no store named {name!r}; nodes of this cluster: {sorted(alive_nodes())}"
+        ) from error
+
+
+def node_stores(name: str) -> dict[str, Any]:
+    """Return the handles of a store's node stores by node id."""
+    found = {}
+    for node in alive_nodes():
+        with contextlib.suppress(StoreNotRunning):
+            found[node] = find_actor(actor_name(name, "node", node))
+    return found
+
+
+def actors_of(name: str) -> list[str]:
+    """Return the names of a store's actors in this process's cluster."""
+    return sorted("/".join(path) for path in _paths() if path[1] == name)
+
+
+def stores_here() -> list[str]:
+    """Return the names of the stores in this process's cluster, including partly ended ones."""
+    return sorted({path[1] for path in _paths()})
+
+
+def _paths() -> list[list[str]]:
+    """Return the names of all actors of stores, split into their parts."""
+    with ray_failures("actors"):
+        actors = ray.util.list_named_actors(all_namespaces=True)
+    paths = [actor["name"].split("/") for actor in actors if actor["namespace"] == RAY_NAMESPACE]
+    return [path for path in paths if path[0] == "raykv" and len(path) > 2]
+
+
+def make_actor(name: str, cls: type, groups: dict[str, int], args: tuple[Any, ...], **options: Any) -> Any:
+    """Make an actor that outlives this process, and return its handle, or that of the actor with this name.
+
+    Args:
+        name: of the actor.
+        cls: its class.
+        groups: number of threads of each concurrency group.
+        args: of the constructor.
+        options: more options of Ray's actors.
+    """
+    options |= {"name": name, "namespace": RAY_NAMESPACE, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0}
+    with ray_failures(name):
+        actor_class: Any = ray.remote(concurrency_groups=groups)(cls)  # type: ignore[call-overload]
+        return actor_class.options(**options).remote(*args)
