@@ -52,7 +52,7 @@ class Directory:
         Raises:
             InvalidRequest: this is not a namespace.
         """
-        return self._server.version(check_digest("namespace", namespace))
+        return self._server.versions.get(check_digest("namespace", namespace))
 
     def hear_clearing(self, namespace: bytes, version: int) -> bool:
         """Note a clearing for stores that are away, and return whether it was new.
@@ -62,7 +62,7 @@ class Directory:
         """
         check_digest("namespace", namespace)
         version = check_count("version", version, 0, _MAX_VERSION)  # Not None, by which stores count on.
-        return self._server.hear_clearing(namespace, version)
+        return self._server.versions.hear(namespace, version)
 
     def nodes(self) -> list[str]:
         """Return the nodes that publish to this directory."""

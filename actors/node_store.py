@@ -66,7 +66,8 @@ class NodeStore:
             lambda: self._keeper.replace(),
         )
         self._verbs = self._core.state.pool_service
-        self._keeper = MoverKeeper(node_id, self._start_mover, self._core.wait_ready, self._config.call_timeout_s)
+        self._mover = self._core.state.mover
+        self._keeper = MoverKeeper(node_id, self._start_mover, self._mover.wait_ready, self._config.call_timeout_s)
         self._keeper.start()
 
     # Finding each other.
@@ -102,7 +103,7 @@ class NodeStore:
     def ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena; return whether it has."""
         timeout_s = check_seconds("timeout_s", timeout_s)
-        return self._core.wait_ready(timeout_s)
+        return self._mover.wait_ready(timeout_s)
 
     def settings(self) -> str:
         """Return the settings of this store, as `StoreConfig.from_json` reads them."""
@@ -122,7 +123,7 @@ class NodeStore:
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of the store and its mover."""
-        return {"store": os.getpid(), "mover": self._core.mover_pid()}
+        return {"store": os.getpid(), "mover": self._mover.pid}
 
     def stats(self) -> dict[str, Any]:
         """Return counts of the pool, NIXL and the served calls."""

@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(slots=True)
 class Move:
-    """The slots to which a claim's blocks are copied; not given back while a mover may write to them (`busy`)."""
+    """The slots to which a claim's blocks are copied. A mover may write to them while they are `busy`."""
 
     place: Place
     write_id: int

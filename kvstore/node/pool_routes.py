@@ -23,7 +23,7 @@ from kvstore.runtime import clock
 
 
 class PoolRoutes:
-    """Serves `routes`: each takes a message and returns the answer, or None when it comes later.
+    """Serves `routes`. Each takes a message and returns the answer, or None if it comes later.
 
     A route that raises KVStoreError changed nothing.
 
@@ -116,7 +116,7 @@ class PoolRoutes:
         self._hints.publish_soon(reply)
 
     def wants_ticks(self) -> bool:
-        """Return whether anything here or in the pool has a deadline, or slots are to be swept."""
+        """Return whether anything here or in the pool has a deadline or needs sweeping."""
         pool = self._service.current
         return bool(self._waiting) or pool.has_deadlines() or pool.has_cleared()
 

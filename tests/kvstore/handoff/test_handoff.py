@@ -395,7 +395,7 @@ class Held:
     """A transport that begins its READs when `go` is set."""
 
     def __init__(self, transport):
-        self._transport, self.go, self._waiting, self._begun = transport, threading.Event(), {}, {}
+        self._transport, self.go, self.waiting, self._begun = transport, threading.Event(), {}, {}
         self._handles = itertools.count()
 
     def __getattr__(self, name):
@@ -403,14 +403,14 @@ class Held:
 
     def post(self, request):
         handle = 1000 + next(self._handles)
-        self._waiting[handle] = request
+        self.waiting[handle] = request
         return handle
 
     def poll(self, handle):
         if not self.go.is_set():
             return ReadState.RUNNING
         if handle not in self._begun:
-            self._begun[handle] = self._transport.post(self._waiting[handle])
+            self._begun[handle] = self._transport.post(self.waiting[handle])
         return self._transport.poll(self._begun[handle])
 
     def release(self, handle):

@@ -446,4 +446,4 @@ def test_processes_that_only_say_to_be_a_mover_write_little_into_the_log(store, 
             wait_until(lambda sock=sock: all_of(sock) == b"")
             sock.close()
     assert sum("is turned away" in record.getMessage() for record in caplog.records) == 1
-    assert store.mover_pid() == os.getpid()
+    assert store.state.mover.pid == os.getpid()

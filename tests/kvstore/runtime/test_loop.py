@@ -82,7 +82,7 @@ def test_a_server_that_cannot_poll_any_more_ends_its_connections_and_says_so(clu
         raise OSError("no more")
 
     monkeypatch.setattr(core.control.server.loop, "_poll", fail)
-    core.control.wake()
+    core.control.server.wake()
     wait_until(lambda: not core.is_serving(0.2))
     with pytest.raises(KVStoreError):
         worker.client.lookup(cluster.hashes(1))

@@ -49,9 +49,9 @@ HOLDERS = (
     bug(
         "no epoch in notifications",
         "vLLM: a peer restarts at the same address",
-        "kvstore.node.peer_service",
-        "if epoch == self._state.epoch:",
-        "if True:",
+        "kvstore.node.dispatch",
+        "if epoch != self._state.epoch:",
+        "if False:",
         f"{PEERS}::test_a_notification_for_another_life_of_the_store_frees_nothing",
     ),
     Mutant(
