@@ -27,7 +27,7 @@ class Directory:
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Return whether this directory serves: its socket thread answers within `within_s` seconds."""
-        return self._server.is_serving(check_seconds("within_s", within_s))
+        return self._server.server.is_serving(check_seconds("within_s", within_s))
 
     def address(self) -> PeerAddress:
         """Return where stores reach the directory."""

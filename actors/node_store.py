@@ -97,7 +97,7 @@ class NodeStore:
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Return whether this store serves: its socket thread answers within `within_s` seconds."""
-        return self._core.is_serving(within_s)
+        return self._core.control.server.is_serving(within_s)
 
     @ray.method(concurrency_group=READY)
     def ready(self, timeout_s: float) -> bool:

@@ -58,8 +58,8 @@ class StageLane:
     description: PeerDescription
     generation: int
     gb_per_s: float
-    why_not: str = ""
-    until_s: float = float("inf")
+    why_not: str
+    until_s: float
 
 
 def _key(peer: Peer, slab: int, stage: Stage) -> _Key:
@@ -153,24 +153,22 @@ class StageLanes:
         size = min(description.slot_bytes, stage.description.slot_bytes)
         count = min(num_warm, len(stage.warm_slots), max(1, WARM_BYTES // size))
         request = _read_of_nothing(name, description, stage, count)
+        rate, why, until_s = 0.0, "", math.inf
         try:
             seconds = [self._read(request, description, stage.generation) for _ in range(3)]
         except KVStoreError as error:
-            why = f"the lane between the GPUs failed: {error}"
+            why, until_s = f"the lane between the GPUs failed: {error}", time.monotonic() + _RETRY_S
+        else:
+            rate, first_ms = count * size / min(seconds[1:]) / 1e9, 1e3 * seconds[0]
+            logger.info("lane %s: first READ of %d bytes %.1f ms, then %.1f GB/s", name, count * size, first_ms, rate)
+            if rate < _LEAST_GB_PER_S:
+                why = (
+                    f"the lane between the GPUs is emulated ({rate:.2f} GB/s): they reach each other neither over "
+                    "NVLink or the bus nor through an RDMA card"
+                )
+        if why:
             logger.warning("hand-offs over %s go through host memory: %s", name, why)
-            return StageLane(name, description, generation, 0.0, why, time.monotonic() + _RETRY_S)
-        rate = count * size / min(seconds[1:]) / 1e9
-        logger.info(
-            "lane %s: first READ of %d bytes %.1f ms, then %.1f GB/s", name, count * size, 1e3 * seconds[0], rate
-        )
-        if rate >= _LEAST_GB_PER_S:
-            return StageLane(name, description, generation, rate)
-        why = (
-            f"the lane between the GPUs is emulated ({rate:.2f} GB/s): they reach each other neither over NVLink or "
-            "the bus nor through an RDMA card"
-        )
-        logger.warning("hand-offs over %s go through host memory: %s", name, why)
-        return StageLane(name, description, generation, rate, why)
+        return StageLane(name, description, generation, rate, why, until_s)
 
     def _read(self, request: ReadRequest, description: PeerDescription, generation: int) -> float:
         ended, seconds = threading.Event(), list[float]()

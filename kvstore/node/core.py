@@ -274,10 +274,6 @@ class NodeCore:
                 logger.debug("no mover statistics: %s", error)
         return result
 
-    def is_serving(self, within_s: float) -> bool:
-        """Return whether the control thread answers within `within_s` seconds."""
-        return self.control.server.is_serving(within_s)
-
     def stop(self) -> None:
         """Close everything; may be called again. Workers that still map the arena keep their mapping.
 

@@ -230,7 +230,7 @@ class NodeControl:
 
     def _wants_ticks(self) -> bool:
         state = self._state
-        if self.fence.wants_ticks() or state.hints.num_waiting or state.fetcher.flights.num_waiting:
+        if self.fence.wants_ticks() or state.hints.waiting or state.fetcher.flights.num_waiting:
             return True
         return self._is_mover_wanted or self.pool.wants_ticks() or self.handoffs.wants_ticks()
 

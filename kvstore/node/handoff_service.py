@@ -190,9 +190,9 @@ class HandoffControl:
         block_bytes = self._service.block_bytes_of(request.namespace)
         check_seconds("timeout_s", request.timeout_s)
         deadline_after(request.ttl_s)
-        send = functools.partial(send_piece, connection, message.op, question)
         here = request.node_id == self._state.node_id
         if not here or request.from_slab not in (0, request.slab):
+            send = functools.partial(send_piece, connection, message.op, question)
             fetch_id = self.fetcher.begin(request, connection.owner, block_bytes, send)
             connection.gave = question, functools.partial(self.fetcher.end, fetch_id, connection.owner)
             return

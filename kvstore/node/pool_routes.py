@@ -12,13 +12,7 @@ from kvstore.errors import ConfigError
 from kvstore.node.state import NodeState
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op
-from kvstore.rpc.messages import (
-    decode_ask,
-    decode_ask_pin,
-    decode_prepare,
-    decode_renew,
-    decode_write_end,
-)
+from kvstore.rpc.messages import decode_ask, decode_ask_pin, decode_prepare, decode_renew, decode_write_end
 from kvstore.runtime import clock
 
 

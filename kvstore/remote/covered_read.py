@@ -44,10 +44,6 @@ class Cover:
     deadline_s: float
     is_current: Callable[[], bool]
 
-    def holds(self) -> bool:
-        """Return whether blocks that are in place now count."""
-        return clock.now_s() < self.until_s and self.is_current()
-
 
 @dataclass(slots=True)
 class Arrivals:
@@ -151,14 +147,15 @@ class CoveredRead:
         with self._lock:
             if self.has_ended:
                 return
-            assert self._cover is not None, "posted"
+            cover = self._cover
+            assert cover is not None, "posted"
             self._ended_s = clock.now_s()
             if error is not None:
                 self.error = error
                 self.given_up_id = 0 if done.terminal else done.read_id
             else:
                 self._heard_s = self._ended_s
-                if self._cover.holds():
+                if clock.now_s() < cover.until_s and cover.is_current():
                     self._on_blocks(done)
             self.has_ended = has_ended = done.last or error is not None
         if has_ended:

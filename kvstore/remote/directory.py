@@ -91,10 +91,6 @@ class DirectoryServer:
         """Return where stores reach this directory."""
         return PeerAddress(self._host, self.server.port, self._token)
 
-    def is_serving(self, within_s: float) -> bool:
-        """Return whether the thread that serves the stores answers within `within_s` seconds."""
-        return self.server.is_serving(within_s)
-
     def stop(self) -> None:
         """Stop serving."""
         self.server.stop()

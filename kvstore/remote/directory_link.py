@@ -80,7 +80,8 @@ class Hints:
         self.versions, self._clear, self._told = versions, clear, 0
         self._announcements = Announcements()
         self._condition = threading.Condition()
-        self._waiting: list[_Waiting] = []
+        #: The callers that wait for the publishing of a batch.
+        self.waiting: list[_Waiting] = []
         self._num_begun = 0
         self._pending = self._stopping = self.is_away = False
         self._publisher: ControlClient | None = None
@@ -121,14 +122,9 @@ class Hints:
             if then is None:
                 return
             if not (self._stopping or self.is_away):
-                self._waiting.append(_Waiting(then, self._num_begun + 1, clock.now_s() + _ANSWER_WITHIN_S))
+                self.waiting.append(_Waiting(then, self._num_begun + 1, clock.now_s() + _ANSWER_WITHIN_S))
                 return
         then()
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of callers that wait for the publishing of a batch."""
-        return len(self._waiting)
 
     def answer_overdue(self) -> None:
         """Call back the callers that waited long enough; the directory is told later."""
@@ -137,8 +133,8 @@ class Hints:
 
     def _answer(self, is_due: Callable[[_Waiting], bool]) -> None:
         with self._condition:
-            due = [waiting for waiting in self._waiting if is_due(waiting)]
-            self._waiting = [waiting for waiting in self._waiting if not is_due(waiting)]
+            due = [waiting for waiting in self.waiting if is_due(waiting)]
+            self.waiting = [waiting for waiting in self.waiting if not is_due(waiting)]
         for waiting in due:
             try:
                 waiting.then()

@@ -67,19 +67,17 @@ class Fetcher:
         """Fetch the missing blocks of `load` on threads. Its client always gets a last message, perhaps at once."""
         num_bytes = len(load.chain.data)
         load.on_end = partial(self._count, -1, -num_bytes)
-        with self._counting:
-            num_loads = self._num_loads
-            is_room = num_loads < _MOST_LOADS and self._num_bytes + num_bytes <= _MOST_BYTES
         # Counted also when it is refused: its end is subtracted.
-        self._count(1, num_bytes)
-        if is_room:
+        num_all, num_all_bytes = self._count(1, num_bytes)
+        if num_all <= _MOST_LOADS and num_all_bytes <= _MOST_BYTES:
             self._submit(load)
         else:
-            load.end(f"busy: {num_loads} loads of this node wait for peers already; try again soon")
+            load.end(f"busy: {num_all - 1} loads of this node wait for peers already; try again soon")
 
-    def _count(self, num_loads: int, num_bytes: int) -> None:
+    def _count(self, num_loads: int, num_bytes: int) -> tuple[int, int]:
         with self._counting:
             self._num_loads, self._num_bytes = self._num_loads + num_loads, self._num_bytes + num_bytes
+            return self._num_loads, self._num_bytes
 
     def _submit(self, load: Load) -> None:
         if not self._threads.run(partial(self._run, load)):

@@ -46,7 +46,7 @@ class Load:
     num_ready: int = 0
     is_ended: bool = False
     #: Called once, just before the client gets its last message.
-    on_end: Callable[[], None] = lambda: None
+    on_end: Callable[[], object] = lambda: None
     #: Peers that were asked, and why the last one was not enough.
     tried: set[str] = field(default_factory=set)
     fell_short: str = ""

@@ -69,7 +69,7 @@ class _Segment:
     has_ended: bool = False
 
 
-class PeerRead:
+class PeerRead(contextlib.AbstractContextManager["PeerRead"]):
     """One lease at one peer, and the READs under it.
 
     The slots of the first segment (kvstore.blocks.chunking) are claimed while the peer is asked; the slots of each
@@ -101,9 +101,6 @@ class PeerRead:
         self._error: KVStoreError | None = None
         self._num_wanted = self._num_published = 0
 
-    def __enter__(self) -> PeerRead:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._drop_claim()
         self._context.flights.leave(self._entered, self._flight)
@@ -128,8 +125,7 @@ class PeerRead:
         self._chain = self._chain.head(len(grant.slots))
         if self._error is not None:
             raise self._error
-        call_within_s = call_s(self._context.config, self._load.deadline_s)
-        name, description = self._peer.transport(grant.mover_generation, call_within_s)
+        source = self._peer.transport(grant.mover_generation, call_s(self._context.config, self._load.deadline_s))
         first = 0
         for ends in self._plan(len(self._chain)):
             segment = self._claimed
@@ -141,7 +137,7 @@ class PeerRead:
                 self._notified = ends[-1] == len(self._chain)
                 found = np.searchsorted(segment.indexes, np.asarray(ends) - first)
                 chunk_ends = np.unique(found[found > 0]).astype(np.int32)  # Blocks of the other chunks are here.
-                self._post(segment, name, description, chunk_ends)
+                self._post(segment, *source, chunk_ends)
             if self._is_full or self._error is not None:
                 break
             first = ends[-1]
