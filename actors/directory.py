@@ -27,7 +27,7 @@ class Directory:
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Return whether this directory serves: its socket thread answers within `within_s` seconds."""
-        return self._server.is_serving(check_seconds("within_s", within_s))
+        return self._server.server.is_serving(check_seconds("within_s", within_s))
 
     def address(self) -> PeerAddress:
         """Return where stores reach the directory."""
@@ -48,7 +48,7 @@ class Directory:
 
     def version(self, namespace: bytes) -> int:
         """Return the highest version of a namespace that the directory knows."""
-        return self._server.version(check_digest("namespace", namespace))
+        return self._server.versions.get(check_digest("namespace", namespace))
 
     def hear_clearing(self, namespace: bytes, version: int) -> bool:
         """Note a clearing for stores that are away, and return whether it was new.
@@ -58,7 +58,7 @@ class Directory:
         """
         check_digest("namespace", namespace)
         version = check_count("version", version, 0, _MAX_VERSION)  # Not None, by which stores count on.
-        return self._server.hear_clearing(namespace, version)
+        return self._server.versions.hear(namespace, version)
 
     def nodes(self) -> list[str]:
         """Return the nodes that publish to this directory."""

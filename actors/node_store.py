@@ -51,7 +51,8 @@ class NodeStore:
         find = self._resolve_peer, self._resolve_directory
         self._core = NodeCore(node_id, self._config, node_address(), *find, lambda: self._keeper.replace())
         self._verbs = self._core.state.pool_service
-        self._keeper = MoverKeeper(node_id, self._start_mover, self._core.wait_ready, self._config.call_timeout_s)
+        self._mover = self._core.state.mover
+        self._keeper = MoverKeeper(node_id, self._start_mover, self._mover.wait_ready, self._config.call_timeout_s)
         self._keeper.start()
 
     def _resolve_peer(self, node_id: str) -> PeerAddress:
@@ -73,12 +74,12 @@ class NodeStore:
 
     def ping(self, within_s: float = 1.0) -> bool:
         """Return whether this store serves: its socket thread answers within `within_s` seconds."""
-        return self._core.is_serving(within_s)
+        return self._core.control.server.is_serving(within_s)
 
     @ray.method(concurrency_group=READY)
     def ready(self, timeout_s: float) -> bool:
         """Wait until the mover has registered the arena; return whether it has."""
-        return self._core.wait_ready(check_seconds("timeout_s", timeout_s))
+        return self._mover.wait_ready(check_seconds("timeout_s", timeout_s))
 
     def settings(self) -> str:
         """Return the settings of this store, as `StoreConfig.from_json` reads them."""
@@ -98,7 +99,7 @@ class NodeStore:
 
     def pids(self) -> dict[str, int]:
         """Return the process ids of the store and its mover."""
-        return {"store": os.getpid(), "mover": self._core.mover_pid()}
+        return {"store": os.getpid(), "mover": self._mover.pid}
 
     def stats(self) -> dict[str, Any]:
         """Return counts of the pool, NIXL and the served calls."""

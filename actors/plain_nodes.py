@@ -134,7 +134,7 @@ class _ChildMover:
 
     def wait_started(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while not self._core.wait_ready(0.05):
+        while not self._core.state.mover.wait_ready(0.05):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 raise PeerLost(f"wanted a mover that runs, got exit status {self._process.poll()}")
 
@@ -158,15 +158,15 @@ def _run_store(node_id: str, config: StoreConfig) -> None:
         return PeerAddress(*known[name])
 
     core = NodeCore(node_id, config, _HOST, find, lambda: find(""), lambda: keeper.replace())
-    keeper = MoverKeeper(node_id, lambda: _ChildMover(core), core.wait_ready, config.call_timeout_s)
+    keeper = MoverKeeper(node_id, lambda: _ChildMover(core), core.state.mover.wait_ready, config.call_timeout_s)
     keeper.start()
     where = core.peer_address()
     answers: dict[str, Callable[[Any], Any]] = {
         "where": lambda _: {"control_path": core.control_path, "address": [where.host, where.port, where.token]},
         "know": known.update,
-        "ready": lambda _: core.wait_ready(60.0),
+        "ready": lambda _: core.state.mover.wait_ready(60.0),
         "stats": lambda _: core.stats(),
-        "pids": lambda _: {"store": os.getpid(), "mover": core.mover_pid()},
+        "pids": lambda _: {"store": os.getpid(), "mover": core.state.mover.pid},
     }
     for line in sys.stdin:
         verb, value = json.loads(line)

@@ -1,4 +1,4 @@
-"""One fetch of a ticket's blocks from the node that has them: claim there, READ here, tell the client.
+"""One fetch of a ticket's blocks from their node. Claim there, READ here, tell the client.
 
 These blocks are never published in this store: their slots are given up when the client has copied the blocks out.
 """
@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvstore.blocks.codec import encode
 from kvstore.errors import KVStoreError, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.landing import Landing
@@ -20,7 +19,7 @@ from kvstore.handoff.source_claim import SourceClaim
 from kvstore.mover.messages import MoverDone
 from kvstore.mover.transport import PeerDescription, ReadRequest
 from kvstore.remote.covered_read import Arrivals, Cover, CoveredRead
-from kvstore.remote.peers import Peer
+from kvstore.remote.peers import Peer, call_s
 from kvstore.rpc.handoff_messages import FetchRequest
 from kvstore.rpc.messages import NOTIFICATION, STAGE_BIT, LoadReport, Progress
 from kvstore.runtime import clock
@@ -29,12 +28,10 @@ logger = logging.getLogger(__name__)
 
 #: During a READ between stages the control thread stays awake: waking it for each chunk costs a tenth of the chunk.
 _AWAKE_S = 1e-3
-Send = Callable[[bytes, bool], None]
-"""Tells the client one piece of the answer, and whether it is the last."""
 
 
 class RemoteFetch:
-    """One fetch: the slots that it fills, the claim at the source, the READ, and the client that copies out.
+    """One fetch. It has slots here, a claim at the source, a READ, and a client that copies out.
 
     It holds no thread while it waits: the control thread receives the messages of the source and the mover. Steps that
     may block run on a thread, one after the other. The slots are freed when both READ and client are done with them.
@@ -45,7 +42,7 @@ class RemoteFetch:
         request: of the client.
         owner: the client.
         block_bytes: of each block.
-        send: sends a part of the answer to the client.
+        send: sends a piece of the answer to the client; the piece with the report is the last.
         on_free: called once, when the fetch no longer holds anything.
     """
 
@@ -56,7 +53,7 @@ class RemoteFetch:
         request: FetchRequest,
         owner: str,
         block_bytes: int,
-        send: Send,
+        send: Callable[[Progress], object],
         on_free: Callable[[], None],
     ) -> None:
         self.owner = owner
@@ -78,7 +75,7 @@ class RemoteFetch:
         self._num_ready = 0
 
     def begin(self) -> bool:
-        """Ask the source, on the control thread; return False if that would block: then call `start`.
+        """Ask the source, on the control thread. Return False if that would block: then call `start`.
 
         If the lane to the source is known, the READ is posted as soon as the source answers.
         """
@@ -86,13 +83,13 @@ class RemoteFetch:
         if peer is None or peer.epoch != self._request.epoch or not peer.spare:
             return False
         try:
-            if self._landing.choose_known(peer) and not self._landing.waits_for_transfers():
+            if self._landing.choose(peer) and not self._landing.waits_for_transfers():
                 self._claim.ask(peer, peer.spare.pop(), to_host=self._landing.lane is None)
                 self._peer = peer
         except (KVStoreError, IndexError) as error:  # Another thread may have taken the last connection.
             logger.debug("a fetch begins on a thread: %r", error)
         if self._peer is None:
-            self._landing.forget()
+            self._landing.lane = None
             return False
         self._landing.reserve(is_claimed=False)
         self._claim.look()  # Choosing slots takes about as long as the answer of the source.
@@ -112,18 +109,13 @@ class RemoteFetch:
         """Close the connection of this fetch, because the store is being stopped."""
         self._claim.close()
 
-    def refuse(self, reason: str) -> None:
-        """End the fetch before it began, for this reason."""
-        self._end(reason)
-
     def client_left(self) -> None:
-        """Note that the client copies nothing more out of the slots; free them if the fetch has ended."""
-        with self._lock:
-            self._client_left = True
+        """Note that the client copies nothing more. Free the slots if the fetch has ended."""
+        self._client_left = True
         self._free_if_through()
 
     def _heard(self, found: PeerClaimed | KVStoreError) -> None:
-        """Post the READ, on the control thread; if that fails or may block, continue on a thread."""
+        """Post the READ, on the control thread. If that fails or may block, continue on a thread."""
         self._found = found
         if not self._post_at_once(found):
             self._context.submit(lambda: self._step(self._claimed))
@@ -135,10 +127,7 @@ class RemoteFetch:
         if found.reason or self._client_left or found.namespace_version > self._version:
             return False
         self._landing.reserve(is_claimed=True)
-        if self._landing.no_room:
-            return False
-        source = self._landing.known_source(peer, found)
-        if source is None:
+        if self._landing.no_room or (source := self._landing.known_source(peer, found)) is None:
             return False
         try:
             self._post(peer, *source, found, may_wait=False)
@@ -147,20 +136,19 @@ class RemoteFetch:
         return True
 
     def _step(self, step: Callable[[], str | None]) -> None:
-        """Run a step that may block, on a thread; end the fetch if the step returns a reason or fails."""
+        """Run a step that may block, on a thread. End the fetch if the step returns a reason or fails."""
         try:
             reason = step()
         except TransferTimeout as error:
             reason = f"timeout: {error}"
         except (TransferError, StoreUnavailable) as error:
             reason = f"peer_lost: {error}"
-        except KVStoreError as error:
-            reason = f"{type(error).__name__}: {error}"
         except Exception as error:
-            logger.exception("a fetch failed unexpectedly")
+            if not isinstance(error, KVStoreError):
+                logger.exception("a fetch failed unexpectedly")
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
-            self._end(reason)
+            self.end(reason)
 
     def _start(self) -> str | None:
         peers = self._context.peers
@@ -171,7 +159,7 @@ class RemoteFetch:
         peer = peers.of_life(self._node_id, self._request.epoch)
         if peer.epoch != self._request.epoch:
             return "stale: the store that had the blocks was restarted, and they are gone"
-        self._landing.choose(peer, self._claim.call_s())
+        self._landing.choose(peer, call_s(self._context.config, self._deadline_s))
         if self._landing.waits_for_transfers():
             return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
         connection = peers.take_spare(peer)
@@ -199,7 +187,8 @@ class RemoteFetch:
             self._claim.give_back(found.claim_id, used=False)
             return landing.no_room
         try:
-            self._post(peer, *landing.source(peer, found, self._claim.call_s()), found)
+            within_s = call_s(self._context.config, self._deadline_s)
+            self._post(peer, *landing.source(peer, found, within_s), found)
         except BaseException as error:
             self._note_failure(error)
             self._claim.give_back(found.claim_id, used=False)
@@ -247,7 +236,7 @@ class RemoteFetch:
             if self._num_ready == self._request.num_blocks:
                 self._tell_last("", first)
             else:
-                self._send(encode(Progress(self._number, first, self._slots_from(first))), False)
+                self._tell(first)
         if self._landing.lane is not None:
             self._context.server.stay_awake(_AWAKE_S)
 
@@ -273,7 +262,7 @@ class RemoteFetch:
         return ""
 
     def _give_back(self, claim_id: int, *, used: bool) -> None:
-        """Tell the source that the blocks are here, or give the claim back for another fetch.
+        """Tell the source that the blocks are here, or give the claim back.
 
         While an abandoned READ may still read the blocks, this is delayed until that READ has ended.
         """
@@ -292,11 +281,11 @@ class RemoteFetch:
         if isinstance(error, TransferError) and self._context.mover.own is not None:
             self._context.peers.failed(self._node_id)
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """End the fetch, for this reason or because all blocks are here. Its slots stay until the client left."""
         if reason:
             logger.warning("fetch of %d blocks from node %s: %s", self._request.num_blocks, self._node_id, reason)
-        with self._lock:
-            self._is_over = True
+        self._is_over = True
         if not self._is_told:
             self._tell_last(reason, self._num_ready)
         self._claim.leave()
@@ -307,14 +296,12 @@ class RemoteFetch:
         self._report.reason, self._report.num_peer = reason, self._num_ready
         self._report.num_lease_calls = self._claim.num_calls
         self._report.note = self._landing.why_host
-        self._send(encode(Progress(self._number, first, self._slots_from(first), self._report)), True)
+        self._tell(first, self._report)
 
-    def _slots_from(self, first: int) -> bytes:
-        return self._landing.slots[first : self._num_ready].tobytes()
-
-    @property
-    def _number(self) -> int:
-        return self._id | (STAGE_BIT if self._landing.lane is not None else 0)
+    def _tell(self, first: int, report: LoadReport | None = None) -> None:
+        number = self._id | (STAGE_BIT if self._landing.lane is not None else 0)
+        slots = self._landing.slots[first : self._num_ready].tobytes()
+        self._send(Progress(number, first, slots, report))
 
     def _free_if_through(self) -> None:
         with self._lock:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.config import StoreConfig
 from kvstore.handoff.lanes import StageLanes
@@ -12,9 +13,10 @@ from kvstore.mover.link import MoverLink
 from kvstore.pool.pool import Pool
 from kvstore.remote.peers import PeerBook
 from kvstore.rpc.server import ControlServer
+from kvstore.runtime.store_threads import Blocking, StoreThreads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchContext:
     """The parts that the fetches of one node share.
 
@@ -28,7 +30,8 @@ class FetchContext:
         version_of: returns the last clearing of a namespace that this node knows.
         adopt_version: called when a peer knows of a later clearing.
         server: of the control thread.
-        submit: runs a step of a fetch that has begun on a thread.
+        threads: for steps that block.
+        left: the steps for which no thread could be started.
     """
 
     config: StoreConfig
@@ -40,4 +43,11 @@ class FetchContext:
     version_of: Callable[[bytes], int]
     adopt_version: Callable[[bytes, int], object]
     server: ControlServer
-    submit: Callable[[Callable[[], object]], None]
+    threads: StoreThreads
+    left: deque[Callable[[], object]] = field(default_factory=deque)
+
+    def submit(self, step: Callable[[], object]) -> None:
+        """Run a step of a fetch that has begun on a thread."""
+        if not self.threads.submit(Blocking.FETCH, step, is_admitted=True):
+            # No thread can be started. The next tick tries again: otherwise the fetch would hold its slots forever.
+            self.left.append(step)

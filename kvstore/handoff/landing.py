@@ -1,4 +1,4 @@
-"""Where the blocks of one fetch arrive: slots in the client's stage on its GPU, or in the arena."""
+"""Where the blocks of one fetch arrive: in the client's stage, or in the arena."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_STAGE = "this client has no stage on its GPU; attach the hand-off"
 
 
 class Landing:
-    """The slots that one fetch fills, and the lane to them when they are in a stage.
+    """The slots that one fetch fills, and the lane to those in a stage.
 
     The slots are in the client's stage if the lane between the GPUs is not emulated, else in the arena. To the pool
     they are a write that is never published; `free` gives it back.
@@ -44,49 +44,38 @@ class Landing:
         self._pool: Pool | None = None
         self._write_id = 0
 
-    def choose_known(self, peer: Peer) -> bool:
-        """Choose the place without asking another process; return False if it is not known.
+    def choose(self, peer: Peer, timeout_s: float | None = None) -> bool:
+        """Choose the place, and find its lane; return False if the lane is not known.
 
-        Raises:
-            KVStoreError: there is no such place; nothing was chosen.
-        """
-        request, pool, lane = self._request, self._context.pool(), None
-        if request.from_slab and request.slab:
-            stage = self._stage()
-            lane, pool = self._context.lanes.known(peer, request.from_slab, stage), stage.pool
-            if lane is None or lane.why_not:
-                return False
-        self.why_host = _NO_STAGE if request.from_slab and lane is None else ""
-        self.lane, self._pool = lane, pool
-        return True
-
-    def choose(self, peer: Peer, timeout_s: float) -> None:
-        """Choose the place, and find its lane; on a thread that may wait for the peer and the mover.
+        Args:
+            peer: has the blocks.
+            timeout_s: how long the peer may take to answer, on a thread that may wait for it and for the mover; if
+                None, no process is asked.
 
         Raises:
             KVStoreError: the peer does not answer; or there is no arena.
         """
-        request = self._request
-        self._pool = self._context.pool()
+        request, lanes = self._request, self._context.lanes
+        self.lane, self._pool = None, self._context.pool()
         if not request.from_slab:
-            return
-        self.why_host = _NO_STAGE
+            return True
         if not request.slab:
-            return
+            self.why_host = _NO_STAGE
+            return True
         try:
             stage = self._stage()
         except PeerLost as error:
             self.why_host = f"stage_lost: {error}"
-            return
-        lane = self._context.lanes.known(peer, request.from_slab, stage)
-        lane = lane or self._context.lanes.find(peer, request.from_slab, stage, timeout_s)
+            return True
+        lane = lanes.known(peer, request.from_slab, stage)
+        if lane is None and timeout_s is not None:
+            lane = lanes.find(peer, request.from_slab, stage, timeout_s)
+        if lane is None:
+            return False
         self.why_host = lane.why_not
         if not lane.why_not:
             self.lane, self._pool = lane, stage.pool
-
-    def forget(self) -> None:
-        """Undo the choice; only before `reserve`."""
-        self.lane = self._pool = None
+        return True
 
     def _stage(self) -> Stage:
         return self._context.stages.get(self._request.slab, self._request.generation)
@@ -119,7 +108,7 @@ class Landing:
             self._write_id, self.slots = ticket.write_id, np.asarray(ticket.slots, dtype=np.int32)
 
     def leave_stage(self) -> None:
-        """Go through host memory: the ticket names a stage, but the publisher has filled its arena.
+        """Go through host memory. The ticket names a stage, but the publisher has filled its arena.
 
         Raises:
             KVStoreError: there is no arena.
@@ -141,7 +130,7 @@ class Landing:
         return lane.name, lane.description
 
     def source(self, peer: Peer, claimed: PeerClaimed, timeout_s: float) -> tuple[str, PeerDescription]:
-        """Return (name, description) of the claimed blocks' memory; on a thread that may wait for the peer.
+        """Return (name, description) of the claimed blocks' memory. On a thread that may wait for the peer.
 
         Raises:
             PeerLost: the peer's mover was replaced, or it does not answer.

@@ -1,4 +1,4 @@
-"""Lanes between stages: warmed up before the first blocks, measured, and not used when they are emulated.
+"""Lanes between stages. They are warmed up, measured, and not used when they are emulated.
 
 The first READ of a connection is ten times slower than the next ones. Where GPUs reach each other neither over NVLink
 or the bus nor through an RDMA card, NIXL carries device memory over TCP piece by piece, slower than the way through
@@ -8,6 +8,7 @@ host memory. No table of hardware shows that reliably, but short READs do.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -17,15 +18,16 @@ import numpy as np
 
 from kvstore.blocks.codec import encode
 from kvstore.config import StoreConfig
-from kvstore.errors import KVStoreError, TransferError, TransferTimeout
+from kvstore.errors import KVStoreError, TransferError
 from kvstore.handoff.stages import WARM_BYTES, Stage
 from kvstore.mover.link import MoverLink
-from kvstore.mover.messages import MoverDone
 from kvstore.mover.transport import PeerDescription, ReadRequest
 from kvstore.remote.answers import stages_of
+from kvstore.remote.covered_read import Cover, CoveredRead
 from kvstore.remote.peers import Peer
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import Soon
+from kvstore.runtime import clock
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +58,8 @@ class StageLane:
     description: PeerDescription
     generation: int
     gb_per_s: float
-    why_not: str = ""
-    until_s: float = float("inf")
+    why_not: str
+    until_s: float
 
 
 def _key(peer: Peer, slab: int, stage: Stage) -> _Key:
@@ -65,12 +67,12 @@ def _key(peer: Peer, slab: int, stage: Stage) -> _Key:
 
 
 def _is_beside(known: _Key, key: _Key) -> bool:
-    """Return whether a known lane stays useful beside a new one: not if it is of an earlier mover or store life."""
+    """Return whether a known lane stays useful beside a new one. Those of earlier lives do not."""
     return known[-1] == key[-1] and (known[0] != key[0] or known[1] == key[1])
 
 
 def _read_of_nothing(name: str, description: PeerDescription, stage: Stage, count: int) -> ReadRequest:
-    """Return a READ of slots that hold no blocks: the last ones of the peer's stage."""
+    """Return a READ of the last slots of the peer's stage, which hold no blocks."""
     end = description.num_slots
     return ReadRequest(
         peer=name,
@@ -103,7 +105,7 @@ class StageLanes:
         return lane if lane is not None and time.monotonic() < lane.until_s else None
 
     def find(self, peer: Peer, slab: int, stage: Stage, timeout_s: float) -> StageLane:
-        """Return the lane from a peer's stage, warmed up and measured now if it was not.
+        """Return the lane from a peer's stage. Warm it up and measure it if needed.
 
         Raises:
             KVStoreError: the peer does not answer, or has no such stage.
@@ -133,16 +135,10 @@ class StageLanes:
                     lane = self._measure(name, description, generation, num_warm, stage)
                     self._remember(key, lane)
                     if not lane.why_not:
-                        word = encode(Soon(peer.node_id, slab, stage.slab, stage.generation))
-                        self._mover.wake_by(
-                            word, _read_of_nothing(lane.name, lane.description, stage, 1), stage.generation
-                        )
+                        message = encode(Soon(peer.node_id, slab, stage.slab, stage.generation))
+                        self._mover.wake_by(message, _read_of_nothing(name, description, stage, 1), stage.generation)
             lanes.append(lane)
         return lanes
-
-    def _count(self, request: ReadRequest) -> None:
-        with self._lock:
-            self.num_warm_bytes += request.block_bytes * len(request.local_slots)
 
     def _remember(self, key: _Key, lane: StageLane) -> None:
         with self._lock:
@@ -157,43 +153,38 @@ class StageLanes:
         size = min(description.slot_bytes, stage.description.slot_bytes)
         count = min(num_warm, len(stage.warm_slots), max(1, WARM_BYTES // size))
         request = _read_of_nothing(name, description, stage, count)
+        rate, why, until_s = 0.0, "", math.inf
         try:
             seconds = [self._read(request, description, stage.generation) for _ in range(3)]
         except KVStoreError as error:
-            why = f"the lane between the GPUs failed: {error}"
+            why, until_s = f"the lane between the GPUs failed: {error}", time.monotonic() + _RETRY_S
+        else:
+            rate, first_ms = count * size / min(seconds[1:]) / 1e9, 1e3 * seconds[0]
+            logger.info("lane %s: first READ of %d bytes %.1f ms, then %.1f GB/s", name, count * size, first_ms, rate)
+            if rate < _LEAST_GB_PER_S:
+                why = (
+                    f"the lane between the GPUs is emulated ({rate:.2f} GB/s): they reach each other neither over "
+                    "NVLink or the bus nor through an RDMA card"
+                )
+        if why:
             logger.warning("hand-offs over %s go through host memory: %s", name, why)
-            return StageLane(name, description, generation, 0.0, why, time.monotonic() + _RETRY_S)
-        rate = count * size / min(seconds[1:]) / 1e9
-        logger.info(
-            "lane %s: first READ of %d bytes %.1f ms, then %.1f GB/s", name, count * size, 1e3 * seconds[0], rate
-        )
-        if rate >= _LEAST_GB_PER_S:
-            return StageLane(name, description, generation, rate)
-        why = (
-            f"the lane between the GPUs is emulated ({rate:.2f} GB/s): they reach each other neither over NVLink or "
-            "the bus nor through an RDMA card"
-        )
-        logger.warning("hand-offs over %s go through host memory: %s", name, why)
-        return StageLane(name, description, generation, rate, why)
+        return StageLane(name, description, generation, rate, why, until_s)
 
     def _read(self, request: ReadRequest, description: PeerDescription, generation: int) -> float:
-        ended, seen = threading.Event(), list[tuple[MoverDone, KVStoreError | None]]()
-
-        def on_done(done: MoverDone, error: KVStoreError | None) -> None:
-            if done.last:
-                seen.append((done, error))
-                ended.set()
-
-        limit_s = min(_READ_WITHIN_S, self._config.transfer_timeout_s)
-        ends = np.asarray([len(request.local_slots)], dtype=np.int32)
-        read_id = self._mover.read(
-            request, description, on_done, chunk_ends=ends, timeout_s=limit_s, generation=generation
+        ended, seconds = threading.Event(), list[float]()
+        read = CoveredRead(self._mover, lambda done: seconds.append(done.seconds), ended.set)
+        read.post(
+            request,
+            description,
+            Cover(math.inf, math.inf, lambda: True),  # There are no blocks in these slots.
+            np.asarray([len(request.local_slots)], dtype=np.int32),
+            timeout_s=min(_READ_WITHIN_S, self._config.transfer_timeout_s),
+            generation=generation,
         )
-        if not ended.wait(limit_s + 1.0):
-            self._mover.abandon(read_id)
-            raise TransferTimeout("the mover did not report on a READ in time")
-        done, error = seen[0]
-        if error is not None:
-            raise error
-        self._count(request)
-        return done.seconds
+        if not ended.wait(max(read.late_s - clock.now_s(), 0.0)):
+            read.give_up()
+        if read.error is not None:
+            raise read.error
+        with self._lock:
+            self.num_warm_bytes += request.block_bytes * len(request.local_slots)
+        return seconds[-1]

@@ -14,7 +14,7 @@ _MAX_REASON_CHARS = 1000
 
 
 class PeerClaim(Record, frozen=True):
-    """Ask the store that has the blocks for the right to read them, alone, for `ttl_s` seconds.
+    """Ask the store that has the blocks for the right to read them, alone.
 
     The answer may take up to `wait_s` while the blocks are still being written, or, with `is_early`, are not published
     yet. With `to_host` that store first copies blocks of a stage to its arena: the reader cannot reach the stage.
@@ -33,7 +33,7 @@ class PeerClaim(Record, frozen=True):
 
 
 class PeerClaimed(Record, frozen=True):
-    """Answer a claim: where the blocks are, for one life of the mover; or why not, in `reason`."""
+    """Answer a claim: where the blocks are, or a `reason`. For one life of the mover."""
 
     claim_id: U64
     epoch: Epoch

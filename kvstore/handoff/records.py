@@ -9,15 +9,12 @@ from kvstore.pool.pool import Pool
 
 #: Set in the id of every claim and of no lease, so that a notification can name either.
 CLAIM_BIT = 1 << 63
-
 #: The reason for a ticket whose blocks are being written, or will be: ask again.
 NOT_READY = "not_ready: the blocks of this ticket are not all there yet"
-#: The reason for a fetch that waited for the blocks until its time ended.
 NOT_READY_IN_TIME = (
     "timeout: the blocks of this ticket were not all there yet at the end of the fetch's timeout_s; fetch again, and "
     "see whether their publisher still works"
 )
-#: The reason for an early ticket of a drained node whose blocks are not being published.
 DRAINING = "draining: the node that was to have the blocks of this ticket is drained, and takes no more"
 REASONS = {
     "used": "used: the blocks of this ticket have been fetched, and a ticket is good for one fetch",
@@ -58,7 +55,7 @@ class Place:
 
 @dataclass(slots=True)
 class Move:
-    """The slots to which a claim's blocks are copied; not given back while a mover may write to them (`busy`)."""
+    """The slots to which a claim's blocks are copied. A mover may write to them while they are `busy`."""
 
     place: Place
     write_id: int

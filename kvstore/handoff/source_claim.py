@@ -1,4 +1,4 @@
-"""The claim of one fetch at the node that has the blocks: asked for, waited for while they are written, given back."""
+"""The claim of one fetch at the blocks' node, from question to return."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from kvstore.errors import KVStoreError, TransferTimeout
 from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.messages import PeerClaim, PeerClaimed, claimed_of
 from kvstore.handoff.records import NOT_READY, NOT_READY_IN_TIME
-from kvstore.remote.peers import Peer
+from kvstore.remote.peers import Peer, call_s
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.exchange import Question
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import End, FetchRequest, Soon
 from kvstore.runtime import clock
 
-_LEAST_CALL_S = 1.0
 #: The longest that a source may hold a claim's question until all blocks are written, also as a share of a lease.
 _MOST_WAIT_S, _WAIT_SHARE = 1.0, 0.25
 #: The control thread stays awake this long for the answer to a claim: as long as the mover does for the READ after it.
@@ -67,11 +66,6 @@ class SourceClaim:
         #: When the answer is late, or the source is asked once more.
         self._until_s, self._again_s = math.inf, math.inf
 
-    def call_s(self) -> float:
-        """Return how long a call may take."""
-        left_s = self._deadline_s - clock.now_s()
-        return min(self._context.config.call_timeout_s, max(left_s, _LEAST_CALL_S))
-
     def ask(self, peer: Peer, connection: ControlClient, *, to_host: bool) -> None:
         """Ask for the blocks once they are all written; on any thread, once.
 
@@ -94,17 +88,28 @@ class SourceClaim:
         self.num_calls += 1
         self.asked_s = clock.now_s()
         self.valid_until_s = self.asked_s + config.lease_ttl_s - config.lease_margin_s
-        left_s, call_s = max(0.0, self._deadline_s - self.asked_s), self.call_s()
-        wait_s = min(left_s, call_s / 2, _MOST_WAIT_S, _WAIT_SHARE * config.lease_ttl_s)
-        self._until_s, self._again_s = self.asked_s + call_s, math.inf
-        question = self._question = connection.ask(Op.PEER_CLAIM, self._claim(wait_s), self._wake)
+        left_s, within_s = max(0.0, self._deadline_s - self.asked_s), call_s(config, self._deadline_s)
+        claim = PeerClaim(
+            key=self._request.key,
+            namespace=self._request.namespace,
+            num_blocks=self._request.num_blocks,
+            block_bytes=self._block_bytes,
+            slot_format=BLOCK_ORDER_VERSION,
+            namespace_version=self._version,
+            ttl_s=config.lease_ttl_s,
+            wait_s=min(left_s, within_s / 2, _MOST_WAIT_S, _WAIT_SHARE * config.lease_ttl_s),
+            to_host=self._to_host,
+            is_early=self._request.is_early,
+        )
+        self._until_s, self._again_s = self.asked_s + within_s, math.inf
+        question = self._question = connection.ask(Op.PEER_CLAIM, encode(claim), self._wake)
         self._context.server.watch(question.fileno(), self.look)
 
     def _wake(self) -> None:
-        """Keep the mover and its lane awake for blocks that will be there in a moment."""
+        """Keep the mover and its lane awake, because the blocks come in a moment."""
         request = self._request
-        word = encode(Soon(request.node_id, request.from_slab, request.slab, request.generation))
-        self._context.mover.expect_read(word)
+        lane = encode(Soon(request.node_id, request.from_slab, request.slab, request.generation))
+        self._context.mover.expect_read(lane)
         if not self._to_host:
             self._context.server.stay_awake(_AWAKE_S)
 
@@ -158,24 +163,8 @@ class SourceClaim:
             self._question = None
             self._then(error)
 
-    def _claim(self, wait_s: float) -> bytes:
-        return encode(
-            PeerClaim(
-                key=self._request.key,
-                namespace=self._request.namespace,
-                num_blocks=self._request.num_blocks,
-                block_bytes=self._block_bytes,
-                slot_format=BLOCK_ORDER_VERSION,
-                namespace_version=self._version,
-                ttl_s=self._context.config.lease_ttl_s,
-                wait_s=wait_s,
-                to_host=self._to_host,
-                is_early=self._request.is_early,
-            )
-        )
-
     def give_back(self, claim_id: int, *, used: bool) -> None:
-        """Tell the source that the blocks are here, or that another fetch may have them; on a thread that may wait."""
+        """Tell the source that the blocks are here, or are free for another fetch. On a thread that may wait."""
         peers, peer, connection = self._context.peers, self._peer, self._connection
         assert peer is not None, "claimed there"
         with contextlib.suppress(KVStoreError):
@@ -193,7 +182,7 @@ class SourceClaim:
             self._context.peers.keep_spare(self._peer, connection)
 
     def close(self) -> None:
-        """Close the connection, because the store is being stopped and no thread receives answers any more."""
+        """Close the connection. The store is being stopped, and no thread receives answers any more."""
         if self._question is not None:
             self._question.close()
         if self._connection is not None:

@@ -1,4 +1,4 @@
-"""The stages of one node as the node store sees them: memory on GPUs for hand-offs.
+"""The stages of one node, as its store sees them: GPU memory for hand-offs.
 
 A stage belongs to the mover, and ends with it. It has its own pool, so its slots are claimed, quarantined and given
 back by the same rules as those of the arena.
@@ -44,14 +44,9 @@ class Stage:
     pool: Pool
 
     @property
-    def num_slots(self) -> int:
-        """Slots of the pool; those behind them are for warming up."""
-        return self.pool.num_slots
-
-    @property
     def warm_slots(self) -> range:
-        """Slots that never hold blocks, for warming up."""
-        return range(self.num_slots, self.description.num_slots)
+        """Slots behind those of the pool, which never hold blocks, for warming up."""
+        return range(self.pool.num_slots, self.description.num_slots)
 
     def found(self) -> StageFound:
         """Return the description of this stage for clients and peers."""
@@ -82,11 +77,10 @@ class StageBook:
         Raises:
             PeerLost: the mover that had it is gone.
         """
-        stage = self._stages.get(slab)
-        own = self._mover.own
-        if stage is None or own is None or not generation == stage.generation == own.generation:
-            raise PeerLost("the mover that had this stage is gone, and its blocks with it; attach the hand-off again")
-        return stage
+        for stage in self.all():
+            if (stage.slab, stage.generation) == (slab, generation):
+                return stage
+        raise PeerLost("the mover that had this stage is gone, and its blocks with it; attach the hand-off again")
 
     def all(self) -> list[Stage]:
         """Return the stages of the present mover."""
@@ -94,7 +88,7 @@ class StageBook:
         return [stage for stage in self._stages.values() if own is not None and stage.generation == own.generation]
 
     def make(self, uuid: str, num_bytes: int, block_bytes: int) -> Stage:
-        """Return the stage of a GPU, and make it if there is none; block until it is made.
+        """Return the stage of a GPU. If there is none, make it, and block until it is made.
 
         Raises:
             ConfigError: the slots of the stage are smaller than these blocks, or the store has lane="tcp".

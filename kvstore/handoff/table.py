@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
-from kvstore.handoff.records import CLAIM_BIT, NOT_READY, REASONS, Claim, Handoff, Move, Place
+from kvstore.handoff.records import CLAIM_BIT, DRAINING, NOT_READY, REASONS, Claim, Handoff, Move, Place
 from kvstore.runtime import clock
 
 #: For so many ended tickets the table remembers why they ended.
@@ -46,15 +46,10 @@ class HandoffTable:
 
     @property
     def num_arena_writes(self) -> int:
-        """Writes of the arena's pool that living hand-offs hold: of those published there, and of those moved there."""
+        """Writes of the arena's pool that hand-offs hold, published or moved there."""
         with self._lock:
             num_published = sum(not handoff.place.slab for handoff in self.handoffs.values())
             return num_published + sum(not move.over for move in self.moves.values())
-
-    def is_begun(self, key: bytes) -> bool:
-        """Return whether a ticket's blocks are published, or are being published."""
-        with self._lock:
-            return key in self.handoffs
 
     def prepare(
         self, key: bytes, writer: int, owner: str, namespace: bytes, version: int, num_blocks: int, place: Place
@@ -99,7 +94,7 @@ class HandoffTable:
             return ticket.slots
 
     def complete(self, key: bytes, writer: int, owner: str, deadline_s: float) -> bool:
-        """Note that all bytes are in place; from now on `owner` keeps them, until `deadline_s` at most.
+        """Note that all bytes are in place. From now on `owner` keeps them, until `deadline_s` at most.
 
         The owner may differ from that of `prepare`: a client prepares on one connection and keeps on another.
 
@@ -107,8 +102,8 @@ class HandoffTable:
             False if `writer` writes no such hand-off, or it was withdrawn or cleared meanwhile and its slots are free.
         """
         with self._lock:
-            handoff = self._written_by(key, writer)
-            if handoff is None:
+            handoff = self.handoffs.get(key)
+            if handoff is None or not handoff.is_written or handoff.writer != writer:
                 return False
             handoff.is_written = False
             if handoff.over:
@@ -118,7 +113,7 @@ class HandoffTable:
             return True
 
     def abort(self, key: bytes, writer: int) -> bool:
-        """Void a ticket and free its slots: the publisher failed, and none of its copies writes any more.
+        """Void a ticket and free its slots. The publisher failed, and none of its copies writes any more.
 
         The ticket is void also if `complete` came first, or if its slots were never asked for.
 
@@ -137,7 +132,7 @@ class HandoffTable:
             return True
 
     def withdraw(self, key: bytes) -> bool:
-        """Take blocks back: no reader gets them from now on; their slots are freed after the last copy or READ.
+        """Take blocks back. No reader gets them from now on. Slots are freed after the last copy or READ.
 
         Returns:
             Whether this call voided the ticket: its blocks are taken back, or, if there never were blocks of that
@@ -153,7 +148,7 @@ class HandoffTable:
             return True
 
     def _state(self, key: bytes) -> str | None:
-        """Return the state of a ticket, for an error text; None if it was never used."""
+        """Return the state of a ticket, for an error text. None if it was never used."""
         handoff = self.handoffs.get(key)
         over = self.over.get(key) if handoff is None else handoff.over
         if over:
@@ -161,10 +156,6 @@ class HandoffTable:
         if handoff is None:
             return None
         return "are being published" if handoff.is_written else "are published and wait for their fetch"
-
-    def _written_by(self, key: bytes, writer: int) -> Handoff | None:
-        handoff = self.handoffs.get(key)
-        return handoff if handoff is not None and handoff.is_written and handoff.writer == writer else None
 
     def _void_unused(self, key: bytes) -> bool:
         """Void a key that was never published; return False if the key was void before."""
@@ -174,7 +165,15 @@ class HandoffTable:
         return True
 
     def claim(
-        self, key: bytes, owner: str, namespace: bytes, version: int, deadline_s: float, *, is_early: bool = False
+        self,
+        key: bytes,
+        owner: str,
+        namespace: bytes,
+        version: int,
+        deadline_s: float,
+        *,
+        is_early: bool = False,
+        is_draining: bool = False,
     ) -> Claim | str:
         """Give one reader the right to the blocks of a ticket, or say why not.
 
@@ -185,6 +184,7 @@ class HandoffTable:
             version: the namespace's last clearing, as this node knows it.
             deadline_s: the slots keep their bytes until then, unless the reader ends the claim earlier.
             is_early: whether the ticket may come before its blocks are published.
+            is_draining: whether nothing more is published here.
         """
         with self._lock:
             handoff = self.handoffs.get(key)
@@ -194,11 +194,12 @@ class HandoffTable:
                 return REASONS[handoff.over]
             if key in self.over:
                 return REASONS[self.over[key]]
-            is_written = handoff is not None and handoff.is_written and handoff.namespace == namespace
-            if is_written or (handoff is None and is_early):
-                return NOT_READY
+            if handoff is None and is_early:
+                return DRAINING if is_draining else NOT_READY
             if handoff is None or handoff.namespace != namespace:
                 return "not_found: this store has no such ticket; it may be forged, or too long over"
+            if handoff.is_written:
+                return NOT_READY
             if handoff.claim_id:
                 return "used: another fetch of this ticket is under way"
             if handoff.deadline_s < clock.now_s():
@@ -210,7 +211,7 @@ class HandoffTable:
             return Claim(handoff.claim_id, handoff.slots, handoff.place.slab, handoff.place.generation)
 
     def end_claim(self, claim_id: int, owner: str, *, used: bool) -> bool:
-        """End a claim: if the blocks arrived (`used`) free their slots, else let them be claimed again.
+        """End a claim. If the blocks arrived (`used`) free their slots, else let them be claimed again.
 
         Returns:
             False if `owner` has no such claim, or no longer has it; nothing changed.
@@ -223,7 +224,7 @@ class HandoffTable:
             return True
 
     def release_owner(self, owner: str) -> int:
-        """Take back all that a dead client published, wrote or read; return the number of hand-offs."""
+        """Take back all that a dead client published, wrote or read. Return the number of hand-offs."""
         with self._lock:
             read = [handoff for handoff in self.claims.values() if handoff.claim_owner == owner]
             for handoff in read:
@@ -235,7 +236,7 @@ class HandoffTable:
             return len(read) + len(owned)
 
     def lose_stages(self) -> int:
-        """Void every hand-off in a stage, also under claims, because the mover is gone; return their number.
+        """Void every hand-off in a stage, also under claims. The mover is gone. Return their number.
 
         Publishers may still write to a stage that they have mapped, but no slot of its pool is granted again.
         """
@@ -253,7 +254,7 @@ class HandoffTable:
             return len(lost)
 
     def move(self, claim_id: int, place: Place) -> Sequence[int]:
-        """Claim slots in another place, to which the mover then copies the blocks of a claim.
+        """Claim slots in another place, to which the mover copies a claim's blocks.
 
         Raises:
             PoolExhausted: there is no room; nothing changed.

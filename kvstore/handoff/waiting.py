@@ -1,4 +1,4 @@
-"""Claims on blocks that are still being written: answered when they are there, so that readers need not poll."""
+"""Claims on blocks that are being written. They are answered later, so that readers need not poll."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from kvstore.blocks.chain import decode_chain
-from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import MAX_NODE_ID_CHARS, clip
 from kvstore.config import StoreConfig, socket_dir
 from kvstore.errors import ConfigError, InvalidRequest, TransferError
@@ -26,7 +25,7 @@ from kvstore.memory.arena import Arena, create_arena
 from kvstore.memory.presence import PresenceTable
 from kvstore.mover.link import MoverLink
 from kvstore.node.dispatch import NodeControl
-from kvstore.node.pool_service import PoolEvents, PoolService
+from kvstore.node.pool_service import PoolService
 from kvstore.node.state import NodeState
 from kvstore.pool.pool import Pool
 from kvstore.remote.directory_link import Hints
@@ -45,7 +44,7 @@ _FIRST_CONTACT_S = 2.0
 
 
 class NodeCore:
-    """One node store: its parts (`state`), the thread that serves them, and the verbs that concern all of it.
+    """One node store: its parts (`state`), the thread that serves them, the verbs for all.
 
     `state.pool_service` has the verbs that concern its slots.
 
@@ -87,9 +86,20 @@ class NodeCore:
             arena.close()
             raise
         self._memory_closed = False
-        peers = PeerBook(node_id, epoch, self._resolver(resolve_peer), config.call_timeout_s)
+
+        def resolve(peer_id: str) -> PeerAddress:
+            return self.peer_address() if peer_id == node_id else resolve_peer(peer_id)
+
+        peers = PeerBook(node_id, epoch, resolve, config.call_timeout_s)
         service = PoolService(
-            node_id, config, epoch, presence, versions, PoolEvents(self._pool_changed, self._wake, self._divided)
+            node_id,
+            config,
+            epoch,
+            presence,
+            versions,
+            lambda: hints.publish_soon(),
+            lambda: self.control.server.wake(),
+            self._divided,
         )
         hints = Hints(
             node_id,
@@ -100,7 +110,7 @@ class NodeCore:
             presence.set_alone,
             epoch,
         )
-        fetcher = Fetcher(config, hints, peers, mover, threads, BLOCK_ORDER_VERSION, service.hear_clearing)
+        fetcher = Fetcher(config, hints, peers, mover, threads, service.hear_clearing)
         self.state = NodeState(
             node_id=node_id,
             config=config,
@@ -124,18 +134,9 @@ class NodeCore:
         self.control.start(self.control_path, host)
         logger.info("node store %s: arena of %d bytes, epoch %s", node_id, config.capacity_bytes, epoch.hex())
 
-    def _pool_changed(self) -> None:
-        self.state.hints.publish_soon()
-
-    def _wake(self) -> None:
-        self.control.wake()
-
     def _divided(self, pool: Pool, slot_bytes: int) -> None:
         self.state.mover.set_slots(slot_bytes, pool.num_slots)
         self.state.hints.follow(pool)
-
-    def _resolver(self, others: Resolver) -> Resolver:
-        return lambda node_id: self.peer_address() if node_id == self.state.node_id else others(node_id)
 
     @property
     def pool(self) -> Pool:
@@ -148,7 +149,7 @@ class NodeCore:
 
     def peer_address(self) -> PeerAddress:
         """Return where peers reach this store, and the secret that they must send."""
-        return PeerAddress(self._host, self.control.port, self.state.token)
+        return PeerAddress(self._host, self.control.server.port, self.state.token)
 
     def begin_drain(self, max_bytes: int) -> list[bytes]:
         """Stop granting to this node's workers, but continue to serve peers.
@@ -164,7 +165,7 @@ class NodeCore:
         return [chain.encode() for chain in service.current.hot_chains(max_bytes // service.slot_bytes)]
 
     def adopt(self, chains: list[bytes], timeout_s: float) -> int:
-        """Fetch chains from the nodes that have them; return how many of their blocks are here now.
+        """Fetch chains from the nodes that have them. Return how many of their blocks are here now.
 
         Raises:
             StoreDraining, StoreUnavailable: this node is drained, or its store is being stopped.
@@ -178,17 +179,14 @@ class NodeCore:
                 break
             if chain.namespace not in service.block_bytes:
                 continue
-            version_now, pool, ended = (
-                partial(self.state.versions.get, chain.namespace),
-                service.pool,
-                threading.Event(),
-            )
+            version_now = partial(self.state.versions.get, chain.namespace)
             version = version_now()  # Before the pin.
+            pool, ended = service.pool, threading.Event()
             grant = pool.pin_prefix(chain, "adopt", clock.now_s() + ttl_s)
             load = Load(
                 chain=chain, block_bytes=service.block_bytes[chain.namespace], owner="adopt",
                 lease_id=grant.lease_id, ttl_s=ttl_s, deadline_s=deadline_s, pool=pool, version_now=version_now,
-                version=version, send=lambda _, last, ended=ended: ended.set() if last else None,  # type: ignore[misc]
+                version=version, send=lambda piece, ended=ended: None if piece.report is None else ended.set(),  # type: ignore[misc]
                 num_ready=len(grant.slots),
             )  # fmt: skip
             self.state.fetcher.begin(load)
@@ -198,7 +196,7 @@ class NodeCore:
         return arrived
 
     def drain(self, timeout_s: float) -> dict[str, int]:
-        """Stop granting, also to peers, and wait for leases, writes and hand-offs; return what is left.
+        """Stop granting, also to peers. Wait for leases, writes and hand-offs, and return what is left.
 
         The directory forgets this node's blocks, as if the node had left. Published hand-offs are still fetched by
         other nodes. Soft pins are not waited for. The wait ends when `undrain` or `stop` is called meanwhile.
@@ -211,7 +209,7 @@ class NodeCore:
             was_closed = service.is_closed_to_peers
             service.is_draining = service.is_closed_to_peers = True
             if not was_closed:
-                self.state.hints.forget()
+                self.state.hints.follow(None)
         deadline_s = clock.now_s() + timeout_s
         while True:
             left, is_drained = self._left(), service.is_draining
@@ -245,7 +243,7 @@ class NodeCore:
 
     def stats(self) -> dict[str, Any]:
         """Return counts of the pool, the mover and the calls served."""
-        state, service = self.state, self.state.pool_service
+        state, service, server = self.state, self.state.pool_service, self.control.server
         result: dict[str, Any] = {
             "node_id": state.node_id,
             "epoch": state.epoch.hex(),
@@ -256,9 +254,14 @@ class NodeCore:
             "slot_bytes": service.slot_bytes,
             "draining": service.is_draining,
             "num_abandoned_reads": state.mover.num_abandoned,
-            "num_fenced_movers": self.control.num_fenced,
+            "num_fenced_movers": self.control.fence.num_fenced,
             "calls": self.control.num_calls,
-            "ports": self.control.port_counts,
+            "ports": {
+                "num_malformed": server.num_malformed,
+                "num_strangers_cut": server.num_strangers_cut,
+                "num_unread_cut": server.num_unread_cut,
+                "num_failures": server.num_failures,
+            },
             "pool": asdict(service.current.stats()) if service.is_attached else None,
             **self.control.handoffs.stats(),
             "nixl": None,
@@ -270,18 +273,6 @@ class NodeCore:
             except TransferError as error:
                 logger.debug("no mover statistics: %s", error)
         return result
-
-    def is_serving(self, within_s: float) -> bool:
-        """Return whether the control thread answers within `within_s` seconds."""
-        return self.control.is_serving(within_s)
-
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until the mover has registered the arena; return whether it has."""
-        return self.state.mover.wait_ready(timeout_s)
-
-    def mover_pid(self) -> int:
-        """Return the process id of the present mover; 0 when there is none."""
-        return self.state.mover.pid
 
     def stop(self) -> None:
         """Close everything; may be called again. Workers that still map the arena keep their mapping.

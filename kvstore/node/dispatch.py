@@ -16,17 +16,17 @@ from kvstore.blocks.codec import decode_object, encode, encode_object
 from kvstore.bounds import MAX_CHAIN_BYTES, clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ConfigError, IncompatibleStore, ProtocolError
+from kvstore.handoff.records import CLAIM_BIT
 from kvstore.node.fence import MoverFence
 from kvstore.node.handoff_service import HandoffControl
 from kvstore.node.later import SharedAnswer
 from kvstore.node.load_service import LoadControl
-from kvstore.node.peer_service import PeerControl
+from kvstore.node.peer_service import PeerControl, owner_of
 from kvstore.node.pool_routes import PoolRoutes
 from kvstore.node.state import NodeState
-from kvstore.pool.pool import Pool
 from kvstore.rpc.connection import Connection, Handler, Role
 from kvstore.rpc.framing import OWNER_KEY_DIGITS, STRANGER_BYTES, Flag, Message, Op, is_secret
-from kvstore.rpc.messages import decode_attach
+from kvstore.rpc.messages import NOTIFICATION, decode_attach
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 from kvstore.runtime.guard import LogLimit
@@ -55,14 +55,18 @@ class NodeControl:
     ) -> None:
         self._state, self._service, self.on_mover_gone = state, state.pool_service, on_mover_gone
         self._is_mover_wanted, self._log = False, LogLimit()
-        self.fence = MoverFence(state.config, state.mover, self._pools_read_into)
+        self.fence = MoverFence(
+            state.config,
+            state.mover,
+            lambda: [self._service.current, *(stage.pool for stage in self.handoffs.stages.all())],
+        )
         self.server = ControlServer(
             self._serve, self._gone, self._tick, self._wants_ticks, holds=self._holds, max_bytes=_MAX_BYTES
         )
         self.pool = PoolRoutes(state)
-        self._peers = PeerControl(state, self.wake)
-        self.handoffs = HandoffControl(state, self._peers.began, self._peers.ended, self.server)
-        loads = LoadControl(state, self.wake)
+        self._peers = PeerControl(state, self.server.wake)
+        self.handoffs = HandoffControl(state, self._peers, self.server)
+        loads = LoadControl(state, self.server.wake)
         self._stats = SharedAnswer(state.threads, Blocking.STATS, stats)
         #: What each role may ask.
         self._routes: dict[Role, dict[Op, Handler]] = {
@@ -76,44 +80,15 @@ class NodeControl:
         }  # fmt: skip
 
     @property
-    def port(self) -> int:
-        """TCP port for peers."""
-        return self.server.port
-
-    @property
     def num_calls(self) -> dict[str, int]:
         """Number of served messages, by kind."""
         return {op.name: count for op, count in self.server.num_served.items()}
 
-    @property
-    def port_counts(self) -> dict[str, int]:
-        """Number of failures at this node's ports, by kind."""
-        server = self.server
-        return {
-            "num_malformed": server.num_malformed,
-            "num_strangers_cut": server.num_strangers_cut,
-            "num_unread_cut": server.num_unread_cut,
-            "num_failures": server.num_failures,
-        }
-
-    @property
-    def num_fenced(self) -> int:
-        """Number of movers that were killed so far."""
-        return self.fence.num_fenced
-
     def start(self, path: str, host: str) -> None:
-        """Listen for workers at `path` and for peers at `host`, on a port that the system chooses."""
+        """Listen for workers at `path`, and for peers at `host`. The system chooses the port."""
         self.server.listen_local(path)
         self.server.listen_remote(host)
         self.server.start()
-
-    def is_serving(self, within_s: float) -> bool:
-        """Return whether the control thread completes a whole round within `within_s` seconds."""
-        return self.server.is_serving(within_s)
-
-    def wake(self) -> None:
-        """Make the control thread check its timers, because another thread made a lease."""
-        self.server.wake()
 
     def stop(self) -> None:
         """Close all connections and end the thread."""
@@ -125,9 +100,6 @@ class NodeControl:
         if message.op is Op.HELLO:
             return self.hello(connection, message)
         raise ProtocolError(f"a node store does not serve {message.op.name} to a {connection.role}")
-
-    def _pools_read_into(self) -> list[Pool]:
-        return [self._service.current, *(stage.pool for stage in self.handoffs.stages.all())]
 
     def _hear_mover(self, connection: Connection, message: Message) -> None:
         mover = self._state.mover
@@ -144,8 +116,20 @@ class NodeControl:
                 connection.shut_down()
 
     def _notified(self, payload: bytes) -> None:
-        self._peers.notified(payload)
-        self.handoffs.peers.notified(payload)
+        """End the leases and claims whose READs have ended, before their time expires.
+
+        Raises:
+            ProtocolError: `payload` is not a row of notifications; nothing changed.
+        """
+        if len(payload) % NOTIFICATION.size:
+            raise ProtocolError(f"wanted notifications of {NOTIFICATION.size} bytes each, got {len(payload)} bytes")
+        for number, epoch, reader in NOTIFICATION.iter_unpack(payload):
+            if epoch != self._state.epoch:
+                continue
+            if number & CLAIM_BIT:
+                self.handoffs.peers.end(number, owner_of(reader), used=True)
+            else:
+                self._peers.release(number, owner_of(reader))
 
     def hello(self, connection: Connection, message: Message) -> bytes | None:
         """Give a new connection its role, or refuse it.
@@ -166,7 +150,7 @@ class NodeControl:
         if connection.local and role in (Role.CLIENT, Role.MOVER, Role.PRESENCE):
             if role == Role.CLIENT:
                 self._join(connection, value)
-            self._take_role(connection, Role(role))
+            connection.role, connection.routes = Role(role), self._routes[Role(role)]
             # The mover's messages free slots: read them even while the mover is slow to read its own.
             connection.reads_on = role == Role.MOVER
             memory = self._state.presence if role == Role.PRESENCE else self._state.arena
@@ -176,7 +160,7 @@ class NodeControl:
             if not is_secret(value.get("token"), self._state.token):
                 raise IncompatibleStore("wrong token: this address now belongs to another life of the store")
             connection.owner = self._peers.owner_in(value)
-            self._take_role(connection, Role.PEER)
+            connection.role, connection.routes = Role.PEER, self._routes[Role.PEER]
             return self._greeting(connection)
         raise ProtocolError(f"wanted role client, mover or presence locally, or peer remotely, got {clip(role)}")
 
@@ -184,12 +168,14 @@ class NodeControl:
         """Note the owner of a connection, and end the connection that it replaces."""
         key, replaced, since = hello.get("owner"), hello.get("replaces"), hello.get("since")
         if key is not None:
-            self.server.join(connection, owner_of_key(key))
+            if not (isinstance(key, str) and len(key) == OWNER_KEY_DIGITS):
+                raise ProtocolError(
+                    f"owner: wanted {OWNER_KEY_DIGITS} digits, got {key!r:.40}; run one version of raykv"
+                )
+            # Hashed, because messages and logs have owners' names, and the key is the client's secret.
+            self.server.join(connection, f"client-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
         if isinstance(replaced, str) and isinstance(since, int):
             self.server.end_replaced(replaced, since, connection)
-
-    def _take_role(self, connection: Connection, role: Role) -> None:
-        connection.role, connection.routes = role, self._routes[role]
 
     def _attach(self, connection: Connection, message: Message) -> bytes:
         wanted = decode_attach(message.payload)
@@ -214,7 +200,7 @@ class NodeControl:
                 with contextlib.ExitStack() as parts:
                     # ExitStack runs them from the last to the first, and each one even if others raise.
                     parts.callback(self._want_mover)
-                    parts.callback(self.handoffs.mover_gone)
+                    parts.callback(self.handoffs.table.lose_stages)
                     parts.callback(self._state.mover.gone, connection)
         elif connection.role is Role.CLIENT and connection.ended:
             dropped = self._service.current.release_owner(connection.owner)
@@ -223,7 +209,7 @@ class NodeControl:
                 logger.info("client %s is gone: %d leases, writes and hand-offs came back", connection.owner, dropped)
 
     def _want_mover(self) -> None:
-        """Call `on_mover_gone` on a new thread; if no thread can be started, the next tick tries again."""
+        """Call `on_mover_gone` on a new thread. If no thread can be started, the next tick tries again."""
         if not self._is_mover_wanted:
             return
         try:
@@ -244,7 +230,7 @@ class NodeControl:
 
     def _wants_ticks(self) -> bool:
         state = self._state
-        if self.fence.wants_ticks() or state.hints.num_waiting or state.fetcher.flights.num_waiting:
+        if self.fence.wants_ticks() or state.hints.waiting or state.fetcher.flights.num_waiting:
             return True
         return self._is_mover_wanted or self.pool.wants_ticks() or self.handoffs.wants_ticks()
 
@@ -259,15 +245,3 @@ class NodeControl:
             parts.callback(self._want_mover)
             parts.callback(self.handoffs.tick, now_s)
             parts.callback(self.pool.tick, now_s)
-
-
-def owner_of_key(key: object) -> str:
-    """Return the owner's name for a client's secret key. The client chose the key and sends it only to this store.
-
-    Raises:
-        ProtocolError: `key` is not a key.
-    """
-    if not (isinstance(key, str) and len(key) == OWNER_KEY_DIGITS):
-        raise ProtocolError(f"owner: wanted {OWNER_KEY_DIGITS} digits, got {key!r:.40}; run one version of raykv")
-    # Hashed, because owners' names appear in messages and logs, and the key is a secret.
-    return f"client-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""The fence: kills a mover whose abandoned READs hold too many slots, or hold them for too long.
+"""The fence kills a mover whose abandoned READs hold too many slots, or too long.
 
 Dropping a READ does not stop it while the agent that posted it makes progress. Only the end of the mover's
 process stops it surely (docs/adr/0004). So the fence kills the mover; the kernel reports when the process is

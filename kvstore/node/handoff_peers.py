@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 
@@ -12,18 +11,17 @@ from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import check_seconds
 from kvstore.errors import KVStoreError, LayoutMismatch, PoolExhausted, TransferTimeout
 from kvstore.handoff.messages import PeerClaim, PeerClaimed, decode_peer_claim
-from kvstore.handoff.records import CLAIM_BIT, DRAINING, NOT_READY, Claim, Place
+from kvstore.handoff.records import NOT_READY, Claim, Place
 from kvstore.handoff.stages import StageBook
 from kvstore.handoff.table import HandoffTable
 from kvstore.handoff.waiting import WaitingClaims
 from kvstore.mover.messages import Spill
-from kvstore.node.peer_service import most_for_peers_s, owner_of
+from kvstore.node.peer_service import PeerControl, most_for_peers_s
 from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op, pack_error
 from kvstore.rpc.handoff_messages import decode_end
-from kvstore.rpc.messages import NOTIFICATION
 from kvstore.runtime.store_threads import Blocking
 
 
@@ -32,35 +30,35 @@ class HandoffPeers:
 
     Args:
         state: of the node store.
+        leases: of peers; claims count among them.
         table: the hand-offs that were published here.
         waiting: the claims that wait for blocks.
         stages: of this node.
-        arena: returns the place for blocks that a peer cannot read from a stage.
-        claim_began: called with the id and the deadline of a peer's claim.
-        claim_ended: called with its id.
     """
 
     def __init__(
         self,
         state: NodeState,
+        leases: PeerControl,
         table: HandoffTable,
         waiting: WaitingClaims,
         stages: StageBook,
-        arena: Callable[[], Place],
-        claim_began: Callable[[int, float], None],
-        claim_ended: Callable[[int], None],
     ) -> None:
-        self._state, self._table, self._waiting, self._stages = state, table, waiting, stages
-        self._arena, self._claim_began, self._claim_ended = arena, claim_began, claim_ended
+        self._state, self._leases, self._table, self._waiting, self._stages = state, leases, table, waiting, stages
         self.routes: dict[Op, Handler] = {
             Op.PEER_CLAIM: self._serve_claim,
             Op.PEER_CLAIM_END: self._serve_claim_end,
             Op.PEER_STAGES: self._serve_stages,
         }
 
+    def arena(self) -> Place:
+        """Return the place for blocks that are not in a stage. Peers can read it without a GPU."""
+        pool = self._state.pool_service.pool
+        return Place(pool, int(pool.num_slots * self._state.config.max_handoff_fraction))
+
     def _serve_claim_end(self, connection: Connection, message: Message) -> bytes:
         end = decode_end(message.payload)
-        self._end_remote(end.number, connection.owner, used=end.used)
+        self.end(end.number, connection.owner, used=end.used)
         return b""
 
     def _serve_stages(self, connection: Connection, message: Message) -> bytes:
@@ -74,25 +72,24 @@ class HandoffPeers:
         self._waiting.serve(wanted.key, connection, wanted.wait_s, serve, soon)
 
     def _claim_there(self, connection: Connection, message: Message, wanted: PeerClaim, is_last: bool) -> bool:
-        """Answer a peer with the slots of a ticket or a reason; return False while they are still being written."""
+        """Answer a peer with the slots of a ticket or a reason. Return False while the slots are being written."""
         try:
-            reason, claim = self._claim(connection.owner, wanted)
+            claim = self._claim(connection.owner, wanted)
         except KVStoreError as error:
             connection.send(message.op, Flag.ERROR, message.request, pack_error(error))
             return True
-        if reason == NOT_READY and not is_last:
+        if claim == NOT_READY and not is_last:
             return False
-        if claim is not None and claim.slab and wanted.to_host:
+        if isinstance(claim, Claim) and claim.slab and wanted.to_host:
             spill = functools.partial(self._spill, connection, message, wanted, claim)
-            if not self._state.threads.submit(Blocking.SPILL, spill):
-                self._end_remote(claim.claim_id, connection.owner, used=False)
-                reason = "busy: too many blocks of stages are being copied to memory on their node; try again soon"
-                connection.send(message.op, Flag.REPLY, message.request, self._claimed(wanted, reason, None))
-        else:
-            connection.send(message.op, Flag.REPLY, message.request, self._claimed(wanted, reason, claim))
+            if self._state.threads.submit(Blocking.SPILL, spill):
+                return True
+            self.end(claim.claim_id, connection.owner, used=False)
+            claim = "busy: too many blocks of stages are being copied to memory on their node; try again soon"
+        connection.send(message.op, Flag.REPLY, message.request, self._claimed(wanted, claim))
         return True
 
-    def _claim(self, owner: str, wanted: PeerClaim) -> tuple[str, Claim | None]:
+    def _claim(self, owner: str, wanted: PeerClaim) -> Claim | str:
         state, service = self._state, self._state.pool_service
         service.check_running()  # Also while it is drained: what was published before is fetched, or would be lost.
         known = service.block_bytes.get(wanted.namespace, wanted.block_bytes)
@@ -101,48 +98,45 @@ class HandoffPeers:
                 f"blocks of this namespace have {known} bytes here, in order {BLOCK_ORDER_VERSION}, the peer wants "
                 f"{wanted.block_bytes} in order {wanted.slot_format}; run one version of raykv everywhere"
             )
-        if wanted.namespace_version > self._state.versions.get(wanted.namespace):
+        if wanted.namespace_version > state.versions.get(wanted.namespace):
             service.hear_clearing(wanted.namespace, wanted.namespace_version)
-        version = self._state.versions.get(wanted.namespace)
+        version = state.versions.get(wanted.namespace)
         if state.mover.own is None:
-            return "peer_lost: the mover of the node that has the blocks is being replaced; try again soon", None
+            return "peer_lost: the mover of the node that has the blocks is being replaced; try again soon"
         if version != wanted.namespace_version:
-            return "cleared: the namespace was cleared, as the node that has the blocks knows", None
+            return "cleared: the namespace was cleared, as the node that has the blocks knows"
         deadline_s = deadline_after(wanted.ttl_s, most_for_peers_s(state.config))
-        claim = self._table.claim(wanted.key, owner, wanted.namespace, version, deadline_s, is_early=wanted.is_early)
-        if claim == NOT_READY and service.is_draining and not self._table.is_begun(wanted.key):
-            return DRAINING, None
-        if isinstance(claim, str):
-            return claim, None
-        if not claim.slab or wanted.to_host:  # A READ between stages has no notification: its reader reports the end.
-            self._claim_began(claim.claim_id, deadline_s)
-        return "", claim
+        claim = self._table.claim(
+            wanted.key, owner, wanted.namespace, version, deadline_s, is_early=wanted.is_early,
+            is_draining=service.is_draining,
+        )  # fmt: skip
+        # A READ between stages has no notification: its reader reports the end.
+        if isinstance(claim, Claim) and (not claim.slab or wanted.to_host):
+            self._leases.began(claim.claim_id, deadline_s)
+        return claim
 
-    def _claimed(self, wanted: PeerClaim, reason: str, claim: Claim | None) -> bytes:
-        own = self._state.mover.own
+    def _claimed(self, wanted: PeerClaim, found: Claim | str) -> bytes:
+        own, claim = self._state.mover.own, found if isinstance(found, Claim) else Claim(0, ())
         return encode(
             PeerClaimed(
-                claim_id=claim.claim_id if claim else 0,
+                claim_id=claim.claim_id,
                 epoch=self._state.epoch,
                 namespace_version=self._state.versions.get(wanted.namespace),
                 mover_generation=own.generation if own is not None else 0,
-                slots=np.asarray(claim.slots if claim else (), np.int32),
-                slab=claim.slab if claim else 0,
-                reason=reason,
+                slots=np.asarray(claim.slots, np.int32),
+                slab=claim.slab,
+                reason=found if isinstance(found, str) else "",
             )
         )
 
     def _spill(self, connection: Connection, message: Message, wanted: PeerClaim, claim: Claim) -> None:
-        """Copy claimed blocks from a stage to the arena, on a thread: the reader cannot reach the stage."""
-        state, answer = self._state, b""
+        """Copy claimed blocks from a stage to the arena, on a thread. The reader cannot reach the stage."""
+        state = self._state
         try:
-            slots = self._table.move(claim.claim_id, self._arena())
+            slots = self._table.move(claim.claim_id, self.arena())
             source, target = np.asarray(claim.slots, np.int32), np.asarray(slots, np.int32)
             question = Spill(claim.slab, source, target, wanted.block_bytes)
-
-            def moved() -> None:
-                self._table.moved(claim.claim_id)
-
+            moved = functools.partial(self._table.moved, claim.claim_id)
             try:
                 state.mover.ask(Op.MOVER_SPILL, question, state.config.transfer_timeout_s, moved, claim.generation)
             except TransferTimeout:
@@ -151,19 +145,14 @@ class HandoffPeers:
                 moved()
                 raise
             moved()
-            answer = self._claimed(wanted, "", Claim(claim.claim_id, slots))
+            answer = self._claimed(wanted, Claim(claim.claim_id, slots))
         except KVStoreError as error:
-            self._end_remote(claim.claim_id, connection.owner, used=False)
-            word = "pool_full" if isinstance(error, PoolExhausted) else "peer_lost"
-            answer = self._claimed(wanted, f"{word}: {error}", None)
+            self.end(claim.claim_id, connection.owner, used=False)
+            reason = "pool_full" if isinstance(error, PoolExhausted) else "peer_lost"
+            answer = self._claimed(wanted, f"{reason}: {error}")
         connection.send(message.op, Flag.REPLY, message.request, answer)
 
-    def notified(self, payload: bytes) -> None:
-        """End the claims whose READs have ended, by the notifications in `payload`."""
-        for claim_id, epoch, reader in NOTIFICATION.iter_unpack(payload):
-            if claim_id & CLAIM_BIT and epoch == self._state.epoch:
-                self._end_remote(claim_id, owner_of(reader), used=True)
-
-    def _end_remote(self, claim_id: int, owner: str, *, used: bool) -> None:
+    def end(self, claim_id: int, owner: str, *, used: bool) -> None:
+        """End a peer's claim, as `HandoffTable.end_claim` does."""
         if self._table.end_claim(claim_id, owner, used=used):
-            self._claim_ended(claim_id)
+            self._leases.ended(claim_id)

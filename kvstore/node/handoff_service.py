@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,23 @@ from kvstore.blocks.codec import encode
 from kvstore.blocks.indexes import PackedInts
 from kvstore.bounds import check_seconds
 from kvstore.errors import ConfigError, InvalidRequest, StaleVersion
+from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.fetcher import HandoffFetcher
-from kvstore.handoff.records import CLAIM_BIT, DRAINING, NOT_READY, NOT_READY_IN_TIME, Place
+from kvstore.handoff.lanes import StageLanes
+from kvstore.handoff.records import CLAIM_BIT, NOT_READY, NOT_READY_IN_TIME, Place
 from kvstore.handoff.stages import StageBook
 from kvstore.handoff.table import HandoffTable
 from kvstore.handoff.waiting import WaitingClaims
 from kvstore.node.handoff_peers import HandoffPeers
-from kvstore.node.later import answer_later
+from kvstore.node.later import answer_later, send_piece
+from kvstore.node.peer_service import PeerControl
 from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op
 from kvstore.rpc.handoff_messages import (
     FetchRequest,
+    LaneFound,
     decode_abort_handoff,
     decode_ask_stage,
     decode_complete_handoff,
@@ -45,34 +48,38 @@ _AWAKE_S = 2e-3
 
 
 class HandoffControl:
-    """Serves `routes` to clients: each returns the answer, or None when it comes later, or never.
+    """Serves `routes` to clients. Each returns the answer, or None if it comes later or never.
 
     A route that raises KVStoreError changed nothing.
 
     Args:
         state: of the node store.
-        claim_began: called with the id and the deadline of a peer's claim.
-        claim_ended: called with its id.
+        leases: of peers; claims count among them.
         server: its thread is the control thread, on which this runs.
     """
 
-    def __init__(
-        self,
-        state: NodeState,
-        claim_began: Callable[[int, float], None],
-        claim_ended: Callable[[int], None],
-        server: ControlServer,
-    ) -> None:
-        self._state, self._service, self._server = state, state.pool_service, server
-        self._claim_ended = claim_ended
+    def __init__(self, state: NodeState, leases: PeerControl, server: ControlServer) -> None:
+        self._state, self._service, self._leases, self._server = state, state.pool_service, leases, server
+        self._version = state.versions.get
         self.table = HandoffTable()
         self.waiting = WaitingClaims()
         self.stages = StageBook(state.config, state.mover)
+        self.lanes = StageLanes(state.config, state.mover)
         self.fetcher = HandoffFetcher(
-            state.config, lambda: state.pool_service.pool, state.peers, state.mover, self.stages, self._version,
-            state.pool_service.hear_clearing, server, state.threads,
-        )  # fmt: skip
-        self.peers = HandoffPeers(state, self.table, self.waiting, self.stages, self._arena, claim_began, claim_ended)
+            FetchContext(
+                config=state.config,
+                pool=lambda: state.pool_service.pool,
+                peers=state.peers,
+                mover=state.mover,
+                stages=self.stages,
+                lanes=self.lanes,
+                version_of=self._version,
+                adopt_version=state.pool_service.hear_clearing,
+                server=server,
+                threads=state.threads,
+            )
+        )
+        self.peers = HandoffPeers(state, leases, self.table, self.waiting, self.stages)
         self.routes: dict[Op, Handler] = {
             Op.HANDOFF_PREPARE: self._prepare,
             Op.HANDOFF_PACKING: self._packing,
@@ -86,16 +93,9 @@ class HandoffControl:
             Op.HANDOFF_END: self._end,
         }
 
-    def _version(self, namespace: bytes) -> int:
-        return self._state.versions.get(namespace)
-
-    def _arena(self) -> Place:
-        pool = self._service.pool
-        return Place(pool, int(pool.num_slots * self._state.config.max_handoff_fraction))
-
     def _place(self, slab: int, generation: int) -> Place:
         if not slab:
-            return self._arena()
+            return self.peers.arena()
         pool = self.stages.get(slab, generation).pool
         return Place(pool, pool.num_slots, slab, generation)
 
@@ -123,8 +123,8 @@ class HandoffControl:
         if not connection.send(message.op, Flag.REPLY, message.request, encode(np.asarray(slots, np.int32))):
             # The publisher gave up waiting. It did not receive the whole answer, and takes no slot from a part of it.
             # So nothing writes to these slots. Free them now: the publisher may live for long.
-            self._never_written(wanted.key, wanted.writer)
-        connection.gave = message.request, functools.partial(self._never_written, wanted.key, wanted.writer)
+            self._void(wanted.key, wanted.writer)
+        connection.gave = message.request, functools.partial(self._void, wanted.key, wanted.writer)
 
     def _packing(self, connection: Connection, message: Message) -> None:
         self.waiting.are_soon(decode_key(message.payload))
@@ -138,9 +138,12 @@ class HandoffControl:
 
     def _abort(self, connection: Connection, message: Message) -> bytes:
         failed = decode_abort_handoff(message.payload)
-        aborted = self.table.abort(failed.key, failed.writer)
-        self.waiting.look_again(failed.key)
-        return encode(aborted)
+        return encode(self._void(failed.key, failed.writer))
+
+    def _void(self, key: bytes, writer: int) -> bool:
+        aborted = self.table.abort(key, writer)
+        self.waiting.look_again(key)
+        return aborted
 
     def _withdraw(self, connection: Connection, message: Message) -> bytes:
         key = decode_key(message.payload)
@@ -159,13 +162,20 @@ class HandoffControl:
             raise InvalidRequest(
                 f"wanted a stage of at least one block, got {asked.num_bytes} bytes of {asked.block_bytes}"
             )
-        make = functools.partial(self.stages.make, asked.uuid, asked.num_bytes, asked.block_bytes)
-        self._answer_later(connection, message, lambda: make().found())
+        answer_later(
+            self._state.threads, Blocking.STAGE, connection, message,
+            lambda: self.stages.make(asked.uuid, asked.num_bytes, asked.block_bytes).found(),
+        )  # fmt: skip
 
     def _warm_up(self, connection: Connection, message: Message) -> None:
-        warm = decode_warm_up(message.payload)
+        warm, state = decode_warm_up(message.payload), self._state
         stage = self.stages.get(warm.slab, warm.generation)
-        self._answer_later(connection, message, lambda: self.fetcher.warm_up(warm.node_id, stage))
+
+        def warm_up() -> list[LaneFound]:
+            lanes = self.lanes.find_all(state.peers.get(warm.node_id), stage, state.config.call_timeout_s)
+            return [LaneFound(lane.gb_per_s, lane.why_not) for lane in lanes]
+
+        answer_later(state.threads, Blocking.STAGE, connection, message, warm_up)
 
     def _end(self, connection: Connection, message: Message) -> None:
         end = decode_end(message.payload)
@@ -174,42 +184,26 @@ class HandoffControl:
         else:
             self.fetcher.end(end.number & ~STAGE_BIT, connection.owner)
 
-    def _never_written(self, key: bytes, writer: int) -> None:
-        self.table.abort(key, writer)
-        self.waiting.look_again(key)
-
-    def _answer_later(self, connection: Connection, message: Message, work: Callable[[], object]) -> None:
-        answer_later(self._state.threads, Blocking.STAGE, connection, message, work)
-
     def _fetch(self, connection: Connection, message: Message) -> None:
         request, question = decode_fetch(message.payload), message.request
         self._service.check_serving()
         block_bytes = self._service.block_bytes_of(request.namespace)
         check_seconds("timeout_s", request.timeout_s)
         deadline_after(request.ttl_s)
-
-        def send(payload: bytes, last: bool) -> None:
-            connection.send(Op.HANDOFF_FETCH, Flag.REPLY if last else Flag.PROGRESS, question, payload)
-
         here = request.node_id == self._state.node_id
         if not here or request.from_slab not in (0, request.slab):
+            send = functools.partial(send_piece, connection, message.op, question)
             fetch_id = self.fetcher.begin(request, connection.owner, block_bytes, send)
             connection.gave = question, functools.partial(self.fetcher.end, fetch_id, connection.owner)
             return
         # The client copies directly out of the slots in which the blocks were published.
-        serve = functools.partial(self._claim_here, connection, question, clock.now_s(), request, send)
+        serve = functools.partial(self._claim_here, connection, question, clock.now_s(), request)
         self.waiting.serve(request.key, connection, request.timeout_s, serve)
 
     def _claim_here(
-        self,
-        connection: Connection,
-        question: int,
-        asked_s: float,
-        request: FetchRequest,
-        send: Callable[[bytes, bool], None],
-        is_last: bool,
+        self, connection: Connection, question: int, asked_s: float, request: FetchRequest, is_last: bool
     ) -> bool:
-        """Answer with the slots of this node's ticket or a reason; return False while they are still being written."""
+        """Answer with the slots of this node's ticket, or a reason. Return False while they are being written."""
         report, slots, number = LoadReport(), b"", 0
         if request.epoch != self._state.epoch:
             report.reason = "stale: the store that had the blocks was restarted, and they are gone"
@@ -217,10 +211,9 @@ class HandoffControl:
             report.waited_s = clock.now_s() - asked_s  # Before the claim: the client counts its time from here.
             version, deadline_s = self._version(request.namespace), deadline_after(request.ttl_s)
             claim = self.table.claim(
-                request.key, connection.owner, request.namespace, version, deadline_s, is_early=request.is_early
-            )
-            if claim == NOT_READY and self._service.is_draining and not self.table.is_begun(request.key):
-                claim = DRAINING
+                request.key, connection.owner, request.namespace, version, deadline_s, is_early=request.is_early,
+                is_draining=self._service.is_draining,
+            )  # fmt: skip
             if claim == NOT_READY and not is_last:
                 return False
             if isinstance(claim, str):
@@ -230,12 +223,8 @@ class HandoffControl:
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
                 undo = functools.partial(self.table.end_claim, claim.claim_id, connection.owner, used=False)
                 connection.gave = question, undo
-        send(encode(Progress(number, 0, slots, report)), True)
+        send_piece(connection, Op.HANDOFF_FETCH, question, Progress(number, 0, slots, report))
         return True
-
-    def mover_gone(self) -> None:
-        """Void the hand-offs in stages: the mover is gone, and its memory with it."""
-        self.table.lose_stages()
 
     def release_owner(self, owner: str) -> int:
         """Take back everything that a dead client held; return the number of hand-offs and fetches."""
@@ -253,7 +242,7 @@ class HandoffControl:
         """End the claims, hand-offs and waits whose time has expired."""
         self.table.end_cleared(self._version)
         for claim_id in self.table.expire(now_s):
-            self._claim_ended(claim_id)
+            self._leases.ended(claim_id)
         self.waiting.tick(now_s)
         self.fetcher.tick(now_s)
 
@@ -263,9 +252,9 @@ class HandoffControl:
             "num_handoffs": len(self.table),
             "num_handoff_slots": self.table.num_slots,
             "num_handoff_fetches": len(self.fetcher),
-            "num_lane_warm_up_bytes": self.fetcher.lanes.num_warm_bytes,
+            "num_lane_warm_up_bytes": self.lanes.num_warm_bytes,
             "stages": [
-                {"uuid": stage.uuid, "num_bytes": stage.num_slots * stage.description.slot_bytes}
+                {"uuid": stage.uuid, "num_bytes": stage.pool.num_slots * stage.description.slot_bytes}
                 for stage in self.stages.all()
             ],
         }

@@ -11,6 +11,7 @@ from kvstore.blocks.codec import encode
 from kvstore.errors import KVStoreError, StoreBusy
 from kvstore.rpc.connection import Connection
 from kvstore.rpc.framing import Flag, Message, Op, pack_error
+from kvstore.rpc.messages import Progress
 from kvstore.runtime.store_threads import Blocking, StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,11 @@ def answer_all(asked: Sequence[Asked], work: Callable[[], object]) -> None:
         connection.send(op, flag, request, answer)
 
 
+def send_piece(connection: Connection, op: Op, request: int, piece: Progress) -> None:
+    """Send one piece of the answer to a load or a fetch. The piece with the report is the last."""
+    connection.send(op, Flag.PROGRESS if piece.report is None else Flag.REPLY, request, encode(piece))
+
+
 def answer_later(
     threads: StoreThreads, kind: Blocking, connection: Connection, message: Message, work: Callable[[], object]
 ) -> None:
@@ -48,7 +54,7 @@ def answer_later(
 
 
 class SharedAnswer:
-    """One answer for all questions that came before `work` began: many questions cost other work no more than one.
+    """One answer for all questions that came before `work` began. Many cost other work no more than one.
 
     Args:
         threads: of the store.

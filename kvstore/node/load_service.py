@@ -9,12 +9,12 @@ from functools import partial
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.bounds import check_seconds
-from kvstore.node.later import answer_all
+from kvstore.node.later import answer_all, send_piece
 from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
 from kvstore.remote.load import Load
 from kvstore.rpc.connection import Connection, Handler
-from kvstore.rpc.framing import Flag, Message, Op
+from kvstore.rpc.framing import Message, Op
 from kvstore.rpc.messages import Found, Progress, decode_ask, decode_ask_load
 from kvstore.runtime import clock
 from kvstore.runtime.store_threads import Blocking
@@ -66,26 +66,22 @@ class LoadControl:
             pool=pool,
             version_now=version_now,
             version=version,
-            send=lambda payload, last: _answer(connection, question, payload, last),
+            send=partial(send_piece, connection, message.op, question),
             is_open=lambda: not connection.closed,
         )
         load.num_ready = load.report.num_local = num_here = len(grant.packed_slots) // 4
         if grant.num_refused:
             load.report.reason = f"pool_full: the budget of pins has no room for {grant.num_refused} more blocks"
         if grant.num_refused or num_here == len(chain):
-            load.send(encode(Progress(grant.lease_id, 0, grant.packed_slots, load.report)), True)
+            load.send(Progress(grant.lease_id, 0, grant.packed_slots, load.report))
             return
         if grant.packed_slots:
-            load.send(encode(Progress(grant.lease_id, 0, grant.packed_slots)), False)
+            load.send(Progress(grant.lease_id, 0, grant.packed_slots))
         self._state.fetcher.begin(load)
 
 
-def _answer(connection: Connection, question: int, payload: bytes, last: bool) -> None:
-    connection.send(Op.LOAD, Flag.REPLY if last else Flag.PROGRESS, question, payload)
-
-
 def lookup_all(state: NodeState, chain: BlockHashes, until_s: float = math.inf) -> list[tuple[str, int]]:
-    """Return (node, prefix length) pairs: this node first and exact, the others as the directory hints.
+    """Return (node, prefix length) pairs. This node is first and exact, the others are the directory's hints.
 
     A drained node does not fetch from other nodes for its workers, so it names none. The directory is not asked
     if `until_s` passes before earlier questions to it were answered.

@@ -19,10 +19,11 @@ from kvstore.config import StoreConfig
 from kvstore.errors import LayoutMismatch, PeerLost, ProtocolError
 from kvstore.node.pool_service import deadline_after
 from kvstore.node.state import NodeState
+from kvstore.remote.answers import bytes_in
 from kvstore.remote.messages import PeerGrant, PeerTransport, decode_peer_lease
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Message, Op
-from kvstore.rpc.messages import NOTIFICATION, OWNER_KEY_BYTES
+from kvstore.rpc.messages import OWNER_KEY_BYTES
 
 #: Peers may always ask for this much.
 _LEAST_MOST_TTL_S = 60.0
@@ -54,28 +55,12 @@ class PeerControl:
         Raises:
             ProtocolError: the hello has no valid key.
         """
-        try:
-            key = bytes.fromhex(hello["owner"])
-        except (KeyError, TypeError, ValueError):
-            key = b""
-        if len(key) != OWNER_KEY_BYTES:
+        if not (key := bytes_in(hello, "owner", OWNER_KEY_BYTES)):
             raise ProtocolError(
                 f"owner: wanted {OWNER_KEY_BYTES} bytes in hexadecimal, got {clip(hello.get('owner'))}; "
                 "run one version of raykv everywhere"
             )
         return owner_of(key)
-
-    def notified(self, payload: bytes) -> None:
-        """Release the leases whose READs have ended, before their time expires.
-
-        Raises:
-            ProtocolError: `payload` is not a row of notifications; nothing changed.
-        """
-        if len(payload) % NOTIFICATION.size:
-            raise ProtocolError(f"wanted notifications of {NOTIFICATION.size} bytes each, got {len(payload)} bytes")
-        for lease_id, epoch, reader in NOTIFICATION.iter_unpack(payload):
-            if epoch == self._state.epoch:
-                self._release(lease_id, owner_of(reader))
 
     def tick(self, now_s: float) -> None:
         """Forget the leases that have expired; the pool has dropped them."""
@@ -86,7 +71,8 @@ class PeerControl:
     def _lease(self, connection: Connection, message: Message) -> bytes:
         state, service, owner = self._state, self._service, connection.owner
         wanted = decode_peer_lease(message.payload)
-        service.check_serving_peers()
+        if service.is_closed_to_peers:
+            service.check_serving()
         if wanted.slot_format != BLOCK_ORDER_VERSION:
             raise LayoutMismatch(
                 f"blocks here are in byte order {BLOCK_ORDER_VERSION}, the peer wants {wanted.slot_format}; "
@@ -128,10 +114,11 @@ class PeerControl:
         return encode(PeerTransport(own.generation, own.agent, own.address, self._service.slot_bytes, num_slots))
 
     def _release_lease(self, connection: Connection, message: Message) -> bytes:
-        self._release(decode_id(message.payload), connection.owner)
+        self.release(decode_id(message.payload), connection.owner)
         return b""
 
-    def _release(self, lease_id: int, owner: str) -> None:
+    def release(self, lease_id: int, owner: str) -> None:
+        """End a peer's lease before its time expires."""
         # If another owner holds the lease, nothing changes: the mover also keeps polling for its notification.
         if self._service.current.release(lease_id, owner):
             self.ended(lease_id)

@@ -12,18 +12,12 @@ from kvstore.errors import ConfigError
 from kvstore.node.state import NodeState
 from kvstore.rpc.connection import Connection, Handler
 from kvstore.rpc.framing import Flag, Message, Op
-from kvstore.rpc.messages import (
-    decode_ask,
-    decode_ask_pin,
-    decode_prepare,
-    decode_renew,
-    decode_write_end,
-)
+from kvstore.rpc.messages import decode_ask, decode_ask_pin, decode_prepare, decode_renew, decode_write_end
 from kvstore.runtime import clock
 
 
 class PoolRoutes:
-    """Serves `routes`: each takes a message and returns the answer, or None when it comes later.
+    """Serves `routes`. Each takes a message and returns the answer, or None if it comes later.
 
     A route that raises KVStoreError changed nothing.
 
@@ -116,7 +110,7 @@ class PoolRoutes:
         self._hints.publish_soon(reply)
 
     def wants_ticks(self) -> bool:
-        """Return whether anything here or in the pool has a deadline, or slots are to be swept."""
+        """Return whether anything here or in the pool has a deadline or needs sweeping."""
         pool = self._service.current
         return bool(self._waiting) or pool.has_deadlines() or pool.has_cleared()
 

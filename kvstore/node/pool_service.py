@@ -1,4 +1,4 @@
-"""The verbs of a node store's pool for its callers, over a socket or over Ray.
+"""The verbs of a node store's pool, for callers over a socket or Ray.
 
 Callers give times as seconds from now, since they have their own clocks; the pool gets deadlines.
 """
@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind, StoreTicket
@@ -37,25 +36,10 @@ FOREVER_S = math.inf
 SLOT_ALIGNMENT_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class PoolEvents:
-    """Callbacks of the pool service. Any thread may call them, and none may block.
-
-    Args:
-        changed: blocks became findable or are no longer findable, or a namespace was cleared.
-        wake: a deadline was set, or slots are to be swept, so the control thread has to look.
-        divided: the arena was divided into this pool, with slots of this many bytes.
-    """
-
-    changed: Callable[[], None]
-    wake: Callable[[], None]
-    divided: Callable[[Pool, int], None]
-
-
 class PoolService:
     """The pool of one node store, and the verbs that concern it. Any thread may call.
 
-    The pool has no slots until the first namespace attaches.
+    The pool has no slots until the first namespace attaches. The callbacks are called on any thread and must not block.
 
     Args:
         node_id: for messages.
@@ -63,7 +47,9 @@ class PoolService:
         epoch: this life of the store.
         presence: the table that the node's workers read.
         versions: of the namespaces that this node knows were cleared.
-        events: the callbacks for changes in the pool.
+        changed: blocks became findable or are no longer findable, or a namespace was cleared.
+        wake: a deadline was set, or slots are to be swept, so the control thread has to look.
+        divided: the arena was divided into this pool, with slots of this many bytes.
     """
 
     def __init__(
@@ -73,10 +59,13 @@ class PoolService:
         epoch: bytes,
         presence: PresenceTable,
         versions: NamespaceVersions,
-        events: PoolEvents,
+        changed: Callable[[], None],
+        wake: Callable[[], None],
+        divided: Callable[[Pool, int], None],
     ) -> None:
         self._node_id, self._config, self._epoch = node_id, config, epoch
-        self._presence, self.versions, self._events = presence, versions, events
+        self._presence, self.versions = presence, versions
+        self._changed, self._wake, self._divided = changed, wake, divided
         self._attach_lock = threading.Lock()
         #: The pool of the arena; it has no slots until the first namespace attaches.
         self.current = Pool(0, epoch=epoch, clears=presence.clears)
@@ -155,7 +144,7 @@ class PoolService:
             clears=self._presence.clears,
         )
         self.slot_bytes = slot_bytes
-        self._events.divided(pool, slot_bytes)
+        self._divided(pool, slot_bytes)
         self.current = pool
 
     def block_bytes_of(self, namespace: bytes) -> int:
@@ -189,15 +178,6 @@ class PoolService:
         if self.is_draining:
             raise StoreDraining(f"node {self._node_id} is being drained; use another node or undrain it")
 
-    def check_serving_peers(self) -> None:
-        """Raise an error for a peer when the node is closed to peers, or its store is being stopped.
-
-        Raises:
-            StoreDraining, StoreUnavailable: as for `check_serving`.
-        """
-        if self.is_closed_to_peers:
-            self.check_serving()
-
     def lookup(self, chain: BlockHashes) -> int:
         """Return how many leading blocks this node's workers can load; 0 while it is drained. No side effect."""
         return 0 if self.is_draining else self.current.lookup(chain)
@@ -214,11 +194,11 @@ class PoolService:
         if not grant.packed_slots:
             self.current.release(grant.lease_id, owner)
             return Grant(num_refused=grant.num_refused, epoch=grant.epoch)
-        self._events.wake()
+        self._wake()
         return grant
 
     def pin(self, chain: BlockHashes, owner: str, kind: PinKind, ttl_s: float) -> Grant:
-        """Pin the readable prefix of a run for `ttl_s` seconds; if infinite, while its owner lives.
+        """Pin the readable prefix of a run for `ttl_s` seconds. If infinite, while its owner lives.
 
         Raises:
             StoreDraining: the store no longer grants anything.
@@ -228,11 +208,11 @@ class PoolService:
         self.check_serving()
         deadline_s = FOREVER_S if ttl_s == FOREVER_S else deadline_after(ttl_s)
         grant = self.pool.pin(chain, owner, kind, deadline_s)
-        self._events.wake()
+        self._wake()
         return grant
 
     def release(self, lease_id: int, owner: str, epoch: bytes | None = None) -> bool:
-        """Drop a lease or a pin; return whether this owner still held it, in this epoch."""
+        """Drop a lease or a pin. Return whether this owner still held it, in this epoch."""
         return self.current.release(lease_id, owner, epoch=epoch)
 
     def renew(self, lease_id: int, owner: str, ttl_s: float, epoch: bytes | None = None) -> bool:
@@ -252,7 +232,7 @@ class PoolService:
         ttl_s: float = FOREVER_S,
         num_clears: int | None = None,
     ) -> StoreTicket:
-        """Claim slots for the blocks of a run that are not here, or join the writers of their other parts.
+        """Claim slots for missing blocks, or join the writers of their other parts.
 
         Args:
             chain: the blocks to store.
@@ -280,7 +260,7 @@ class PoolService:
             num_clears=num_clears,
         )
         if in_parts or ttl_s != FOREVER_S:
-            self._events.wake()
+            self._wake()
         return ticket
 
     def complete_store(
@@ -292,7 +272,7 @@ class PoolService:
             StaleTicket: the generations or the epoch are not those of the ticket; nothing changed.
         """
         num_published = self.pool.complete_store(write_id, owner, generations=generations, epoch=epoch)
-        self._events.changed()
+        self._changed()
         return num_published
 
     def abort_store(
@@ -328,13 +308,13 @@ class PoolService:
         """
         # The control thread sweeps the slots later, in steps: this may be that thread, and a full sweep takes long.
         if self._begin_clear(namespace, lambda: self.versions.hear(namespace, version)):
-            self._events.wake()
+            self._wake()
 
     def _begin_clear(self, namespace: bytes, is_news: Callable[[], bool]) -> int | None:
         cleared = self.current.begin_clear(namespace, is_news)
         if cleared is not None:
             # Even when no block was dropped: the directory notifies the stores that do not know the version yet.
-            self._events.changed()
+            self._changed()
             logger.info("cleared namespace %s: %d blocks", namespace.hex()[:12], cleared)
         return cleared
 

@@ -1,4 +1,4 @@
-"""Blocks of other nodes: which nodes have them, leases there, and fetching them for a load.
+"""Find blocks of other nodes, lease them there, and fetch them for a load.
 
 In: the chain that a load misses.
 Out: blocks in the pool of this node, each checked against its lease and its version; the directory, and the stores'

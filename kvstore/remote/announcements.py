@@ -1,4 +1,4 @@
-"""The announcements that a store still has to send to the directory, and the message for a part of them."""
+"""A store's announcements to the directory, and the message for a part of them."""
 
 from __future__ import annotations
 

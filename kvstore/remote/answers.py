@@ -1,4 +1,4 @@
-"""Decodes and checks the answers of other nodes' stores: a peer with an invalid answer counts as lost."""
+"""Decode and check the answers of other nodes' stores. A peer with an invalid answer counts as lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore.blocks.indexes import IndexArray
-from kvstore.bounds import MAX_SLOTS, clip
+from kvstore.bounds import MAX_SLOTS
 from kvstore.errors import PeerLost, ProtocolError
 from kvstore.mover.transport import PeerDescription
 from kvstore.remote.messages import PeerGrant, PeerTransport, decode_peer_grant, decode_peer_transport
@@ -16,7 +16,7 @@ from kvstore.rpc.handoff_messages import StageFound, decode_stages
 
 _T = TypeVar("_T")
 
-_EPOCH_BYTES = 8
+EPOCH_BYTES = 8
 _MAX_AGENT_BYTES, _MAX_GPUS = 3 << 18, 1 << 10
 #: The addresses of a process are below this.
 _ADDRESS_END = 1 << 57
@@ -34,19 +34,13 @@ def grant_of(payload: bytes, num_wanted: int) -> PeerGrant:
     return found
 
 
-def epoch_of(hello: dict[str, Any]) -> bytes:
-    """Return the epoch in a store's greeting.
-
-    Raises:
-        PeerLost: there is no valid epoch in it.
-    """
+def bytes_in(hello: dict[str, Any], name: str, num_bytes: int) -> bytes:
+    """Return a hexadecimal field of a greeting. It is empty unless it has `num_bytes` bytes."""
     try:
-        found = bytes.fromhex(hello["epoch"])
+        found = bytes.fromhex(hello[name])
     except (LookupError, TypeError, ValueError):
-        found = b""
-    if len(found) != _EPOCH_BYTES:
-        raise PeerLost(f"a peer named no epoch of {_EPOCH_BYTES} bytes: {clip(hello.get('epoch'))}")
-    return found
+        return b""
+    return found if len(found) == num_bytes else b""
 
 
 def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]:
@@ -60,7 +54,7 @@ def transport_of(payload: bytes, same_host: bool) -> tuple[int, PeerDescription]
 
 
 def stages_of(payload: bytes, into: int) -> list[tuple[int, int, int, PeerDescription]]:
-    """Return (slab, life of the mover, number of slots without blocks, description) of each stage of a peer.
+    """Return (slab, mover's life, number of warm slots, description) of each stage.
 
     Args:
         payload: of the peer's answer.

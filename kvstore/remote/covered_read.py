@@ -44,10 +44,6 @@ class Cover:
     deadline_s: float
     is_current: Callable[[], bool]
 
-    def holds(self) -> bool:
-        """Return whether blocks that are in place now count."""
-        return clock.now_s() < self.until_s and self.is_current()
-
 
 @dataclass(slots=True)
 class Arrivals:
@@ -66,7 +62,7 @@ class Arrivals:
     since_s: float
 
     def add(self, done: MoverDone, num_blocks: int) -> None:
-        """Add a chunk, before the client is told of it: the client's last message carries the report."""
+        """Add a chunk before the client is told of it. The client's last message carries the report."""
         report, now_s = self.report, clock.now_s()
         report.num_bytes += num_blocks * self.block_bytes
         report.read_s += now_s - self.since_s
@@ -128,7 +124,7 @@ class CoveredRead:
         )  # fmt: skip
 
     def is_peers_fault(self) -> bool:
-        """Return whether the peer caused the failure; False if the READ only had too little time."""
+        """Return whether the peer caused the failure. False if the READ only had too little time."""
         return not isinstance(self.error, TransferTimeout) or self._ended_s - self._heard_s >= _PATIENCE_S
 
     def is_late(self, now_s: float) -> bool:
@@ -151,21 +147,22 @@ class CoveredRead:
         with self._lock:
             if self.has_ended:
                 return
-            assert self._cover is not None, "posted"
+            cover = self._cover
+            assert cover is not None, "posted"
             self._ended_s = clock.now_s()
             if error is not None:
                 self.error = error
                 self.given_up_id = 0 if done.terminal else done.read_id
             else:
                 self._heard_s = self._ended_s
-                if self._cover.holds():
+                if clock.now_s() < cover.until_s and cover.is_current():
                     self._on_blocks(done)
             self.has_ended = has_ended = done.last or error is not None
         if has_ended:
             self._on_end()
 
     def settle(self, pool: Pool, write_id: int, owner: str) -> None:
-        """Give up the unpublished slots of a write; quarantine them while the READ may still write."""
+        """Give up the unpublished slots of a write. Quarantine them while the READ may still write."""
         read_id = self.given_up_id
         name = f"read-{read_id}" if read_id else ""
         pool.abort_store(write_id, owner, quarantine=name)
@@ -175,5 +172,5 @@ class CoveredRead:
 
 
 def is_quarantine_full(pool: Pool, most_fraction: float) -> bool:
-    """Return whether too many slots wait for abandoned READs, so that no new READ may begin."""
+    """Return whether too many slots wait for abandoned READs. Then no new READ may begin."""
     return 0 < pool.num_quarantined >= most_fraction * pool.num_slots

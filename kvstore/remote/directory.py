@@ -17,6 +17,7 @@ from kvstore.bounds import MAX_NODE_ID_CHARS, clip
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import IncompatibleStore, ProtocolError
 from kvstore.remote.announcements import Batch, decode_batch
+from kvstore.remote.answers import EPOCH_BYTES, bytes_in
 from kvstore.remote.directory_index import DirectoryIndex
 from kvstore.remote.peers import PeerAddress
 from kvstore.remote.versions import NamespaceVersions
@@ -26,14 +27,11 @@ from kvstore.rpc.messages import OWNER_KEY_BYTES, Found
 from kvstore.rpc.server import ControlServer
 from kvstore.runtime import clock
 
-__all__ = ["SETTLE_S", "DirectoryIndex", "DirectoryServer"]
-
 #: For this long after its start, or after a store was lost, a directory does not say that there is only one node:
 #: another may be about to connect (a heartbeat of 5 s, a pause of 1 s, and a call's 5 s to find the directory).
 SETTLE_S = 15.0
 #: Time between two steps that remove entries of forgotten stores; a step takes some milliseconds.
 _SWEEP_EVERY_S = 0.05
-_EPOCH_BYTES = 8
 #: A batch has some thousand blocks, and the versions of all namespaces at most.
 _MAX_MESSAGE_BYTES = 8 << 20
 
@@ -78,6 +76,7 @@ class DirectoryServer:
         self.settled_at_s = clock.now_s() + settle_s
         self.links: dict[str, _Link] = {}
         self._lives = itertools.count(1)
+        #: Each store is told the new ones when it publishes next.
         self.versions = NamespaceVersions()
         #: Connections that were told which node is the only one; closed when another node appears.
         self._lonely: dict[str, Connection] = {}
@@ -92,18 +91,6 @@ class DirectoryServer:
         """Return where stores reach this directory."""
         return PeerAddress(self._host, self.server.port, self._token)
 
-    def is_serving(self, within_s: float) -> bool:
-        """Return whether the thread that serves the stores answers within `within_s` seconds."""
-        return self.server.is_serving(within_s)
-
-    def version(self, namespace: bytes) -> int:
-        """Return the highest version of a namespace that this directory knows."""
-        return self.versions.get(namespace)
-
-    def hear_clearing(self, namespace: bytes, version: int) -> bool:
-        """Note a clearing; return whether it is new. Each store is told when it publishes next."""
-        return self.versions.hear(namespace, version)
-
     def stop(self) -> None:
         """Stop serving."""
         self.server.stop()
@@ -115,8 +102,8 @@ class DirectoryServer:
         if link is None:
             raise ProtocolError("wanted HELLO first")
         if message.op is Op.LOCATE:
-            chain = decode_chain(message.payload)
-            only = self._only_node()
+            chain, nodes = decode_chain(message.payload), self.index.nodes()
+            only = nodes[0] if len(nodes) == 1 and clock.now_s() >= self.settled_at_s else ""
             if only:
                 self._lonely[connection.owner] = connection
             return encode(Found(self.index.locate(chain.hashes()), only))
@@ -132,24 +119,20 @@ class DirectoryServer:
             )
         if not is_secret(value.get("token"), self._token):
             raise IncompatibleStore("wrong token; connect through the cluster that runs this directory")
-        node_id, epoch, owner = value.get("node"), _bytes_in(value, "epoch"), _bytes_in(value, "owner")
+        node_id = value.get("node")
+        epoch, owner = bytes_in(value, "epoch", EPOCH_BYTES), bytes_in(value, "owner", OWNER_KEY_BYTES)
         is_node = isinstance(node_id, str) and 0 < len(node_id) <= MAX_NODE_ID_CHARS
-        if not is_node or len(epoch) != _EPOCH_BYTES or len(owner) != OWNER_KEY_BYTES:
+        if not (is_node and epoch and owner):
             raise ProtocolError(
-                f"wanted a node of at most {MAX_NODE_ID_CHARS} characters, an epoch and an owner of {_EPOCH_BYTES} "
+                f"wanted a node of at most {MAX_NODE_ID_CHARS} characters, an epoch and an owner of {EPOCH_BYTES} "
                 f"bytes in hexadecimal, got {clip(node_id)}, {clip(value.get('epoch'))} and {clip(value.get('owner'))}"
             )
         connection.role = Role.STORE
         self.links[connection.owner] = _Link(str(node_id), epoch, owner, connection)
         return encode_object({"protocol": PROTOCOL_VERSION})
 
-    def _only_node(self) -> str:
-        """Return the only node that has a store, or "" if there may be others."""
-        nodes = self.index.nodes()
-        return nodes[0] if len(nodes) == 1 and clock.now_s() >= self.settled_at_s else ""
-
     def _publish(self, link: _Link, batch: Batch) -> bytes:
-        """Add a batch to the index; return the versions that this connection was not told yet."""
+        """Add a batch to the index. Return the versions that this connection was not told yet."""
         if batch.sequence != link.sequence + 1 or not (batch.begins or link.life or link.coming):
             raise ProtocolError(
                 f"wanted batch {link.sequence + 1}, with a full announcement first, got batch {batch.sequence}; "
@@ -165,7 +148,7 @@ class DirectoryServer:
                 self.index.remove(link.node_id, removed, life)
         self.index.add(link.node_id, hashes_in(batch.added), link.coming or link.life)
         if batch.ends and link.coming:
-            self._forget(link, link.life)
+            self.index.forget(link.node_id, link.life)
             link.life, link.coming = link.coming, 0
         if len(self.index.nodes()) > 1:
             for lonely in self._lonely.values():
@@ -176,20 +159,16 @@ class DirectoryServer:
 
     def _begin(self, link: _Link) -> None:
         """Begin a full announcement; the one before it counts until this one is complete."""
-        self._forget(link, link.coming)
+        self.index.forget(link.node_id, link.coming)
         link.coming = next(self._lives)
         for other in self.links.values():
             is_same = (other.node_id, other.epoch, other.owner) == (link.node_id, link.epoch, link.owner)
             if is_same and other is not link and other.sequence:
                 # The same store over an earlier connection, whose end was not seen here.
-                self._forget(other, other.coming)
-                self._forget(link, link.life)
+                self.index.forget(link.node_id, other.coming)
+                self.index.forget(link.node_id, link.life)
                 link.life, other.life, other.coming = other.life, 0, 0
                 other.connection.shut_down()
-
-    def _forget(self, link: _Link, life: int) -> None:
-        if life:
-            self.index.forget(link.node_id, life)
 
     def gone(self, connection: Connection) -> None:
         """Forget the blocks of a node store whose connection has ended."""
@@ -198,12 +177,5 @@ class DirectoryServer:
         if link is not None and (link.life or link.coming):
             # The store may connect again and announce its blocks.
             self.settled_at_s = clock.now_s() + self._settle_s
-            self._forget(link, link.life)
-            self._forget(link, link.coming)
-
-
-def _bytes_in(hello: dict[str, object], name: str) -> bytes:
-    try:
-        return bytes.fromhex(str(hello.get(name)))
-    except ValueError:
-        return b""
+            self.index.forget(link.node_id, link.life)
+            self.index.forget(link.node_id, link.coming)

@@ -1,4 +1,4 @@
-"""Which nodes hold which blocks: one bit mask per hash, and for each holder the hashes that it has."""
+"""Which nodes hold which blocks. There is a bit mask per hash, and for each holder its hashes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DirectoryIndex:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._masks: dict[bytes, int] = {}
         self._holders: dict[tuple[str, int], _Holder] = {}
         #: Forgotten holders that still have entries; no live holder uses their bits.
@@ -60,13 +60,13 @@ class DirectoryIndex:
                     self._drop(block_hash, holder.bit)
 
     def forget(self, node_id: str, life: int = 0) -> None:
-        """Drop all blocks of one life of a node."""
+        """Drop all blocks of one life of a node; do nothing if it has none."""
         with self._lock:
             holder = self._holders.pop((node_id, life), None)
             if holder is not None:
                 self._live_bits &= ~holder.bit
                 self._leaving.append(holder)
-                self._sweep(SWEEP_BLOCKS)
+                self.sweep()
 
     @property
     def is_sweeping(self) -> bool:
@@ -76,26 +76,30 @@ class DirectoryIndex:
     def sweep(self, max_blocks: int = SWEEP_BLOCKS) -> None:
         """Remove at most `max_blocks` entries of forgotten lives."""
         with self._lock:
-            self._sweep(max_blocks)
+            while self._leaving:
+                holder = self._leaving[-1]
+                taken = min(max_blocks, len(holder.hashes))
+                for _ in range(taken):
+                    self._drop(holder.hashes.pop(), holder.bit)
+                max_blocks -= taken
+                if holder.hashes:
+                    break
+                self._leaving.pop()
+                self._used_bits &= ~holder.bit
 
     def locate(self, hashes: Sequence[bytes]) -> list[tuple[str, int]]:
-        """Return (node, length of the prefix it holds), longest first, without nodes that hold none of it."""
+        """Return (node, length of the prefix it holds), longest first. Nodes that hold none are left out."""
+        masks, lengths, count = self._masks, dict[str, int](), 0
         with self._lock:
-            lengths = self._lengths(hashes)
+            alive = masks.get(hashes[0], 0) & self._live_bits if hashes else 0
+            while alive:
+                still = alive & masks.get(hashes[count], 0) if count < len(hashes) else 0
+                if still != alive:
+                    # `count` grows, so the longest of a node's lives is written last.
+                    lengths |= {h.node_id: count for h in self._holders.values() if h.bit & alive & ~still}
+                    alive = still
+                count += 1
         return sorted(lengths.items(), key=lambda item: (-item[1], item[0]))
-
-    def _lengths(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        masks, lengths = self._masks, dict[str, int]()
-        alive = masks.get(hashes[0], 0) & self._live_bits if hashes else 0
-        count = 0
-        while alive:
-            still = alive & masks.get(hashes[count], 0) if count < len(hashes) else 0
-            if still != alive:
-                # `count` grows, so the longest of a node's lives is written last.
-                lengths |= {h.node_id: count for h in self._holders.values() if h.bit & alive & ~still}
-                alive = still
-            count += 1
-        return lengths
 
     def _holder(self, node_id: str, life: int) -> _Holder:
         holder = self._holders.get((node_id, life))
@@ -112,15 +116,3 @@ class DirectoryIndex:
             self._masks[block_hash] = mask
         else:
             del self._masks[block_hash]
-
-    def _sweep(self, max_blocks: int) -> None:
-        while self._leaving:
-            holder = self._leaving[-1]
-            taken = min(max_blocks, len(holder.hashes))
-            for _ in range(taken):
-                self._drop(holder.hashes.pop(), holder.bit)
-            max_blocks -= taken
-            if holder.hashes:
-                break
-            self._leaving.pop()
-            self._used_bits &= ~holder.bit

@@ -1,4 +1,4 @@
-"""A store's link to the directory: publishes the store's blocks in batches, asks where blocks are.
+"""A store's link to the directory. It publishes the store's blocks in batches, and asks where blocks are.
 
 Each batch names the namespaces that were cleared; the answer names clearings that this store does not know yet.
 """
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
-from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
 from kvstore.pool.pool import Pool
 from kvstore.remote.announcements import Announcements
@@ -23,7 +22,7 @@ from kvstore.remote.peers import PeerAddress
 from kvstore.remote.sole_node import Solitude
 from kvstore.remote.versions import NamespaceVersions, decode_versions
 from kvstore.rpc.client import ControlClient
-from kvstore.rpc.connect import connect_remote
+from kvstore.rpc.connection import Role
 from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import OWNER_KEY_BYTES, decode_found
 from kvstore.runtime import clock
@@ -45,7 +44,7 @@ _ANSWER_WITHIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A callback for when batch number `batch` has been published, or at the latest for `until_s`."""
+    """A callback for when a batch of this number has been published, or for `until_s`."""
 
     then: Callable[[], None]
     batch: int
@@ -53,7 +52,7 @@ class _Waiting:
 
 
 class Hints:
-    """Two connections to the directory, one to publish and one to ask, so that neither waits for the other.
+    """Two connections to the directory, to publish and to ask. Neither waits for the other.
 
     Args:
         resolve: finds the directory through the cluster; called on first contact and after failures only.
@@ -81,7 +80,8 @@ class Hints:
         self.versions, self._clear, self._told = versions, clear, 0
         self._announcements = Announcements()
         self._condition = threading.Condition()
-        self._waiting: list[_Waiting] = []
+        #: The callers that wait for the publishing of a batch.
+        self.waiting: list[_Waiting] = []
         self._num_begun = 0
         self._pending = self._stopping = self.is_away = False
         self._publisher: ControlClient | None = None
@@ -104,14 +104,9 @@ class Hints:
         self.publish_soon(done.set)
         done.wait(timeout_s)
 
-    def follow(self, pool: Pool) -> None:
-        """Publish the blocks of `pool` from now on."""
+    def follow(self, pool: Pool | None) -> None:
+        """Publish the blocks of `pool` from now on. If it is None, the directory forgets this node's blocks."""
         self._announcements.follow(pool)
-        self.publish_soon()
-
-    def forget(self) -> None:
-        """Make the directory forget this node's blocks until `follow`: the node no longer grants them."""
-        self._announcements.follow(None)
         self.publish_soon()
 
     def publish_soon(self, then: Callable[[], None] | None = None) -> None:
@@ -121,19 +116,15 @@ class Hints:
         is complete when its node can find the blocks, and a directory that hangs must not make it fail.
         """
         with self._condition:
-            at_once = then is not None and (self._stopping or self.is_away)
             if not self._stopping:
                 self._pending = True
-                if then is not None and not at_once:
-                    self._waiting.append(_Waiting(then, self._num_begun + 1, clock.now_s() + _ANSWER_WITHIN_S))
                 self._condition.notify()
-        if at_once and then is not None:
-            then()
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of callers that wait for the publishing of a batch."""
-        return len(self._waiting)
+            if then is None:
+                return
+            if not (self._stopping or self.is_away):
+                self.waiting.append(_Waiting(then, self._num_begun + 1, clock.now_s() + _ANSWER_WITHIN_S))
+                return
+        then()
 
     def answer_overdue(self) -> None:
         """Call back the callers that waited long enough; the directory is told later."""
@@ -142,8 +133,8 @@ class Hints:
 
     def _answer(self, is_due: Callable[[_Waiting], bool]) -> None:
         with self._condition:
-            due = [waiting for waiting in self._waiting if is_due(waiting)]
-            self._waiting = [waiting for waiting in self._waiting if not is_due(waiting)]
+            due = [waiting for waiting in self.waiting if is_due(waiting)]
+            self.waiting = [waiting for waiting in self.waiting if not is_due(waiting)]
         for waiting in due:
             try:
                 waiting.then()
@@ -151,7 +142,7 @@ class Hints:
                 logger.exception("hints: a save could not be told that it is complete")
 
     def locate(self, chain: BlockHashes, until_s: float = math.inf) -> list[tuple[str, int]]:
-        """Return (node, prefix length) of the nodes that may hold a run; empty when the directory is away.
+        """Return (node, prefix length) of the nodes that may hold a run. Empty if the directory is away.
 
         One blocking call, unless this node is the only one.
 
@@ -204,7 +195,7 @@ class Hints:
         return self._is_only and asker is not None and asker.is_quiet()
 
     def remember(self, block_hash: bytes, nodes: list[tuple[str, int]]) -> None:
-        """Note where a run that begins with this block was found: after a lookup an engine soon loads."""
+        """Note where a run that begins with this block was found. After a lookup an engine soon loads."""
         # No lock, here and in `recall`: each step is one operation on the dict, and a lost hint costs a question.
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.clear()
@@ -228,16 +219,7 @@ class Hints:
                 client.close()
 
     def _connect(self) -> ControlClient:
-        address = self._resolve()
-        hello = {
-            "role": "store",
-            "protocol": PROTOCOL_VERSION,
-            "token": address.token,
-            "node": self._node_id,
-            "epoch": self._epoch.hex(),
-            "owner": self._owner_key.hex(),
-        }
-        return connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
+        return self._resolve().connect(Role.STORE, self._node_id, self._epoch, self._owner_key, self._timeout_s)
 
     def _run(self) -> None:
         guard = Guard(logger, "hints: a round of publishing")
@@ -277,7 +259,7 @@ class Hints:
             self._condition.wait_for(lambda: self._stopping, seconds)
 
     def _publish(self) -> bool:
-        """Send one batch to the directory, and note the clearings in its answer; return whether it answered."""
+        """Send a batch to the directory, and note the clearings in its answer. Return whether it answered."""
         try:
             if self._publisher is None or self._publisher.closed:
                 self._publisher, self._told = self._connect(), 0
@@ -300,7 +282,7 @@ class Hints:
 
 
 def _located(payload: bytes, num_blocks: int) -> tuple[list[tuple[str, int]], str]:
-    """Return ([(node, length of the prefix that it may have)], the only node that has blocks or "")."""
+    """Return ([(node, length of its prefix)], the only node that has blocks or "")."""
     found = decode_found(payload)
     nodes = [(node, min(count, num_blocks)) for node, count in found.nodes[:_MAX_NODES] if count > 0]
     return nodes, found.only

@@ -1,25 +1,26 @@
-"""Fetches the blocks that a load misses from peers: lease there, READ here, publish, tell the waiting client."""
+"""Fetch the blocks that a load misses from peers. Lease there, READ here, publish, tell the client."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
 from functools import partial
 
 from kvstore.blocks.chain import BlockHashes
+from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.config import StoreConfig
 from kvstore.errors import InvalidRequest, KVStoreError, PeerLost, StoreUnavailable, TransferError, TransferTimeout
 from kvstore.mover.link import MoverLink
+from kvstore.remote.covered_read import is_quarantine_full
 from kvstore.remote.directory_link import Hints
 from kvstore.remote.load import Load
 from kvstore.remote.messages import PeerLease
 from kvstore.remote.peer_read import PeerRead, ReadContext
-from kvstore.remote.peers import Peer, PeerBook
+from kvstore.remote.peers import PeerBook, call_s
 from kvstore.remote.single_flight import Flights
 from kvstore.runtime import clock
-from kvstore.runtime.store_threads import Blocking, StoreThreads
+from kvstore.runtime.store_threads import StoreThreads
 from kvstore.runtime.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _MOST_LOADS, _MOST_BYTES = 4096, 64 << 20
 
 
 class Fetcher:
-    """Runs the loads of one node that need peers, a thread each while they ask or read.
+    """Runs the loads that need peers. Each has a thread while it asks or reads.
 
     Of several loads that miss one block, one fetches it. The others are parked, each with its own deadline. When that
     fetch has ended or failed, they continue: they find the block, or ask another peer themselves.
@@ -43,7 +44,6 @@ class Fetcher:
         peers: the stores of other nodes.
         mover: runs the READs.
         threads: for leases that are given back late.
-        slot_format: the byte order of blocks here.
         adopt_version: called when a peer knows of a later clearing of a namespace.
     """
 
@@ -54,34 +54,30 @@ class Fetcher:
         peers: PeerBook,
         mover: MoverLink,
         threads: StoreThreads,
-        slot_format: int,
         adopt_version: Callable[[bytes, int], object],
     ) -> None:
-        self._hints, self._peers, self._mover = hints, peers, mover
-        self._store_threads, self._slot_format, self._adopt_version = threads, slot_format, adopt_version
+        self._hints, self._peers, self._mover, self._adopt_version = hints, peers, mover, adopt_version
         self._threads = ThreadPool(_NUM_THREADS, "raykv-fetch")
         self.flights = Flights(self._submit)
-        self._context = ReadContext(config, mover, self.flights, hints.publish_soon, self._release_at_peer)
+        self._context = ReadContext(config, mover, self.flights, hints.publish_soon, peers, threads)
         self._counting = threading.Lock()
         self._num_loads = self._num_bytes = 0  # Of chains of loads that have not ended.
 
     def begin(self, load: Load) -> None:
-        """Fetch the missing blocks of `load`, on threads; its client always gets a last message, perhaps at once."""
+        """Fetch the missing blocks of `load` on threads. Its client always gets a last message, perhaps at once."""
         num_bytes = len(load.chain.data)
         load.on_end = partial(self._count, -1, -num_bytes)
-        with self._counting:
-            num_loads = self._num_loads
-            is_room = num_loads < _MOST_LOADS and self._num_bytes + num_bytes <= _MOST_BYTES
         # Counted also when it is refused: its end is subtracted.
-        self._count(1, num_bytes)
-        if is_room:
+        num_all, num_all_bytes = self._count(1, num_bytes)
+        if num_all <= _MOST_LOADS and num_all_bytes <= _MOST_BYTES:
             self._submit(load)
         else:
-            load.end(f"busy: {num_loads} loads of this node wait for peers already; try again soon")
+            load.end(f"busy: {num_all - 1} loads of this node wait for peers already; try again soon")
 
-    def _count(self, num_loads: int, num_bytes: int) -> None:
+    def _count(self, num_loads: int, num_bytes: int) -> tuple[int, int]:
         with self._counting:
             self._num_loads, self._num_bytes = self._num_loads + num_loads, self._num_bytes + num_bytes
+            return self._num_loads, self._num_bytes
 
     def _submit(self, load: Load) -> None:
         if not self._threads.run(partial(self._run, load)):
@@ -94,16 +90,15 @@ class Fetcher:
     def _run(self, load: Load) -> None:
         try:
             reason = self._fill(load)
-        except KVStoreError as error:
-            reason = f"{type(error).__name__}: {error}"
         except Exception as error:
-            logger.exception("a load failed unexpectedly")
+            if not isinstance(error, KVStoreError):
+                logger.exception("a load failed unexpectedly")
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
             load.end(reason)
 
     def _fill(self, load: Load) -> str | None:
-        """Fetch until all blocks are pinned; return "" then, the reason if it ended early, None if parked."""
+        """Fetch until all blocks are pinned. Return "" then, the reason if it ended early, None if parked."""
         while load.num_ready < len(load.chain):
             if clock.now_s() > load.deadline_s:
                 return "timeout"
@@ -157,34 +152,23 @@ class Fetcher:
         # No other peer helps if the pool here is full. Remembered hints may be old: then the directory is asked.
         return reason if reason == "pool_full" or (len(usable) == 1 and not remembered) else ""
 
-    def _release_at_peer(self, peer: Peer, lease_id: int) -> None:
-        """Give a lease back to a peer, on a thread: it may have to connect again."""
-
-        def release() -> None:
-            with contextlib.suppress(KVStoreError):
-                now = self._peers.get(peer.node_id)
-                if now.epoch == peer.epoch:
-                    now.release(lease_id)
-
-        self._store_threads.submit(Blocking.RELEASE, release, is_admitted=True)
-
     def _fetch_from(self, load: Load, chain: BlockHashes, node_id: str, num_hinted: int) -> str:
-        """Lease a run at one peer and read the granted blocks; return why blocks are missing, or ""."""
+        """Lease a run at one peer and read the granted blocks. Return why blocks are missing, or ""."""
         config, peer = self._context.config, self._peers.get(node_id)
         ttl_s = min(config.lease_ttl_s, load.ttl_s)
         until_s = clock.now_s() + ttl_s - config.lease_margin_s
         wanted = PeerLease(
             chain=chain,
             block_bytes=load.block_bytes,
-            slot_format=self._slot_format,
+            slot_format=BLOCK_ORDER_VERSION,
             namespace_version=load.version,
             ttl_s=ttl_s,
         )
         with PeerRead(self._context, load, peer, chain, until_s) as read:
-            if read.is_quarantine_full():
+            if is_quarantine_full(load.pool, config.max_quarantined_fraction):
                 return "timeout: too many slots wait for transfers that were given up; their mover is being replaced"
             load.report.num_lease_calls += 1
-            grant = peer.lease(wanted, self._context.call_s(load), lambda: read.claim_first(num_hinted))
+            grant = peer.lease(wanted, call_s(config, load.deadline_s), lambda: read.claim_first(num_hinted))
             if grant.epoch != peer.epoch:
                 self._peers.failed(node_id)
                 return "peer_lost"

@@ -1,4 +1,4 @@
-"""One load that needs peers: a lease that grows as blocks arrive, and the client that waits for it."""
+"""One load that needs peers. Its lease grows as blocks arrive, and its client waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.blocks.chain import BlockHashes
-from kvstore.blocks.codec import encode
 from kvstore.pool.pool import Pool
 from kvstore.rpc.messages import LoadReport, Progress
 from kvstore.runtime import clock
@@ -28,7 +27,7 @@ class Load:
         version_now: returns the version of the namespace's last clearing that this node knows.
         version: of the last clearing before the load, read before its first pin. After a later clearing the load
             takes no more blocks: its chain would mix the KV of old and of new weights.
-        send: called with (progress, whether it is the last) for the client; any thread.
+        send: sends a piece of the answer to the client; the piece with the report is the last. Any thread.
         is_open: returns whether the client's connection is open; if not, nothing more is pinned for it.
         num_ready: number of blocks that are leased already.
     """
@@ -42,12 +41,12 @@ class Load:
     pool: Pool
     version_now: Callable[[], int]
     version: int
-    send: Callable[[bytes, bool], None]
+    send: Callable[[Progress], object]
     is_open: Callable[[], bool] = lambda: True
     num_ready: int = 0
     is_ended: bool = False
     #: Called once, just before the client gets its last message.
-    on_end: Callable[[], None] = lambda: None
+    on_end: Callable[[], object] = lambda: None
     #: Peers that were asked, and why the last one was not enough.
     tried: set[str] = field(default_factory=set)
     fell_short: str = ""
@@ -64,21 +63,20 @@ class Load:
         The message about the last block carries the report, so that the client needs no further message.
         """
         with self._lock:
-            return 0 if self.is_ended or not self.is_open() else self._pin_more(limit)
-
-    def _pin_more(self, limit: int | None) -> int:
-        rest = self.chain.tail(self.num_ready)
-        if limit is not None:
-            rest = rest.head(limit - self.num_ready)
-        grant = self.pool.pin_prefix(rest, self.owner, clock.now_s() + self.ttl_s, self.lease_id)
-        # Check after the pin: a clearing is noted before new blocks can be stored. The lease's end drops these pins.
-        if not self.is_current():
-            return 0
-        if grant.packed_slots:
-            first = self.num_ready
-            self.num_ready += len(grant.slots)
-            self._tell(first, grant.packed_slots, is_last=self.num_ready == len(self.chain))
-        return len(grant.slots)
+            if self.is_ended or not self.is_open():
+                return 0
+            rest = self.chain.tail(self.num_ready)
+            if limit is not None:
+                rest = rest.head(limit - self.num_ready)
+            grant = self.pool.pin_prefix(rest, self.owner, clock.now_s() + self.ttl_s, self.lease_id)
+            # Check after the pin: a clearing is noted before new blocks can be stored. The lease's end drops the pins.
+            if not self.is_current():
+                return 0
+            if grant.packed_slots:
+                first = self.num_ready
+                self.num_ready += len(grant.slots)
+                self._tell(first, grant.packed_slots, is_last=self.num_ready == len(self.chain))
+            return len(grant.slots)
 
     def end(self, reason: str) -> None:
         """Send the client its last message with the reason, unless it has got it already."""
@@ -92,4 +90,4 @@ class Load:
         if is_last:
             self.on_end()
         self.report.num_peer = self.num_ready - self.report.num_local
-        self.send(encode(Progress(self.lease_id, first, packed_slots, self.report if is_last else None)), is_last)
+        self.send(Progress(self.lease_id, first, packed_slots, self.report if is_last else None))

@@ -18,7 +18,7 @@ class PeerLease(Record, frozen=True, kw_only=True):
 
 
 class PeerGrant(Record, frozen=True, kw_only=True):
-    """Grant pinned slots of this node, valid for its `epoch` and for one life of its mover."""
+    """Grant pinned slots of this node, for its `epoch` and one life of its mover."""
 
     lease_id: U64
     epoch: Epoch

@@ -1,4 +1,4 @@
-"""Reads the blocks that one peer granted: claim slots, read segment by segment, publish, pin for the client."""
+"""Read the blocks that one peer granted. Claim slots, read segment by segment, publish, pin for the client."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from kvstore.errors import KVStoreError, LeaseError, TransferError
 from kvstore.mover.link import MoverLink
 from kvstore.mover.messages import MoverDone
 from kvstore.mover.transport import PeerDescription, ReadRequest
-from kvstore.remote.covered_read import Arrivals, Cover, CoveredRead, is_quarantine_full
+from kvstore.remote.covered_read import Arrivals, Cover, CoveredRead
 from kvstore.remote.load import Load
 from kvstore.remote.messages import PeerGrant
-from kvstore.remote.peers import Peer
+from kvstore.remote.peers import Peer, PeerBook, call_s
 from kvstore.remote.single_flight import Flight, Flights
 from kvstore.rpc.messages import NOTIFICATION
 from kvstore.runtime import clock
+from kvstore.runtime.store_threads import Blocking, StoreThreads
 
 logger = logging.getLogger(__name__)
 
-#: A call may take at least this long, even if its load has no time left: else a healthy peer would seem to fail.
-_LEAST_CALL_S = 1.0
 _NO_GRANT = PeerGrant(lease_id=0, epoch=b"", namespace_version=0, mover_generation=0, slots=np.empty(0, dtype=np.int32))
 
 
@@ -43,7 +42,8 @@ class ReadContext:
         mover: runs the READs.
         flights: the blocks that are on their way here.
         announce: called when blocks became readable here.
-        release_at_peer: gives a lease back on a thread.
+        peers: the stores of other nodes.
+        threads: for leases that are given back late.
         numbers: make the owners of the writes.
     """
 
@@ -51,17 +51,14 @@ class ReadContext:
     mover: MoverLink
     flights: Flights
     announce: Callable[[], None]
-    release_at_peer: Callable[[Peer, int], None]
+    peers: PeerBook
+    threads: StoreThreads
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-
-    def call_s(self, load: Load) -> float:
-        """Return how long a call to a peer may take for a load, seconds."""
-        return min(self.config.call_timeout_s, max(load.deadline_s - clock.now_s(), _LEAST_CALL_S))
 
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """Part of a peer's grant that is claimed and read as one: blocks [first, first + len(chain)) of it."""
+    """Blocks [first, first + len(chain)) of a peer's grant, claimed and read as one."""
 
     first: int
     chain: BlockHashes
@@ -72,7 +69,7 @@ class _Segment:
     has_ended: bool = False
 
 
-class PeerRead:
+class PeerRead(contextlib.AbstractContextManager["PeerRead"]):
     """One lease at one peer, and the READs under it.
 
     The slots of the first segment (kvstore.blocks.chunking) are claimed while the peer is asked; the slots of each
@@ -104,18 +101,11 @@ class PeerRead:
         self._error: KVStoreError | None = None
         self._num_wanted = self._num_published = 0
 
-    def __enter__(self) -> PeerRead:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._drop_claim()
         self._context.flights.leave(self._entered, self._flight)
         if self._grant.lease_id and not (self._notified and self._num_published == self._num_wanted):
             self._give_back()
-
-    def is_quarantine_full(self) -> bool:
-        """Return whether too many slots wait for abandoned READs, so that no new READ may begin."""
-        return is_quarantine_full(self._pool, self._context.config.max_quarantined_fraction)
 
     def claim_first(self, num_hinted: int) -> None:
         """Claim the slots of the first segment of the hinted blocks; `run` raises any error."""
@@ -135,7 +125,7 @@ class PeerRead:
         self._chain = self._chain.head(len(grant.slots))
         if self._error is not None:
             raise self._error
-        source = self._peer.transport(grant.mover_generation, self._context.call_s(self._load))
+        source = self._peer.transport(grant.mover_generation, call_s(self._context.config, self._load.deadline_s))
         first = 0
         for ends in self._plan(len(self._chain)):
             segment = self._claimed
@@ -145,15 +135,16 @@ class PeerRead:
             self._claimed = None
             if segment is not None:
                 self._notified = ends[-1] == len(self._chain)
-                chunk_ends = _distinct(np.searchsorted(segment.indexes, np.asarray(ends) - first))
-                self._post(segment, *source, chunk_ends, with_notification=self._notified)
+                found = np.searchsorted(segment.indexes, np.asarray(ends) - first)
+                chunk_ends = np.unique(found[found > 0]).astype(np.int32)  # Blocks of the other chunks are here.
+                self._post(segment, *source, chunk_ends)
             if self._is_full or self._error is not None:
                 break
             first = ends[-1]
         return self._wait() or ("pool_full" if self._is_full else "")
 
     def _claim(self, first: int, end: int) -> _Segment | None:
-        """Claim slots for blocks [first, end) of the chain; return None if there is none to read."""
+        """Claim slots for blocks [first, end) of the chain. Return None if there is none to read."""
         piece = self._chain.tail(first).head(end - first)
         ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
         self._is_full = ticket.num_refused > 0
@@ -179,7 +170,16 @@ class PeerRead:
                 self._peer.release(self._grant.lease_id)
             return
         context, peer, lease_id = self._context, self._peer, self._grant.lease_id
-        context.mover.when_terminal(given_up, lambda: context.release_at_peer(peer, lease_id))
+
+        def release() -> None:
+            with contextlib.suppress(KVStoreError):
+                now = context.peers.get(peer.node_id)  # It may have to connect again.
+                if now.epoch == peer.epoch:
+                    now.release(lease_id)
+
+        context.mover.when_terminal(
+            given_up, lambda: context.threads.submit(Blocking.RELEASE, release, is_admitted=True)
+        )
 
     def _plan(self, num_blocks: int) -> list[list[int]]:
         """Return the chunk ends of each segment."""
@@ -187,23 +187,15 @@ class PeerRead:
         return plan_segments(plan_chunks(num_blocks, chunk_blocks))
 
     def _post(
-        self,
-        segment: _Segment,
-        name: str,
-        description: PeerDescription,
-        chunk_ends: npt.NDArray[np.int32],
-        *,
-        with_notification: bool,
+        self, segment: _Segment, name: str, description: PeerDescription, chunk_ends: npt.NDArray[np.int32]
     ) -> None:
-        note = b""
-        if with_notification:
-            note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch, self._peer.owner_key)
+        note = NOTIFICATION.pack(self._grant.lease_id, self._peer.epoch, self._peer.owner_key)
         request = ReadRequest(
             peer=name,
             block_bytes=self._load.block_bytes,
             local_slots=segment.slots,
             remote_slots=self._grant.slots[segment.first + segment.indexes],
-            notification=note,
+            notification=note if self._notified else b"",
         )
         segment.read = CoveredRead(
             self._context.mover, lambda done: self._on_blocks(segment, done), lambda: self._on_end(segment)
@@ -240,7 +232,7 @@ class PeerRead:
         return "" if self._num_published == self._num_wanted else "lease_expired"
 
     def _on_blocks(self, segment: _Segment, done: MoverDone) -> None:
-        """Publish a chunk that counts, pin it for the client and tell it; on the control thread."""
+        """Publish a chunk that counts, pin it for the client and tell it. On the control thread."""
         count = done.num_blocks  # With the last chunk it is all blocks: the link to the mover has checked that.
         num_published = self._pool.complete_store(segment.write_id, self._owner, count=count)
         self._num_published += num_published
@@ -264,9 +256,3 @@ class PeerRead:
             segment.has_ended = True
             if self._posted_all and all(s.has_ended for s in self._segments):
                 self._all_ended.set()
-
-
-def _distinct(ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Return the chunk ends without empty chunks, whose blocks were all here already."""
-    kept: npt.NDArray[np.int32] = ends[np.diff(ends, prepend=0) > 0].astype(np.int32)
-    return kept

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.blocks.codec import encode
-from kvstore.config import PROTOCOL_VERSION
+from kvstore.bounds import clip
+from kvstore.config import PROTOCOL_VERSION, StoreConfig
 from kvstore.errors import KVStoreError, PeerLost, StoreUnavailable, TransferError
 from kvstore.mover.transport import PeerDescription
-from kvstore.remote.answers import epoch_of, grant_of, transport_of
+from kvstore.remote.answers import EPOCH_BYTES, bytes_in, grant_of, transport_of
 from kvstore.remote.messages import PeerGrant, PeerLease
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_remote
+from kvstore.rpc.connection import Role
 from kvstore.rpc.framing import Op
 from kvstore.rpc.messages import OWNER_KEY_BYTES
 from kvstore.runtime import clock
@@ -29,6 +31,8 @@ _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0, 15.0)
 _FORGIVEN_AFTER_S = 600.0
 #: Most failed nodes that are remembered, those with the latest back-off: tickets may name nodes that never existed.
 _MOST_FAILED = 1024
+#: A call may take at least this long, even if its caller has no time left: else a healthy peer would seem to fail.
+_LEAST_CALL_S = 1.0
 #: Most spare connections of one peer; others are closed when they are given back.
 _MOST_SPARE = 64
 
@@ -40,6 +44,21 @@ class PeerAddress:
     host: str
     port: int
     token: str
+
+    def connect(self, role: Role, node_id: str, epoch: bytes, owner_key: bytes, timeout_s: float) -> ControlClient:
+        """Return a new connection of the store of a node, in one of its lives.
+
+        Raises:
+            KVStoreError, OSError: there is no answer, or a refusal.
+        """
+        hello = {"role": role, "protocol": PROTOCOL_VERSION, "token": self.token, "node": node_id}
+        hello |= {"epoch": epoch.hex(), "owner": owner_key.hex()}
+        return connect_remote(self.host, self.port, hello, timeout_s=timeout_s)
+
+
+def call_s(config: StoreConfig, deadline_s: float) -> float:
+    """Return how many seconds a call to a peer may take, until this deadline."""
+    return min(config.call_timeout_s, max(deadline_s - clock.now_s(), _LEAST_CALL_S))
 
 
 #: Finds the address of a node's store through the cluster; raises StoreUnavailable or PeerLost.
@@ -58,7 +77,7 @@ class Peer:
     same_host: bool = False
     #: Separate connections for questions whose answers may take long; each carries one question at a time.
     spare: list[ControlClient] = field(default_factory=list)
-    _transport: tuple[int, PeerDescription] | None = field(default=None)
+    _transport: tuple[int, PeerDescription] | None = None
 
     def lease(self, lease: PeerLease, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> PeerGrant:
         """Ask for a lease: one blocking call. `meanwhile` is called before the wait, and must not raise."""
@@ -86,13 +105,12 @@ class Peer:
 
     def known_transport(self, generation: int) -> tuple[str, PeerDescription] | None:
         """Return the result of `transport` if it is known without asking the peer; else None."""
-        found = self._transport
-        if found is None or found[0] != generation:
+        if self._transport is None or self._transport[0] != generation:
             return None
-        return f"{self.node_id}/{self.epoch.hex()}/{generation}", found[1]
+        return f"{self.node_id}/{self.epoch.hex()}/{generation}", self._transport[1]
 
     def transport(self, generation: int, timeout_s: float) -> tuple[str, PeerDescription]:
-        """Return (name, description) of the peer's slab as of one life of its mover; asked for once."""
+        """Return (name, description) of the peer's slab, for one life of its mover. It is asked for once."""
         if self._transport is None or self._transport[0] != generation:
             found = transport_of(self._ask(Op.PEER_TRANSPORT, b"", timeout_s), self.same_host)
             if found[0] != generation:
@@ -118,13 +136,11 @@ class PeerBook:
         self.failures: dict[str, tuple[int, float]] = {}
 
     def is_usable(self, node_id: str) -> bool:
-        """Return whether a node may be asked now: it is not this node, and not backed off."""
-        if node_id == self.own_node_id:
-            return False
-        return clock.now_s() >= self.failures.get(node_id, (0, 0.0))[1]
+        """Return whether a node may be asked. It is not this node, and not backed off."""
+        return node_id != self.own_node_id and clock.now_s() >= self.failures.get(node_id, (0, 0.0))[1]
 
     def known(self, node_id: str) -> Peer | None:
-        """Return a peer (or this node as its own) if its connection is open and it is not backed off."""
+        """Return a peer with an open connection, unless it is backed off. It may be this node itself."""
         if node_id != self.own_node_id and not self.is_usable(node_id):
             return None
         peer = self.peers.get(node_id)
@@ -136,13 +152,12 @@ class PeerBook:
         Raises:
             PeerLost: the node cannot be reached; it is backed off.
         """
-        with self._lock:
-            peer = self.peers.get(node_id)
+        peer = self.peers.get(node_id)
         if peer is not None and not peer.client.closed:
             return peer
         client = self._connect(node_id)
         same_host = client.is_to_this_host()
-        peer = Peer(node_id, client, epoch_of(client.hello), self._owner_key(node_id), same_host)
+        peer = Peer(node_id, client, bytes.fromhex(client.hello["epoch"]), self._owner_key(node_id), same_host)
         with self._lock:
             old = self.peers.get(node_id)
             if old is not None and not old.client.closed:
@@ -156,7 +171,7 @@ class PeerBook:
         return peer
 
     def of_life(self, node_id: str, epoch: bytes) -> Peer:
-        """Return an open connection to a node's store, to the life `epoch` if that one runs now.
+        """Return an open connection to a node's store, in the life `epoch` if it runs.
 
         A connection to a store that has ended stays open until it is used.
 
@@ -181,20 +196,12 @@ class PeerBook:
 
     def _connect(self, node_id: str) -> ControlClient:
         try:
-            address = self.resolve(node_id)
-            hello = {
-                "role": "peer",
-                "protocol": PROTOCOL_VERSION,
-                "token": address.token,
-                "node": self.own_node_id,
-                "epoch": self._own_epoch.hex(),
-                "owner": self._owner_key(node_id).hex(),
-            }
-            client = connect_remote(address.host, address.port, hello, timeout_s=self._timeout_s)
-            with contextlib.ExitStack() as on_error:
-                on_error.callback(client.close)
-                epoch_of(client.hello)
-                on_error.pop_all()
+            client = self.resolve(node_id).connect(
+                Role.PEER, self.own_node_id, self._own_epoch, self._owner_key(node_id), self._timeout_s
+            )
+            if not bytes_in(client.hello, "epoch", EPOCH_BYTES):
+                client.close()
+                raise PeerLost(f"a peer named no epoch of {EPOCH_BYTES} bytes: {clip(client.hello.get('epoch'))}")
             return client
         except (KVStoreError, OSError) as error:
             self.failed(node_id)

@@ -1,4 +1,4 @@
-"""Single flight: of several loads that miss one block, one fetches it and the others wait, holding no thread."""
+"""Of several loads that miss one block, one fetches it. The others wait, holding no thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.runtime import clock
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Blocks on their way here, and the loads that are parked until the flight has ended."""
+    """Blocks on their way here, and the loads that are parked until they come."""
 
     waiting: list[Load] = field(default_factory=list)
 
@@ -32,7 +32,7 @@ class Flights:
         self.num_waiting = 0
 
     def lead(self, block_hash: bytes, load: Load) -> Flight | None:
-        """Begin the flight of a block, for `leave` to end; return None if another load leads it.
+        """Begin the flight of a block, for `leave` to end. Return None if another load leads it.
 
         Then this load is parked until `resume` is called with it.
         """

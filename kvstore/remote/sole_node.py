@@ -1,4 +1,4 @@
-"""Says in shared memory whether this node is alone, and takes it back as soon as the directory does."""
+"""Say in shared memory whether this node is alone, as the directory knows it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_MS = 5_000
 
 
 class Solitude:
-    """Says that a node is alone, while the connection on which the directory said so is open and silent.
+    """Says that a node is alone while the directory's connection is open and silent.
 
     Args:
         say: called with True or False; must not block.
@@ -26,7 +26,7 @@ class Solitude:
         self._say, self._lock, self._number = say, threading.Lock(), 0
 
     def begin(self, connection: ControlClient) -> None:
-        """Say that the node is alone, and watch the connection; nothing may be asked on it before `end`."""
+        """Say that the node is alone, and watch the connection. Nothing may be asked on it before `end`."""
         try:
             fd = connection.duplicate()
         except OSError:

@@ -1,4 +1,4 @@
-"""The last clearing of each namespace that a process knows, and the order in which it learnt of them.
+"""The last clearing of each namespace, in the order in which they became known.
 
 Both a store and the directory keep one. Each sends the other the clearings that it has not sent yet. So a store that
 was away, or is new, knows of a clearing before it keeps blocks that the next peer would make it drop.
@@ -11,14 +11,13 @@ import threading
 from collections.abc import Callable, Mapping
 
 from kvstore.blocks.codec import U64, Digest, decoder
-from kvstore.bounds import clip
+from kvstore.bounds import check_digest
 from kvstore.errors import InvalidRequest, StaleVersion
 from kvstore.memory.clears import group_of
 from kvstore.runtime.guard import LogLimit
 
 logger = logging.getLogger(__name__)
 
-_NAMESPACE_BYTES = 32
 #: Versions are counts, so none is far ahead of another. A message with a huge version must not use up the range.
 _MAX_AHEAD = 1 << 32
 
@@ -48,8 +47,7 @@ class NamespaceVersions:
             StaleVersion: `version` is not later than the known one; nothing changed.
             InvalidRequest: an argument is not valid, or `version` is too far ahead of the known one; nothing changed.
         """
-        if not isinstance(namespace, bytes) or len(namespace) != _NAMESPACE_BYTES:
-            raise InvalidRequest(f"namespace: wanted {_NAMESPACE_BYTES} bytes, got {clip(namespace)}")
+        check_digest("namespace", namespace)
         with self._lock:
             known = self.get(namespace)
             if version is None:
@@ -79,7 +77,7 @@ class NamespaceVersions:
         return True
 
     def hear_all(self, versions: Mapping[bytes, int], hear: Callable[[bytes, int], object] | None = None) -> None:
-        """Note many clearings, each with `hear`; skip those that are not valid, and log some of them."""
+        """Note many clearings, each with `hear`. Skip those that are not valid, and log some of them."""
         for namespace, version in versions.items():
             try:
                 (hear or self.hear)(namespace, version)

@@ -27,7 +27,6 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 #: Global, because a fork copies the whole process: (address, bytes) of each live mapping that children do not get.
 _withheld: WeakKeyDictionary[mmap.mmap, tuple[int, int]] = WeakKeyDictionary()
 
-
 #: The id of this process, cached because asking the kernel takes longer than the rest of a check.
 _here_pid = os.getpid()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _PAUSES_S = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 #: At most one log entry per this time; the next entry counts the ones held back.
@@ -47,12 +47,10 @@ class Guard:
     what: str
     num_failures: int = 0
     num_in_row: int = 0
-    _limit: LogLimit | None = None
+    _limit: LogLimit = field(default_factory=LogLimit)
 
     def failed(self, error: Exception) -> float:
         """Count a failure; return how many seconds to rest before the next try."""
-        if self._limit is None:
-            self._limit = LogLimit()
         pause_s = _PAUSES_S[min(self.num_in_row, len(_PAUSES_S) - 1)]
         self.num_failures += 1
         self.num_in_row += 1

@@ -216,7 +216,7 @@ class ControlLoop:
         return ready
 
     def _tick(self, was_busy: bool) -> tuple[float, float]:
-        """Tick if wanted; return how long to sleep and when to ask again, in seconds from now."""
+        """Tick if wanted. Return how long to sleep and when to ask again, in seconds from now."""
         try:
             # Asked once a tick and not after each message; so a busy round is followed by one more short sleep.
             wanted = self._wants_ticks()

@@ -1,4 +1,4 @@
-"""Park work that waits for an answer: one thread watches the connections of all parked work."""
+"""Park work that waits for an answer. One thread watches the connections of all parked work."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Parking:
         return len(self._parked)
 
     def park(self, fd: int, until_s: float, then: Callable[[], None]) -> Callable[[], None]:
-        """Call `then` once, on the watching thread, when `fd` can be read or the time has come.
+        """Call `then` once, on the watching thread, when `fd` can be read or at `until_s`.
 
         Args:
             fd: parked once at a time. The caller keeps it open until `then` or the returned function is called.
@@ -104,8 +104,6 @@ class Parking:
         if this_process() != self._pid:  # A forked child has no such thread, and the lock may stay taken forever.
             return
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             if self._epoll is not None:
                 os.eventfd_write(self._wake_fd, 1)
@@ -122,7 +120,7 @@ class Parking:
         return epoll
 
     def _start(self, epoll: select.epoll, fd: int, number: int) -> None:
-        """Start the thread; if that fails, remove the entry of this number and call all others at once."""
+        """Start the thread. If that fails, remove the entry of this number and call all others at once."""
         try:
             threading.Thread(target=self._run, args=(epoll,), name="raykv-waiting", daemon=True).start()
         except BaseException:

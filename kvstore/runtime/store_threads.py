@@ -1,16 +1,13 @@
-"""Run a node store's blocking work on few threads, with a bounded queue; one kind never waits for another."""
+"""Run a node store's blocking work on few threads. One kind never waits for another."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
 from kvstore.runtime.thread_pool import ThreadPool
-
-logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 256
 
@@ -63,9 +60,7 @@ class StoreThreads:
 
     def _run(self, kind: Blocking, run: Callable[[], object]) -> None:
         try:
-            run()
-        except Exception:
-            logger.exception("a thread of kind %s met an unexpected error", kind.value)
+            run()  # The pool logs an error.
         finally:
             with self._lock:
                 self.num_pending[kind] -= 1

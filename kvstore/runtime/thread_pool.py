@@ -25,13 +25,12 @@ from kvstore.runtime.forks import this_process
 
 logger = logging.getLogger(__name__)
 
-
 _Step = Callable[[], object]
 _LOOK_AGAIN_S = 1e-3
 
 
 class ThreadPool:
-    """Runs steps in order on up to `most` threads, each started when needed; for any threads.
+    """Runs steps in order on up to `most` threads. For any threads.
 
     Every accepted step runs, unless `close` drops it; an ending interpreter waits for that. The owner must call
     `close`, or the threads stay.
@@ -56,7 +55,7 @@ class ThreadPool:
         atexit.register(self._finish)
 
     def run(self, step: _Step) -> bool:
-        """Run a step soon on a thread of this pool; an error of the step is logged.
+        """Run a step soon on a thread of this pool. An error of the step is logged.
 
         Returns:
             False after `close`, in a forked child, or when no thread at all can be started: the step does not run.
@@ -72,7 +71,7 @@ class ThreadPool:
         return True
 
     def _is_short(self, num_coming: int = 0) -> bool:
-        """Return whether a step is waiting for which no thread is idle, or one of `num_coming` that begin.
+        """Return whether a step waits without an idle thread, or one of `num_coming` that begin.
 
         Asked after a step was queued, and by each thread after it has taken one. So a step that comes just when a
         thread is not idle any more is seen by one of the two.
@@ -92,7 +91,7 @@ class ThreadPool:
             self._run_rest()
 
     def _start(self) -> bool:
-        """Start one more thread unless there are enough; return whether there is any thread, or one comes."""
+        """Start one more thread unless there are enough. Return whether there is any thread, or one comes."""
         if not (self.unbegun or self._places):
             return True
         handled = sys.exception()  # Of the caller, so it is the context of every error from here on.
@@ -111,7 +110,7 @@ class ThreadPool:
         return True
 
     def take_place(self, thread: threading.Thread) -> bool:
-        """Give a free place to a thread that is about to be started; False if there is none."""
+        """Give a free place to a thread that is about to be started. False if there is none."""
         while True:
             places = map(deque.popleft, (self._places,))  # Taken by `update`: out of the one and into the other.
             with contextlib.suppress(IndexError):
@@ -133,14 +132,14 @@ class ThreadPool:
         return False
 
     def _give_place_back(self, thread: threading.Thread) -> bool:
-        """Free the place of a thread that does not run yet; False if it runs, or has none."""
+        """Free the place of a thread that does not run yet. False if it runs, or has none."""
         with contextlib.suppress(KeyError):
             self._places.extendleft(map(self.unbegun.pop, (thread,)))
             return True
         return False
 
     def _begin(self, thread: threading.Thread) -> bool:
-        """Count a thread among those that run; False if its place was given to another one."""
+        """Count a thread among those that run. False if its place was given to another one."""
         with contextlib.suppress(KeyError):
             self.threads.update(zip((thread,), map(self.unbegun.pop, (thread,)), strict=True))
             return True
@@ -174,7 +173,7 @@ class ThreadPool:
             self._forget()
 
     def _start_more(self) -> None:
-        """Start a thread for a step that came when this one was about to take another, or to end."""
+        """Start a thread for a step that came while this one took another, or ended."""
         if self._is_short(len(self.unbegun)) and not self._start():
             self._run_rest()
 
@@ -209,7 +208,7 @@ class ThreadPool:
                     self.queue.put(None)
 
     def _take_back(self, own: _Step) -> bool:
-        """Remove a step for which there is no thread; False if a thread has taken it."""
+        """Remove a step for which there is no thread. False if a thread has taken it."""
         steps, was_there = list[_Step](), False
         while (step := self._next_step()) is not None:
             if step is own and not was_there:

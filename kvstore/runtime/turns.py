@@ -1,4 +1,4 @@
-"""Give threads turns, like a lock that is safe from interrupts, such as Ctrl-C, after any call.
+"""Give threads turns. They are like a lock that is safe from interrupts, such as Ctrl-C.
 
 An interrupt right after the call that takes a lock leaves it locked forever: no code knows that it was taken. A turn is
 an object. Its thread can always see whether it has the turn, and gives it up however the call ends.
@@ -17,8 +17,6 @@ from kvstore.runtime import clock
 Turn = list[int]
 #: A waiting thread also checks this often by itself: an interrupt may lose the notification of its turn.
 _LOOK_AGAIN_S = 0.05
-
-
 #: Replaces the thread id in a turn that has ended or was given up.
 _ENDED = -1
 
@@ -52,7 +50,7 @@ class Turns:
         self.waiting: list[_Waiter] = []
 
     def take(self, turn: Turn) -> bool:
-        """Take a turn if none is taken and no thread waits; return whether it was taken."""
+        """Take a turn if none is taken and no thread waits. Return whether it was taken."""
         with self.lock:
             if self.now is None and self.first is None:
                 self.now = turn

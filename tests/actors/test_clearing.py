@@ -43,7 +43,7 @@ def store_of(core):
 
 
 def directory_of(server):
-    return Handle(version=server.version, hear_clearing=server.hear_clearing)
+    return Handle(version=server.versions.get, hear_clearing=server.versions.hear)
 
 
 def lost(*_):
@@ -72,10 +72,10 @@ def test_a_clearing_is_later_than_all_that_any_node_or_the_directory_knows(clust
     cores = [cluster.add(node, mover=False) for node in "ab"]
     stores, directory = {core.state.node_id: store_of(core) for core in cores}, directory_of(cluster.directory)
     cores[0].state.versions.advance(SPACE.digest, 4)
-    cluster.directory.hear_clearing(SPACE.digest, 9)
+    cluster.directory.versions.hear(SPACE.digest, 9)
     assert clear_everywhere(SPACE.digest, stores, directory) == 0
     assert [core.state.versions.get(SPACE.digest) for core in cores] == [10, 10]
-    assert cluster.directory.version(SPACE.digest) == 10
+    assert cluster.directory.versions.get(SPACE.digest) == 10
     # Without a directory the stores know; a store that is lost meanwhile hears of it later.
     clear_everywhere(SPACE.digest, stores, None)
     clear_everywhere(SPACE.digest, stores | {"c": LOST}, directory)

@@ -129,7 +129,7 @@ def store(folder, node_id, config):
 
         def wait_started(self, timeout_s):
             deadline_s = time.monotonic() + timeout_s
-            while not core.wait_ready(0.02):
+            while not core.state.mover.wait_ready(0.02):
                 if self.process.poll() is not None or time.monotonic() > deadline_s:
                     raise PeerLost(f"wanted a mover that runs, got {self.process.poll()}")
 
@@ -186,13 +186,15 @@ def store(folder, node_id, config):
         node_id, StoreConfig.from_json(config), HOST, lambda node: address_in(here / node),
         lambda: address_in(here / "directory"), mover_gone,
     )  # fmt: skip
-    keeper = MoverKeeper(node_id, ChildMover, core.wait_ready, core.state.config.call_timeout_s, pause_s=0.0)
+    keeper = MoverKeeper(
+        node_id, ChildMover, core.state.mover.wait_ready, core.state.config.call_timeout_s, pause_s=0.0
+    )
     keeper.start()
     address = core.peer_address()
     write(here / node_id, [address.host, address.port, address.token])
     serve({
         "path": lambda: core.control_path,
-        "ready": lambda: core.wait_ready(20),
+        "ready": lambda: core.state.mover.wait_ready(20),
         "stats": core.stats,
         "exits": lambda: [child.poll() for child in children[:-1]],
         "generation": lambda: core.state.mover.own.generation if core.state.mover.own else 0,

@@ -275,7 +275,7 @@ def _check(cluster: Cluster, outcome: Outcome, healthy: Healthy, before: dict[st
     findings = outcome.findings
     findings += healthy.wrong[:10]
     for name, core in cluster.nodes.items():
-        if not core.is_serving(5.0):
+        if not core.control.server.is_serving(5.0):
             findings.append(f"node {name} does not serve")
         if not core.state.pool_service.is_attached:
             continue
@@ -286,7 +286,7 @@ def _check(cluster: Cluster, outcome: Outcome, healthy: Healthy, before: dict[st
             findings.append(f"node {name} still holds (leases, writes, quarantined) {_held(core.pool)}")
         if not core.state.hints.thread.is_alive():
             findings.append(f"node {name} has lost its link to the directory")
-    if not cluster.directory.is_serving(5.0):
+    if not cluster.directory.server.is_serving(5.0):
         findings.append("the directory does not serve")
     for name, mover in cluster.movers.items():
         if mover is not None and mover.error is not None:

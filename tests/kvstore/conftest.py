@@ -146,13 +146,13 @@ class Cluster:
         core, self.num_movers = self.nodes[node_id], self.num_movers + 1
         mover = InProcessMover(core, f"{node_id}-{self.num_movers}", self.network, wrap, self.make_stage)
         self.movers[node_id] = mover
-        assert core.wait_ready(5.0)
+        assert core.state.mover.wait_ready(5.0)
         return mover
 
     def kill_mover(self, node_id: str):
         mover = self.movers.pop(node_id)
         mover.die()
-        wait_until(lambda: self.nodes[node_id].mover_pid() == 0)
+        wait_until(lambda: self.nodes[node_id].state.mover.pid == 0)
 
     def client(self, node_id: str, space: Namespace | None = None) -> Client:
         client = Client(self.nodes[node_id].control_path, space or self.space)

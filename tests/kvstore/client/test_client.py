@@ -517,13 +517,13 @@ def test_an_abandoned_load_gives_its_pins_back_at_once(cluster, wait_until, monk
     core = cluster.add("a")
     worker, hashes = cluster.worker("a", 8), cluster.hashes(3)
     worker.save(hashes, range(3))
-    answer, gate = load_service._answer, Gate(lambda: None)
+    answer, gate = load_service.send_piece, Gate(lambda: None)
 
     def late(*args):
         gate()
         answer(*args)
 
-    monkeypatch.setattr(load_service, "_answer", late)
+    monkeypatch.setattr(load_service, "send_piece", late)
     job = worker.client.load(hashes, [5, 6, 7])
     assert gate.entered.wait(5)
     assert job.abandon(1)

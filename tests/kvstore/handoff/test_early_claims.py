@@ -31,12 +31,12 @@ def warm(pair, wait_until):  # noqa: F811
 
 
 @pytest.fixture
-def threads(cluster, warm, wait_until):
+def threads(cluster, warm, wait_until, monkeypatch):
     """What the threads of node b were to run, in place of those."""
-    given, fetcher = [], cluster.nodes["b"].control.handoffs.fetcher
-    (peer,) = cluster.nodes["b"].state.peers.peers.values()
+    given, state = [], cluster.nodes["b"].state
+    (peer,) = state.peers.peers.values()
     wait_until(lambda: peer.spare)
-    fetcher._threads = SimpleNamespace(submit=lambda kind, run, is_admitted: given.append(run))
+    monkeypatch.setattr(state.threads, "submit", lambda kind, run, **_: not given.append(run))
     return given
 
 
@@ -162,7 +162,7 @@ def test_a_source_that_does_not_answer_costs_its_time_and_no_slot(cluster, warm,
     monkeypatch.undo()
     control._claim_there(*kept[0])
     (mine,) = cluster.nodes["b"].control.handoffs.stages.all()
-    wait_until(lambda: mine.pool.stats().num_free == mine.num_slots)
+    wait_until(lambda: mine.pool.stats().num_free == mine.pool.num_slots)
     assert target.bytes() == before
     # The right that nobody took note of ends with its time; until then nobody else has it.
     core = cluster.nodes["a"]

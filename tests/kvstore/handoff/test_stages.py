@@ -181,7 +181,7 @@ def nothing_held(cluster, wait_until):
         for core in cluster.nodes.values():
             for stage in core.control.handoffs.stages.all():
                 stage.pool.check_integrity()
-                if stage.pool.stats().num_free != stage.num_slots:
+                if stage.pool.stats().num_free != stage.pool.num_slots:
                     return False
         return all(is_empty(core) for core in cluster.nodes.values() if core.state.pool_service.is_attached)
 
@@ -430,7 +430,7 @@ def test_a_read_into_a_stage_that_takes_too_long_keeps_its_slots_until_it_is_ove
     assert theirs.pool.stats().num_writing == 6, "it may still be read"
     assert cluster.nodes["b"].pool.stats().num_quarantined == 0
     held.go.set()
-    wait_until(lambda: mine.pool.stats().num_free == mine.num_slots)
+    wait_until(lambda: mine.pool.stats().num_free == mine.pool.num_slots)
     source.client.withdraw(ticket)
     nothing_held(cluster, wait_until)
 

@@ -41,10 +41,10 @@ def movers(cluster):
     keepers = []
     for name in "ab":
         core = cluster.add(name, mover=False, capacity_bytes=1 << 20, call_timeout_s=10.0, lane="tcp")
-        keepers.append(MoverKeeper(name, lambda core=core: _ChildMover(core), core.wait_ready, 20.0))
+        keepers.append(MoverKeeper(name, lambda core=core: _ChildMover(core), core.state.mover.wait_ready, 20.0))
         keepers[-1].start()
-    assert all(core.wait_ready(25.0) for core in cluster.nodes.values())
-    yield [core.mover_pid() for core in cluster.nodes.values()]
+    assert all(core.state.mover.wait_ready(25.0) for core in cluster.nodes.values())
+    yield [core.state.mover.pid for core in cluster.nodes.values()]
     for keeper in keepers:
         keeper.stop()
 
@@ -63,4 +63,4 @@ def test_a_connection_between_live_movers_that_broke_is_made_anew(cluster, mover
 
     wait_until(loads, 30.0)
     assert all(two.block(i) == one.block(i) for i in range(6))
-    assert movers == [node.mover_pid() for node in cluster.nodes.values()], "both live on"
+    assert movers == [node.state.mover.pid for node in cluster.nodes.values()], "both live on"

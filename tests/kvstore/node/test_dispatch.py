@@ -32,7 +32,7 @@ def test_a_mover_that_dies_while_no_thread_can_be_started_is_replaced(cluster, g
     cluster.kill_mover("a")
     assert event.wait(10)
     assert num_left == [0]
-    assert core.is_serving(5.0)
+    assert core.control.server.is_serving(5.0)
 
 
 def test_what_the_end_of_a_mover_makes_somebody_raise_keeps_nobody_else_from_it(cluster, gone):

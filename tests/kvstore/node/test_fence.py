@@ -51,8 +51,8 @@ class StuckMover:
         self.process = subprocess.Popen(
             [sys.executable, "-c", MOVER, core.control_path], stdin=subprocess.PIPE, text=True
         )
-        assert core.wait_ready(10)
-        assert core.mover_pid() == self.process.pid
+        assert core.state.mover.wait_ready(10)
+        assert core.state.mover.pid == self.process.pid
 
     def say(self, word):
         self.process.stdin.write(f"{word}\n")
@@ -181,7 +181,7 @@ def test_a_second_mover_is_turned_away_while_there_is_one(cluster):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         assert core.state.mover.own == before
-        assert core.mover_pid() == os.getpid()
+        assert core.state.mover.pid == os.getpid()
     finally:
         other.kill()
         other.wait(10)

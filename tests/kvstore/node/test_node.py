@@ -493,7 +493,7 @@ def test_a_drained_node_refuses_peers(cluster, monkeypatch):
     hashes = cluster.hashes(2)
     one.save(hashes, range(2))
     with monkeypatch.context() as patch:
-        patch.setattr(cluster.nodes["a"].state.hints, "forget", lambda: None)  # The directory has not heard yet.
+        patch.setattr(cluster.nodes["a"].state.hints, "follow", lambda pool: None)  # The directory has not heard yet.
         cluster.nodes["a"].drain(0.0)
     result = two.load(hashes, range(2))
     assert result.num_blocks == 0
@@ -542,15 +542,16 @@ def test_a_node_that_is_put_back_just_after_it_was_drained_is_announced(cluster,
     hashes = cluster.hashes(2)
     one.save(hashes, range(2))
     core = cluster.nodes["a"]
-    forget, threads = core.state.hints.forget, []
+    follow, threads = core.state.hints.follow, []
 
-    def meanwhile():
-        threads.append(threading.Thread(target=core.undrain))
-        threads[0].start()  # Between the two steps of `drain`.
-        threads[0].join(0.2)
-        forget()
+    def meanwhile(pool):
+        if not threads:
+            threads.append(threading.Thread(target=core.undrain))
+            threads[0].start()  # Between the two steps of `drain`.
+            threads[0].join(0.2)
+        follow(pool)
 
-    monkeypatch.setattr(core.state.hints, "forget", meanwhile)
+    monkeypatch.setattr(core.state.hints, "follow", meanwhile)
     core.drain(0.0)
     threads[0].join(5)
     wait_until(lambda: cluster.directory.index.locate(list(hashes)) == [("a", 2)])

@@ -52,7 +52,7 @@ def test_a_directory_that_hangs_is_waited_for_a_second_and_then_not_at_all(deaf,
     hints.follow(Pool(4))
     heard, asked_s = [], clock.now_s()
     hints.publish_soon(lambda: heard.append(clock.now_s()))
-    assert hints.num_waiting == 2, "who made contact, and this one"
+    assert len(hints.waiting) == 2, "who made contact, and this one"
 
     def answered():
         hints.answer_overdue()
@@ -60,7 +60,7 @@ def test_a_directory_that_hangs_is_waited_for_a_second_and_then_not_at_all(deaf,
 
     wait_until(answered)
     assert 1.0 <= heard[0] - asked_s < 1.5
-    assert hints.num_waiting == 0
+    assert hints.waiting == []
     # Once it is known to be away nobody waits for it any more.
     wait_until(lambda: hints.is_away)
     hints.publish_soon(lambda: heard.append(clock.now_s()))
@@ -76,7 +76,7 @@ def test_each_is_called_back_once_and_after_its_batch(cluster, wait_until):
         core.state.hints.answer_overdue()
     wait_until(lambda: len(heard) == 20)
     assert sorted(heard) == list(range(20))
-    assert core.state.hints.num_waiting == 0
+    assert core.state.hints.waiting == []
 
 
 def test_a_directory_that_hangs_is_asked_again_later_than_one_that_refuses(deaf, hints_of):

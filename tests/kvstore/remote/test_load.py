@@ -7,7 +7,6 @@ import pytest
 from kvstore.pool.pool import Pool
 from kvstore.remote import fetch
 from kvstore.remote.load import Load
-from kvstore.rpc.messages import decode_progress
 from poolcheck.chains import LATER_S, chain_of, store
 
 
@@ -18,7 +17,7 @@ def load_of(pool: Pool, versions: list[int], told: list) -> Load:
     return Load(
         chain=chain, block_bytes=1024, owner="r", lease_id=lease.lease_id, ttl_s=30.0, deadline_s=LATER_S, pool=pool,
         version_now=lambda: versions.pop(0) if len(versions) > 1 else versions[0], version=0,
-        send=lambda payload, is_last: told.append((decode_progress(payload), is_last)),
+        send=lambda piece: told.append((piece, piece.report is not None)),
     )  # fmt: skip
 
 
@@ -59,7 +58,7 @@ def test_blocks_that_were_stored_after_a_clearing_are_not_told_though_they_were_
 def test_loads_have_so_many_bytes_of_chains_together(monkeypatch, begun, is_let_in):
     monkeypatch.setattr(fetch, "_MOST_BYTES", 8 * 32)
     hints = SimpleNamespace(publish_soon=None)
-    made = fetch.Fetcher(SimpleNamespace(), hints, *[None] * 5)
+    made = fetch.Fetcher(SimpleNamespace(), hints, *[None] * 4)
     submitted, ended = [], []
     monkeypatch.setattr(made, "_submit", submitted.append)
 

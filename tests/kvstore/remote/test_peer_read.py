@@ -65,7 +65,7 @@ def test_a_grant_of_another_life_of_the_peer_makes_a_miss(cluster, monkeypatch):
 
 def test_while_too_many_slots_wait_for_lost_transfers_no_peer_is_asked(cluster, monkeypatch):
     _, two, hashes = nodes(cluster)
-    monkeypatch.setattr("kvstore.remote.peer_read.PeerRead.is_quarantine_full", lambda read: True)
+    monkeypatch.setattr("kvstore.remote.fetch.is_quarantine_full", lambda *_: True)
     result = two.load(hashes, range(4))
     assert (result.num_blocks, result.failed[0].reason, result.num_lease_calls) == (0, MissReason.TIMEOUT, 0)
     assert num_pinned(cluster) == 0

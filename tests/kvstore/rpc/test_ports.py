@@ -74,8 +74,8 @@ def port(request, cluster, store):
     """The address of a TCP port on which strangers may knock; the healthy worker beside it has to go on."""
     yield store.peer_address() if request.param == "store" else cluster.directory.address()
     assert store.worker.client.lookup(store.hashes).num_local == 3
-    assert store.is_serving(5.0)
-    assert cluster.directory.is_serving(5.0)
+    assert store.control.server.is_serving(5.0)
+    assert cluster.directory.server.is_serving(5.0)
 
 
 def server_of(port, cluster, store):
@@ -317,7 +317,7 @@ def test_a_store_that_names_another_ones_epoch_takes_nothing_of_it_back(cluster,
         empty = Batch(sequence=1, begins=True, ends=True, added=b"", removed=run[0], versions={})
         impostor.call(Op.PUBLISH, encode(empty), timeout_s=5.0)
         assert directory.index.locate(run) == [("a", 1)]
-    assert directory.is_serving(5.0)
+    assert directory.server.is_serving(5.0)
     assert directory.index.locate(run) == [("a", 1)]
 
 
@@ -418,7 +418,7 @@ def test_a_surprise_while_a_connection_is_taken_does_not_make_the_store_deaf(sto
             local(store)
     local(store).close()
     with dial(store.peer_address()):
-        assert store.is_serving(5.0)
+        assert store.control.server.is_serving(5.0)
 
 
 def test_a_listener_that_cannot_be_watched_again_is_tried_again(store, monkeypatch, wait_until):
@@ -446,4 +446,4 @@ def test_processes_that_only_say_to_be_a_mover_write_little_into_the_log(store, 
             wait_until(lambda sock=sock: all_of(sock) == b"")
             sock.close()
     assert sum("is turned away" in record.getMessage() for record in caplog.records) == 1
-    assert store.mover_pid() == os.getpid()
+    assert store.state.mover.pid == os.getpid()

@@ -39,7 +39,7 @@ def test_a_store_whose_tick_fails_serves_on(cluster, monkeypatch, wait_until, ca
     assert worker.client.lookup(hashes).num_local == 3
     # The parts of a tick that come after the one that fails are done: leases end, and so do the ticks' other users.
     wait_until(lambda: core.pool.num_leases() == 0)
-    assert core.is_serving(5.0)
+    assert core.control.server.is_serving(5.0)
     assert core.control.server.num_failures == len(failed)
     monkeypatch.undo()
     worker.save(cluster.hashes(6), range(6))
@@ -82,8 +82,8 @@ def test_a_server_that_cannot_poll_any_more_ends_its_connections_and_says_so(clu
         raise OSError("no more")
 
     monkeypatch.setattr(core.control.server.loop, "_poll", fail)
-    core.control.wake()
-    wait_until(lambda: not core.is_serving(0.2))
+    core.control.server.wake()
+    wait_until(lambda: not core.control.server.is_serving(0.2))
     with pytest.raises(KVStoreError):
         worker.client.lookup(cluster.hashes(1))
 

@@ -49,9 +49,9 @@ HOLDERS = (
     bug(
         "no epoch in notifications",
         "vLLM: a peer restarts at the same address",
-        "kvstore.node.peer_service",
-        "if epoch == self._state.epoch:",
-        "if True:",
+        "kvstore.node.dispatch",
+        "if epoch != self._state.epoch:",
+        "if False:",
         f"{PEERS}::test_a_notification_for_another_life_of_the_store_frees_nothing",
     ),
     Mutant(
@@ -144,7 +144,7 @@ HOLDERS = (
         "a read that outlived its lease",
         "Mooncake: bytes read after the lease ended",
         "kvstore.remote.covered_read",
-        "clock.now_s() < self.until_s",
+        "clock.now_s() < cover.until_s",
         "True",
         "tests/kvstore/node/test_node.py::test_a_block_counts_only_if_the_lease_covered_its_read",
     ),
