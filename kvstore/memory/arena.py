@@ -52,12 +52,9 @@ def available_bytes() -> tuple[int, str]:
 
 
 def _cgroup_limits() -> list[tuple[int, int, str]]:
-    found = []
+    found, names = [], (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in _cgroup_folders():
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
+        for limit_name, used_name in names:
             try:
                 limit = (folder / limit_name).read_text().strip()
                 used = int((folder / used_name).read_text())

@@ -14,15 +14,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from kvstore.blocks.indexes import ints_in
 from kvstore.pool.slot_lists import SlotList
 
 
 class LeastRecentlyUsed:
-    """The slots of a pool by their last touch; see `EvictionPolicy`.
-
-    Args:
-        num_slots: slots are numbered from 0.
-    """
+    """The slots of a pool by their last touch; see `EvictionPolicy`."""
 
     def __init__(self, num_slots: int) -> None:
         #: Last touch of each slot; a slot with 0 is not in the order.
@@ -130,10 +127,9 @@ class LeastRecentlyUsed:
             is_live = self._stamps[slots.index] == touched
             num_live = int(np.count_nonzero(is_live))
             self.num_logged -= len(slots) - num_live
-            if num_live < len(slots):
-                slots = SlotList.of(np.array(slots.packed)[is_live].tolist()) if num_live else slots
             if num_live:
-                self._swept.append((touched, slots))
+                live = slots if num_live == len(slots) else SlotList.of(ints_in(slots.packed)[is_live].tolist())
+                self._swept.append((touched, live))
         if not self.log:
             self.log, self._swept = self._swept, self.log
 

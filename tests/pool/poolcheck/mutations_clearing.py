@@ -49,7 +49,7 @@ CLEARINGS: tuple[Mutant, ...] = (
         "what is swept and read is freed",
         "LMCache: memory freed under a transfer",
         COLUMNS,
-        "            slots = index[~is_read].tolist()\n",
+        "            index = index[~is_read]\n",
         "",
         f"{EXPLORER}[clear_in_pieces]",
     ),
