@@ -18,7 +18,6 @@ IndexArray = npt.NDArray[np.int32]
 _WIRE = np.dtype("<i4")
 #: Bytes of a packed integer.
 INT_BYTES = 4
-_FEW_SLOTS = 512
 _BROKEN = "run one version of raykv everywhere, and make a new client"
 
 
@@ -59,18 +58,6 @@ def checked_slots(slots: IndexArray, num_blocks: int, num_slots: int, *, is_whol
     if (ordered[1:] == ordered[:-1]).any():
         raise ProtocolError(f"wanted a slot of its own for each block, got one for several; {_BROKEN}")
     return slots
-
-
-def check_packed_slots(packed: bytes, num_blocks: int, num_slots: int) -> None:
-    """Check a store's packed slots as `checked_slots` does, of at most so many blocks.
-
-    A lease asks for nothing else of NumPy, and between two switches of the process NumPy's own code costs more than to
-    look at a few slots without it.
-    """
-    count, are_few = len(packed) // INT_BYTES, len(packed) <= min(num_blocks, _FEW_SLOTS) * INT_BYTES
-    # As unsigned integers, those below 0 are too large.
-    if not (count and are_few and not len(packed) % INT_BYTES and max(memoryview(packed).cast("I")) < num_slots):
-        checked_slots(ints_in(packed), num_blocks, num_slots)
 
 
 def check_below(name: str, values: IndexArray, end: int) -> None:

@@ -69,8 +69,7 @@ class LeaseTable(OwnedTable[_Lease]):
             LeaseReleased: `owner` does not hold that lease; nothing changed.
             PoolExhausted: there are too many blocks under leases; nothing changed.
         """
-        lease = self.of(lease_id, owner)
-        if lease is None:
+        if (lease := self.of(lease_id, owner)) is None:
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
         self._check_room()
         more, num_refused = self._take(chain, owner, deadline_s, lease.kind)
@@ -82,8 +81,7 @@ class LeaseTable(OwnedTable[_Lease]):
 
     def renew(self, lease_id: int, owner: str, deadline_s: float) -> bool:
         """Move a lease's deadline later, never earlier; False when `owner` does not hold it."""
-        lease = self.of(lease_id, owner)
-        if lease is None:
+        if (lease := self.of(lease_id, owner)) is None:
             return False
         lease.deadline_s = max(lease.deadline_s, deadline_s)
         return True
@@ -97,8 +95,7 @@ class LeaseTable(OwnedTable[_Lease]):
 
     def release_pins(self, owner: str) -> int:
         """Drop the hard and soft pins of an owner; return how many."""
-        pins = (PinKind.HARD, PinKind.SOFT)
-        return self.end_all([i for i in self.ids_of(owner) if self.held[i].kind in pins])
+        return self.end_all([i for i in self.ids_of(owner) if self.held[i].kind is not PinKind.LEASE])
 
     def expire(self, now_s: float) -> int:
         """Drop every lease whose deadline has passed; return how many. Renewals would break any order by deadline."""
@@ -113,25 +110,21 @@ class LeaseTable(OwnedTable[_Lease]):
 
     def _take(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> tuple[_Lease, int]:
         table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
-        slots = found.part(0, self._num_affordable(found, kind))
+        columns, count = table.columns, len(found)
+        if kind is not PinKind.SOFT:
+            count = _num_within(self._max_pinned - columns.num_pinned, found, columns.ref_count.__getitem__)
+        if kind is PinKind.HARD:
+            count = _num_within(self._max_hard_pinned - len(self.hard_pins), found.part(0, count), self.hard_pins.get)
+        slots = found.part(0, count)
         if kind is PinKind.SOFT:
             table.eviction.soft_pinned(slots)
         else:
-            table.columns.pin(slots)
+            columns.pin(slots)
         if kind is PinKind.HARD:
             self.hard_pins.update(slots)
         stamp = table.eviction.touched(slots)
-        lease = _Lease(owner, deadline_s, kind, slots, table.columns.lives(slots), stamp)
+        lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp)
         return lease, len(found) - len(slots)
-
-    def _num_affordable(self, slots: SlotList, kind: PinKind) -> int:
-        if kind is PinKind.SOFT:
-            return len(slots)
-        columns = self._table.columns
-        count = _num_within(self._max_pinned - columns.num_pinned, slots, columns.ref_count.__getitem__)
-        if kind is PinKind.HARD:
-            count = _num_within(self._max_hard_pinned - len(self.hard_pins), slots.part(0, count), self.hard_pins.get)
-        return count
 
     def end(self, lease_id: int) -> None:
         """Drop a lease that is held."""
@@ -158,8 +151,7 @@ class LeaseTable(OwnedTable[_Lease]):
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots)
         assert hard == self.hard_pins, "hard pins"
-        num_soft_pins = sum(lease.kind is PinKind.SOFT for lease in self.held.values())
-        assert num_soft_pins == self.num_soft_pins, "soft pins"
+        assert self.num_soft_pins == sum(lease.kind is PinKind.SOFT for lease in self.held.values()), "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
         counted = self._table.eviction.soft_pins.items()
         assert all(soft[slot] >= count for slot, count in counted), "soft pins without a holder"

@@ -199,7 +199,8 @@ class Pool:
         )
         with self._step("prepare_store"):
             if num_clears is not None and num_clears != self._clears.get(chain.namespace):
-                return self.writes.refuse(chain.namespace)
+                # The writer's blocks are from before the last clearing.
+                return StoreTicket(write_id=0, num_clears=self._clears.get(chain.namespace), epoch=self.epoch)
             return self.writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
 
     def reserve(
@@ -339,9 +340,9 @@ class Pool:
             calls = self.watches.take_calls()
         return _after(calls, num_dropped)
 
-    def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
+    def clear(self, namespace: bytes) -> int | None:
         """Clear all blocks of a namespace's group by `begin_clear`, then give all slots back by `sweep_all`."""
-        num_cleared = self.begin_clear(namespace, is_news)
+        num_cleared = self.begin_clear(namespace)
         if num_cleared:
             self.sweep_all()
         return num_cleared

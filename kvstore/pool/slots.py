@@ -61,9 +61,7 @@ class SlotTable:
         num_short = most - columns.num_free
         if num_short <= 0:
             return most
-        if not may_evict:
-            return columns.num_free
-        return columns.num_free + self._num_evictable(num_short)
+        return columns.num_free + (self._num_evictable(num_short) if may_evict else 0)
 
     def _num_evictable(self, most: int) -> int:
         """Return how many blocks could be evicted one after the other, without looking for more than `most`."""
@@ -160,7 +158,7 @@ class SlotTable:
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
         index = self.index
-        ready = [slot for space in index.spaces.values() for slot in space.ready.values()]
+        ready = (slot for space in index.spaces.values() for slot in space.ready.values())
         leaves = [slot for slot in ready if not index.num_children[slot]]
         leaves.sort(key=self.eviction.last_touch, reverse=True)
         chains, seen = list[BlockHashes](), set[int]()

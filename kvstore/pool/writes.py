@@ -121,10 +121,10 @@ class WriteTable(OwnedTable[_Write]):
         space = index.space_of(chain.namespace)
         ready, writing = space.ready, space.writing
         listed = index.claims.listed(slots)
+        touched = run
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
-            stamp = table.eviction.touched(index.claims.listed([above, *run]))
-        else:
-            stamp = table.eviction.touched(listed if slots is run else index.claims.listed(run))
+            touched = [above, *run]
+        stamp = table.eviction.touched(listed if slots is touched else index.claims.listed(touched))
         if end < len(hashes):
             # Pinned blocks after a refused one are not touched, and eviction may have passed their place.
             stamp = 0
@@ -150,10 +150,6 @@ class WriteTable(OwnedTable[_Write]):
             generations=generations,
             epoch=self._epoch,
         )
-
-    def refuse(self, namespace: bytes) -> StoreTicket:
-        """Return an empty ticket, for a writer of blocks from before the last clearing."""
-        return StoreTicket(write_id=0, num_clears=self._clears.get(namespace), epoch=self._epoch)
 
     def reserve(self, num_blocks: int, terms: WriteTerms, *, may_evict: bool) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
