@@ -35,16 +35,14 @@ class Space:
         namespace: digest.
         ready: slot of each block that can be found.
         writing: slot of each block that is being written.
-        orphans: how many blocks hang on one that is not here.
-        orphan_depths: no block that hangs on such a one has a smaller depth.
+        orphans: of each block that is not here, how many hang on it, and a depth that none of these is below.
         unswept: the rest of `ready`, once it was cleared; None when there is no more.
     """
 
     namespace: bytes
     ready: dict[bytes, int] = field(default_factory=dict)
     writing: dict[bytes, int] = field(default_factory=dict)
-    orphans: Counter[bytes] = field(default_factory=Counter)
-    orphan_depths: dict[bytes, int] = field(default_factory=dict)
+    orphans: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     is_cleared: bool = False
     unswept: Iterator[int] | None = None
 
@@ -170,8 +168,8 @@ class BlockIndex:
                 raise _not_below(hashes[i], start + i, self.depth[above])
         if space.orphans and not space.orphans.keys().isdisjoint(hashes):
             for i, own in enumerate(hashes):
-                if here[i] is None and space.orphan_depths.get(own, start + i + 1) <= start + i:
-                    raise _not_below(own, start + i, space.orphan_depths[own])
+                if here[i] is None and own in space.orphans and space.orphans[own][1] <= start + i:
+                    raise _not_below(own, start + i, space.orphans[own][1])
 
     # Writing.
 
@@ -202,8 +200,7 @@ class BlockIndex:
                 last, last_slot = own, slot
         if space.orphans and not space.orphans.keys().isdisjoint(hashes):
             for slot in claimed:
-                num_children[slot] += space.orphans.pop(self.block_hash[slot], 0)
-                space.orphan_depths.pop(self.block_hash[slot], None)
+                num_children[slot] += space.orphans.pop(self.block_hash[slot], (0, 0))[0]
 
     def _open(self, namespace: bytes) -> Space:
         space = self.spaces.get(namespace)
@@ -217,8 +214,8 @@ class BlockIndex:
     def _hang_on(self, parent: bytes, space: Space, depth: int) -> None:
         above = space.ready.get(parent, space.writing.get(parent))
         if above is None:
-            space.orphans[parent] += 1
-            space.orphan_depths[parent] = min(depth, space.orphan_depths.get(parent, depth))
+            count, least = space.orphans.get(parent, (0, depth))
+            space.orphans[parent] = count + 1, min(least, depth)
         else:
             self.num_children[above] += 1
 
@@ -262,8 +259,7 @@ class BlockIndex:
             if not space.is_cleared and self.parent[slot] != space.namespace:
                 self._leave_parent(slot, space)
             if self.num_children[slot]:
-                space.orphans[own] = self.num_children[slot]
-                space.orphan_depths[own] = self.depth[slot] + 1
+                space.orphans[own] = self.num_children[slot], self.depth[slot] + 1
         aborted.reverse()
         for run, count in Counter([self.run[slot] for slot in aborted]).items():
             run.num_lost += count
@@ -282,10 +278,10 @@ class BlockIndex:
                 self._eviction.released((above,), 0)
         elif parent in space.writing:
             num_children[space.writing[parent]] -= 1
-        elif space.orphans[parent] > 1:
-            space.orphans[parent] -= 1
+        elif (count := space.orphans[parent][0]) > 1:
+            space.orphans[parent] = count - 1, space.orphans[parent][1]
         else:
-            del space.orphans[parent], space.orphan_depths[parent]
+            del space.orphans[parent]
 
     def forget(self, slots: SlotList) -> None:
         """Remove the blocks of slots from the columns."""

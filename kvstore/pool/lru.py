@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -26,7 +26,7 @@ class LeastRecentlyUsed:
         self.stamp = array("q", bytes(8 * num_slots))
         # The same memory, for all slots of a chain at once.
         self._stamps = np.frombuffer(self.stamp, np.int64)
-        self.soft_pins: dict[int, int] = {}
+        self.soft_pins: Counter[int] = Counter()
         # Soft-pinned slots that came up, with their stamp; evicted when no other slot is left.
         self._held_back: OrderedDict[int, int] = OrderedDict()
         #: Entries of the log up to this stamp were read.
@@ -65,8 +65,7 @@ class LeastRecentlyUsed:
 
     def soft_pinned(self, slots: Iterable[int]) -> None:
         """Add a soft pin to each slot."""
-        for slot in slots:
-            self.soft_pins[slot] = self.soft_pins.get(slot, 0) + 1
+        self.soft_pins.update(slots)
 
     def soft_unpinned(self, slots: Iterable[int]) -> None:
         """Remove a soft pin from each slot that has one; after its last one, a slot has its old place again."""
