@@ -32,26 +32,26 @@ class WatchTable:
     """
 
     _index: BlockIndex
-    watches: dict[int, _Watch] = field(default_factory=dict)
+    _watches: dict[int, _Watch] = field(default_factory=dict)
     #: By the block that each waits for. Dictionaries, because a watch leaves them at once however many others wait.
     _by_hash: dict[bytes, dict[int, None]] = field(default_factory=dict)
     _calls: list[Callable[[], None]] = field(default_factory=list)
     _num_blocks: int = 0
 
     def __contains__(self, watch_id: int) -> bool:
-        return watch_id in self.watches
+        return watch_id in self._watches
 
     def add(self, watch_id: int, chain: BlockHashes, then: Callable[[int], None]) -> None:
         """Wait for a run; see `Pool.watch`. Above the bounds on watches the callback is due at once."""
-        self.watches[watch_id] = watch = _Watch(chain, then)
+        self._watches[watch_id] = watch = _Watch(chain, then)
         self._num_blocks += len(chain)
         self._go_on(watch_id, watch)
-        if len(self.watches) > _MOST_WATCHES or self._num_blocks > _MOST_BLOCKS:
+        if len(self._watches) > _MOST_WATCHES or self._num_blocks > _MOST_BLOCKS:
             self.drop(watch_id)
 
     def drop(self, watch_id: int) -> None:
         """End a watch early: only the blocks count that are here before the first that is being written."""
-        if (watch := self.watches.get(watch_id)) is None:
+        if (watch := self._watches.get(watch_id)) is None:
             return
         own = watch.chain.hash_at(watch.at)
         watching = self._by_hash[own]
@@ -66,7 +66,7 @@ class WatchTable:
             return
         for own in hashes:
             for watch_id in self._by_hash.pop(own, ()):
-                self._go_on(watch_id, self.watches[watch_id])
+                self._go_on(watch_id, self._watches[watch_id])
 
     def take_calls(self) -> list[Callable[[], None]]:
         """Return the callbacks that are due; the caller runs them without the lock."""
@@ -83,7 +83,7 @@ class WatchTable:
             self._fire(watch_id)
 
     def _fire(self, watch_id: int) -> None:
-        watch = self.watches.pop(watch_id)
+        watch = self._watches.pop(watch_id)
         self._num_blocks -= len(watch.chain)
         # Counted again: a clearing takes blocks away that were here.
         count = self._index.num_ready(watch.chain.namespace, watch.chain.data)

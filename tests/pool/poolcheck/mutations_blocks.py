@@ -334,8 +334,8 @@ BLOCKS = (
         "those who wait are told twice",
         "ours",
         "kvstore.pool.watches",
-        "        watch = self.watches.pop(watch_id)\n",
-        "        watch = self.watches[watch_id]\n",
+        "        watch = self._watches.pop(watch_id)\n",
+        "        watch = self._watches[watch_id]\n",
         f"{POOL_WRITES}::test_a_watch_that_ends_early_counts_nothing_unfinished",
     ),
 )
