@@ -141,11 +141,8 @@ class BlockIndex:
 
         Blocks that hang on each other in a circle all have children, so none of them would ever be evicted.
 
-        Args:
-            chain: the run.
-            hashes: of it, none of them twice.
-            found: slot of each block that is ready.
-            under_way: slot of each block that is being written; empty when there is none.
+        `hashes` are those of the chain; `found` has the slot of each block that is ready, `under_way` of each that is
+        being written, and is empty if there is none.
 
         Raises:
             ChainBroken: a block would be its own ancestor; nothing changed.
@@ -220,7 +217,7 @@ class BlockIndex:
             self.num_children[above] += 1
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int]) -> None:
-        """Make blocks findable that are being written; arguments as for `SlotTable.publish`."""
+        """Make blocks findable that are being written, in the order of their claim."""
         writing = space.writing
         for own in hashes:
             del writing[own]

@@ -28,9 +28,7 @@ class EvictionPolicy(Protocol):
     def stored(self, slots: Iterable[int], stamp: int) -> None:
         """Note that blocks were written and can be evicted from now on.
 
-        Args:
-            slots: of the blocks.
-            stamp: of the touch at their claim or pin, the earliest of several; 0 when not known.
+        `stamp` is of the touch at their claim or pin, the earliest of several; 0 when not known.
         """
 
     def released(self, slots: Iterable[int], stamp: int) -> None:

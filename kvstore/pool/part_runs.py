@@ -75,10 +75,9 @@ class PartRuns:
             parts.num_writers[place : place + count] += 1
 
     def end(self, segments: list[Segment], slots: list[int], *, done: bool) -> list[int]:
-        """Record a rank's part as `done` or given up; aborted slots become free after their last writer.
+        """Record a rank's part as `done` or given up; return the positions of blocks that are whole now.
 
-        Returns:
-            Positions of blocks that are whole now, to be published; none unless `done`.
+        Aborted slots become free after their last writer.
         """
         aborted, whole = self._columns.aborted, list[int]()
         for run, place, at, count in segments:

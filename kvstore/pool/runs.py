@@ -42,13 +42,7 @@ class Run:
     is_in_parts: bool = False
 
     def num_shared(self, place: int, data: bytes, at: int) -> int:
-        """Return how many ready blocks from `place` on have the same hashes as `data` from `at` on.
-
-        Args:
-            place: of a ready block with the same hash as the one at `at`.
-            data: hashes back to back.
-            at: index of a hash in `data`.
-        """
+        """Return how many ready blocks from `place` on have the hashes in `data` from `at` on; the first has."""
         most = min(self.num_ready - place, len(data) // HASH_BYTES - at)
         if most <= 1:
             return 1
@@ -158,12 +152,9 @@ class RunColumns:
             self.thin.add(run)
 
     def shorten(self, block_hash: Sequence[bytes], is_here: Callable[[int], bool]) -> None:
-        """Give what is left of thin runs a run of its own: few blocks must not keep the memory of many.
+        """Give the remaining blocks of each thin run a run of their own: few must not keep the memory of many.
 
-        Args:
-            block_hash: of each slot.
-            is_here: whether a slot's block is ready or being written; an evicted one keeps its columns until the
-                slot is claimed.
+        `is_here` tells whether a slot's block is ready or being written. An evicted one keeps its hash for a while.
         """
         thin, self.thin = self.thin, set()
         for run in thin:

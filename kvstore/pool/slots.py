@@ -35,8 +35,7 @@ class SlotTable:
     def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes, depths: npt.NDArray[np.int64]) -> Run:
         """Take slots for the leading blocks that get one, free slots first, then by eviction.
 
-        Returns:
-            These blocks and their slots, ascending, in a new generation and being written.
+        They are ascending, in a new generation, and being written.
         """
         run = self._take(len(hashes))
         if run.slots:
@@ -122,14 +121,7 @@ class SlotTable:
         return evicted
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int], stamp: int) -> None:
-        """Make whole blocks of a space readable that were being written.
-
-        Args:
-            space: of the blocks, not cleared.
-            hashes: of the blocks, in the order in which they were claimed.
-            slots: slot of each.
-            stamp: of the touch at their claim.
-        """
+        """Make blocks readable that were being written, in the order of their claim; `stamp` is of its touch."""
         self.index.publish(space, hashes, slots)
         self.columns.num_writing -= len(slots)
         self.num_published += len(slots)

@@ -64,7 +64,7 @@ class _Write:
 
 
 class WriteTable(OwnedTable[_Write]):
-    """The unfinished writes of one pool; `on_settled` is called with hashes of blocks that nobody writes any more."""
+    """The unfinished writes of one pool; `on_settled` is called with hashes of blocks that no longer have a writer."""
 
     def __init__(
         self,
