@@ -315,8 +315,8 @@ class BlockIndex:
         self.cleared += spaces
         return spaces
 
-    def sweep(self, num_slots: int) -> SlotList:
-        """Remove up to `num_slots` blocks that were ready when cleared; return their slots."""
+    def sweep(self, num_slots: int) -> tuple[list[int], SlotList]:
+        """Remove up to `num_slots` blocks that were ready when cleared; return their slots in both forms."""
         swept, parent = list[int](), self.parent
         for space in self.cleared:
             if space.unswept is not None:
@@ -329,7 +329,7 @@ class BlockIndex:
                 space.unswept = None
         listed = SlotList.of(swept) if swept else NO_SLOTS
         self.forget(listed)
-        return listed
+        return swept, listed
 
 
 def _not_below(own: bytes, depth: int, other: int) -> ChainBroken:

@@ -116,10 +116,11 @@ class SlotColumns:
             return len(refs) - int(np.count_nonzero(refs))
         return len(np.unique(ints_in(slots.packed)[refs == 0]))
 
-    def clear(self, slots: SlotList) -> None:
-        """Free ready slots that were cleared, each with its last reader."""
-        index, is_read = ints_in(slots.packed), self.ref_counts[slots.index] > 0
+    def clear(self, slots: list[int], listed: SlotList) -> None:
+        """Free ready slots that were cleared, each with its last reader; `listed` are the same."""
+        is_read = self.ref_counts[listed.index] > 0
         if is_read.any():
+            index = np.array(slots, np.intp)
             self.cleared.update(index[is_read].tolist())
-            index = index[~is_read]
-        self._free_up(index.tolist())
+            slots = index[~is_read].tolist()
+        self._free_up(slots)

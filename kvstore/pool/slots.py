@@ -141,10 +141,10 @@ class SlotTable:
 
     def sweep(self, num_slots: int) -> int:
         """Free up to `num_slots` cleared slots, each at its last reader's end; return how many were swept."""
-        slots = self.index.sweep(num_slots)
-        if len(slots):
-            self.eviction.freed(slots)
-            self.columns.clear(slots)
+        slots, listed = self.index.sweep(num_slots)
+        if slots:
+            self.eviction.freed(listed)
+            self.columns.clear(slots, listed)
         return len(slots)
 
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:

@@ -49,7 +49,7 @@ CLEARINGS: tuple[Mutant, ...] = (
         "what is swept and read is freed",
         "LMCache: memory freed under a transfer",
         COLUMNS,
-        "            index = index[~is_read]\n",
+        "            slots = index[~is_read].tolist()\n",
         "",
         f"{EXPLORER}[clear_in_pieces]",
     ),
