@@ -49,7 +49,7 @@ def take_pin(attached: Attachment, hashes: BlockHashes, soft: bool, ttl_s: float
         attached,
         Op.PIN,
         question,
-        lambda grant: Pinned(pin_id=grant.lease_id, num_blocks=grant.num_blocks, num_refused=grant.num_refused),
+        lambda grant: Pinned(pin_id=grant.lease_id, num_blocks=len(grant.slots), num_refused=grant.num_refused),
     )
 
 

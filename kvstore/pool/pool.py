@@ -268,8 +268,13 @@ class Pool:
     ) -> int:
         """Give up the unpublished blocks of a write; return the number of their slots.
 
-        The arguments are those of `complete_store`, but after a mismatch nothing happens. With `quarantine`, a transfer
-        may still write to the slots: they are quarantined under this name until `end_quarantine`.
+        Args:
+            write_id: from `prepare_store`.
+            owner: the same as there.
+            quarantine: set it if a transfer may still write to the slots: they are quarantined under this name until
+                `end_quarantine`, instead of becoming free.
+            generations: of the ticket; after a mismatch nothing happens. Not compared when None.
+            epoch: of the ticket; after a mismatch nothing happens. Not compared when None.
         """
         with self._step("abort_store"):
             try:
