@@ -345,9 +345,9 @@ class Pool:
             calls = self.watches.take_calls()
         return _after(calls, num_dropped)
 
-    def clear(self, namespace: bytes) -> int | None:
+    def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
         """Clear all blocks of a namespace's group by `begin_clear`, then give all slots back by `sweep_all`."""
-        num_cleared = self.begin_clear(namespace)
+        num_cleared = self.begin_clear(namespace, is_news)
         if num_cleared:
             self.sweep_all()
         return num_cleared
