@@ -43,16 +43,17 @@ def calls_of_this() -> Calls:
     import numpy as np
 
     from kvstore.blocks.codec import encode
-    from kvstore.blocks.grants import Grant, PackedInts, StoreTicket
+    from kvstore.blocks.grants import Grant, StoreTicket
+    from kvstore.blocks.indexes import ints_in, pack_ints
     from kvstore.rpc.handoff_messages import FetchRequest, decode_fetch
     from kvstore.rpc.messages import Progress, decode_grant, decode_progress, decode_ticket
 
     def ticket(count: int) -> Callable[[], Any]:
-        packed, lives = PackedInts.of(range(count)), bytes(4 * count)
+        packed, lives = pack_ints(range(count)), bytes(4 * count)
         return lambda: decode_ticket(
             encode(
                 StoreTicket(
-                    write_id=7, packed_indexes=packed.packed, packed_slots=packed.packed, num_resident=0,
+                    write_id=7, packed_indexes=packed, packed_slots=packed, num_resident=0,
                     num_refused=0, num_clears=1, generations=lives, epoch=EPOCH,
                 )
             )
@@ -62,17 +63,17 @@ def calls_of_this() -> Calls:
         for array in made.arrays():
             array.astype(np.int64)
 
-    fields, packed, slots = fetch_fields(), PackedInts.of(range(128)), np.arange(128, dtype=np.int32)
+    fields, packed, slots = fetch_fields(), pack_ints(range(128)), np.arange(128, dtype=np.int32)
     return {
         "fetch": (lambda: decode_fetch(encode(FetchRequest(**fields))), nothing),
         "ticket, 128 blocks": (ticket(128), read),
         "ticket, 2048 blocks": (
             ticket(2048),
-            lambda t: (np.asarray(t.indexes, np.int64), np.asarray(t.slots, np.int64)),
+            lambda t: (ints_in(t.packed_indexes).astype(np.int64), ints_in(t.packed_slots).astype(np.int64)),
         ),
         "grant, 128 blocks": (
-            lambda: decode_grant(encode(Grant(7, packed.packed, bytes(512), 0, EPOCH))),
-            lambda grant: np.asarray(grant.slots, np.int64),
+            lambda: decode_grant(encode(Grant(7, packed, bytes(512), 0, EPOCH))),
+            lambda grant: ints_in(grant.packed_slots).astype(np.int64),
         ),
         "progress, 128 blocks": (
             lambda: decode_progress(encode(Progress(7, 0, slots.tobytes()))),

@@ -41,10 +41,7 @@ def plan_segments(chunk_ends: list[int]) -> list[list[int]]:
 
     The slots of the first segment are claimed while the peer is asked, those of a later one while the segment before
     is read: nothing waits for the claim of thousands of slots. Between two segments a lane may be idle for a round
-    trip, so there are few segments.
-
-    Returns:
-        The chunk ends of each segment, counted as in `chunk_ends`.
+    trip, so there are few segments. Each is returned as its part of `chunk_ends`.
     """
     segments: list[list[int]] = [[]]
     begin, size = 0, _FIRST_SEGMENT_BLOCKS

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvstore.blocks.codec import U32, U64, Epoch, Record
-from kvstore.blocks.indexes import IndexArray, PackedInts, check_below, check_packed_slots, checked_slots, ints_in
+from kvstore.blocks.indexes import INT_BYTES, IndexArray, check_below, checked_slots, ints_in
 from kvstore.errors import ProtocolError
+
+_FEW_SLOTS = 512
 
 
 class PinKind(Enum):
@@ -40,23 +43,32 @@ class Grant(Record, frozen=True):
     epoch: Epoch = bytes(8)
 
     @property
-    def slots(self) -> PackedInts:
+    def num_blocks(self) -> int:
+        """Number of pinned blocks."""
+        return len(self.packed_slots) // INT_BYTES
+
+    @property
+    def slots(self) -> tuple[int, ...]:
         """The slots, one by one.
 
         Raises:
             ProtocolError: the bytes are not whole integers.
         """
-        ints_in(self.packed_slots)
-        return PackedInts(self.packed_slots)
+        return tuple(ints_in(self.packed_slots).tolist())
 
-    def slots_of(self, num_blocks: int, num_slots: int) -> PackedInts:
+    def slots_of(self, num_blocks: int, num_slots: int) -> Sequence[int]:
         """Return the slots of another process's grant, checked; arguments as for `checked_slots`.
 
         Raises:
             ProtocolError: there are more slots than blocks, or a slot is outside that memory.
         """
-        check_packed_slots(self.packed_slots, num_blocks, num_slots)
-        return PackedInts(self.packed_slots)
+        packed, is_whole = self.packed_slots, not len(self.packed_slots) % INT_BYTES
+        # A few slots are checked without NumPy, which a lease asks for nothing else: between two switches of the
+        # process its own code costs more. As unsigned integers, those below 0 are too large.
+        are_few = 0 < self.num_blocks <= min(num_blocks, _FEW_SLOTS)
+        if not (is_whole and are_few and max(memoryview(packed).cast("I")) < num_slots):
+            checked_slots(ints_in(packed), num_blocks, num_slots)
+        return memoryview(packed).cast("i")
 
 
 class StoreTicket(Record, frozen=True, kw_only=True):
@@ -87,14 +99,14 @@ class StoreTicket(Record, frozen=True, kw_only=True):
     epoch: Epoch = bytes(8)
 
     @property
-    def indexes(self) -> PackedInts:
+    def indexes(self) -> tuple[int, ...]:
         """The positions, one by one."""
-        return PackedInts(self.packed_indexes)
+        return tuple(ints_in(self.packed_indexes).tolist())
 
     @property
-    def slots(self) -> PackedInts:
+    def slots(self) -> tuple[int, ...]:
         """The slots, one by one."""
-        return PackedInts(self.packed_slots)
+        return tuple(ints_in(self.packed_slots).tolist())
 
     def arrays(self, num_blocks: int, num_slots: int) -> tuple[IndexArray, IndexArray]:
         """Return (positions, slots) of another process's ticket, checked.

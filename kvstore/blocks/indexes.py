@@ -5,8 +5,8 @@ Computations use NumPy arrays; kernels take them as int64, see kvstore.kernels.m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ IndexArray = npt.NDArray[np.int32]
 _WIRE = np.dtype("<i4")
 #: Bytes of a packed integer.
 INT_BYTES = 4
-_FEW_SLOTS = 512
 _BROKEN = "run one version of raykv everywhere, and make a new client"
 
 
@@ -55,27 +54,10 @@ def checked_slots(slots: IndexArray, num_blocks: int, num_slots: int, *, is_whol
     if len(slots) > num_blocks or (is_whole and len(slots) < num_blocks):
         raise ProtocolError(f"wanted slots for {num_blocks} blocks, got {len(slots)} of them; {_BROKEN}")
     check_below("slots", slots, num_slots)
-    if is_whole and has_twice(slots):
+    ordered = np.sort(slots) if is_whole else slots[:0]  # For few slots much faster than `np.unique`.
+    if (ordered[1:] == ordered[:-1]).any():
         raise ProtocolError(f"wanted a slot of its own for each block, got one for several; {_BROKEN}")
     return slots
-
-
-def check_packed_slots(packed: bytes, num_blocks: int, num_slots: int) -> None:
-    """Check a store's packed slots as `checked_slots` does, of at most so many blocks.
-
-    A lease asks for nothing else of NumPy, and between two switches of the process NumPy's own code costs more than to
-    look at a few slots without it.
-    """
-    count, are_few = len(packed) // INT_BYTES, len(packed) <= min(num_blocks, _FEW_SLOTS) * INT_BYTES
-    # As unsigned integers, those below 0 are too large.
-    if not (count and are_few and not len(packed) % INT_BYTES and max(memoryview(packed).cast("I")) < num_slots):
-        checked_slots(ints_in(packed), num_blocks, num_slots)
-
-
-def has_twice(values: npt.NDArray[np.integer[Any]]) -> bool:
-    """Return whether an integer is there more than once; for few integers much faster than `np.unique`."""
-    ordered = np.sort(values)
-    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def check_below(name: str, values: IndexArray, end: int) -> None:
@@ -87,53 +69,3 @@ def check_below(name: str, values: IndexArray, end: int) -> None:
     # As uint32, negative integers are the largest ones.
     if len(values) and int(np.maximum.reduce(values.view(np.uint32))) >= end:
         raise ProtocolError(f"wanted {name} from 0 to {end - 1}, got {values.min()} to {values.max()}; {_BROKEN}")
-
-
-class PackedInts(Sequence[int]):
-    """Small integers in packed form: an immutable sequence, equal to a tuple of the same integers.
-
-    Two thousand slots stay one bytes object from the pool to an index array of the engine.
-
-    Args:
-        packed: from `pack_ints`.
-    """
-
-    __slots__ = ("packed",)
-
-    def __init__(self, packed: bytes = b"") -> None:
-        self.packed = packed
-
-    @classmethod
-    def of(cls, values: Sequence[int] | npt.NDArray[np.intp]) -> PackedInts:
-        """Return the same integers packed; a PackedInts is returned as it is."""
-        return values if isinstance(values, PackedInts) else cls(pack_ints(values))
-
-    def __len__(self) -> int:
-        return len(self.packed) // INT_BYTES
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        return tuple(self)[index] if isinstance(index, slice) else int(ints_in(self.packed)[index])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(ints_in(self.packed).tolist())
-
-    def __add__(self, other: Iterable[int]) -> tuple[int, ...]:
-        return (*self, *other)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, PackedInts):
-            return self.packed == other.packed
-        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        return np.array(ints_in(self.packed), dtype, copy=copy)

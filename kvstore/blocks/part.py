@@ -71,7 +71,6 @@ class Part:
                 f"{self.pp_size}; use KVShape(num_layer_groups=) with a multiple of {self.pp_size} that divides the "
                 f"{shape.num_layers} layers, for all engines that share these blocks"
             )
-
         shared = [side.name for side in shape.sides if not side.per_head]
         if self.tp_size > 1 and shared:
             raise LayoutMismatch(

@@ -79,8 +79,8 @@ class HandoffTicket:
             "slab": check_count("slab", self.slab, 0, _MOST_U32),
             "node_id": check_node_id("node_id", self.node_id),
             "expires_s": _check_expiry(self.expires_s),
+            "part": _check_part(self.part),
         }
-        plain["part"] = _check_part(self.part)
         if not isinstance(self.is_early, bool):
             raise InvalidRequest(f"is_early: wanted True or False, got {clip(self.is_early)}")
         for name, value in plain.items():  # Plain types only: a subclass cannot be sent.
@@ -101,11 +101,7 @@ class HandoffTicket:
         return self._packed(self.expires_s)
 
     def _packed(self, expires_s: float) -> bytes:
-        fields = (
-            self.epoch, self.nonce, self.namespace, self.num_blocks, self.block_bytes, self.block_order, self.part,
-            expires_s, self.slab, self.is_early, self.node_id,
-        )  # fmt: skip
-        return _HEAD + encode(fields)
+        return _HEAD + encode([expires_s if name == "expires_s" else getattr(self, name) for name in _FIELDS])
 
     @staticmethod
     def from_bytes(data: bytes) -> HandoffTicket:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.blocks.chunking import plan_chunks, plan_stage_chunks
-from kvstore.blocks.indexes import IndexArray
+from kvstore.blocks.indexes import IndexArray, ints_in
 from kvstore.errors import KVStoreError, PeerLost, PoolExhausted
 from kvstore.handoff.fetch_context import FetchContext
 from kvstore.handoff.lanes import StageLane
@@ -105,7 +105,7 @@ class Landing:
             reason = "pool_full" if isinstance(error, PoolExhausted) else type(error).__name__
             self.no_room = f"{reason}: {error}"
         else:
-            self._write_id, self.slots = ticket.write_id, np.asarray(ticket.slots, dtype=np.int32)
+            self._write_id, self.slots = ticket.write_id, ints_in(ticket.packed_slots)
 
     def leave_stage(self) -> None:
         """Go through host memory. The ticket names a stage, but the publisher has filled its arena.

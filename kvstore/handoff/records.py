@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore.blocks.indexes import IndexArray
 from kvstore.pool.pool import Pool
 
 #: Set in the id of every claim and of no lease, so that a notification can name either.
@@ -31,7 +31,7 @@ class Claim:
     """The right to read published blocks, alone: `slots` keep their bytes until it ends."""
 
     claim_id: int
-    slots: Sequence[int]
+    slots: IndexArray
     slab: int = 0
     generation: int = 0
 
@@ -60,7 +60,7 @@ class Move:
     place: Place
     write_id: int
     owner: str
-    slots: Sequence[int]
+    slots: IndexArray
     busy: bool = True
     over: bool = False
 
@@ -77,7 +77,7 @@ class Handoff:
     owner: str
     write_owner: str
     write_id: int
-    slots: Sequence[int]
+    slots: IndexArray
     #: Its publisher may still write to the slots.
     is_written: bool = True
     deadline_s: float = float("inf")

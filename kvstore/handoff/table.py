@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from kvstore.blocks.indexes import IndexArray, ints_in
 from kvstore.errors import BlockNotFound, InvalidRequest, PoolExhausted
 from kvstore.handoff.records import CLAIM_BIT, DRAINING, NOT_READY, REASONS, Claim, Handoff, Move, Place
 from kvstore.runtime import clock
@@ -53,7 +54,7 @@ class HandoffTable:
 
     def prepare(
         self, key: bytes, writer: int, owner: str, namespace: bytes, version: int, num_blocks: int, place: Place
-    ) -> Sequence[int]:
+    ) -> IndexArray:
         """Claim slots for blocks that `owner` is going to write.
 
         Before `complete` they come back only by `abort`, or when the owner is gone, or with the mover of their stage.
@@ -87,11 +88,12 @@ class HandoffTable:
                     "they may; fetch or withdraw some, raise max_handoff_fraction, or attach a larger stage"
                 )
             ticket = place.pool.reserve(num_blocks, write_owner)
+            slots = ints_in(ticket.packed_slots)
             self.handoffs[key] = Handoff(
-                key, writer, place, namespace, version, owner, write_owner, ticket.write_id, ticket.slots
+                key, writer, place, namespace, version, owner, write_owner, ticket.write_id, slots
             )  # fmt: skip
             self._num_slots[place.slab] += num_blocks
-            return ticket.slots
+            return slots
 
     def complete(self, key: bytes, writer: int, owner: str, deadline_s: float) -> bool:
         """Note that all bytes are in place. From now on `owner` keeps them, until `deadline_s` at most.
@@ -253,7 +255,7 @@ class HandoffTable:
                     self._end(handoff, handoff.over)
             return len(lost)
 
-    def move(self, claim_id: int, place: Place) -> Sequence[int]:
+    def move(self, claim_id: int, place: Place) -> IndexArray:
         """Claim slots in another place, to which the mover copies a claim's blocks.
 
         Raises:
@@ -268,9 +270,9 @@ class HandoffTable:
             if held + count > place.max_slots:
                 raise PoolExhausted(f"wanted {count} slots in the arena for blocks of a GPU, but hand-offs hold {held}")
             ticket = place.pool.reserve(count, owner)
-            self.moves[claim_id] = Move(place, ticket.write_id, owner, ticket.slots)
+            self.moves[claim_id] = Move(place, ticket.write_id, owner, ints_in(ticket.packed_slots))
             self._num_slots[place.slab] += count
-            return ticket.slots
+            return self.moves[claim_id].slots
 
     def moved(self, claim_id: int) -> None:
         """Note that the mover no longer writes to the slots that `move` claimed."""

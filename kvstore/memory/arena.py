@@ -45,27 +45,17 @@ def available_bytes() -> tuple[int, str]:
     meminfo = Path("/proc/meminfo").read_text()
     fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if ":" in line}
     best, source = fields.get("MemAvailable", fields["MemFree"]), "free memory of this machine"
-    for limit, used, name in _cgroup_limits():
-        if limit - used < best:
-            best, source = limit - used, name
-    return max(best, 0), source
-
-
-def _cgroup_limits() -> list[tuple[int, int, str]]:
-    found = []
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in _cgroup_folders():
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
+        for limit_name, used_name in names:
             try:
                 limit = (folder / limit_name).read_text().strip()
                 used = int((folder / used_name).read_text())
             except (OSError, ValueError):
                 continue
-            if limit.isdigit() and int(limit) < 1 << 60:
-                found.append((int(limit), used, f"cgroup limit {folder / limit_name}"))
-    return found
+            if limit.isdigit() and int(limit) - used < best:
+                best, source = int(limit) - used, f"cgroup limit {folder / limit_name}"
+    return max(best, 0), source
 
 
 def _cgroup_folders() -> list[Path]:
@@ -98,7 +88,7 @@ class Arena:
     @property
     def address(self) -> int:
         """Address of the first byte in this process."""
-        return int(np.frombuffer(self.memory, dtype=np.uint8).ctypes.data)
+        return int(self.bytes_view().ctypes.data)
 
     def bytes_view(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return the whole slab, `[num_bytes]` uint8, writable, backed by the shared pages."""

@@ -42,8 +42,7 @@ class PresenceCounts:
     """
 
     def __init__(self, counters: memoryview | bytearray) -> None:
-        self._counters: memoryview | bytearray = counters
-        self._mask = len(counters) - 1
+        self._counters, self._mask = counters, len(counters) - 1
         if not len(counters) or len(counters) & self._mask:
             raise ConfigError(f"counters: wanted a power of two of them, got {len(counters)}")
 

@@ -6,7 +6,6 @@ The head of the table has the counters of clearings, which every client maps.
 from __future__ import annotations
 
 import mmap
-import os
 import select
 
 import numpy as np
@@ -16,6 +15,7 @@ from kvstore.errors import StoreUnavailable
 from kvstore.memory.arena import check_memory
 from kvstore.memory.clears import CLEARS_BYTES, ClearCounts
 from kvstore.memory.presence import ALONE_AT, CLEARS_AT, EPOCH_BYTES, HEAD_BYTES, place_of
+from kvstore.rpc.client import ControlClient
 from kvstore.rpc.connect import connect_local
 from kvstore.runtime.forks import withhold
 
@@ -37,24 +37,10 @@ class PresenceView:
     """
 
     def __init__(self, control_path: str, epoch: str, *, timeout_s: float) -> None:
-        self.connection, file = connect_local(control_path, _HELLO, timeout_s=timeout_s)
-        try:
-            with file:
-                fd = file.fileno()
-                check_memory(fd)
-                size, flags = os.fstat(fd).st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE
-                memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
-        except BaseException:
-            self.connection.close()
-            raise
-        withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), size)
+        self.connection, memory = _map_table(control_path, epoch, timeout_s)
+        withhold(memory, int(np.frombuffer(memory, np.uint8).ctypes.data), len(memory))
         self.memory: mmap.mmap | None = memory
-        self._mask = size - HEAD_BYTES - 1
-        try:
-            _check_epoch(memory, epoch)
-        except StoreUnavailable:
-            self.close()
-            raise
+        self._mask = len(memory) - HEAD_BYTES - 1
 
     def is_absent(self, first_block: bytes, *, remote: bool) -> bool:
         """Return whether a chain surely cannot be found; never waits.
@@ -89,25 +75,27 @@ class PresenceView:
 def map_clears(control_path: str, epoch: str, *, timeout_s: float) -> ClearCounts:
     """Map the counters of clearings of one epoch of a store; `leave` releases the store's memory.
 
-    Args:
-        control_path: the node store's socket.
-        epoch: the expected epoch, as in the store's greeting.
-        timeout_s: for the connection, which is closed at once.
-
-    Raises:
-        StoreNotRunning: no process answers.
-        StoreUnavailable: the store has another epoch.
+    Arguments and errors are those of `PresenceView`; the connection is closed at once.
     """
-    connection, file = connect_local(control_path, _HELLO, timeout_s=timeout_s)
-    with file:
-        connection.close()
-        check_memory(file.fileno())
-        memory = mmap.mmap(file.fileno(), HEAD_BYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    _check_epoch(memory, epoch)
+    connection, memory = _map_table(control_path, epoch, timeout_s, HEAD_BYTES)
+    connection.close()
     return ClearCounts(memoryview(memory)[CLEARS_AT : CLEARS_AT + CLEARS_BYTES])
 
 
-def _check_epoch(memory: mmap.mmap, wanted: str) -> None:
-    found = memory[:EPOCH_BYTES].hex()
-    if found != wanted:
-        raise StoreUnavailable(f"wanted epoch {wanted}, got {found}: the store was restarted; make a new client")
+def _map_table(
+    control_path: str, epoch: str, timeout_s: float, num_bytes: int | None = None
+) -> tuple[ControlClient, mmap.mmap]:
+    """Return (connection to the store, its table, the first `num_bytes` or all of it); closed on failure."""
+    connection, file = connect_local(control_path, _HELLO, timeout_s=timeout_s)
+    try:
+        with file:
+            check_memory(file.fileno())
+            # All of the table is read soon, its head rarely.
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if num_bytes is None else 0)
+            memory = mmap.mmap(file.fileno(), num_bytes or 0, flags=flags, prot=mmap.PROT_READ)
+        if (found := memory[:EPOCH_BYTES].hex()) != epoch:
+            raise StoreUnavailable(f"wanted epoch {epoch}, got {found}: the store was restarted; make a new client")
+    except BaseException:
+        connection.close()
+        raise
+    return connection, memory

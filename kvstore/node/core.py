@@ -187,7 +187,7 @@ class NodeCore:
                 chain=chain, block_bytes=service.block_bytes[chain.namespace], owner="adopt",
                 lease_id=grant.lease_id, ttl_s=ttl_s, deadline_s=deadline_s, pool=pool, version_now=version_now,
                 version=version, send=lambda piece, ended=ended: None if piece.report is None else ended.set(),  # type: ignore[misc]
-                num_ready=len(grant.slots),
+                num_ready=grant.num_blocks,
             )  # fmt: skip
             self.state.fetcher.begin(load)
             ended.wait(left_s + 1.0)

@@ -25,6 +25,9 @@ from kvstore.rpc.handoff_messages import decode_end
 from kvstore.runtime.store_threads import Blocking
 
 
+_NO_CLAIM = Claim(0, np.empty(0, np.int32))
+
+
 class HandoffPeers:
     """Serves `routes` to peers. A route that raises KVStoreError changed nothing.
 
@@ -116,14 +119,14 @@ class HandoffPeers:
         return claim
 
     def _claimed(self, wanted: PeerClaim, found: Claim | str) -> bytes:
-        own, claim = self._state.mover.own, found if isinstance(found, Claim) else Claim(0, ())
+        own, claim = self._state.mover.own, found if isinstance(found, Claim) else _NO_CLAIM
         return encode(
             PeerClaimed(
                 claim_id=claim.claim_id,
                 epoch=self._state.epoch,
                 namespace_version=self._state.versions.get(wanted.namespace),
                 mover_generation=own.generation if own is not None else 0,
-                slots=np.asarray(claim.slots, np.int32),
+                slots=claim.slots,
                 slab=claim.slab,
                 reason=found if isinstance(found, str) else "",
             )
@@ -134,8 +137,7 @@ class HandoffPeers:
         state = self._state
         try:
             slots = self._table.move(claim.claim_id, self.arena())
-            source, target = np.asarray(claim.slots, np.int32), np.asarray(slots, np.int32)
-            question = Spill(claim.slab, source, target, wanted.block_bytes)
+            question = Spill(claim.slab, claim.slots, slots, wanted.block_bytes)
             moved = functools.partial(self._table.moved, claim.claim_id)
             try:
                 state.mover.ask(Op.MOVER_SPILL, question, state.config.transfer_timeout_s, moved, claim.generation)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.blocks.codec import encode
-from kvstore.blocks.indexes import PackedInts
+from kvstore.blocks.indexes import pack_ints
 from kvstore.bounds import check_seconds
 from kvstore.errors import ConfigError, InvalidRequest, StaleVersion
 from kvstore.handoff.fetch_context import FetchContext
@@ -219,7 +219,7 @@ class HandoffControl:
             if isinstance(claim, str):
                 report.reason = NOT_READY_IN_TIME if claim == NOT_READY else claim
             else:
-                report.num_local, slots = len(claim.slots), PackedInts.of(claim.slots).packed
+                report.num_local, slots = len(claim.slots), pack_ints(claim.slots)
                 number = claim.claim_id | (STAGE_BIT if claim.slab else 0)
                 undo = functools.partial(self.table.end_claim, claim.claim_id, connection.owner, used=False)
                 connection.gave = question, undo

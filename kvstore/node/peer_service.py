@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from kvstore.blocks.codec import decode_id, encode
 from kvstore.blocks.grants import Grant
+from kvstore.blocks.indexes import ints_in
 from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.bounds import clip
 from kvstore.config import StoreConfig
@@ -102,7 +101,7 @@ class PeerControl:
                 epoch=state.epoch,
                 namespace_version=version,
                 mover_generation=own.generation if own is not None else 0,
-                slots=np.asarray(grant.slots, dtype=np.int32),
+                slots=ints_in(grant.packed_slots),
             )
         )
 

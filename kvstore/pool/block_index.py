@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,40 +16,33 @@ from kvstore.errors import ChainBroken
 from kvstore.memory.clears import group_of
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.eviction import EvictionPolicy
-from kvstore.pool.slot_lists import Run, Segment, SlotList, join
+from kvstore.pool.runs import NO_RUN, Run, RunColumns
+from kvstore.pool.slot_lists import NO_SLOTS, SlotList, join
 
-NO_SLOTS = SlotList.of([])
-#: For a slot that was never claimed for a block with a name.
-_NO_RUN = Run(b"", [], NO_SLOTS)
 #: The event log keeps at least this many hashes; in larger pools, as many as there are slots.
 _FEWEST_EVENTS = 1 << 14
 #: Empty spaces are dropped when there are more spaces than this plus twice the number kept the last time.
 _FEW_SPACES = 64
-#: Slots compared at first, and the growth factor after each comparison of equal ones.
-_FIRST_STRETCH, _GROWTH = 16, 8
 
 
 @dataclass(slots=True, eq=False)
 class Space:
     """The index of one namespace from one clearing to the next.
 
-    A clearing removes it from the index: none of its blocks can be found from then on, and `ready` stays unchanged.
-    Its slots still refer to it until they are swept, some at a time.
+    A clearing removes it from the index, and `ready` stays unchanged. Its slots refer to it until they are swept.
 
     Args:
         namespace: digest.
         ready: slot of each block that can be found.
         writing: slot of each block that is being written.
-        orphans: how many blocks hang on one that is not here.
-        orphan_depths: no block that hangs on such a one has a smaller depth.
+        orphans: of each block that is not here, how many hang on it, and a depth that none of these is below.
         unswept: the rest of `ready`, once it was cleared; None when there is no more.
     """
 
     namespace: bytes
     ready: dict[bytes, int] = field(default_factory=dict)
     writing: dict[bytes, int] = field(default_factory=dict)
-    orphans: Counter[bytes] = field(default_factory=Counter)
-    orphan_depths: dict[bytes, int] = field(default_factory=dict)
+    orphans: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     is_cleared: bool = False
     unswept: Iterator[int] | None = None
 
@@ -95,13 +87,10 @@ class BlockIndex:
     block. `parent` is the hash of the block before this one in its chain, the namespace's digest at a root.
     `num_children` counts the blocks, ready or being written, that hang on a block: it is not evicted before them. For a
     parent that is not here its space counts them, until it comes. `depth` is the number of a block in its chain, as its
-    writer gave it; it is always above that of the block it hangs on, so no block hangs on itself. `run` says with which
-    others a slot was claimed, `place` its position among them.
+    writer gave it; it is always above that of the block it hangs on, so no block hangs on itself. `claims` says with
+    which others a slot was claimed.
 
-    Args:
-        num_slots: slots are numbered from 0.
-        presence: counts the first blocks of chains that are ready.
-        eviction: notified of blocks that lost their last child.
+    `presence` counts the first blocks of chains that are ready, `eviction` is told of blocks without children.
     """
 
     def __init__(self, num_slots: int, presence: PresenceCounts, eviction: EvictionPolicy) -> None:
@@ -112,11 +101,10 @@ class BlockIndex:
         self.num_children = array("i", bytes(4 * num_slots))
         self.depth = array("q", bytes(8 * num_slots))
         # The same memory, for all slots of a claim at once.
-        self._nums_children = np.frombuffer(self.num_children, np.int32)
+        self.nums_children = np.frombuffer(self.num_children, np.int32)
         self._depths = np.frombuffer(self.depth, np.int64)
-        self.run = [_NO_RUN] * num_slots
-        self.place = [0] * num_slots
-        self._thin = set[Run]()
+        self.claims = RunColumns(num_slots)
+        self.run, self.place = self.claims.run, self.claims.place
         self.spaces: dict[bytes, Space] = {}
         #: Cleared spaces that are not swept yet.
         self.cleared: deque[Space] = deque()
@@ -146,66 +134,6 @@ class BlockIndex:
             at += length
         return join(pieces) if pieces else NO_SLOTS
 
-    def listed(self, slots: list[int]) -> SlotList:
-        """Return slots as a `SlotList`, without a copy if they are exactly one claim."""
-        run = self.run[slots[0]] if slots else _NO_RUN
-        return run.whole if run.slots == slots else SlotList.of(slots)
-
-    def segments(self, slots: Sequence[int | None]) -> list[Segment]:
-        """Return the stretches of slots that are neighbours in one claim, in order; skips None."""
-        found, at = list[Segment](), 0
-        while at < len(slots):
-            slot, count = slots[at], 1
-            if slot is not None:
-                run, place = self.run[slot], self.place[slot]
-                count = self._num_of_claim(run, place, slots, at)
-                found.append(Segment(run, place, at, count))
-            at += count
-        return found
-
-    def _num_of_claim(self, run: Run, place: int, slots: Sequence[int | None], at: int) -> int:
-        """Return how many slots from `at` on are of one claim now, from `place` on; the first is.
-
-        Equal numbers do not suffice: the same slot may have been claimed anew since. Growing stretches, so that the
-        cost is bounded by the result.
-        """
-        most, count, stretch = min(len(run.slots) - place, len(slots) - at), 1, _FIRST_STRETCH
-        while count < most:
-            end = min(count + stretch, most)
-            ours = run.slots[place + count : place + end]
-            if ours != slots[at + count : at + end] or self._runs_of(ours).count(run) < len(ours):
-                break
-            count, stretch = end, stretch * _GROWTH
-        while count < most and (slot := run.slots[place + count]) == slots[at + count] and self.run[slot] is run:
-            count += 1
-        return count
-
-    def _runs_of(self, slots: list[int]) -> list[Run]:
-        """Return the claim of each slot; they ascend, as the slots of one claim do."""
-        first, last = slots[0], slots[-1]
-        if last - first == len(slots) - 1:
-            return self.run[first : last + 1]
-        return list(map(self.run.__getitem__, slots))
-
-    def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
-        """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
-        ready = [slot for space in self.spaces.values() for slot in space.ready.values()]
-        leaves = [slot for slot in ready if not self.num_children[slot]]
-        leaves.sort(key=self._eviction.last_touch, reverse=True)
-        chains, seen = list[BlockHashes](), set[int]()
-        for leaf in leaves:
-            space, path = self.space[leaf], list[int]()
-            at: int | None = leaf
-            while at is not None and len(path) < max_blocks:
-                path.append(at)
-                at = space.ready.get(self.parent[at])  # None above a root: no block is named as its namespace.
-            is_whole = bool(path) and self.parent[path[-1]] == space.namespace
-            if is_whole and len(seen) + sum(at not in seen for at in path) <= max_blocks:
-                seen.update(path)
-                data = b"".join(self.block_hash[at] for at in reversed(path))
-                chains.append(BlockHashes(space.namespace, space.namespace, 0, data))
-        return chains
-
     def check_depths(
         self, chain: BlockHashes, hashes: list[bytes], found: list[int | None], under_way: list[int | None]
     ) -> None:
@@ -213,11 +141,8 @@ class BlockIndex:
 
         Blocks that hang on each other in a circle all have children, so none of them would ever be evicted.
 
-        Args:
-            chain: the run.
-            hashes: of it, none of them twice.
-            found: slot of each block that is ready.
-            under_way: slot of each block that is being written; empty when there is none.
+        `hashes` are those of the chain; `found` has the slot of each block that is ready, `under_way` of each that is
+        being written, and is empty if there is none.
 
         Raises:
             ChainBroken: a block would be its own ancestor; nothing changed.
@@ -240,8 +165,8 @@ class BlockIndex:
                 raise _not_below(hashes[i], start + i, self.depth[above])
         if space.orphans and not space.orphans.keys().isdisjoint(hashes):
             for i, own in enumerate(hashes):
-                if here[i] is None and space.orphan_depths.get(own, start + i + 1) <= start + i:
-                    raise _not_below(own, start + i, space.orphan_depths[own])
+                if here[i] is None and own in space.orphans and space.orphans[own][1] <= start + i:
+                    raise _not_below(own, start + i, space.orphans[own][1])
 
     # Writing.
 
@@ -257,7 +182,7 @@ class BlockIndex:
             # Neighbours, each the child of the one before: set whole columns.
             self.block_hash[index], self.parent[index] = hashes, parents
             self.space[index], self.run[index] = [space] * count, [run] * count
-            self.place[index], self._nums_children[index.start : index.stop - 1] = range(count), 1
+            self.place[index], self.nums_children[index.start : index.stop - 1] = range(count), 1
             if parents[0] != namespace:
                 self._hang_on(parents[0], space, int(depths[0]))
         else:
@@ -272,8 +197,7 @@ class BlockIndex:
                 last, last_slot = own, slot
         if space.orphans and not space.orphans.keys().isdisjoint(hashes):
             for slot in claimed:
-                num_children[slot] += space.orphans.pop(self.block_hash[slot], 0)
-                space.orphan_depths.pop(self.block_hash[slot], None)
+                num_children[slot] += space.orphans.pop(self.block_hash[slot], (0, 0))[0]
 
     def _open(self, namespace: bytes) -> Space:
         space = self.spaces.get(namespace)
@@ -287,13 +211,13 @@ class BlockIndex:
     def _hang_on(self, parent: bytes, space: Space, depth: int) -> None:
         above = space.ready.get(parent, space.writing.get(parent))
         if above is None:
-            space.orphans[parent] += 1
-            space.orphan_depths[parent] = min(depth, space.orphan_depths.get(parent, depth))
+            count, least = space.orphans.get(parent, (0, depth))
+            space.orphans[parent] = count + 1, min(least, depth)
         else:
             self.num_children[above] += 1
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int]) -> None:
-        """Make blocks findable that are being written; arguments as for `SlotTable.publish`."""
+        """Make blocks findable that are being written, in the order of their claim."""
         writing = space.writing
         for own in hashes:
             del writing[own]
@@ -301,44 +225,18 @@ class BlockIndex:
             self.presence.add(hashes[0])
         space.ready.update(zip(hashes, slots, strict=True))
         run = self.run[slots[0]]
-        run.published(slots[: self._num_of_claim(run, self.place[slots[0]], slots, 0)])
+        run.published(slots[: self.claims.num_of_claim(run, self.place[slots[0]], slots, 0)])
         self.events.add(True, hashes)
 
     # Taking out.
 
-    def num_evictable(self, ref_counts: npt.NDArray[np.int32], most: int) -> int:
-        """Return how many blocks could be evicted one after the other, without looking for more than `most`."""
-        unread, parent, num_children = ref_counts == 0, self.parent, self.num_children
-        leaves = np.flatnonzero(unread & (self._nums_children == 0))
-        is_unread, num_found, num_left = unread.tobytes(), 0, dict[int, int]()
-        for leaf in map(int, leaves):
-            ready = self.space[leaf].ready
-            at = ready.get(self.block_hash[leaf])
-            if at != leaf:
-                continue  # No block, or one that is being written.
-            while at is not None:
-                num_found += 1
-                if num_found == most:
-                    return most
-                at = ready.get(parent[at])
-                if at is not None:
-                    if num_children[at] > 1:
-                        num_left[at] = num_left.get(at, num_children[at]) - 1
-                    if num_left.get(at) or not is_unread[at]:
-                        break
-        return num_found
-
     def evict(self, slot: int) -> bytes:
-        """Remove a ready block that has no children.
-
-        Returns:
-            Its hash, for an event; empty, and nothing changes, when the slot has no such block.
-        """
+        """Remove a ready block without children; return its hash, empty when the slot has no such block."""
         own, space = self.block_hash[slot], self.space[slot]
         if self.num_children[slot] or space.ready.pop(own, None) is None:
             return b""
         if self.run[slot].lost(self.place[slot]):
-            self._thin.add(self.run[slot])
+            self.claims.thin.add(self.run[slot])
         if self.parent[slot] == space.namespace:
             self.presence.drop(own)
         else:
@@ -346,11 +244,7 @@ class BlockIndex:
         return own
 
     def abort(self, slots: Sequence[int]) -> tuple[SlotList, list[bytes]]:
-        """Remove blocks that are being written; skip slots without such a block.
-
-        Returns:
-            (the slots of removed blocks, their hashes).
-        """
+        """Remove blocks that are being written; return (their slots, their hashes). Skips other slots."""
         aborted, lost, block_hash, spaces = list[int](), list[bytes](), self.block_hash, self.space
         # From the end: most blocks have lost their children by then, and are not counted as awaited by them.
         for slot in reversed(slots):
@@ -362,12 +256,11 @@ class BlockIndex:
             if not space.is_cleared and self.parent[slot] != space.namespace:
                 self._leave_parent(slot, space)
             if self.num_children[slot]:
-                space.orphans[own] = self.num_children[slot]
-                space.orphan_depths[own] = self.depth[slot] + 1
+                space.orphans[own] = self.num_children[slot], self.depth[slot] + 1
         aborted.reverse()
         for run, count in Counter([self.run[slot] for slot in aborted]).items():
             run.num_lost += count
-            self.look_at(run)
+            self.claims.look_at(run)
         listed = SlotList.of(aborted)
         self.forget(listed)
         self.shorten()
@@ -382,10 +275,10 @@ class BlockIndex:
                 self._eviction.released((above,), 0)
         elif parent in space.writing:
             num_children[space.writing[parent]] -= 1
-        elif space.orphans[parent] > 1:
-            space.orphans[parent] -= 1
+        elif (count := space.orphans[parent][0]) > 1:
+            space.orphans[parent] = count - 1, space.orphans[parent][1]
         else:
-            del space.orphans[parent], space.orphan_depths[parent]
+            del space.orphans[parent]
 
     def forget(self, slots: SlotList) -> None:
         """Remove the blocks of slots from the columns."""
@@ -393,40 +286,25 @@ class BlockIndex:
         index, count = slots.index, len(slots)
         if isinstance(index, slice):
             block_hash[index] = parent[index] = [b""] * count
-            spaces[index], self._nums_children[index] = [NOTHING] * count, 0
-            self.run[index] = [_NO_RUN] * count
+            spaces[index], self.nums_children[index] = [NOTHING] * count, 0
+            self.run[index] = [NO_RUN] * count
         else:
             for slot in slots:
                 block_hash[slot] = parent[slot] = b""
-                spaces[slot], num_children[slot], self.run[slot] = NOTHING, 0, _NO_RUN
-
-    def look_at(self, run: Run) -> None:
-        """Have a run shortened soon if few of its blocks are left."""
-        if run.is_thin:
-            self._thin.add(run)
+                spaces[slot], num_children[slot], self.run[slot] = NOTHING, 0, NO_RUN
 
     def shorten(self) -> None:
-        """Give what is left of thin runs a run of its own: few blocks must not keep the memory of many."""
-        thin, self._thin = self._thin, set()
-        for run in thin:
-            if run.is_thin and (left := [place for place, slot in enumerate(run.slots) if self._is_of(run, slot)]):
-                slots = [run.slots[place] for place in left]
-                data = b"".join([self.block_hash[slot] for slot in slots])
-                # The first ones are still ready, all of them.
-                short = Run(data, slots, SlotList.of(slots, ascending=True), bisect_left(left, run.num_ready))
-                for place, slot in enumerate(slots):
-                    self.run[slot], self.place[slot] = short, place
+        """Shorten the runs of which few blocks are left."""
+        self.claims.shorten(self.block_hash, self._is_here)
 
-    def _is_of(self, run: Run, slot: int) -> bool:
-        """Return whether a slot has a block of a run; an evicted one keeps its columns until it is claimed."""
+    def _is_here(self, slot: int) -> bool:
         own, space = self.block_hash[slot], self.space[slot]
-        return self.run[slot] is run and slot in (space.ready.get(own), space.writing.get(own))
+        return slot in (space.ready.get(own), space.writing.get(own))
 
     def detach(self, namespace: bytes) -> list[Space]:
-        """Remove the spaces of a namespace's group, so that their blocks cannot be found; `sweep` frees the slots.
+        """Remove and return the spaces of a namespace's group, so that their blocks cannot be found.
 
-        Returns:
-            These spaces. Their blocks that are being written stay so until their writers end or `sweep` aborts them.
+        `sweep` frees the slots. Blocks being written stay so until their writers end or `sweep` aborts them.
         """
         group = group_of(namespace)
         spaces = [self.spaces.pop(each) for each in list(self.spaces) if group_of(each) == group]

@@ -20,18 +20,15 @@ class EvictionPolicy(Protocol):
         """Slots with a soft pin, and the number of soft pins of each."""
 
     def touched(self, slots: SlotList) -> int:
-        """Note that a chain was claimed, read or pinned; its slots come in chain order.
+        """Note that a chain was claimed, read or pinned; return the stamp of this touch, above 0.
 
-        Returns:
-            The stamp of this touch, above 0. The pool passes it to `stored` and `released`.
+        Slots come in chain order. The pool passes the stamp to `stored` and `released`.
         """
 
     def stored(self, slots: Iterable[int], stamp: int) -> None:
         """Note that blocks were written and can be evicted from now on.
 
-        Args:
-            slots: of the blocks.
-            stamp: of the touch at their claim or pin, the earliest of several; 0 when not known.
+        `stamp` is of the touch at their claim or pin, the earliest of several; 0 when not known.
         """
 
     def released(self, slots: Iterable[int], stamp: int) -> None:

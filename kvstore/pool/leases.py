@@ -10,7 +10,7 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.grants import Grant, PinKind
 from kvstore.bounds import MAX_HELD_BLOCKS, MAX_LEASES
 from kvstore.errors import LeaseReleased, PoolExhausted
-from kvstore.pool.owners import IdsByOwner
+from kvstore.pool.owners import OwnedTable
 from kvstore.pool.slot_lists import SlotList, join
 from kvstore.pool.slots import SlotTable
 
@@ -25,34 +25,24 @@ class _Lease:
     #: Stamp of the lease's first touch; later touches have larger stamps.
     stamp: int
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.slots)
 
-class LeaseTable:
-    """The leases of one pool, with the budgets for them.
 
-    Args:
-        table: the pool's slots.
-        max_pinned: how many slots may be pinned at once, for any purpose.
-        max_hard_pinned: how many of them by hard pins.
-        epoch: the life of the pool.
-        new_id: makes lease ids.
-    """
+class LeaseTable(OwnedTable[_Lease]):
+    """The leases of one pool, with the budgets for them: see `Pool`."""
 
     def __init__(
         self, table: SlotTable, max_pinned: int, max_hard_pinned: int, epoch: bytes, new_id: Callable[[], int]
     ) -> None:
+        super().__init__()
         self._table, self._epoch, self.new_id = table, epoch, new_id
         self._max_pinned, self._max_hard_pinned = max_pinned, max_hard_pinned
-        self._leases: dict[int, _Lease] = {}
-        self._by_owner = IdsByOwner()
-        # Blocks of all leases together: each lease stores its slots and their generations.
-        self._num_blocks = 0
         #: Slots with a hard pin, and the number of hard pins of each.
         self.hard_pins: Counter[int] = Counter()
         #: How many leases are soft pins.
         self.num_soft_pins = 0
-
-    def __len__(self) -> int:
-        return len(self._leases)
 
     def pin(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> Grant:
         """Pin the readable prefix of a chain under a new lease, as far as the budgets allow.
@@ -61,18 +51,16 @@ class LeaseTable:
             PoolExhausted: there are too many leases, or too many blocks under them; nothing changed.
         """
         self._check_room()
-        if len(self._leases) >= MAX_LEASES:
+        if len(self) >= MAX_LEASES:
             raise PoolExhausted(
                 f"wanted at most {MAX_LEASES} leases and pins of a store at once, got one more; release those that are "
                 "not needed, and pin the blocks of a prompt once"
             )
         lease_id = self.new_id()
         lease, num_refused = self._take(chain, owner, deadline_s, kind)
-        self._leases[lease_id] = lease
-        self._by_owner.add(owner, lease_id)
-        self._num_blocks += len(lease.slots)
+        self.add(lease_id, lease)
         self.num_soft_pins += kind is PinKind.SOFT
-        return Grant(lease_id, lease.slots.packed.packed, lease.generations, num_refused, self._epoch)
+        return Grant(lease_id, lease.slots.packed, lease.generations, num_refused, self._epoch)
 
     def grow(self, lease_id: int, chain: BlockHashes, owner: str, deadline_s: float) -> Grant:
         """Pin the readable prefix of a chain under an existing lease, and renew that.
@@ -81,90 +69,66 @@ class LeaseTable:
             LeaseReleased: `owner` does not hold that lease; nothing changed.
             PoolExhausted: there are too many blocks under leases; nothing changed.
         """
-        lease = self.find(lease_id, owner)
-        if lease is None:
+        if (lease := self.of(lease_id, owner)) is None:
             raise LeaseReleased(f"wanted a lease held by {owner!r}, got id {lease_id}, which it does not hold")
         self._check_room()
         more, num_refused = self._take(chain, owner, deadline_s, lease.kind)
-        self._num_blocks += len(more.slots)
+        self.num_blocks += len(more.slots)
         lease.slots = join([lease.slots, more.slots])
         lease.generations += more.generations
         lease.deadline_s = max(lease.deadline_s, deadline_s)
-        return Grant(lease_id, more.slots.packed.packed, more.generations, num_refused, self._epoch)
-
-    def find(self, lease_id: int, owner: str) -> _Lease | None:
-        """Return a lease if `owner` holds it."""
-        lease = self._leases.get(lease_id) if isinstance(lease_id, int) else None
-        return lease if lease is not None and lease.owner == owner else None
+        return Grant(lease_id, more.slots.packed, more.generations, num_refused, self._epoch)
 
     def renew(self, lease_id: int, owner: str, deadline_s: float) -> bool:
         """Move a lease's deadline later, never earlier; False when `owner` does not hold it."""
-        lease = self.find(lease_id, owner)
-        if lease is None:
+        if (lease := self.of(lease_id, owner)) is None:
             return False
         lease.deadline_s = max(lease.deadline_s, deadline_s)
         return True
 
     def release(self, lease_id: int, owner: str) -> bool:
         """Drop a lease; False, and nothing changes, when `owner` does not hold it."""
-        if self.find(lease_id, owner) is None:
+        if self.of(lease_id, owner) is None:
             return False
-        self._drop(lease_id)
+        self.end(lease_id)
         return True
-
-    def release_owner(self, owner: str) -> int:
-        """Drop all leases of an owner; return how many."""
-        return self._drop_all(self._by_owner.of(owner))
 
     def release_pins(self, owner: str) -> int:
         """Drop the hard and soft pins of an owner; return how many."""
-        pins = (PinKind.HARD, PinKind.SOFT)
-        return self._drop_all([i for i in self._by_owner.of(owner) if self._leases[i].kind in pins])
-
-    def holds(self, owner: str) -> bool:
-        """Return whether an owner has a lease."""
-        return owner in self._by_owner
+        return self.end_all([i for i in self.ids_of(owner) if self.held[i].kind is not PinKind.LEASE])
 
     def expire(self, now_s: float) -> int:
-        """Drop every lease whose deadline has passed; return how many.
-
-        It checks every lease, because renewals would break any order by deadline.
-        """
-        return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])
+        """Drop every lease whose deadline has passed; return how many. Renewals would break any order by deadline."""
+        return self.end_all([i for i, lease in self.held.items() if lease.deadline_s < now_s])
 
     def _check_room(self) -> None:
-        if self._num_blocks >= MAX_HELD_BLOCKS:
+        if self.num_blocks >= MAX_HELD_BLOCKS:
             raise PoolExhausted(
                 f"wanted leases and pins of at most {MAX_HELD_BLOCKS} blocks of a store at once, got "
-                f"{self._num_blocks} and more; release those that are not needed, and pin the blocks of a prompt once"
+                f"{self.num_blocks} and more; release those that are not needed, and pin the blocks of a prompt once"
             )
 
     def _take(self, chain: BlockHashes, owner: str, deadline_s: float, kind: PinKind) -> tuple[_Lease, int]:
         table, found = self._table, self._table.index.find_prefix(chain.namespace, chain.data)
-        slots = found.part(0, self._num_affordable(found, kind))
+        columns, count = table.columns, len(found)
+        if kind is not PinKind.SOFT:
+            count = _num_within(self._max_pinned - columns.num_pinned, found, columns.ref_count.__getitem__)
+        if kind is PinKind.HARD:
+            count = _num_within(self._max_hard_pinned - len(self.hard_pins), found.part(0, count), self.hard_pins.get)
+        slots = found.part(0, count)
         if kind is PinKind.SOFT:
             table.eviction.soft_pinned(slots)
         else:
-            table.columns.pin(slots)
+            columns.pin(slots)
         if kind is PinKind.HARD:
             self.hard_pins.update(slots)
         stamp = table.eviction.touched(slots)
-        lease = _Lease(owner, deadline_s, kind, slots, table.columns.lives(slots), stamp)
+        lease = _Lease(owner, deadline_s, kind, slots, columns.lives(slots), stamp)
         return lease, len(found) - len(slots)
 
-    def _num_affordable(self, slots: SlotList, kind: PinKind) -> int:
-        if kind is PinKind.SOFT:
-            return len(slots)
-        columns = self._table.columns
-        count = _num_within(self._max_pinned - columns.num_pinned, slots, columns.ref_count.__getitem__)
-        if kind is PinKind.HARD:
-            count = _num_within(self._max_hard_pinned - len(self.hard_pins), slots.part(0, count), self.hard_pins.get)
-        return count
-
-    def _drop(self, lease_id: int) -> None:
-        lease = self._leases.pop(lease_id)
-        self._by_owner.drop(lease.owner, lease_id)
-        self._num_blocks -= len(lease.slots)
+    def end(self, lease_id: int) -> None:
+        """Drop a lease that is held."""
+        lease = self.pop(lease_id)
         if lease.kind is PinKind.SOFT:
             self.num_soft_pins -= 1
             living = self._table.columns.still_living(lease.slots, lease.generations)
@@ -174,17 +138,11 @@ class LeaseTable:
             self.hard_pins -= Counter(lease.slots)
         self._table.unpin(lease.slots, lease.stamp)
 
-    def _drop_all(self, lease_ids: list[int]) -> int:
-        for lease_id in lease_ids:
-            self._drop(lease_id)
-        return len(lease_ids)
-
     def check(self, refs: Counter[int]) -> None:
         """Add the pins of all leases to `refs`; assert that all counts are right."""
         hard, soft = Counter[int](), Counter[int]()
-        self._by_owner.check({lease_id: lease.owner for lease_id, lease in self._leases.items()})
-        assert self._num_blocks == sum(len(lease.slots) for lease in self._leases.values()), "blocks under leases"
-        for lease in self._leases.values():
+        self.check_owners()
+        for lease in self.held.values():
             if lease.kind is PinKind.SOFT:
                 soft.update(self._table.columns.still_living(lease.slots, lease.generations))
                 continue
@@ -193,8 +151,7 @@ class LeaseTable:
             if lease.kind is PinKind.HARD:
                 hard.update(lease.slots)
         assert hard == self.hard_pins, "hard pins"
-        num_soft_pins = sum(lease.kind is PinKind.SOFT for lease in self._leases.values())
-        assert num_soft_pins == self.num_soft_pins, "soft pins"
+        assert self.num_soft_pins == sum(lease.kind is PinKind.SOFT for lease in self.held.values()), "soft pins"
         assert len(hard) <= self._max_hard_pinned, "more hard pins than the quota allows"
         counted = self._table.eviction.soft_pins.items()
         assert all(soft[slot] >= count for slot, count in counted), "soft pins without a holder"

@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from kvstore.blocks.indexes import ints_in
 from kvstore.pool.slot_lists import SlotList
 
 
 class LeastRecentlyUsed:
-    """The slots of a pool by their last touch; see `EvictionPolicy`.
-
-    Args:
-        num_slots: slots are numbered from 0.
-    """
+    """The slots of a pool by their last touch; see `EvictionPolicy`."""
 
     def __init__(self, num_slots: int) -> None:
         #: Last touch of each slot; a slot with 0 is not in the order.
         self.stamp = array("q", bytes(8 * num_slots))
         # The same memory, for all slots of a chain at once.
         self._stamps = np.frombuffer(self.stamp, np.int64)
-        self.soft_pins: dict[int, int] = {}
+        self.soft_pins: Counter[int] = Counter()
         # Soft-pinned slots that came up, with their stamp; evicted when no other slot is left.
         self._held_back: OrderedDict[int, int] = OrderedDict()
         #: Entries of the log up to this stamp were read.
@@ -68,8 +65,7 @@ class LeastRecentlyUsed:
 
     def soft_pinned(self, slots: Iterable[int]) -> None:
         """Add a soft pin to each slot."""
-        for slot in slots:
-            self.soft_pins[slot] = self.soft_pins.get(slot, 0) + 1
+        self.soft_pins.update(slots)
 
     def soft_unpinned(self, slots: Iterable[int]) -> None:
         """Remove a soft pin from each slot that has one; after its last one, a slot has its old place again."""
@@ -130,10 +126,9 @@ class LeastRecentlyUsed:
             is_live = self._stamps[slots.index] == touched
             num_live = int(np.count_nonzero(is_live))
             self.num_logged -= len(slots) - num_live
-            if num_live < len(slots):
-                slots = SlotList.of(np.array(slots.packed)[is_live].tolist()) if num_live else slots
             if num_live:
-                self._swept.append((touched, slots))
+                live = slots if num_live == len(slots) else SlotList.of(ints_in(slots.packed)[is_live].tolist())
+                self._swept.append((touched, live))
         if not self.log:
             self.log, self._swept = self._swept, self.log
 

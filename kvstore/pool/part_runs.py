@@ -1,7 +1,6 @@
 """Keep which ranks write which parts of blocks, per claim. No locking here: the pool holds its lock.
 
-Ranks mostly write the same blocks. So the state of a claim's blocks is kept in columns, and a rank that comes or ends
-changes a stretch of each at once.
+Ranks mostly write the same blocks, so a rank that comes or ends changes a stretch of each column at once.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.pool.runs import Run, Segment
 from kvstore.pool.slot_columns import SlotColumns
-from kvstore.pool.slot_lists import Run, Segment
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +37,7 @@ class _Parts:
 
 
 class PartRuns:
-    """The claims of one pool that are being written in parts.
-
-    Args:
-        columns: of the pool's slots.
-        on_over: called with a claim that is not written in parts any more.
-    """
+    """The claims of one pool that are being written in parts; `on_over` is called with each that no longer is."""
 
     def __init__(self, columns: SlotColumns, on_over: Callable[[Run], object]) -> None:
         self._columns, self._on_over = columns, on_over
@@ -81,10 +75,9 @@ class PartRuns:
             parts.num_writers[place : place + count] += 1
 
     def end(self, segments: list[Segment], slots: list[int], *, done: bool) -> list[int]:
-        """Record a rank's part as `done` or given up; aborted slots become free after their last writer.
+        """Record a rank's part as `done` or given up; return the positions of blocks that are whole now.
 
-        Returns:
-            Positions of blocks that are whole now, to be published; none unless `done`.
+        Aborted slots become free after their last writer.
         """
         aborted, whole = self._columns.aborted, list[int]()
         for run, place, at, count in segments:
@@ -132,11 +125,7 @@ class PartRuns:
             self._on_over(run)
 
     def check(self, num_writers: dict[int, int]) -> set[int]:
-        """Assert that the counts of writers are right; return all slots that are written in parts.
-
-        Args:
-            num_writers: by slot, the number of unfinished writes that name it.
-        """
+        """Assert that the counts of writers by slot are right; return all slots that are written in parts."""
         known = set[int]()
         for run, parts in self._runs.items():
             assert parts.is_open.any(), f"{parts}: no open blocks"

@@ -1,11 +1,9 @@
 """Manage the pool of one tier: slots, index, leases, writes, quarantine. One lock, every step atomic.
 
-The rules it keeps (each has tests in tests/kvstore/pool):
-- selecting and claiming a slot is one step under the lock; so is finding and pinning a block, and
-  dropping a pin and freeing its slot;
-- a hash can be found only after all its bytes are in place; a failed write is never visible;
-- a slot that a reader holds keeps its address and bytes;
-- release takes a lease id, checks the owner, may be repeated, and says whether the lease was held.
+- Selecting and claiming a slot is one step under the lock; so is finding and pinning a block, and dropping a pin and
+  freeing its slot.
+- A hash can be found only after all its bytes are in place; a failed write is never visible.
+- A slot that a reader holds keeps its address and bytes.
 """
 
 from __future__ import annotations
@@ -89,12 +87,8 @@ class Pool:
 
     def lookup(self, chain: BlockHashes) -> int:
         """Return how many leading blocks of the run are readable here. Changes nothing."""
-        return self.num_ready(chain.namespace, chain.data)
-
-    def num_ready(self, namespace: bytes, data: bytes) -> int:
-        """Return how many leading blocks of `data`, hashes back to back, are readable here. Changes nothing."""
         with self._step("lookup"):
-            return self.table.index.num_ready(namespace, data)
+            return self.table.index.num_ready(chain.namespace, chain.data)
 
     def pin_prefix(self, chain: BlockHashes, owner: str, deadline_s: float, lease_id: int = 0) -> Grant:
         """Find the readable prefix of a run and pin it, in one step.
@@ -205,7 +199,8 @@ class Pool:
         )
         with self._step("prepare_store"):
             if num_clears is not None and num_clears != self._clears.get(chain.namespace):
-                return self.writes.refuse(chain.namespace)
+                # The writer's blocks are from before the last clearing.
+                return StoreTicket(write_id=0, num_clears=self._clears.get(chain.namespace), epoch=self.epoch)
             return self.writes.prepare(chain, hashes, terms, needs_parent=needs_parent)
 
     def reserve(
@@ -351,10 +346,7 @@ class Pool:
         return _after(calls, num_dropped)
 
     def clear(self, namespace: bytes, is_news: Callable[[], bool] = lambda: True) -> int | None:
-        """Clear all blocks of a namespace's group, and give their slots back in steps.
-
-        This is `begin_clear`, then `sweep` until nothing is left, so that the lock is never held for long.
-        """
+        """Clear all blocks of a namespace's group by `begin_clear`, then give all slots back by `sweep_all`."""
         num_cleared = self.begin_clear(namespace, is_news)
         if num_cleared:
             self.sweep_all()
@@ -423,7 +415,7 @@ class Pool:
     def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
         """Return the most recently used chains, each from its root, up to `max_blocks` blocks in all."""
         with self._lock:
-            return self.table.index.hot_chains(max_blocks)
+            return self.table.hot_chains(max_blocks)
 
     def num_leases(self) -> int:
         """Return how many leases are held."""

@@ -56,15 +56,15 @@ def _check_children(index: BlockIndex, space: Space) -> None:
     children = Counter(index.parent[slot] for slot in slots.values() if index.parent[slot] != space.namespace)
     counted = {own: index.num_children[slot] for own, slot in slots.items() if index.num_children[slot]}
     assert not counted.keys() & space.orphans.keys(), "children counted twice"
-    assert children == counted | space.orphans, f"children: {children}, counted {counted}, {space.orphans}"
+    counted |= {own: count for own, (count, _) in space.orphans.items()}
+    assert children == counted, f"children: {children}, counted {counted}, {space.orphans}"
     # Else blocks could hang on each other in a circle: all of them have children, and none is ever evicted.
-    assert space.orphan_depths.keys() == space.orphans.keys(), "orphans without a depth"
     for own, slot in slots.items():
         parent, depth = index.parent[slot], index.depth[slot]
         if parent in slots:
             assert index.depth[slots[parent]] < depth, f"block {own.hex()[:8]} is not below the one it hangs on"
         elif parent != space.namespace:
-            assert space.orphan_depths[parent] <= depth, f"orphan {own.hex()[:8]} has a smaller depth than is known"
+            assert space.orphans[parent][1] <= depth, f"orphan {own.hex()[:8]} has a smaller depth than is known"
 
 
 def _check_runs(index: BlockIndex) -> None:

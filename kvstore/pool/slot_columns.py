@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
+from kvstore.blocks.indexes import ints_in
 from kvstore.pool.slot_lists import SlotList
 
 _ONE = np.int32(1)
@@ -22,9 +23,6 @@ class SlotColumns:
     `generation` grows each time a slot is claimed. `ref_count` counts readers. `aborted` slots are being written and
     will never be published. `cleared` slots were cleared while pinned, and become free after their last reader. A
     transfer may still write to `quarantined` slots, listed by name.
-
-    Args:
-        num_slots: the number of slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -116,7 +114,7 @@ class SlotColumns:
         refs = self.ref_counts[slots.index]
         if slots.is_distinct:
             return len(refs) - int(np.count_nonzero(refs))
-        return len(np.unique(np.array(slots.packed)[refs == 0]))
+        return len(np.unique(ints_in(slots.packed)[refs == 0]))
 
     def clear(self, slots: list[int], listed: SlotList) -> None:
         """Free ready slots that were cleared, each with its last reader; `listed` are the same."""

@@ -8,24 +8,21 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.blocks.chain import BlockHashes
 from kvstore.memory.presence import PresenceCounts
 from kvstore.pool.block_index import BlockIndex, Space
 from kvstore.pool.eviction import EvictionPolicy
 from kvstore.pool.lru import LeastRecentlyUsed
+from kvstore.pool.runs import Run
 from kvstore.pool.slot_columns import SlotColumns
-from kvstore.pool.slot_lists import Run, SlotList
+from kvstore.pool.slot_lists import SlotList
 
 #: Few counters, so that in tests many blocks share one.
 _OWN_COUNTERS = 16
 
 
 class SlotTable:
-    """Operations on more than one of `index`, `columns` and `eviction`; callers use these for all others.
-
-    Args:
-        num_slots: the number of slots.
-        presence: counts the first blocks of chains that are ready; for this table alone when None.
-    """
+    """Operations on more than one of `index`, `columns` and `eviction`; callers use these for all others."""
 
     def __init__(self, num_slots: int, presence: PresenceCounts | None = None) -> None:
         self.num_slots = num_slots
@@ -36,10 +33,9 @@ class SlotTable:
         self.num_evicted = self.num_published = 0
 
     def claim(self, hashes: list[bytes], parents: list[bytes], namespace: bytes, depths: npt.NDArray[np.int64]) -> Run:
-        """Take a slot for each block that gets one, free slots first, then by eviction.
+        """Take slots for the leading blocks that get one, free slots first, then by eviction.
 
-        Returns:
-            These blocks and their slots, ascending, in a new generation and being written.
+        They are ascending, in a new generation, and being written.
         """
         run = self._take(len(hashes))
         if run.slots:
@@ -64,9 +60,30 @@ class SlotTable:
         num_short = most - columns.num_free
         if num_short <= 0:
             return most
-        if not may_evict:
-            return columns.num_free
-        return columns.num_free + self.index.num_evictable(columns.ref_counts, num_short)
+        return columns.num_free + (self._num_evictable(num_short) if may_evict else 0)
+
+    def _num_evictable(self, most: int) -> int:
+        """Return how many blocks could be evicted one after the other, without looking for more than `most`."""
+        index, unread = self.index, self.columns.ref_counts == 0
+        parent, num_children = index.parent, index.num_children
+        leaves = np.flatnonzero(unread & (index.nums_children == 0))
+        is_unread, num_found, num_left = unread.tobytes(), 0, dict[int, int]()
+        for leaf in map(int, leaves):
+            ready = index.space[leaf].ready
+            at = ready.get(index.block_hash[leaf])
+            if at != leaf:
+                continue  # No block, or one that is being written.
+            while at is not None:
+                num_found += 1
+                if num_found == most:
+                    return most
+                at = ready.get(parent[at])
+                if at is not None:
+                    if num_children[at] > 1:
+                        num_left[at] = num_left.get(at, num_children[at]) - 1
+                    if num_left.get(at) or not is_unread[at]:
+                        break
+        return num_found
 
     def _sweep_for(self, wanted: int) -> None:
         columns, cleared = self.columns, self.index.cleared
@@ -104,25 +121,14 @@ class SlotTable:
         return evicted
 
     def publish(self, space: Space, hashes: list[bytes], slots: list[int], stamp: int) -> None:
-        """Make whole blocks readable that were being written.
-
-        Args:
-            space: of the blocks, not cleared.
-            hashes: of the blocks, in the order in which they were claimed.
-            slots: slot of each.
-            stamp: of the touch at their claim.
-        """
+        """Make blocks readable that were being written, in the order of their claim; `stamp` is of its touch."""
         self.index.publish(space, hashes, slots)
         self.columns.num_writing -= len(slots)
         self.num_published += len(slots)
         self.eviction.stored(slots, stamp)
 
     def abort(self, slots: list[int]) -> list[bytes]:
-        """Abort blocks being written: they are never published. Their writers keep the slots.
-
-        Returns:
-            The hashes of blocks that were not aborted before.
-        """
+        """Abort blocks being written; their writers keep the slots. Return the hashes of those not aborted before."""
         aborted, lost = self.index.abort(slots)
         self.columns.aborted.update(aborted)
         self.eviction.freed(aborted)
@@ -140,3 +146,23 @@ class SlotTable:
             self.eviction.freed(listed)
             self.columns.clear(slots, listed)
         return len(slots)
+
+    def hot_chains(self, max_blocks: int) -> list[BlockHashes]:
+        """Return the most recently touched chains, each from its root, up to `max_blocks` blocks in all."""
+        index = self.index
+        ready = (slot for space in index.spaces.values() for slot in space.ready.values())
+        leaves = [slot for slot in ready if not index.num_children[slot]]
+        leaves.sort(key=self.eviction.last_touch, reverse=True)
+        chains, seen = list[BlockHashes](), set[int]()
+        for leaf in leaves:
+            space, path = index.space[leaf], list[int]()
+            at: int | None = leaf
+            while at is not None and len(path) < max_blocks:
+                path.append(at)
+                at = space.ready.get(index.parent[at])  # None above a root: no block is named as its namespace.
+            is_whole = bool(path) and index.parent[path[-1]] == space.namespace
+            if is_whole and len(seen) + sum(at not in seen for at in path) <= max_blocks:
+                seen.update(path)
+                data = b"".join(index.block_hash[at] for at in reversed(path))
+                chains.append(BlockHashes(space.namespace, space.namespace, 0, data))
+        return chains

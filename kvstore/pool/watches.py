@@ -1,4 +1,4 @@
-"""Callers that wait for blocks which somebody else is writing. No locking here: the pool holds its lock."""
+"""Keep the callers that wait for blocks of another writer. No locking here: the pool holds its lock."""
 
 from __future__ import annotations
 

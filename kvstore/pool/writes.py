@@ -7,7 +7,6 @@ ranks. Its slot becomes free when the write of every rank that had come has ende
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,12 @@ from kvstore.blocks.indexes import pack_ints
 from kvstore.bounds import MAX_HELD_BLOCKS
 from kvstore.errors import ChainBroken, InvalidRequest, PoolExhausted, StaleTicket
 from kvstore.memory.clears import ClearCounts
-from kvstore.pool.block_index import NO_SLOTS, NOTHING, Space
-from kvstore.pool.owners import IdsByOwner
+from kvstore.pool.block_index import NOTHING, Space
+from kvstore.pool.owners import OwnedTable
 from kvstore.pool.part_runs import PartRuns
-from kvstore.pool.slot_lists import Segment, SlotList
+from kvstore.pool.runs import Segment
+from kvstore.pool.slot_lists import NO_SLOTS, SlotList
 from kvstore.pool.slots import SlotTable
-
-
-@functools.lru_cache(maxsize=64)
-def _positions(count: int) -> bytes:
-    return pack_ints(range(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +55,16 @@ class _Write:
     num_done: int = 0
 
     @property
-    def num_held(self) -> int:
-        """Number of slots that this write holds or pins."""
+    def owner(self) -> str:
+        return self.terms.owner
+
+    @property
+    def num_blocks(self) -> int:
         return len(self.slots) + len(self.pinned)
 
 
-class WriteTable:
-    """The unfinished writes of one pool.
-
-    Args:
-        table: the pool's slots.
-        epoch: the life of the pool.
-        new_id: makes write ids.
-        on_settled: called with hashes of blocks that are not being written any more.
-        clears: how often namespaces were cleared.
-    """
+class WriteTable(OwnedTable[_Write]):
+    """The unfinished writes of one pool; `on_settled` is called with hashes of blocks that no longer have a writer."""
 
     def __init__(
         self,
@@ -84,20 +74,14 @@ class WriteTable:
         on_settled: Callable[[Collection[bytes]], None],
         clears: ClearCounts,
     ) -> None:
+        super().__init__()
         self._table, self._epoch, self.new_id, self._on_settled = table, epoch, new_id, on_settled
-        self._writes: dict[int, _Write] = {}
-        self._by_owner = IdsByOwner()
-        # Slots held or pinned by all writes together.
-        self._num_blocks = 0
-        self._parts = PartRuns(table.columns, table.index.look_at)
+        self._parts = PartRuns(table.columns, table.index.claims.look_at)
         self._clears = clears
-
-    def __len__(self) -> int:
-        return len(self._writes)
 
     def has_deadlines(self) -> bool:
         """Return whether a deadline may end any write."""
-        ends = (min(write.terms.deadline_s, write.terms.parts_deadline_s) for write in self._writes.values())
+        ends = (min(write.terms.deadline_s, write.terms.parts_deadline_s) for write in self.held.values())
         return len(self._parts) > 0 or min(ends, default=float("inf")) < float("inf")
 
     def prepare(self, chain: BlockHashes, hashes: list[bytes], terms: WriteTerms, *, needs_parent: bool) -> StoreTicket:
@@ -119,12 +103,12 @@ class WriteTable:
         here = [slot for slot in found if slot is not None] if found.count(None) < len(found) else []
         if chain.start and chain.parent in ready:
             here.append(ready[chain.parent])
-        pinned = index.listed(here)
+        pinned = index.claims.listed(here)
         if here:
             table.columns.pin(pinned)
         joined: list[int] = []
         if under_way:
-            for segment in index.segments(under_way):
+            for segment in index.claims.segments(under_way):
                 joined += self._parts.joinable(segment, terms.part, terms.num_parts)
                 begin, end = segment.at, segment.at + segment.length
                 found[begin:end] = under_way[begin:end]
@@ -136,11 +120,11 @@ class WriteTable:
         # Read again: the claim may have made the namespace's index.
         space = index.space_of(chain.namespace)
         ready, writing = space.ready, space.writing
-        listed = index.listed(slots)
+        listed = index.claims.listed(slots)
+        touched = run
         if chain.start and (above := ready.get(chain.parent, writing.get(chain.parent))) is not None:
-            stamp = table.eviction.touched(index.listed([above, *run]))
-        else:
-            stamp = table.eviction.touched(listed if slots is run else index.listed(run))
+            touched = [above, *run]
+        stamp = table.eviction.touched(listed if slots is touched else index.claims.listed(touched))
         if end < len(hashes):
             # Pinned blocks after a refused one are not touched, and eviction may have passed their place.
             stamp = 0
@@ -150,15 +134,15 @@ class WriteTable:
             own = hashes if len(indexes) == len(hashes) else [hashes[i] for i in indexes]
             if terms.num_parts > 1:  # Ranks that write the same blocks keep one copy of their hashes.
                 own = [index.block_hash[slot] for slot in slots]
-            segments = index.segments(slots) if terms.num_parts > 1 else []
+            segments = index.claims.segments(slots) if terms.num_parts > 1 else []
             self._parts.come(segments, terms.part)
-            self._begin(write_id, _Write(terms, own, slots, generations, pinned, stamp, segments, space))
+            self.add(write_id, _Write(terms, own, slots, generations, pinned, stamp, segments, space))
         elif here:
             table.unpin(pinned, stamp)
         return StoreTicket(
             write_id=write_id,
             packed_indexes=pack_ints(indexes),
-            packed_slots=listed.packed.packed,
+            packed_slots=listed.packed,
             num_resident=end - len(indexes),
             num_refused=len(hashes) - end,
             num_awaited=sum(own in writing for own in hashes[:end]) - len(indexes) if len(indexes) < end else 0,
@@ -166,10 +150,6 @@ class WriteTable:
             generations=generations,
             epoch=self._epoch,
         )
-
-    def refuse(self, namespace: bytes) -> StoreTicket:
-        """Return an empty ticket, for a writer of blocks from before the last clearing."""
-        return StoreTicket(write_id=0, num_clears=self._clears.get(namespace), epoch=self._epoch)
 
     def reserve(self, num_blocks: int, terms: WriteTerms, *, may_evict: bool) -> StoreTicket:
         """Claim slots for blocks that will never be published; see `Pool.reserve`."""
@@ -184,11 +164,11 @@ class WriteTable:
             )
         run = table.claim_anonymous(num_blocks)
         write_id, generations = self.new_id(), table.columns.lives(run.whole)
-        self._begin(write_id, _Write(terms, [], run.slots, generations, NO_SLOTS, 0, [], NOTHING))
+        self.add(write_id, _Write(terms, [], run.slots, generations, NO_SLOTS, 0, [], NOTHING))
         return StoreTicket(
             write_id=write_id,
-            packed_indexes=_positions(num_blocks),
-            packed_slots=run.whole.packed.packed,
+            packed_indexes=pack_ints(range(num_blocks)),
+            packed_slots=run.whole.packed,
             generations=generations,
             epoch=self._epoch,
         )
@@ -229,10 +209,8 @@ class WriteTable:
         """
         if epoch is not None and epoch != self._epoch:
             raise StaleTicket(f"wanted epoch {self._epoch.hex()}, got {epoch!r}: the store was restarted")
-        write = self._writes.get(write_id) if isinstance(write_id, int) else None
-        if write is None or write.terms.owner != owner:
-            return None
-        if generations is not None and generations != write.generations:
+        write = self.of(write_id, owner)
+        if write is not None and generations is not None and generations != write.generations:
             raise StaleTicket(f"write {write_id}: wanted the generations of its ticket, got others; prepare again")
         return write
 
@@ -260,7 +238,7 @@ class WriteTable:
             self._table.publish(write.space, hashes, slots, write.stamp)
             self._on_settled(hashes)
         if end == len(write.slots):
-            self._end(write_id)
+            self._close(write_id)
         return len(slots)
 
     def abort(self, write_id: int, write: _Write, quarantine: str = "") -> int:
@@ -274,27 +252,23 @@ class WriteTable:
             self._parts.end(write.segments, write.slots, done=False)
         else:
             self._table.columns.end_aborted(pending, quarantine)
-        self._end(write_id)
+        self._close(write_id)
         return len(pending)
 
     def _abort_blocks(self, slots: list[int]) -> None:
         if lost := self._table.abort(slots):
             self._on_settled(lost)
 
-    def release_owner(self, owner: str) -> int:
-        """Abort all writes of an owner that has ended; return how many."""
-        return self._abort_all(self._by_owner.of(owner))
-
-    def holds(self, owner: str) -> bool:
-        """Return whether an owner has an unfinished write."""
-        return owner in self._by_owner
+    def end(self, write_id: int) -> None:
+        """Abort a write that is unfinished."""
+        self.abort(write_id, self.held[write_id])
 
     def expire(self, now_s: float) -> int:
         """Give up blocks whose ranks did not all come, and overdue writes; return the number of these writes."""
         for run, place in self._parts.overdue(now_s):
             self._abort_blocks([run.slots[place]])
             self._parts.leave(run, place)
-        return self._abort_all([i for i, write in self._writes.items() if write.terms.deadline_s < now_s])
+        return self.end_all([i for i, write in self.held.items() if write.terms.deadline_s < now_s])
 
     def clear(self, namespace: bytes) -> int:
         """Make a namespace's group unfindable; return its number of blocks. `sweep` gives their slots back."""
@@ -322,27 +296,15 @@ class WriteTable:
                 self._parts.leave(run, place)
             num_slots -= len(slots)
 
-    def _abort_all(self, write_ids: list[int]) -> int:
-        for write_id in write_ids:
-            self.abort(write_id, self._writes[write_id])
-        return len(write_ids)
-
     def _check_room(self) -> None:
-        if self._num_blocks >= MAX_HELD_BLOCKS:
+        if self.num_blocks >= MAX_HELD_BLOCKS:
             raise PoolExhausted(
                 f"wanted unfinished writes of at most {MAX_HELD_BLOCKS} blocks of a store at once, with those that "
-                f"they keep, got {self._num_blocks} and more; let some end first"
+                f"they keep, got {self.num_blocks} and more; let some end first"
             )
 
-    def _begin(self, write_id: int, write: _Write) -> None:
-        self._writes[write_id] = write
-        self._by_owner.add(write.terms.owner, write_id)
-        self._num_blocks += write.num_held
-
-    def _end(self, write_id: int) -> None:
-        write = self._writes.pop(write_id)
-        self._by_owner.drop(write.terms.owner, write_id)
-        self._num_blocks -= write.num_held
+    def _close(self, write_id: int) -> None:
+        write = self.pop(write_id)
         if len(write.pinned):
             self._table.unpin(write.pinned, write.stamp)
 
@@ -350,12 +312,11 @@ class WriteTable:
         """Add the pins of all writes to `refs`; assert that slots and writers agree."""
         index, columns = self._table.index, self._table.columns
         writers: Counter[int] = Counter()
-        self._by_owner.check({write_id: write.terms.owner for write_id, write in self._writes.items()})
-        assert self._num_blocks == sum(write.num_held for write in self._writes.values()), "blocks of writes"
-        for write in self._writes.values():
+        self.check_owners()
+        for write in self.held.values():
             refs.update(write.pinned)
             writers.update(write.slots[write.num_done :])
-            lives = columns.lives(index.listed(write.slots))
+            lives = columns.lives(index.claims.listed(write.slots))
             assert lives == write.generations or write.num_done, "a claimed slot began a new life"
         in_parts = self._parts.check(writers)
         assert all(n == 1 for slot, n in writers.items() if slot not in in_parts), "a slot is written by two"

@@ -74,9 +74,9 @@ class Load:
                 return 0
             if grant.packed_slots:
                 first = self.num_ready
-                self.num_ready += len(grant.slots)
+                self.num_ready += grant.num_blocks
                 self._tell(first, grant.packed_slots, is_last=self.num_ready == len(self.chain))
-            return len(grant.slots)
+            return grant.num_blocks
 
     def end(self, reason: str) -> None:
         """Send the client its last message with the reason, unless it has got it already."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.chunking import plan_chunks, plan_segments
+from kvstore.blocks.indexes import ints_in
 from kvstore.config import StoreConfig
 from kvstore.errors import KVStoreError, LeaseError, TransferError
 from kvstore.mover.link import MoverLink
@@ -63,7 +64,7 @@ class _Segment:
     first: int
     chain: BlockHashes
     write_id: int
-    indexes: npt.NDArray[np.int64]
+    indexes: npt.NDArray[np.int32]
     slots: npt.NDArray[np.int32]
     read: CoveredRead = field(init=False)
     has_ended: bool = False
@@ -148,13 +149,13 @@ class PeerRead(contextlib.AbstractContextManager["PeerRead"]):
         piece = self._chain.tail(first).head(end - first)
         ticket = self._pool.prepare_store(piece, self._owner, needs_parent=False)
         self._is_full = ticket.num_refused > 0
-        if not ticket.indexes:
+        if not ticket.packed_indexes:
             return None
-        indexes, hashes = np.asarray(ticket.indexes), piece.hashes()
+        indexes, hashes = ints_in(ticket.packed_indexes), piece.hashes()
         if len(indexes) < len(hashes):
-            hashes = [hashes[i] for i in ticket.indexes]
+            hashes = [hashes[i] for i in indexes.tolist()]
         self._entered += self._context.flights.enter(hashes, self._flight)
-        return _Segment(first, piece, ticket.write_id, indexes, np.asarray(ticket.slots, dtype=np.int32))
+        return _Segment(first, piece, ticket.write_id, indexes, ints_in(ticket.packed_slots))
 
     def _drop_claim(self) -> None:
         """Give up slots that were claimed and not read into."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.pool import block_index, lru, pool, slot_columns, slots
+from kvstore.pool import block_index, lru, pool, runs, slot_columns, slots
 from poolcheck.chains import NAMESPACES
 from poolcheck.explore import explore, replay
 from poolcheck.handoff_scenarios import HANDOFFS
@@ -12,7 +12,7 @@ from poolcheck.run import Run, ScheduleFailed
 from poolcheck.scenarios import SCENARIOS
 from poolcheck.world import World
 
-_FILES = frozenset(module.__file__ for module in (pool, slots, block_index, slot_columns, lru))
+_FILES = frozenset(module.__file__ for module in (pool, slots, block_index, runs, slot_columns, lru))
 
 
 @pytest.mark.parametrize("name", [*SCENARIOS, *HANDOFFS])

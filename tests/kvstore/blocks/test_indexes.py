@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvstore.blocks.indexes import check_below, check_packed_slots, checked_slots, ints_in, pack_ints
+from kvstore.blocks.grants import Grant
+from kvstore.blocks.indexes import check_below, checked_slots, ints_in, pack_ints
 from kvstore.errors import ProtocolError
 
 
@@ -47,10 +48,10 @@ def test_packed_slots_are_checked_alike_whether_they_are_few_or_many(count, wron
         slots[where] = wrong
     packed = pack_ints(slots)
     if wrong is None or not count:
-        check_packed_slots(packed, count, 5000)
+        Grant(packed_slots=packed).slots_of(count, 5000)
     else:
         with pytest.raises(ProtocolError, match="slots"):
-            check_packed_slots(packed, count, 5000)
+            Grant(packed_slots=packed).slots_of(count, 5000)
     for broken, num_blocks in ((packed + b"x", count + 1), (packed, count - 1)):
         with pytest.raises(ProtocolError):
-            check_packed_slots(broken, num_blocks, 1 << 31)
+            Grant(packed_slots=broken).slots_of(num_blocks, 1 << 31)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
-from kvstore.blocks.grants import PackedInts, StoreTicket
+from kvstore.blocks.grants import StoreTicket
+from kvstore.blocks.indexes import pack_ints
 from kvstore.blocks.part import as_part
 from kvstore.client.save import run_save
 from kvstore.client.work import CopyGuard
@@ -19,8 +20,8 @@ CHAIN = BlockHashes(b"n" * 32, b"n" * 32, 0, b"".join(bytes([i]) * 32 for i in r
 def ticket(*indexes, num_refused=0, num_awaited=0):
     made = StoreTicket(
         write_id=1,
-        packed_indexes=PackedInts.of(indexes).packed,
-        packed_slots=PackedInts.of(indexes).packed,
+        packed_indexes=pack_ints(indexes),
+        packed_slots=pack_ints(indexes),
         num_resident=3 - len(indexes) - num_refused,
         num_refused=num_refused,
         num_awaited=num_awaited,

@@ -136,5 +136,5 @@ def test_ranks_of_a_write_keep_one_copy_of_its_hashes():
     run = BlockHashes(NAMESPACES[0], NAMESPACES[0], 0, b"".join(chain_of("abcd").hashes()))
     for part in range(2):
         pool.prepare_store(run, "w", num_parts=2, part=part)
-    first, second = pool.writes._writes.values()
+    first, second = pool.writes.held.values()
     assert all(ours is theirs for ours, theirs in zip(first.hashes, second.hashes, strict=True))

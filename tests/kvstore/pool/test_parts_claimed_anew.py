@@ -71,7 +71,7 @@ def test_the_cost_of_a_message_is_bounded_by_its_length_in_whatever_pieces_its_s
         failed = pool.prepare_store(block, "rank0", num_parts=3, part=0)
         pool.abort_store(failed.write_id, "rank0")
         assert list(pool.prepare_store(block, "rank0", num_parts=3, part=0).slots) == [number]
-    pool.table.index.run = Counted(pool.table.index.run)
+    pool.table.index.claims.run = Counted(pool.table.index.run)
     joined = pool.prepare_store(run(letters), "rank2", num_parts=3, part=2)
     assert len(joined.slots) == num_blocks
     assert Counted.num_read < 100 * num_blocks

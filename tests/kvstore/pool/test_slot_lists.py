@@ -1,6 +1,5 @@
 """A run of blocks finds what one look-up for each block would find."""
 
-import operator
 import random
 import time
 
@@ -8,9 +7,10 @@ import numpy as np
 import pytest
 
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
-from kvstore.blocks.grants import PackedInts
+from kvstore.blocks.indexes import ints_in
 from kvstore.pool.pool import Pool
-from kvstore.pool.slot_lists import Run, SlotList, join
+from kvstore.pool.runs import Run
+from kvstore.pool.slot_lists import SlotList, join
 
 SPACE = bytes(32)
 
@@ -60,7 +60,7 @@ def test_a_list_of_slots_takes_the_same_items_in_every_form(slots):
     for begin in range(len(slots) + 1):
         for end in range(begin, len(slots) + 1):
             part = listed.part(begin, end)
-            assert column[part.index].tolist() == list(part) == list(part.packed) == slots[begin:end]
+            assert column[part.index].tolist() == list(part) == ints_in(part.packed).tolist() == slots[begin:end]
             both = join([listed, part])
             assert column[both.index].tolist() == list(both) == [*slots, *slots[begin:end]]
             assert both.is_distinct == (len(set(list(both))) == len(both))
@@ -93,25 +93,6 @@ def test_a_prefix_is_that_of_block_by_block(seed):
         pool.check_integrity()
         if turn % 20 == 19:
             pool.release_owner("r")
-
-
-def test_packed_integers_are_a_tuple_to_everybody():
-    packed = PackedInts.of([3, 1, 2])
-    assert packed == (3, 1, 2) == packed
-    assert packed == (3, 1, 2)
-    assert packed != (3, 1)
-    assert packed != PackedInts.of([3, 1])
-    assert packed == PackedInts.of(np.array([3, 1, 2]))
-    assert PackedInts.of(packed) is packed
-    assert PackedInts.of(range(2, 8, 3)) == (2, 5)
-    assert {packed: 1}[PackedInts.of((3, 1, 2))] == 1
-    assert (len(packed), packed[1], packed[-1], packed[1:], list(packed)) == (3, 1, 2, (1, 2), [3, 1, 2])
-    assert operator.add(packed, (7,)) == (3, 1, 2, 7)
-    assert 2 in packed
-    assert 7 not in packed
-    assert not PackedInts()
-    assert np.asarray(packed, dtype=np.int64).tolist() == [3, 1, 2]
-    assert repr(packed) == "(3, 1, 2)"
 
 
 @pytest.mark.parametrize("same", [1, 2, 15, 16, 17, 18, 130, 1024, 5000])

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
-from kvstore.blocks.grants import Grant, PackedInts, StoreTicket
+from kvstore.blocks.grants import Grant, StoreTicket
+from kvstore.blocks.indexes import pack_ints
 from kvstore.bounds import MAX_NODE_ID_CHARS
 from kvstore.errors import ChainBroken, ProtocolError
 from kvstore.rpc import handoff_messages, messages
@@ -33,7 +34,7 @@ def test_load():
 
 @given(ids, ints)
 def test_grant(lease_id, slots):
-    grant = Grant(lease_id, PackedInts.of(slots).packed, bytes(4 * len(slots)), 7, EPOCH)
+    grant = Grant(lease_id, pack_ints(slots), bytes(4 * len(slots)), 7, EPOCH)
     back = messages.decode_grant(encode(grant))
     assert back == grant
     assert back.slots == tuple(slots)
@@ -64,8 +65,8 @@ def test_ticket(write_id, pairs):
     indexes, slots = [a for a, _ in pairs], [b for _, b in pairs]
     ticket = StoreTicket(
         write_id=write_id,
-        packed_indexes=PackedInts.of(indexes).packed,
-        packed_slots=PackedInts.of(slots).packed,
+        packed_indexes=pack_ints(indexes),
+        packed_slots=pack_ints(slots),
         num_resident=3,
         num_refused=4,
         num_awaited=2,

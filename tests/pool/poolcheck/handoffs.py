@@ -69,7 +69,7 @@ class Handoffs:
         try:
             slots = self.table.prepare(
                 key_of(name), writer_of(name), name, _NAMESPACE, self.version, num_blocks, self.places[slab]
-            )
+            ).tolist()
         except (PoolExhausted, InvalidRequest):
             return ()
         self._enter(slots, name, slab)
@@ -180,13 +180,13 @@ class Handoffs:
     def spill(self, claim: Claim) -> Sequence[int]:
         """Have the mover copy claimed blocks of the stage to the arena; none when it could not."""
         try:
-            slots = self.table.move(claim.claim_id, self.places[0])
+            slots = self.table.move(claim.claim_id, self.places[0]).tolist()
         except (PoolExhausted, BlockNotFound):
             return ()
         if self.mover_lives:
             self._enter(slots, _MOVER, 0)
         stage, arena, half = self.worlds[1].memory, self.arena.memory, 8
-        for source, target in zip(claim.slots, slots, strict=True):
+        for source, target in zip(claim.slots.tolist(), slots, strict=True):
             for part in range(2):
                 if self.mover_lives:
                     at, to = (2 * source + part) * half, (2 * target + part) * half

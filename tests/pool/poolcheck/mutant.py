@@ -8,8 +8,8 @@ from poolcheck.patch import Patch
 
 POOL, SLOTS, LEASES, WRITES = "kvstore.pool.pool", "kvstore.pool.slots", "kvstore.pool.leases", "kvstore.pool.writes"
 INDEX, COLUMNS, LRU = "kvstore.pool.block_index", "kvstore.pool.slot_columns", "kvstore.pool.lru"
-PART_RUNS = "kvstore.pool.part_runs"
-RUNS, PRESENCE, VERSIONS = "kvstore.pool.slot_lists", "kvstore.memory.presence", "kvstore.remote.versions"
+PART_RUNS, OWNED = "kvstore.pool.part_runs", "kvstore.pool.owners"
+RUNS, PRESENCE, VERSIONS = "kvstore.pool.runs", "kvstore.memory.presence", "kvstore.remote.versions"
 EXPLORER = "tests/pool/test_explorer.py::test_every_schedule_up_to_three_preemptions"
 LINES = "tests/pool/test_explorer.py::test_a_preemption_at_every_line_of_the_pool"
 MODEL = "tests/pool/test_model.py::TestPoolMachine::runTest"

@@ -10,6 +10,7 @@ from poolcheck.mutant import (
     LEASES,
     LRU,
     MODEL,
+    OWNED,
     PEERS,
     POOL,
     POOL_PINS,
@@ -61,11 +62,11 @@ HOLDERS = (
             GAP,
             Patch(
                 LEASES,
-                "        return self._drop_all([i for i, lease in self._leases.items() if lease.deadline_s < now_s])\n",
+                "        return self.end_all([i for i, lease in self.held.items() if lease.deadline_s < now_s])\n",
                 (
-                    "        late = [i for i, lease in self._leases.items() if lease.deadline_s < now_s]\n"
+                    "        late = [i for i, lease in self.held.items() if lease.deadline_s < now_s]\n"
                     "        self._table.gap()\n"
-                    "        return self._drop_all([i for i in late if i in self._leases])\n"
+                    "        return self.end_all([i for i in late if i in self.held])\n"
                 ),
             ),
         ),
@@ -74,17 +75,17 @@ HOLDERS = (
     bug(
         "release not idempotent",
         "LMCache: ref counts below what is held",
-        LEASES,
-        "        lease = self._leases.pop(lease_id)\n",
-        "        lease = self._leases[lease_id]\n",
+        OWNED,
+        "        entry = self.held.pop(number)\n",
+        "        entry = self.held[number]\n",
         f"{EXPLORER}[wrong_releases]",
     ),
     bug(
         "release by anybody",
         "TensorRT-LLM: unpin takes raw ids",
-        LEASES,
-        "return lease if lease is not None and lease.owner == owner else None",
-        "return lease",
+        OWNED,
+        "return found if found is not None and found.owner == owner else None",
+        "return found",
         f"{EXPLORER}[wrong_releases]",
     ),
     bug(
@@ -99,9 +100,8 @@ HOLDERS = (
         "lookup that pins",
         "LMCache, Mooncake: what is looked up stays pinned",
         POOL,
-        "            return self.table.index.num_ready(namespace, data)\n",
-        "            asked = BlockHashes(namespace, namespace, 0, data)\n"
-        '            return len(self.leases.pin(asked, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
+        "            return self.table.index.num_ready(chain.namespace, chain.data)\n",
+        '            return len(self.leases.pin(chain, "lookup", _NEVER_S, PinKind.LEASE).slots)\n',
         MODEL,
     ),
     bug(
