@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from kvstore.blocks.shape import KVShape, Planes, SideTensor
     from kvstore.blocks.ticket import HandoffTicket
     from kvstore.client.client import Client
+    from kvstore.client.job import Job
     from kvstore.client.lease import Lease
     from kvstore.client.results import (
         BlockFailure,
         FetchResult,
         HandoffRoute,
-        Job,
         LoadResult,
         Match,
         MissReason,
@@ -85,7 +85,7 @@ _MODULE_OF = {
     "Part": "blocks.part",
     "Lease": "client.lease",
     "BlockFailure": "client.results",
-    "Job": "client.results",
+    "Job": "client.job",
     "LoadResult": "client.results",
     "Match": "client.results",
     "MissReason": "client.results",

@@ -1,4 +1,4 @@
-"""A client's attachment to one epoch of its store: connections, mapped memory, jobs, and their end."""
+"""A client's attachment to one epoch of its store: connections, mapped memory, threads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from kvstore.blocks.chain import HASH_BYTES, BlockHashes
 from kvstore.blocks.codec import decode_counts, encode
@@ -17,12 +16,11 @@ from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.part import Part
 from kvstore.bounds import MAX_CHAIN_BYTES, check_count, check_node_id, check_seconds, clip
 from kvstore.client.connections import StoreConnections
+from kvstore.client.handoff.stage_link import StageLink
 from kvstore.client.job_threads import JobThreads
-from kvstore.client.results import HandoffRoute, Job
-from kvstore.client.stage_link import StageLink
-from kvstore.client.work import CopyGuard, Work
+from kvstore.client.results import HandoffRoute
 from kvstore.config import parse_bytes
-from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
+from kvstore.engine.copier import EngineCopier
 from kvstore.errors import CopyStuck, InvalidRequest, KVStoreError, NamespaceMismatch, StoreUnavailable
 from kvstore.memory.clears import ClearCounts
 from kvstore.memory.mapping import ArenaMapping
@@ -35,23 +33,11 @@ logger = logging.getLogger(__name__)
 
 _LATE_S = 600.0
 _MOST_STAGE_BYTES = 1 << 62
-#: A running copy is waited for in turns of this length.
-_CALL_OFF_S = 5.0
+#: Limit for a lost store's memory to be unmapped, where `close` waits on a thread of its own.
+_UNMAP_S = 5.0
 #: Kept until the process ends, which should be soon: collecting one would unmap memory that a device may still write
 #: to, and give its slots back.
 _with_stuck_copies: set[Attachment] = set()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Engine:
-    """The cache that an engine registered, and the copier between it and the arena."""
-
-    copier: EngineCopier
-
-    def pages(self, block_ids: object, chain: BlockHashes, num_threads: int = 0) -> EnginePages:
-        """Return where a chain's tokens lie; copies are ordered after the calling thread's stream."""
-        pages = engine_pages(block_ids, self.copier.layout, self.copier.cache.shape.block_size, chain.start, len(chain))
-        return ordered(pages, self.copier, num_threads)
 
 
 class Attachment:
@@ -59,16 +45,10 @@ class Attachment:
 
     Every job and every lease refers to it. So it is collected, and gives back what it holds, when nothing uses it.
 
-    Args:
-        control_path: the node store's socket.
-        space, part: the client's.
-
     Attributes:
-        store: the connections.
         clears: how often namespaces were cleared; reads the store's memory.
         stage: the link to the stage of the cache's GPU; nothing is attached before `StageLink.attach`.
-        threads: the threads of jobs.
-        engine: None until a cache is registered; see `registered`.
+        copier: copies to and from the registered cache; None without one, see `registered`.
         is_lost: whether that epoch of the store has ended.
         is_stuck: whether copies of a job did not end, so that nothing they may use is given back.
 
@@ -84,7 +64,7 @@ class Attachment:
         #: Threads of the ended epoch, and an event that is set when its memory is unmapped.
         self._threads_of_lost: JobThreads | None = None
         self._unmapped_lost = threading.Event()
-        self.engine: Engine | None = None
+        self.copier: EngineCopier | None = None
         self._presence: PresenceView | None = None
         # The store may end during the first question: create everything that `lose` closes before it.
         self.threads, self.clears = JobThreads(), ClearCounts()
@@ -107,28 +87,27 @@ class Attachment:
         # Not at process exit: jobs may still run then, and the exit itself tells the store.
         weakref.finalize(self, _end_collected, self.store, self.mapping).atexit = False
 
-    def register(self, engine: Engine) -> None:
-        """Copy to and from another cache from now on; running jobs keep the cache they began with."""
-        self.engine = engine
-        self.stage.use_caches(engine.copier.cache)
+    def register(self, copier: EngineCopier) -> None:
+        """Copy to and from another cache from now on. Running jobs keep the cache they began with."""
+        self.copier = copier
+        self.stage.use_caches(copier.cache)
 
-    def registered(self) -> Engine:
-        """Return the registered cache.
+    def registered(self) -> EngineCopier:
+        """Return the copier of the registered cache.
 
         Raises:
             InvalidRequest: there is none.
             StoreUnavailable: there is none, because the client was closed.
-            ForkedClient: this is a child of the process that made the client.
         """
         self.store.check_process()
-        if self.engine is None:
+        if (copier := self.copier) is None:
             self.store.check_open()
             raise InvalidRequest("no cache is registered; call register_kv_caches(...) first")
-        return self.engine
+        return copier
 
     def attach_stage(self, staging: str | int, peers: Sequence[str]) -> HandoffRoute:
         """Attach a stage, which replaces the earlier one; see `Client.attach_handoff`."""
-        caches = self.registered().copier.cache
+        caches = self.registered().cache
         num_bytes = check_count("staging", parse_bytes(staging), 1, _MOST_STAGE_BYTES)
         nodes = _checked_peers(peers)
         self.stage.close()
@@ -141,7 +120,6 @@ class Attachment:
         Raises:
             InvalidRequest: they are not `BlockHashes`, or too many.
             NamespaceMismatch: they are of another namespace.
-            ForkedClient: this is a child of the process that made the client.
         """
         self.store.check_process()
         if not isinstance(hashes, BlockHashes):
@@ -165,11 +143,7 @@ class Attachment:
         return self.store.config.transfer_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
 
     def map_presence(self) -> None:
-        """Map the memory that `is_absent` reads; may be called again.
-
-        Raises:
-            StoreUnavailable: the node store is gone, or was restarted, or the client was closed.
-        """
+        """Map the memory that `is_absent` reads; see `Client.map_presence`."""
         self.store.check_open()
         if self._presence is None:
             self._presence = PresenceView(self.store.path, self.store.epoch, timeout_s=self.store.call_timeout_s)
@@ -197,55 +171,6 @@ class Attachment:
         start = slot * self.slot_bytes
         return self.arena.memory[start : start + self.space.shape.block_bytes].toreadonly()
 
-    # Jobs.
-
-    def submit(
-        self, work: Work[Any], what: str, guard: CopyGuard, start: Callable[[Work[Any]], None] | None = None
-    ) -> Job[Any]:
-        """Start a job and return it.
-
-        After an error, no copy of the job touches the engine's blocks, and the job gives back what it holds.
-
-        Args:
-            work: the job's work; its steps refer to this attachment.
-            what: names the job in messages.
-            guard: asked before its copies.
-            start: starts it; None for the copying threads.
-        """
-        threads, order = self.threads, guard.order
-
-        def abandon(timeout_s: float) -> bool:
-            is_given_up = guard.abandon(timeout_s)
-            threads.wake(work)
-            return is_given_up
-
-        try:
-            # Made before the start: a later interrupt has to end it.
-            wait_on = order.wait_on if order is not None else None
-            job: Job[Any] = Job(work.future, what, abandon, wait_on, work, threads.call)
-            if order is not None:
-                work.future.add_done_callback(lambda _: order.end())
-            self.store.check_open()
-            (start or threads.start)(work)
-            return job
-        except BaseException:
-            self.call_off(work, guard, threads)
-            raise
-
-    def call_off(self, work: Work[Any], guard: CopyGuard, threads: JobThreads | None = None) -> None:
-        """End work, however far its start came; it no longer touches the engine's blocks.
-
-        It may have ended already. The work itself gives back what it holds, because it may use that until its end.
-        """
-        threads = self.threads if threads is None else threads
-        work.is_called_off = True
-        work.future.cancel()
-        is_given_up = guard.abandon(0.0)
-        threads.wake(work)
-        threads.settle(work)
-        while not is_given_up and not work.future.done():  # A copy must end before the caller continues.
-            is_given_up = guard.abandon(_CALL_OFF_S)
-
     @contextlib.contextmanager
     def noting_stuck(self) -> Iterator[None]:
         """If the body raises CopyStuck, keep this attachment until the process ends."""
@@ -256,10 +181,8 @@ class Attachment:
             _with_stuck_copies.add(self)
             raise
 
-    # The end.
-
     def lose(self) -> None:
-        """End this attachment after its store ended; unmap the memory, which the next epoch may need."""
+        """End this attachment after its store ended. Unmap the memory, which the next epoch may need."""
 
         def unmap(threads: JobThreads) -> None:
             with contextlib.ExitStack() as steps:
@@ -316,13 +239,13 @@ class Attachment:
         self.store.close(jobs_are_over=have_ended and not self.is_stuck)  # Last: after it no step is repeated.
 
     def end_jobs(self, ended: threading.Event, timeout_s: float | None = None) -> None:
-        """Take no more jobs; set `ended` when none runs and a lost store's memory is unmapped."""
+        """Take no more jobs. Set `ended` when none runs and a lost store's memory is unmapped."""
         if not self.threads.shutdown(timeout_s):
             return
         if (lost := self._threads_of_lost) is not None:
             if not lost.shutdown(timeout_s):
                 return
-            self._unmapped_lost.wait(_CALL_OFF_S if timeout_s is None else timeout_s)
+            self._unmapped_lost.wait(_UNMAP_S if timeout_s is None else timeout_s)
         ended.set()
 
     def unmap(self, *, copies_are_over: bool) -> None:
@@ -331,14 +254,14 @@ class Attachment:
             if self.is_unmapped:
                 return
             self.is_unmapped = True
-            engine, self.engine = self.engine, self.engine if self.is_lost else None
+            copier, self.copier = self.copier, self.copier if self.is_lost else None
         copies_are_over = copies_are_over and not self.is_stuck
-        if engine is not None and copies_are_over:
-            engine.copier.close()
+        if copier is not None and copies_are_over:
+            copier.close()
         self.mapping.close(copies_are_over=copies_are_over)
 
     def _unmap_late(self, ended: threading.Event) -> None:
-        """After `close`, wait for jobs that outlasted it; then unmap and give back what they used."""
+        """After `close`, wait for jobs that outlasted it. Then unmap and give back what they used."""
         while not ended.wait(_LATE_S):
             logger.warning("jobs of a closed client still run; what they hold is given back when they end")
         if not self.is_stuck:

@@ -1,8 +1,7 @@
 """The client: saves and loads the blocks of a worker process's engine.
 
 It talks only to the store of its own node. Most requests need one control call; the bytes go through the arena, which
-client and store both map. Jobs run on threads of the client and hold none while they wait; see kvstore.client.work.
-Each call is implemented in the module of that name; all of them share the attachment.
+client and store both map. Each call is implemented in the module of that name; all of them share the attachment.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part, as_part
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.bounds import check_callable, check_flag, check_seconds, clip
-from kvstore.client import fetch, lease, load, publish, save
-from kvstore.client.attachment import Attachment, Engine
+from kvstore.client import lease, load, save
+from kvstore.client.attachment import Attachment
+from kvstore.client.handoff import fetch, publish
+from kvstore.client.job import Job
 from kvstore.client.lease import Lease
-from kvstore.client.results import FetchResult, HandoffRoute, Job, LoadResult, Match, Pinned, Publication, SaveResult
+from kvstore.client.results import FetchResult, HandoffRoute, LoadResult, Match, Pinned, Publication, SaveResult
 from kvstore.engine.cuda_copier import CopyPath
 from kvstore.engine.detect import detect_layout
 from kvstore.engine.layout import EngineLayout
@@ -106,7 +107,7 @@ class Client:
         copier = make_copier(
             caches, layout, shape, self._attached.mapping, self.slot_bytes, self.num_slots, copy_path, sides
         )
-        self._attached.register(Engine(copier))
+        self._attached.register(copier)
         return layout
 
     # Questions.
@@ -132,8 +133,7 @@ class Client:
             The prefix that each node has alone. A load can deliver more than the longest: it combines nodes.
 
         Raises:
-            NamespaceMismatch: the hashes are of another namespace.
-            InvalidRequest: an argument is wrong.
+            NamespaceMismatch, InvalidRequest: an argument is wrong.
             PeerLost: the node store is gone.
             TransferTimeout: no answer in time; the next lookup may be made at once.
         """
@@ -177,8 +177,7 @@ class Client:
             True if a lookup made now would find nothing. False says nothing; ask `lookup`.
 
         Raises:
-            NamespaceMismatch: the hashes are of another namespace.
-            InvalidRequest: an argument is wrong.
+            NamespaceMismatch, InvalidRequest: an argument is wrong.
         """
         if not isinstance(remote, bool):
             remote = check_flag("remote", remote)
@@ -283,8 +282,8 @@ class Client:
                 its cores. 0 means a quarter of the cores, from one to four.
 
         Returns:
-            A job; its result gives the usable prefix and each block that is not usable. Blocks after the prefix may
-            hold anything.
+            A job; its result gives the usable prefix, and a reason for each block that is not usable. Blocks after the
+            prefix may hold anything.
 
         Raises:
             NamespaceMismatch, InvalidRequest: an argument is wrong; nothing changed.
@@ -340,8 +339,7 @@ class Client:
     def prepare_ticket(self, num_blocks: int, *, ttl_s: float | None = None) -> HandoffTicket:
         """Return a ticket to send ahead of blocks that this client will publish.
 
-        A fetch waits until the blocks are published under it and in place. Meanwhile the reader prepares all that comes
-        before the READ.
+        A fetch waits until the blocks are published under it and in place, and prepares its READ meanwhile.
 
         Args:
             num_blocks: stored blocks that will be published.
@@ -379,9 +377,8 @@ class Client:
             the device fails later, the ticket is void: the log and the fetch report it.
 
         Raises:
-            InvalidRequest: an argument is wrong; nothing changed.
-            InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
-                before; nothing changed.
+            InvalidRequest, NamespaceMismatch, LayoutMismatch: an argument is wrong, or the ticket is not one of this
+                client or was used before; nothing changed.
             PoolExhausted: the store has no room for all of the blocks; nothing changed.
             StaleVersion: the namespace was cleared meanwhile; nothing is kept.
             LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed; nothing is kept.
@@ -409,9 +406,8 @@ class Client:
             The ticket and the job. If the job fails, its `result` raises the error, and the ticket is void.
 
         Raises:
-            InvalidRequest, PoolExhausted, StoreUnavailable, PeerLost, TransferTimeout: as for `publish`.
-            InvalidRequest, NamespaceMismatch, LayoutMismatch: the ticket is not one of this client, or was used
-                before; nothing changed.
+            InvalidRequest, NamespaceMismatch, LayoutMismatch, PoolExhausted, StoreUnavailable, PeerLost,
+                TransferTimeout: as for `publish`.
         """
         return publish.begin_publish(self._attached, block_ids, ttl_s, ticket)
 
@@ -446,18 +442,15 @@ class Client:
         Args:
             ticket: of `publish`, `begin_publish` or `prepare_ticket`.
             block_ids: the engine's blocks for the tokens of the ticket's blocks, in order.
-            skip_prefix_tokens: number of leading tokens that the engine already has. Their bytes are not written, but
-                their blocks are moved all the same. See `Client.load`.
+            skip_prefix_tokens: see `load`; the blocks of these tokens are moved all the same.
             timeout_s: give up this long after the call; the configured transfer timeout when None.
-            num_copy_threads: see `Client.load`.
+            num_copy_threads: see `load`.
 
         Returns:
-            A job; its result gives the usable prefix and each block that is not usable, with a reason. Blocks after the
-            prefix may hold anything.
+            A job, as for `load`.
 
         Raises:
-            NamespaceMismatch: the ticket is of another namespace; nothing changed.
-            LayoutMismatch: the ticket is of another part or byte order; nothing changed.
+            NamespaceMismatch, LayoutMismatch: the ticket is of another namespace, part or byte order; nothing changed.
             InvalidRequest: another argument is wrong; nothing changed.
             LayoutMismatch, InvalidRequest, KernelError: nothing can be copied to the cache, because it was resized, a
                 graph is being captured, or the device failed; nothing was copied, but the ticket may be used up.

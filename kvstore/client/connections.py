@@ -56,6 +56,7 @@ class StoreConnections:
         node_id, epoch, config: the store's.
         call_timeout_s: limit for the answer to one call.
         arena: the store's memory, mapped; the caller unmaps it.
+        retelling: tells the store what only this client knows, now or as soon as it answers again.
         for_jobs, for_fetches, for_lookups: idle connections for saves and loads, for fetches, for lookups and `stats`.
 
     Raises:
@@ -78,7 +79,7 @@ class StoreConnections:
         self.for_jobs = IdleConnections(self.connect, self.broken)
         self.for_fetches = IdleConnections(self.connect, self.broken)
         self.for_lookups = IdleConnections(self.connect, self.broken)
-        self._retelling = Retelling(self.call, lambda: self._is_lost)
+        self.retelling = Retelling(self.call, lambda: self._is_lost)
         self.call_timeout_s = _HELLO_TIMEOUT_S
         self.calls, file = self.connect_anew()
         try:
@@ -95,15 +96,10 @@ class StoreConnections:
     def connect_anew(
         self, replaces: ControlClient | None = None, since: int = 0, timeout_s: float | None = None
     ) -> tuple[ControlClient, FileIO]:
-        """Open one more connection, with the descriptor of the arena that the store passes along.
+        """Open one more connection, with the arena's file; the caller closes the file.
 
-        Args:
-            replaces: a broken connection.
-            since: number of a question on that; the store takes back its grants for this and later questions.
-            timeout_s: limit for the store's answer; that of a call when None.
-
-        Returns:
-            The connection, which is in `open` then, and the file of the arena; the caller closes the file.
+        The store takes back its grants over a broken connection, `replaces`, for question `since` and later ones. Its
+        answer is waited for `timeout_s`, or as long as for a call. The connection is in `open` then.
         """
         hello: dict[str, object] = {"role": "client", "protocol": PROTOCOL_VERSION, "owner": self.key}
         if replaces is not None:
@@ -126,12 +122,7 @@ class StoreConnections:
     def connect(
         self, replaces: ControlClient | None = None, since: int = 0, timeout_s: float | None = None
     ) -> ControlClient:
-        """Open one more connection.
-
-        Args:
-            replaces: a broken connection.
-            since: number of a question on that; the store takes back its grants for this and later questions.
-            timeout_s: limit for the store's answer; that of a call when None.
+        """Open one more connection; arguments as for `connect_anew`.
 
         Raises:
             StoreUnavailable: the store is gone, or was restarted; `on_lost` was called.
@@ -177,17 +168,13 @@ class StoreConnections:
                 last = error
         raise last
 
-    def tell_surely(self, op: Op, payload: bytes) -> None:
-        """Tell the store what only this client knows, now or as soon as it answers again."""
-        self._retelling.tell(op, payload)
-
     def say(self, op: Op, payload: bytes) -> None:
         """Send a message without an answer over the connection of calls."""
         self.check_open()
         self.renewed(self.call_timeout_s).send(op, payload)
 
     def renewed(self, timeout_s: float) -> ControlClient:
-        """Return the connection of calls, replaced if broken; also name another broken one to the store."""
+        """Return the connection of calls, replaced if broken. Also name another broken one to the store."""
         if self.broken.is_due():
             self.for_lookups.name_broken(timeout_s)
         if not self.calls.closed:
@@ -213,29 +200,17 @@ class StoreConnections:
     def ask(self, op: Op, payload: bytes, timeout_s: float) -> bytes:
         """Ask over a new connection, for questions that take longer than a call."""
         self.check_open()
-        connection = self.connect()
-        try:
+        with contextlib.closing(self.connect()) as connection:
             return connection.call(op, payload, timeout_s=timeout_s)
-        finally:
-            connection.close()
 
     def check_open(self) -> None:
-        """Refuse to continue after `end`.
-
-        Raises:
-            StoreUnavailable: the client was closed.
-            ForkedClient: this is a child of the process that made it.
-        """
+        """Refuse to continue after `end`, with StoreUnavailable, and in a forked child, with ForkedClient."""
         check_process(self._pid)
         if self.has_ended:
             raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
 
     def check_process(self) -> None:
-        """Refuse a forked child.
-
-        Raises:
-            ForkedClient: this is a child of the process that made the client.
-        """
+        """Refuse a forked child with ForkedClient."""
         check_process(self._pid)
 
     def is_inherited(self) -> bool:
@@ -256,17 +231,14 @@ class StoreConnections:
     def close(self, *, jobs_are_over: bool, waits: bool = True) -> None:
         """Close every connection and have the store take everything back; may be called again.
 
-        If the store does not answer now, a new thread tells it when it does.
-
-        Args:
-            jobs_are_over: False: the store takes back only the pins. Jobs may still copy what they hold, so the store
-                keeps that until `say_goodbye`, or until this process ends.
-            waits: wait for such a store, at most as long as for a call.
+        If the store does not answer now, a new thread tells it when it does; with `waits`, this waits for that at most
+        as long as for a call. Unless `jobs_are_over`, the store takes back only the pins: jobs may still copy what they
+        hold, so the store keeps that until `say_goodbye`, or until this process ends.
         """
         if self.is_inherited():
             connections, self.open = self.open, []
         else:
-            self._retelling.close()
+            self.retelling.close()
             self._say_last(Op.GOODBYE if jobs_are_over else Op.UNPIN_ALL, self.call_timeout_s if waits else 0.0)
             with self._lock:
                 connections, self.open = self.open, []
@@ -279,12 +251,7 @@ class StoreConnections:
         self._say_last(Op.GOODBYE, self.call_timeout_s)
 
     def _say_last(self, op: Op, wait_s: float) -> None:
-        """Send a last message until the store gets it, however late it answers, or until it has ended.
-
-        Args:
-            op: the message, for all connections of this client.
-            wait_s: how long to wait here.
-        """
+        """Send a last message until the store gets it or has ended. Wait here at most `wait_s`."""
         if self._is_lost or self.is_said(op):
             return
         saying = threading.Thread(target=self._say_over_new, args=(op,), name="raykv-goodbye", daemon=True)
@@ -312,11 +279,9 @@ class StoreConnections:
             try:
                 connection, file = self.connect_anew(*named)
                 file.close()
-                try:
+                with contextlib.closing(connection):
                     connection.send(op)
                     return
-                finally:
-                    connection.close()
             except KVStoreError as error:
                 if _is_nobody_there(error) or isinstance(error, ConfigError):
                     logger.debug("the node store was gone before this client")

@@ -37,15 +37,13 @@ class IdleConnections:
         connect: opens another one. Arguments: a broken connection that it replaces; the first question whose grants are
             not wanted any more; the longest wait in seconds, or None for a call's.
         broken: shared by all `IdleConnections` of one client.
-
-    Attributes:
-        is_closed: set when the client is closed: then `keep` must close a connection that comes back.
     """
 
     def __init__(
         self, connect: Callable[[ControlClient | None, int, float | None], ControlClient], broken: BrokenConnections
     ) -> None:
-        self.connect, self.is_closed = connect, False
+        self.connect = connect
+        self.is_closed = False  # Set when the client is closed: then `keep` closes a connection that comes back.
         self.idle: list[ControlClient] = []
         self.broken = broken
 
@@ -53,10 +51,7 @@ class IdleConnections:
         return len(self.idle)
 
     def take(self, timeout_s: float | None = None) -> ControlClient:
-        """Return a connection for the caller alone until `keep`; open one if none is idle.
-
-        Args:
-            timeout_s: limit for opening a new one; a call's limit when None.
+        """Return a connection for the caller alone until `keep`. Open one within `timeout_s` if none is idle.
 
         Raises:
             StoreUnavailable: it could not be opened.
@@ -75,7 +70,7 @@ class IdleConnections:
             self.keep(self._open(_NAME_WITHIN_S if timeout_s is None else min(timeout_s, _NAME_WITHIN_S)))
 
     def keep(self, connection: ControlClient) -> None:
-        """Take back a connection of `take`; nothing that the store gave over it may still be held."""
+        """Take back a connection of `take`. Nothing that the store gave over it may still be held."""
         if self.is_closed or len(self.idle) >= _MOST_IDLE:
             connection.close()
         elif not connection.closed:
@@ -86,12 +81,9 @@ class IdleConnections:
         return Taken(self)
 
     def replace(self, connection: ControlClient, since: int, *, is_stuck: bool) -> None:
-        """Replace a broken connection, so that the store takes back at once what it gave over it.
+        """Replace a closed connection. The store takes back at once what it gave over it from `since` on.
 
-        Args:
-            connection: closed.
-            since: the first question over it whose grants the store takes back.
-            is_stuck: the grants stay taken, because a copy may still run.
+        With `is_stuck` the grants stay taken, because a copy may still run.
         """
         if not is_stuck:
             self.broken.untold.append((connection, since))

@@ -51,21 +51,27 @@ class JobThreads:
         return len(self._parking)
 
     def start(self, work: Work[Any]) -> None:
-        """Do work on a copying thread, as soon as one is free.
-
-        Raises:
-            StoreUnavailable: the client was closed.
-        """
-        self._enter(work)
+        """Do work on a copying thread, as soon as one is free. Raises what `expect` raises."""
+        self.expect(work)
         self._run(self._copying, partial(self._go_on, work))
 
     def expect(self, work: Work[Any]) -> None:
-        """Count work that its caller begins, until it was started and has ended, or its `forget` is called.
+        """Count work that its caller begins. It counts until it was started and has ended, or was forgotten.
 
         Raises:
             StoreUnavailable: the client was closed.
         """
-        self._enter(work)
+        if work in self._works:
+            return  # Its start comes after `expect`.
+        leave_others, work.forget = work.forget, partial(self._leave, work)
+        self._works.add(work)  # Without a lock, before `_closed` is read: `shutdown` sets that before it reads this.
+        leave_others()  # Threads of a store that has ended since they expected it.
+        if self._closed:
+            self._leave(work)
+            raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
+        if work.limit_s is not None:
+            work.ended_elsewhere = lambda: self._run(self._copying, partial(self._end, work))
+            work.left_elsewhere = lambda: self._run(self._copying, partial(self._go_on, work))
 
     def settle(self, work: Work[Any]) -> None:
         """Bring abandoned work to its end after an interrupted start.
@@ -81,8 +87,8 @@ class JobThreads:
         self._run(self._copying, partial(self._go_on, work))
 
     def start_asked(self, work: Work[Any], awaited: Awaited) -> None:
-        """Do work whose question was already sent, once the answer is there; raises what `start` raises."""
-        self._enter(work)
+        """Do work whose question was already sent, once the answer is there. Raises what `expect` raises."""
+        self.expect(work)
         try:
             work.park(awaited, lambda each: self._park(work, each))
         except (OSError, RuntimeError, ValueError):
@@ -90,8 +96,8 @@ class JobThreads:
         work.future.add_done_callback(lambda future: self.wake(work) if future.cancelled() else None)
 
     def publish(self, work: Work[Any]) -> None:
-        """Do the work of a publication; raises what `start` raises."""
-        self._enter(work)
+        """Do the work of a publication; raises what `expect` raises."""
+        self.expect(work)
         self._run(self._publishing, partial(self._go_on, work))
 
     def wake(self, work: Work[Any]) -> None:
@@ -114,7 +120,7 @@ class JobThreads:
         self._run(self._callbacks, run)
 
     def shutdown(self, timeout_s: float | None = None) -> bool:
-        """Take no more work, wait for all of it except callbacks, and return whether it ended in time."""
+        """Take no more work, and wait for all except callbacks. Return whether it ended in time."""
         for threads in (self._copying, self._publishing, self._parking):
             threads.hurry()  # The caller may have interrupted the start of one of their threads.
         with self._all_ended:
@@ -127,25 +133,12 @@ class JobThreads:
         return True
 
     def await_callbacks(self, timeout_s: float) -> None:
-        """Wait for the callbacks of ended jobs, unless called from a callback; take no more callbacks."""
+        """Wait for the callbacks of ended jobs, unless called from a callback. Take no more callbacks."""
         if threading.get_ident() != self._callback_thread:
             called = threading.Event()
             self.call(called.set)
             called.wait(timeout_s)
         self._callbacks.close()
-
-    def _enter(self, work: Work[Any]) -> None:
-        if work in self._works:
-            return  # `expect` has counted it.
-        leave_others, work.forget = work.forget, partial(self._leave, work)
-        self._works.add(work)  # Without a lock, before `_closed` is read: `shutdown` sets that before it reads this.
-        leave_others()  # Threads of a store that has ended since they expected it.
-        if self._closed:
-            self._leave(work)
-            raise StoreUnavailable("wanted an open client, got a closed one; make a new one")
-        if work.limit_s is not None:
-            work.ended_elsewhere = lambda: self._run(self._copying, partial(self._end, work))
-            work.left_elsewhere = lambda: self._run(self._copying, partial(self._go_on, work))
 
     def _go_on(self, work: Work[Any]) -> None:
         if work.go_on(lambda awaited: self._park(work, awaited)):

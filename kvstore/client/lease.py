@@ -104,7 +104,7 @@ class Lease:
         return not self._released and clock.now_s() < self._deadline_s and self._attached.is_open()
 
     def block(self, index: int) -> memoryview:
-        """Return the bytes of block `index`, read-only, in the stored order; valid while the lease is held.
+        """Return the bytes of block `index`, read-only, in the stored order. Valid while the lease is held.
 
         Raises:
             InvalidRequest: `index` is outside the lease.

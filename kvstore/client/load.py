@@ -1,4 +1,4 @@
-"""The steps of a load: ask once, and copy out blocks that came while the rest is on its way."""
+"""The steps of a load: ask once, and copy out each block when it comes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import encode
 from kvstore.bounds import MAX_COPY_THREADS, MAX_SLOTS, check_callable, check_count
 from kvstore.client.attachment import Attachment
-from kvstore.client.results import BlockFailure, Job, LoadResult, MissReason
+from kvstore.client.job import Job
+from kvstore.client.results import BlockFailure, LoadResult, MissReason
+from kvstore.client.submit import submit
 from kvstore.client.work import CopyGuard, Steps, Work, next_piece
 from kvstore.config import StoreConfig
-from kvstore.engine.copier import EngineCopier, EnginePages
+from kvstore.engine.copier import EngineCopier, EnginePages, job_pages
 from kvstore.engine.side_tensors import check_skip
 from kvstore.errors import (
     CopyStuck,
@@ -50,25 +52,23 @@ def begin_load(
     num_copy_threads: int,
 ) -> Job[LoadResult]:
     """Begin `Client.load`; see there for the arguments."""
-    engine, chain = attached.registered(), attached.chain(hashes)
+    copier, chain = attached.registered(), attached.chain(hashes)
     limit_s = attached.transfer_s(timeout_s)
     if on_queued is not None:
         check_callable("on_queued", on_queued)
     num_copy_threads = check_count("num_copy_threads", num_copy_threads, 0, MAX_COPY_THREADS)
-    pages = engine.pages(block_ids, chain, num_copy_threads)
-    engine.copier.check_unchanged()
+    pages = job_pages(block_ids, copier, chain.start, len(chain), num_copy_threads)
+    copier.check_unchanged()
     check_skip(attached.space.shape, skip_tokens, len(chain))
     chain.check_unique()
-    return _begin(
-        attached, engine.copier, chain, pages, skip_tokens, limit_s, f"load of {len(chain)} blocks", on_queued
-    )
+    return _begin(attached, copier, chain, pages, skip_tokens, limit_s, on_queued)
 
 
 def begin_prefetch(attached: Attachment, hashes: BlockHashes, timeout_s: float | None) -> Job[LoadResult]:
     """Begin `Client.prefetch`, a load without an engine."""
     chain = attached.chain(hashes)
     chain.check_unique()
-    return _begin(attached, None, chain, None, 0, attached.transfer_s(timeout_s), f"prefetch of {len(chain)} blocks")
+    return _begin(attached, None, chain, None, 0, attached.transfer_s(timeout_s))
 
 
 def _begin(
@@ -78,7 +78,6 @@ def _begin(
     pages: EnginePages | None,
     skip_tokens: int,
     timeout_s: float,
-    what: str,
     on_queued: Callable[[], None] | None = None,
 ) -> Job[LoadResult]:
     guard = CopyGuard(pages.order if pages is not None else None)
@@ -97,7 +96,8 @@ def _begin(
         except (StoreUnavailable, TransferError) as error:
             return _failed(num_skipped, pages, len(chain), f"store_lost: {error}")
 
-    return attached.submit(Work(run), what, guard)
+    what = "prefetch" if copier is None else "load"
+    return submit(attached, Work(run), f"{what} of {len(chain)} blocks", guard)
 
 
 def run_load(
@@ -113,16 +113,8 @@ def run_load(
 ) -> Steps[LoadResult]:
     """Ask once, copy out readable blocks while the rest is on its way, release the lease.
 
-    Args:
-        connection: used by this job alone.
-        copier: the engine's cache; None only brings the blocks into this node's memory.
-        chain: the blocks wanted.
-        pages: where their tokens lie in the engine; None without a copier.
-        skip_tokens: number of leading tokens that must not be written; blocks of these alone are not asked for.
-        guard: asked before each copy.
-        config: the store's.
-        timeout_s: limit for fetching.
-        on_queued: called when all blocks are leased and their copies queued; see `Client.load`.
+    Blocks of skipped tokens alone are not asked for. Without a copier, and so without pages, the blocks only come into
+    this node's memory. No other job uses the connection meanwhile.
     """
     first = skip_tokens // pages.stored_block_size if pages is not None else 0
     ttl_s = config.lease_ttl_s
@@ -130,7 +122,7 @@ def run_load(
     answer = Answer(len(chain) - first, reason="store_lost: the node store ended the load early")
 
     def queued() -> None:
-        is_whole = first + answer.num_ready == len(chain) and not answer.reason
+        is_whole = first + answer.num_ready == len(chain) and not answer.report.reason
         if on_queued is not None and is_whole and clock.now_s() < valid_until_s:
             if copier is not None:
                 copier.check_unchanged()
@@ -150,7 +142,8 @@ def run_load(
         # The store may have reused slots while they were copied out, so no block counts.
         answer.num_ready, answer.report.reason = 0, "lease_expired"
     usable = first + answer.num_ready
-    return LoadResult(num_blocks=usable, failed=failures(usable, pages, len(chain), answer.reason), **answer.counts())
+    failed = failures(usable, pages, len(chain), answer.report.reason)
+    return LoadResult(num_blocks=usable, failed=failed, **answer.counts())
 
 
 def failing_closed(
@@ -158,12 +151,8 @@ def failing_closed(
 ) -> Steps[str]:
     """Do the steps of a job that copies out, and return why it failed, or "".
 
-    Blocks copied before a failure may be incomplete, so none of them counts.
-
-    Args:
-        connection: used by this job alone.
-        steps: ask and copy.
-        give_back: returns the message that tells the store that no copy runs any more.
+    Blocks copied before a failure may be incomplete, so none of them counts. `give_back` returns the message that tells
+    the store that no copy runs any more.
     """
     try:
         yield from steps
@@ -195,9 +184,7 @@ def failing_closed(
 class Answer:
     """The part of a streamed answer to a load or a fetch that has come so far.
 
-    Args:
-        num_blocks: number of blocks asked for.
-        reason: why nothing came, until a report comes.
+    Until a report comes, `reason` says why nothing came.
     """
 
     def __init__(self, num_blocks: int, reason: str) -> None:
@@ -206,12 +193,8 @@ class Answer:
         self.number = 0
         #: Number of blocks in place, from the first one asked for.
         self.num_ready = 0
+        #: Its `reason` says why not everything came; empty when everything came.
         self.report = LoadReport(reason=reason)
-
-    @property
-    def reason(self) -> str:
-        """Return why not everything came; empty when everything came."""
-        return self.report.reason
 
     def copy_out(
         self,
@@ -226,46 +209,50 @@ class Answer:
     ) -> Steps[None]:
         """Copy each piece out of its slots while the next is on its way. Ends when all is in place.
 
-        Args:
-            pieces: the answer; closed here, because it holds the connection.
-            guard: asked before each copy.
-            copier: the engine's cache; None copies nothing.
-            pages: where the tokens lie in the engine.
-            first: the stored block of the job that the answer counts from.
-            skip_tokens: number of the job's leading tokens that must not be written.
-            stage_copier: the engine's cache and the stage of its GPU, for slots that are there.
-            queued: called at the end of the answer, when all copies are queued and before they are waited for.
+        One copier is for slots in the arena, the other for slots in the stage of the cache's GPU; without the first
+        nothing is copied. The answer counts from stored block `first` of the job. `queued` is called at its end, when
+        all copies are queued, before they are waited for. `pieces` is closed here, because it holds the connection.
 
         Raises:
             LayoutMismatch: the engine's tensors were replaced meanwhile.
             ProtocolError: the slots do not fit the blocks that were asked for.
         """
-        with contextlib.closing(pieces), _Finishing(copier, stage_copier, pages):
-            while not pieces.is_finished:
-                _, payload = yield from next_piece(pieces, guard.check)
-                progress = decode_progress(payload)
-                self.number = progress.lease_id
-                chosen = stage_copier if self.number & STAGE_BIT else copier
-                slots = progress.slots_after(
-                    self.num_ready, self._num_blocks, MAX_SLOTS if chosen is None else chosen.num_slots
-                )
-                if count := len(slots):
-                    if chosen is None and copier is not None:
-                        raise ProtocolError("wanted slots in the arena, got some in a stage that this client has not")
-                    if chosen is not None and pages is not None:
-                        at = first + progress.first
-                        indexes = np.arange(at, at + count, dtype=np.int64)
-                        with guard.copying:
-                            guard.check()
-                            chosen.out_of_slots(pages, indexes, slots.astype(np.int64), skip_tokens)
-                        if chosen is stage_copier:
-                            pieces.awake_s = _AWAKE_S
-                    self.num_ready = progress.first + count
-                if progress.report is not None:
-                    self.report = progress.report
-            if pages is not None and pages.order is not None:
-                pages.order.end()
-            queued()
+        with contextlib.closing(pieces):
+            try:
+                while not pieces.is_finished:
+                    progress = decode_progress((yield from next_piece(pieces, guard.check)))
+                    self.number = progress.lease_id
+                    chosen = stage_copier if self.number & STAGE_BIT else copier
+                    slots = progress.slots_after(
+                        self.num_ready, self._num_blocks, MAX_SLOTS if chosen is None else chosen.num_slots
+                    )
+                    if count := len(slots):
+                        if chosen is None and copier is not None:
+                            raise ProtocolError(
+                                "wanted slots in the arena, got some in a stage that this client has not"
+                            )
+                        if chosen is not None and pages is not None:
+                            at = first + progress.first
+                            indexes = np.arange(at, at + count, dtype=np.int64)
+                            with guard.copying:
+                                guard.check()
+                                chosen.out_of_slots(pages, indexes, slots.astype(np.int64), skip_tokens)
+                            if chosen is stage_copier:
+                                pieces.awake_s = _AWAKE_S
+                        self.num_ready = progress.first + count
+                    if progress.report is not None:
+                        self.report = progress.report
+                if pages is not None and pages.order is not None:
+                    pages.order.end()
+                queued()
+            finally:  # Copies end before slots or blocks are given back, however this ends.
+                if pages is not None:
+                    try:
+                        if stage_copier is not None:
+                            stage_copier.finish(pages)
+                    finally:
+                        if copier is not None:
+                            copier.finish(pages)
         if copier is not None:
             copier.check_unchanged()
 
@@ -273,28 +260,6 @@ class Answer:
         """Return the result's fields about cost."""
         counts = {name: getattr(self.report, name) for name in _COUNTS}
         return {**counts, "peers": tuple(self.report.peers), "read_s": self.report.read_s}
-
-
-class _Finishing:
-    """Calls `finish` however the body ends, so that copies end before slots or blocks are released."""
-
-    def __init__(
-        self, copier: EngineCopier | None, stage_copier: EngineCopier | None, pages: EnginePages | None
-    ) -> None:
-        self._copier, self._stage_copier, self._pages = copier, stage_copier, pages
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        if self._pages is None:
-            return
-        try:
-            if self._stage_copier is not None:
-                self._stage_copier.finish(self._pages)
-        finally:
-            if self._copier is not None:
-                self._copier.finish(self._pages)
 
 
 def _failed(usable: int, pages: EnginePages | None, total: int, reason: str) -> LoadResult:
@@ -306,8 +271,8 @@ def failures(usable: int, pages: EnginePages | None, total: int, reason: str) ->
     if usable >= total:
         return ()
     names = {kind.value for kind in MissReason}
-    word = reason.split(":", 1)[0]
-    kind = MissReason(word) if word in names else MissReason.OTHER if reason else MissReason.NOT_FOUND
+    name = reason.split(":", 1)[0]
+    kind = MissReason(name) if name in names else MissReason.OTHER if reason else MissReason.NOT_FOUND
     return tuple(
         BlockFailure(index=i, block_ids=pages.of_block(i) if pages else (), reason=kind, detail=reason)
         for i in range(usable, total)

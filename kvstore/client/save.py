@@ -1,4 +1,4 @@
-"""The steps of a save: claim slots, copy, publish, and wait for blocks that other clients write."""
+"""The steps of a save: claim slots, copy, publish, wait for what others write."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from kvstore.blocks.chain import BlockHashes
 from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.part import Part
 from kvstore.client.attachment import Attachment
-from kvstore.client.results import Job, SaveResult
+from kvstore.client.job import Job
+from kvstore.client.results import SaveResult
+from kvstore.client.submit import submit
 from kvstore.client.work import Awaited, CopyGuard, Steps, Work, asking
-from kvstore.engine.copier import EngineCopier, EnginePages
+from kvstore.engine.copier import EngineCopier, EnginePages, job_pages
 from kvstore.errors import CopyStuck, KVStoreError, ProtocolError
 from kvstore.rpc.client import ControlClient
 from kvstore.rpc.framing import Op
@@ -28,11 +30,11 @@ _PAUSE_S = 0.02
 
 def begin_save(attached: Attachment, hashes: BlockHashes, block_ids: object) -> Job[SaveResult]:
     """Begin `Client.save`; see there for the arguments."""
-    engine, chain = attached.registered(), attached.chain(hashes)
-    copier, store, part = engine.copier, attached.store, attached.part
+    copier, chain = attached.registered(), attached.chain(hashes)
+    store, part = attached.store, attached.part
     num_clears = attached.clears.get(chain.namespace)  # Read now: the namespace may be cleared before a thread is free.
     chain.check_unique()
-    pages = engine.pages(block_ids, chain)
+    pages = job_pages(block_ids, copier, chain.start, len(chain))
     copier.check_unchanged()
     guard, limit_s = CopyGuard(pages.order), store.call_timeout_s
     deadline_s = clock.now_s() + store.config.transfer_timeout_s
@@ -42,7 +44,7 @@ def begin_save(attached: Attachment, hashes: BlockHashes, block_ids: object) -> 
             saving = run_save(connection, copier, chain, pages, part, guard, limit_s, deadline_s, num_clears)
             return (yield from saving)
 
-    return attached.submit(Work(run), f"save of {len(chain)} blocks", guard)
+    return submit(attached, Work(run), f"save of {len(chain)} blocks", guard)
 
 
 def run_save(
@@ -56,20 +58,12 @@ def run_save(
     deadline_s: float,
     num_clears: int,
 ) -> Steps[SaveResult]:
-    """Claim slots, copy and publish; wait for other clients' blocks, and write those they give up.
+    """Claim slots, copy and publish. Wait for other clients' blocks, and write those they give up.
 
     One of several ranks copies its part and waits for the other parts; a block that other ranks gave up is not retried.
 
-    Args:
-        connection: used by this job alone.
-        copier: the engine's cache.
-        chain: the blocks to store.
-        pages: where their tokens lie in the engine.
-        part: the part of each block that the engine holds.
-        guard: asked before each copy.
-        call_timeout_s: for each call.
-        deadline_s: how long to wait for other clients, by kvstore.runtime.clock.
-        num_clears: the namespace's count of clearings when `Client.save` was called.
+    Other clients are waited for until `deadline_s`, by kvstore.runtime.clock. `num_clears` is the namespace's count of
+    clearings when `Client.save` was called. No other job uses the connection meanwhile.
 
     Raises:
         ChainBroken: the chain's parent is not stored; nothing changed.

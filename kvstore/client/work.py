@@ -76,12 +76,10 @@ def asking(connection: ControlClient, op: Op, payload: bytes, *, timeout_s: floa
     return answer
 
 
-def next_piece(pieces: Exchange, check: Callable[[], None]) -> Steps[tuple[bool, bytes]]:
-    """Return the next piece of an answer, and whether it is the last; see `Exchange` for what is raised.
+def next_piece(pieces: Exchange, check: Callable[[], None]) -> Steps[bytes]:
+    """Return the next piece of an answer; see `Exchange` for what is raised.
 
-    Args:
-        pieces: the answer.
-        check: called before each wait; raises when waiting is of no use any more.
+    `check` is called before each wait, and raises when waiting is of no use any more.
     """
     while (piece := pieces.take(_PATIENCE_S)) is None:
         check()
@@ -89,7 +87,7 @@ def next_piece(pieces: Exchange, check: Callable[[], None]) -> Steps[tuple[bool,
             pieces.close()
             raise TransferTimeout("the node store did not go on with its answer in time; the connection was closed")
         yield Awaited(pieces.fileno(), pieces.until_s)
-    return piece
+    return piece[1]
 
 
 def nothing() -> None:
@@ -131,12 +129,8 @@ class CopyGuard:
         return self.order is None or self.order.settle(max(0.0, deadline_s - clock.now_s()))
 
 
-class _Taker:
-    """Identifies one call that does a job's steps."""
-
-
 class Work(Generic[T]):
-    """The work of one job, done once: by client threads, or by a thread that waits for its result.
+    """The work of one job, done once. Client threads do it, or a thread that waits for its result.
 
     The waiting thread may be interrupted anywhere, for example by Ctrl-C. So the work knows which call has taken it,
     and its result is kept before the future is told: another thread continues from there.
@@ -153,10 +147,10 @@ class Work(Generic[T]):
     ) -> None:
         self._begin, self.limit_s, self.after = begin, limit_s, after
         self._steps: Steps[None] | None = None
-        # Held for a moment only: `_taker` is the call that does the work. Reentrant, because a signal handler may use
-        # it too.
+        # Held for a moment only: `_taker` stands for the call that does the work. Reentrant, because a signal handler
+        # may use it too.
         self._lock = threading.RLock()
-        self._taker: _Taker | None = None
+        self._taker: object = None
         self._looks_again = self._is_beginning = self._has_begun = self._is_cancelled = False
         #: Whether `after` was called, or is being.
         self.is_left = False
@@ -185,7 +179,7 @@ class Work(Generic[T]):
         self._has_begun = True
 
     def leave(self) -> bool:
-        """Return whether the caller must call `after`: the first caller must; several threads may see the end."""
+        """Return whether the caller must call `after`: the first caller must. Several threads may see the end."""
         with self._lock:
             was_left, self.is_left = self.is_left, True
         return not was_left
@@ -197,7 +191,7 @@ class Work(Generic[T]):
             park: has `go_on` called again after the wait, and returns a function that cancels that. If it cannot park,
                 this thread waits.
         """
-        if not self._take(_Taker()):
+        if not self._take(object()):
             return False
         while (awaited := self._step()) is not None:
             with self._lock:  # So that it is not taken again before `_unpark` is set.
@@ -221,7 +215,7 @@ class Work(Generic[T]):
             self._unpark = park(awaited)
 
     def look_again(self) -> bool:
-        """Make it check whether it is still wanted; return whether the caller must call `go_on` for that."""
+        """Make it check whether it is still wanted. Return whether the caller must call `go_on` for that."""
         with self._lock:
             self._looks_again = self._taker is not None
             if self._wake_fd >= 0:
@@ -234,7 +228,7 @@ class Work(Generic[T]):
         Args:
             until_s: by kvstore.runtime.clock; waits after that time are left to other threads.
         """
-        me = _Taker()
+        me = object()
         try:
             if not self._take(me):
                 return False
@@ -249,7 +243,7 @@ class Work(Generic[T]):
             raise
         return not self.future.cancelled()
 
-    def _leave_to_others(self, taker: _Taker) -> None:
+    def _leave_to_others(self, taker: object) -> None:
         with self._lock:
             is_left = self._taker is taker
             if is_left:
@@ -273,7 +267,7 @@ class Work(Generic[T]):
                 if wake_fd >= 0:
                     os.close(wake_fd)
 
-    def _take(self, taker: _Taker) -> bool:
+    def _take(self, taker: object) -> bool:
         with self._lock:
             if self._taker is not None:
                 return False
@@ -285,8 +279,7 @@ class Work(Generic[T]):
     def _step(self, *, is_waiter: bool = False) -> Awaited | None:
         """Do one step and return the next wait; None at the end.
 
-        Args:
-            is_waiter: the thread waits for the result: an interrupt is raised in it as well, and ends the job.
+        In a thread that waits for the result, `is_waiter`, an interrupt is raised as well, and ends the job.
         """
         if self._is_cancelled:
             return None

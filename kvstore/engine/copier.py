@@ -21,7 +21,7 @@ from kvstore.kernels.spans import Paging, Spans, block_spans, position_spans
 
 
 class CopyOrder(Protocol):
-    """Order of one job's copies and the engine's work on a device; made in the thread that asks for the job."""
+    """Order of one job's copies and the engine's work on a device. Made in the thread that asks for the job."""
 
     def end(self) -> None:
         """Declare that no more copies are queued for the job; may be called again."""
@@ -102,9 +102,8 @@ class EngineCopier(Protocol):
     def check_unchanged(self) -> None:
         """Refuse to continue if registered tensors were replaced; on any thread.
 
-        Copies go to and from the registered memory, whatever became of the tensors. So this is called when a job
-        begins, and again after its copies, before their result is reported. In between, the engine may have got other
-        memory, which a load did not fill and a save did not read.
+        Called when a job begins, and again after its copies, before their result is reported: in between, the engine
+        may have got other memory, which a load did not fill and a save did not read.
 
         Raises:
             LayoutMismatch: they were replaced, resized, restrided or moved; register them again.
@@ -154,10 +153,10 @@ class EngineCopier(Protocol):
 def engine_pages(
     block_ids: object, layout: EngineLayout, stored_block_size: int, start: int, num_blocks: int
 ) -> EnginePages:
-    """Check the engine's block ids of a job.
+    """Check a job's block ids: every engine block that holds one of its tokens, in order.
 
     Args:
-        block_ids: flat integers: every engine block that holds a token of the job, in order.
+        block_ids: flat integers.
         layout: of the engine.
         stored_block_size: tokens of a stored block.
         start: place of the job's first block in its chain; the chain's first token is the first of an engine block.
@@ -198,24 +197,23 @@ def engine_pages(
 
 
 def _told(block_ids: object) -> str:
-    """Describe wrong block ids; those of arrays by their type alone, for they may be on a device."""
+    """Describe wrong block ids. Arrays only by their type: they may be on a device."""
     dtype, shape = getattr(block_ids, "dtype", None), getattr(block_ids, "shape", ())
     return clip(block_ids) if dtype is None else f"{dtype} of shape {tuple(shape)}"
 
 
 def ordered(pages: EnginePages, copier: EngineCopier, num_threads: int = 0) -> EnginePages:
-    """Return the pages of a job with the order of its copies; called in the thread that asks for the job.
-
-    Args:
-        pages: where its tokens lie.
-        copier: makes the copies.
-        num_threads: see `EnginePages`.
-
-    Raises:
-        InvalidRequest, KernelError: as for `EngineCopier.order`.
-    """
+    """Return the pages of a job with the order of its copies; see `EngineCopier.order`."""
     order = copier.order()
     return pages if order is None and not num_threads else replace(pages, order=order, num_threads=num_threads)
+
+
+def job_pages(
+    block_ids: object, copier: EngineCopier, start: int, num_blocks: int, num_threads: int = 0
+) -> EnginePages:
+    """Check a job's block ids and order its copies; see `engine_pages` and `ordered`."""
+    pages = engine_pages(block_ids, copier.layout, copier.cache.shape.block_size, start, num_blocks)
+    return ordered(pages, copier, num_threads)
 
 
 def job_spans(

@@ -1,4 +1,4 @@
-"""The copier of caches in GPU memory: queues copies on its own streams, in parallel with the engine's.
+"""The copier of caches in GPU memory. It queues copies on its own streams, beside the engine's.
 
     engine's stream ──► event `after` ──► this copier's streams: kernels + staging, or the copy engines alone
                                                   │ event `last`
@@ -40,8 +40,7 @@ class CopyPath(Enum):
     """The faster path for the length of a block's runs."""
 
     STAGED = "staged"
-    """Kernels copy between the cache and a ring of buffers in GPU memory, copy engines between the ring and the host.
-    """
+    """Kernels copy between the cache and a ring of buffers on the GPU, copy engines between ring and host."""
 
     DIRECT = "direct"
     """Copy engines alone copy run by run."""
@@ -67,19 +66,9 @@ class _Lane:
 
 
 class CudaCopier(EngineCopier):
-    """An `EngineCopier` of CUDA tensors. Saves and loads have separate streams and buffers.
+    """An `EngineCopier` of CUDA tensors; arguments and errors as for `make_copier`.
 
-    Args:
-        cache: on a GPU.
-        arena: memory of the slots, which start at its beginning.
-        slot_bytes: distance between two slots.
-        num_slots: slots of the arena.
-        pinning: of the arena.
-        path: how the bytes are copied.
-
-    Raises:
-        ConfigError: CuPy or the driver is missing.
-        KernelError: the kernels could not be built, or there is no GPU memory for the buffers.
+    Saves and loads have separate streams and buffers.
     """
 
     def __init__(
@@ -112,17 +101,12 @@ class CudaCopier(EngineCopier):
         return _Lane(copies, own_stream(device), threading.Lock())
 
     def order(self) -> CopyOrder:
-        """Record an event on the calling thread's current stream; a job's copies come after it.
-
-        Raises:
-            InvalidRequest: a graph is being captured on it; copies cannot be part of one.
-            KernelError: the device failed before.
-        """
+        """Record an event on the calling thread's current stream; see `order_after_current`."""
         self._check_usable()
         return order_after_current(self._plan.device)
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
-        """Copy out of the engine into slots, and wait until they hold the bytes; see `EngineCopier`."""
+        """Copy out of the engine into slots, and wait until they hold the bytes. See `EngineCopier`."""
         self._queue(self.saves, pages, indexes, slots, 0)
         self._await(pages)
 

@@ -1,4 +1,4 @@
-"""The order of CUDA copies and an engine's work: an event before and an event after each job's copies.
+"""The order of CUDA copies and an engine's work: events before and after a job's copies.
 
 Nothing here copies. Waiting means polling with a deadline, so that a device that never reaches the copies holds no
 thread forever, and no device is synchronised for one job.
@@ -29,7 +29,7 @@ _CALM_POLL_S = 2e-3
 
 
 class CudaOrder:
-    """The `CopyOrder` of one job of a `CudaCopier`; made in the thread that asks for the job.
+    """The `CopyOrder` of one job of a `CudaCopier`. Made in the thread that asks for the job.
 
     Args:
         stream: the engine's stream.
@@ -41,7 +41,7 @@ class CudaOrder:
         self.last: torch.cuda.Event | None = None
         #: Streams that may have copies of the job, but on which no event could be recorded.
         self.unmarked: tuple[torch.cuda.Stream, ...] = ()
-        #: The list of the expected copies on the device, if `StageSide.expect` made one.
+        #: The list of the expected copies on the device, if `StageCopier.expect` made one.
         self.placed: PlacedSpans | None = None
         #: Its prepared copies, by their first and end span.
         self.prepared: dict[tuple[int, int], PreparedCopy] = {}
@@ -111,7 +111,7 @@ def order_after_current(device: torch.device) -> CudaOrder:
 
 
 def await_before(pages: EnginePages) -> bool:
-    """Wait for the work that a job's copies come after; see `StageSide.await_begun`."""
+    """Wait for the work that a job's copies come after; see `StageCopier.await_begun`."""
     order = order_of(pages)
     with kernel_errors("waiting for what copies of a CUDA cache come after"):
         if order.after.query():  # type: ignore[no-untyped-call]
@@ -122,9 +122,7 @@ def await_before(pages: EnginePages) -> bool:
 def await_copies(pages: EnginePages, eager_s: float = 0.0) -> None:
     """Wait until the job's last queued copies are in place.
 
-    Args:
-        pages: of the job.
-        eager_s: how long to poll without pauses, for copies that take less than a pause.
+    Polls without pauses for `eager_s`, for copies that take less than a pause.
 
     Raises:
         KernelError: the device failed.
@@ -153,7 +151,7 @@ def _reached(
     order: CudaOrder | None = None,
     most_poll_s: float = _MOST_POLL_S,
 ) -> bool:
-    """Poll an event or a stream's end at growing intervals; return False if not reached in time."""
+    """Poll an event or a stream's end at growing intervals. Return False if not reached in time."""
     began_s = time.monotonic()
     while not mark.query():
         waited_s = time.monotonic() - began_s

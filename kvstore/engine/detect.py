@@ -207,7 +207,7 @@ def _sizes(form: CacheForm, shape: KVShape) -> _Sizes:
 
 
 def _fits(axes: str, sizes: _Sizes, dims: tuple[int, ...]) -> bool:
-    """Tell whether axes name dims of these sizes, each required axis once and D last; others may have any size."""
+    """Return whether axes name dims of these sizes, each required axis once and D last. Others may have any size."""
     known, optional = sizes
     required = ({"B", "T"} | known.keys()) - set(optional)
     return (

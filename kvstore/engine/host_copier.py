@@ -23,14 +23,7 @@ _NUM_SKIP_TABLES = 8
 
 
 class HostCopier(EngineCopier):
-    """An `EngineCopier` of CPU tensors.
-
-    Args:
-        cache: on the CPU.
-        arena: memory of the slots, which start at its beginning.
-        slot_bytes: distance between two slots.
-        num_slots: slots of the arena.
-    """
+    """An `EngineCopier` of CPU tensors; arguments as for `make_copier`."""
 
     def __init__(self, cache: RegisteredCache, arena: Arena, slot_bytes: int, num_slots: int) -> None:
         from kvstore.kernels import host_copy

@@ -1,4 +1,4 @@
-"""The layout of KV in one engine's tensors: describe it, check it, view it in the stored order.
+"""The layout of KV in an engine's tensors: describe, check, view in the stored order.
 
 Legend of dims, used in the whole project:
 

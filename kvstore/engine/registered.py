@@ -1,4 +1,4 @@
-"""The cache that an engine registered, and the check that its tensors are still the same, in the same memory."""
+"""The cache that an engine registered, and the check that its tensors did not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side tensors of an engine's cache, such as scales: detect them and check that they fit the cache."""
+"""The side tensors of an engine's cache, such as scales: detect and check them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,14 @@ def detect_sides(
     found = []
     for side in shape.sides:
         try:
-            _check_layers(caches, given[side.name])
-            found.append(detect_side(given[side.name], side, shape, layout, named.get(side.name)))
+            tensors = given[side.name]
+            if isinstance(caches, Mapping) and isinstance(tensors, Mapping):
+                names, others = list(caches), list(tensors)
+                if names != others and sorted(names) == sorted(others):  # Scales would go to the wrong layers.
+                    raise LayoutMismatch(
+                        f"wanted layers in the order of the caches, {names}, got {others}; sort both dicts alike"
+                    )
+            found.append(detect_side(tensors, side, shape, layout, named.get(side.name)))
         except LayoutMismatch as error:
             raise LayoutMismatch(f"side_caches[{side.name!r}]: {error}") from error
     ordered = [given[name] for name in wanted]
@@ -68,16 +74,6 @@ def detect_sides(
             "tensor once"
         )
     return replace(layout, sides=tuple(found)), ordered
-
-
-def _check_layers(caches: Caches, side: Caches) -> None:
-    """Refuse dicts that name the same layers in another order: scales would go to the wrong layers."""
-    if isinstance(caches, Mapping) and isinstance(side, Mapping):
-        names, others = list(caches), list(side)
-        if names != others and sorted(names) == sorted(others):
-            raise LayoutMismatch(
-                f"wanted layers in the order of the caches, {names}, got {others}; sort both dicts alike"
-            )
 
 
 def side_views(sides: Sequence[Caches], layout: EngineLayout, shape: KVShape) -> list[list[Tensor]]:

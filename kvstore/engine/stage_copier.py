@@ -1,4 +1,4 @@
-"""Copies between a cache on a GPU and the stage of that GPU: kernels alone, inside the GPU's memory.
+"""Copies between a cache on a GPU and the stage of that GPU, by kernels alone.
 
 The stage belongs to the mover of the node, which reads into it and lets other nodes read from it. Its memory stays
 mapped here when the mover dies, so a copy that runs then does no harm; the store refuses the next one.
@@ -9,12 +9,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, job_spans
+from kvstore.engine.copier import CopyOrder, EngineCopier, EnginePages, job_spans, position_job_spans
 from kvstore.engine.cuda_order import CudaOrder, await_before, await_copies, order_after_current, order_of
 from kvstore.engine.layout import EngineLayout
 from kvstore.engine.registered import RegisteredCache
@@ -23,7 +22,6 @@ from kvstore.kernels.driver import on_device
 from kvstore.kernels.gpu import GpuCopier, PlacedSpans, PreparedCopy
 from kvstore.kernels.launch import check_window
 from kvstore.kernels.merging import I64
-from kvstore.kernels.spans import Spans, position_spans
 from kvstore.kernels.streams import own_stream
 from kvstore.kernels.vram import MappedSlab, gpu_uuids
 from kvstore.rpc.handoff_messages import StageFound
@@ -34,45 +32,8 @@ _EAGER_S = 2e-3
 _MOST_LISTS = 8
 
 
-class StageSide(EngineCopier, Protocol):
-    """The registered cache of one engine, and the slots of its GPU's stage."""
-
-    def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
-        """Prepare a job's copies before its slots are known.
-
-        Args:
-            pages: where the job's tokens lie.
-            ends: ends of the pieces in which the job will probably be copied, in blocks, ascending.
-            to_slots: the direction.
-        """
-
-    def begin_into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
-        """Queue copies out of the engine into slots; `finish` waits for their end.
-
-        On the CPU they are done when this returns.
-
-        Raises:
-            KernelError: they could not all be queued, and none runs any more.
-            CopyStuck: they could not all be queued, and some may still run.
-        """
-
-    def await_begun(self, pages: EnginePages) -> bool:
-        """Wait until the device has done all work that a job's copies come after.
-
-        Returns:
-            Whether it waited. False when the work was already done, or takes too long, which `finish` reports.
-
-        Raises:
-            KernelError: the device failed.
-        """
-
-
-class StageCopier(StageSide):
+class StageCopier(EngineCopier):
     """An `EngineCopier` whose slots are in the stage of the cache's own GPU.
-
-    Args:
-        cache: on a GPU.
-        stage: the store's description of the stage.
 
     Raises:
         LayoutMismatch: the registered tensors were replaced.
@@ -104,16 +65,19 @@ class StageCopier(StageSide):
         return order_after_current(self.plan.device)
 
     def expect(self, pages: EnginePages, ends: Sequence[int], *, to_slots: bool) -> None:
-        """Prepare the copies of all blocks of a job before their slots or bytes are there; see `StageSide`."""
+        """Prepare the copies of all blocks of a job before their slots or bytes are there.
+
+        Args:
+            pages: where the job's tokens lie.
+            ends: ends of the pieces in which the job will probably be copied, in blocks, ascending.
+            to_slots: the direction.
+        """
         order, stream, paging = order_of(pages), self.streams[to_slots], self.plan.paging
         num_blocks, per_block = ends[-1], self._spans_per_block
         with self._lock, kernel_errors("preparing copies of a hand-off"):
             # Positions instead of slots: consecutive slots, the usual case, then all need the same list.
-            if paging.engine_block_size == paging.stored_block_size:
-                spans = position_spans(paging, pages.ids)
-            else:
-                positions = np.arange(num_blocks, dtype=np.int64)
-                spans = job_spans(paging, pages, positions, positions, num_blocks)
+            spans = position_job_spans(paging, pages, np.arange(num_blocks, dtype=np.int64))
+            if paging.engine_block_size != paging.stored_block_size:
                 check_window(self.plan, spans, num_blocks, 0, None, 0, None)
             stream.wait_event(order.after)
             order.placed = self.kernels.place(spans, stream, self.lists.pop() if self.lists else None)
@@ -132,12 +96,17 @@ class StageCopier(StageSide):
         return self._packs[end]
 
     def into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
-        """Copy out of the engine into slots, and wait until they hold the bytes; see `EngineCopier`."""
+        """Copy out of the engine into slots, and wait until they hold the bytes. See `EngineCopier`."""
         self.begin_into_slots(pages, indexes, slots)
         self.finish(pages)
 
     def begin_into_slots(self, pages: EnginePages, indexes: I64, slots: I64) -> None:
-        """Queue copies out of the engine into slots; see `StageSide`."""
+        """Queue copies out of the engine into slots; `finish` waits for their end.
+
+        Raises:
+            KernelError: they could not all be queued, and none runs any more.
+            CopyStuck: they could not all be queued, and some may still run.
+        """
         self._queue(True, pages, indexes, slots, 0)
 
     def out_of_slots(self, pages: EnginePages, indexes: I64, slots: I64, skip_tokens: int = 0) -> None:
@@ -145,7 +114,14 @@ class StageCopier(StageSide):
         self._queue(False, pages, indexes, slots, skip_tokens)
 
     def await_begun(self, pages: EnginePages) -> bool:
-        """Wait until the device has reached the copies of a job; see `StageSide`."""
+        """Wait until the device has done all work that a job's copies come after.
+
+        Returns:
+            Whether it waited. False when the work was already done, or takes too long, which `finish` reports.
+
+        Raises:
+            KernelError: the device failed.
+        """
         return await_before(pages)
 
     def finish(self, pages: EnginePages) -> None:
@@ -172,21 +148,22 @@ class StageCopier(StageSide):
                     if order.placed is not None and not skip_tokens and (slots - indexes == base).all():
                         self._copy_expected(to_slots, order, order.placed, first, first + len(indexes), base)
                     else:
-                        self._copy_listed(to_slots, order, job_spans(
-                            self.plan.paging, pages, indexes, slots, len(self.slots), skip_tokens
-                        ))  # fmt: skip
+                        spans = job_spans(self.plan.paging, pages, indexes, slots, len(self.slots), skip_tokens)
+                        stream.wait_event(order.after)
+                        copy = self.kernels.pack if to_slots else self.kernels.unpack
+                        copy(self.kernels.place(spans, stream), self.slots, stream=stream)
                     order.last = stream.record_event()
                 except BaseException:
                     order.mark_end((stream,))
                     raise
         except BaseException:
-            await_copies(pages)  # Who hears of the failure may use blocks and slots again.
+            await_copies(pages)  # After the failure the caller may reuse blocks and slots.
             raise
 
     def _copy_expected(
         self, to_slots: bool, order: CudaOrder, placed: PlacedSpans, first: int, end: int, base: int
     ) -> None:
-        """Copy blocks [first, end) of an expected job; block i lies in slot base + i."""
+        """Copy blocks [first, end) of an expected job. Block i lies in slot base + i."""
         if not 0 <= base + first < base + end <= len(self.slots):
             raise ValueError(f"wanted slots below {len(self.slots)}, got {base + first} to {base + end - 1}")
         first, end = first * self._spans_per_block, end * self._spans_per_block
@@ -202,18 +179,6 @@ class StageCopier(StageSide):
     def _spans_per_block(self) -> int:
         paging = self.plan.paging
         return paging.stored_block_size // min(paging.stored_block_size, paging.engine_block_size)
-
-    def _copy_listed(self, to_slots: bool, order: CudaOrder, spans: Spans) -> None:
-        stream = self.streams[to_slots]
-        stream.wait_event(order.after)
-        placed = self.kernels.place(spans, stream)
-        copy = self.kernels.pack if to_slots else self.kernels.unpack
-        copy(placed, self.slots, stream=stream)
-
-
-def make_stage_copier(cache: RegisteredCache, stage: StageFound) -> StageSide:
-    """Return a copier between a cache and a stage; see `StageCopier`."""
-    return StageCopier(cache, stage)
 
 
 def stage_uuid(layout: EngineLayout) -> str:

@@ -24,7 +24,6 @@ from kvstore.rpc.framing import Flag, Message, Op, pack_error
 from kvstore.rpc.handoff_messages import decode_end
 from kvstore.runtime.store_threads import Blocking
 
-
 _NO_CLAIM = Claim(0, np.empty(0, np.int32))
 
 

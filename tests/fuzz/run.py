@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from kvstore.client.results import Job
+from kvstore.client.job import Job
 from kvstore.errors import KVStoreError
 from kvstore.remote.peers import PeerAddress
 from kvstore.rpc.server import ControlServer

@@ -7,7 +7,7 @@ from kvstore.client.attachment import Attachment
 
 
 def parts_of(client: Client) -> Attachment:
-    """Return the attachment of `client`: its connections (`store`), arena, engine, stage and presence.
+    """Return the attachment of `client`: its connections (`store`), arena, copier, stage and presence.
 
     Args:
         client: A client, open or closed.

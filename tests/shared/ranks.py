@@ -88,7 +88,7 @@ class Rank:
         def hang(*args: Any) -> None:
             time.sleep(120)
 
-        parts_of(self.client).engine.copier.into_slots = hang
+        parts_of(self.client).copier.into_slots = hang
         self.client.save(hashes, self.engine_blocks(hashes)).result(None)
 
     def load(self, hashes: Any, skip: int = 0) -> Any:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
-from kvstore.client.results import BlockFailure, FetchResult, Job, MissReason
+from kvstore.client.job import Job
+from kvstore.client.results import BlockFailure, FetchResult, MissReason
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, all_error_types
 from tests.soak.engine import LAYOUTS, MINE, POISON, Engine
 from tests.soak.mailbox import Letter, Mailbox

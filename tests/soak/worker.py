@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from kvstore.blocks.hashing import BlockHashes
-from kvstore.client.results import Job, LoadResult, MissReason
+from kvstore.client.job import Job
+from kvstore.client.results import LoadResult, MissReason
 from kvstore.errors import (
     ChainBroken,
     InvalidRequest,

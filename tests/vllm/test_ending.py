@@ -232,7 +232,8 @@ def side():
     from concurrent.futures import Future
 
     from kvstore.blocks.part import WHOLE
-    from kvstore.client.results import Job, SaveResult
+    from kvstore.client.job import Job
+    from kvstore.client.results import SaveResult
     from kvstore.integrations.vllm import options, plan, stats
     from kvstore.integrations.vllm.worker_side import landing, worker
 

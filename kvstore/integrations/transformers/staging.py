@@ -10,7 +10,8 @@ import torch
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.blocks.shape import KVShape
 from kvstore.client.client import Client
-from kvstore.client.results import Job, LoadResult, MissReason
+from kvstore.client.job import Job
+from kvstore.client.results import LoadResult, MissReason
 from kvstore.errors import ChainBroken, StoreUnavailable
 
 Write: TypeAlias = "Callable[[int, torch.Tensor], None]"

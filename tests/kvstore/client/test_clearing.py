@@ -26,13 +26,13 @@ def core(cluster):
 @contextmanager
 def held_up(client):
     """Hold up every copy into slots; yields what lets them go."""
-    go, copy = threading.Event(), parts_of(client).engine.copier.into_slots
+    go, copy = threading.Event(), parts_of(client).copier.into_slots
 
     def late(*args):
         assert go.wait(20)
         copy(*args)
 
-    parts_of(client).engine.copier.into_slots = late
+    parts_of(client).copier.into_slots = late
     try:
         yield go
     finally:
@@ -89,7 +89,7 @@ def test_parts_of_one_block_are_of_one_version_or_it_is_not_stored(cluster, core
         assert late.result(10).num_blocks == 0
     assert reader.load(hashes, range(3)).num_blocks == 0
     # The other rank's part of the new weights makes them whole.
-    for layer in parts_of(second).engine.copier.cache.caches:
+    for layer in parts_of(second).copier.cache.caches:
         layer.fill_(2.0)
     assert second.save(hashes, [0, 1, 2]).result(10).num_blocks == 3
     assert new.result(10).num_blocks == 3

@@ -17,7 +17,7 @@ from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.part import Part
 from kvstore.blocks.shape import KVShape
 from kvstore.client.client import Client
-from kvstore.client.results import Job
+from kvstore.client.job import Job
 from kvstore.errors import (
     ChainBroken,
     ConfigError,
@@ -396,7 +396,7 @@ def test_an_aborted_save_leaves_nothing(world, unchanged, monkeypatch):
     def fail(pages, indexes, slots):
         raise RuntimeError("the copy failed")
 
-    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", fail)
+    monkeypatch.setattr(parts_of(worker.client).copier, "into_slots", fail)
     with pytest.raises(RuntimeError, match="the copy failed"):
         worker.save(cluster.hashes(4, seed=3), range(4))
 
@@ -477,8 +477,8 @@ class Gate:
 
 def test_a_job_is_not_abandoned_while_it_copies(world, unchanged, monkeypatch):
     cluster, worker = world
-    gate = Gate(parts_of(worker.client).engine.copier.out_of_slots)
-    monkeypatch.setattr(parts_of(worker.client).engine.copier, "out_of_slots", gate)
+    gate = Gate(parts_of(worker.client).copier.out_of_slots)
+    monkeypatch.setattr(parts_of(worker.client).copier, "out_of_slots", gate)
     job = worker.client.load(cluster.hashes(3), [0, 1, 2])
     assert gate.entered.wait(5)
     assert not job.abandon(0.05)
@@ -492,7 +492,7 @@ def test_an_abandoned_load_writes_nothing_any_more(cluster):
     worker = cluster.worker("a", 8)
     hashes = cluster.hashes(3)
     worker.save(hashes, range(3))
-    copier = parts_of(worker.client).engine.copier
+    copier = parts_of(worker.client).copier
     gate = Gate(lambda: None)
     taken = parts_of(worker.client).store.for_jobs.taken
 
@@ -510,7 +510,7 @@ def test_an_abandoned_load_writes_nothing_any_more(cluster):
     assert result.num_blocks == 0
     assert "abandoned" in result.failed[0].detail
     assert worker.bytes() == before
-    assert copier is parts_of(worker.client).engine.copier
+    assert copier is parts_of(worker.client).copier
 
 
 def test_an_abandoned_load_gives_its_pins_back_at_once(cluster, wait_until, monkeypatch):
@@ -557,8 +557,8 @@ def test_slots_claimed_for_a_save_that_did_not_hear_of_them_come_back(cluster, w
 def test_a_client_that_is_closed_in_the_middle_of_a_copy_keeps_its_slots(cluster, wait_until, monkeypatch):
     core = cluster.add("a")
     worker = cluster.worker("a", 8)
-    gate = Gate(parts_of(worker.client).engine.copier.into_slots)
-    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", gate)
+    gate = Gate(parts_of(worker.client).copier.into_slots)
+    monkeypatch.setattr(parts_of(worker.client).copier, "into_slots", gate)
     job = worker.client.save(cluster.hashes(3), range(3))
     assert gate.entered.wait(5)
     worker.client.close(0.1)
@@ -575,8 +575,8 @@ def test_a_copy_that_outlasts_a_close_by_far_keeps_its_slots_to_its_end(cluster,
     monkeypatch.setattr("kvstore.client.attachment._LATE_S", 0.01)
     core = cluster.add("a", mover=False)
     worker = cluster.worker("a", 8)
-    gate = Gate(parts_of(worker.client).engine.copier.into_slots)
-    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", gate)
+    gate = Gate(parts_of(worker.client).copier.into_slots)
+    monkeypatch.setattr(parts_of(worker.client).copier, "into_slots", gate)
     job = worker.client.save(cluster.hashes(3), range(3))
     assert gate.entered.wait(5)
     worker.client.close(0.0)

@@ -299,7 +299,7 @@ def test_a_client_whose_copies_are_stuck_is_not_collected_and_keeps_its_slots(co
         raise CopyStuck("the device does not come to an end")
 
     monkeypatch.setattr(attachment, "_with_stuck_copies", set())
-    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", stick)
+    monkeypatch.setattr(parts_of(worker.client).copier, "into_slots", stick)
     with pytest.raises(CopyStuck):
         worker.save(cluster.hashes(3, seed=3), range(3))
     assert attachment._with_stuck_copies == {parts_of(worker.client)}

@@ -17,8 +17,8 @@ from inner_parts import parts_of
 import kvstore.kernels
 from kvstore.blocks.codec import encode
 from kvstore.client import attachment
+from kvstore.client.handoff.stage_link import AttachedStage, StageLink
 from kvstore.client.job_threads import JobThreads
-from kvstore.client.stage_link import AttachedStage, StageLink
 from kvstore.client.work import Awaited, Work
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import InvalidRequest, JobAbandoned, KVStoreError, StoreBusy, StoreUnavailable, TransferTimeout
@@ -389,14 +389,14 @@ def test_work_whose_connection_was_closed_goes_on_to_its_end(wait_until):
 )
 def test_a_job_is_abandoned_with_any_time(worker, cluster, monkeypatch, timeout, is_refused):
     copies, goes_on = threading.Event(), threading.Event()
-    copy = parts_of(worker.client).engine.copier.into_slots
+    copy = parts_of(worker.client).copier.into_slots
 
     def held(*args):
         copies.set()
         assert goes_on.wait(10)
         return copy(*args)
 
-    monkeypatch.setattr(parts_of(worker.client).engine.copier, "into_slots", held)
+    monkeypatch.setattr(parts_of(worker.client).copier, "into_slots", held)
     job = worker.client.save(cluster.hashes(2, seed=5), [0, 1])
     assert copies.wait(5)
     if is_refused:
@@ -414,10 +414,8 @@ def test_a_job_is_abandoned_with_any_time(worker, cluster, monkeypatch, timeout,
 
 def test_a_task_that_is_cancelled_leaves_the_job_to_others(worker, cluster, monkeypatch):
     goes_on = threading.Event()
-    copy = parts_of(worker.client).engine.copier.into_slots
-    monkeypatch.setattr(
-        parts_of(worker.client).engine.copier, "into_slots", lambda *args: (goes_on.wait(10), copy(*args))
-    )
+    copy = parts_of(worker.client).copier.into_slots
+    monkeypatch.setattr(parts_of(worker.client).copier, "into_slots", lambda *args: (goes_on.wait(10), copy(*args)))
 
     async def wait():
         # More than there are threads that copy: the last ones are queued.
@@ -588,9 +586,9 @@ def test_callbacks_of_a_store_that_has_ended_are_waited_for(cluster, core, worke
 
 def test_a_job_of_a_store_that_has_ended_is_waited_for(worker, cluster, monkeypatch):
     copies, goes_on, seen = threading.Event(), threading.Event(), []
-    copy = parts_of(worker.client).engine.copier.into_slots
+    copy = parts_of(worker.client).copier.into_slots
     monkeypatch.setattr(
-        parts_of(worker.client).engine.copier,
+        parts_of(worker.client).copier,
         "into_slots",
         lambda *args: (copies.set(), goes_on.wait(20), copy(*args))[2],
     )
@@ -607,15 +605,17 @@ def test_a_job_of_a_store_that_has_ended_is_waited_for(worker, cluster, monkeypa
 
 
 def test_a_stage_that_comes_when_its_client_was_closed_meanwhile_is_unmapped(monkeypatch):
-    monkeypatch.setattr("kvstore.client.stage_link.stage_uuid", lambda _: "07")
-    monkeypatch.setattr("kvstore.client.stage_link.decode_stage", lambda _: SimpleNamespace(slab=1, generation=1))
+    monkeypatch.setattr("kvstore.client.handoff.stage_link.stage_uuid", lambda _: "07")
+    monkeypatch.setattr(
+        "kvstore.client.handoff.stage_link.decode_stage", lambda _: SimpleNamespace(slab=1, generation=1)
+    )
     copier = Copier()
 
     def make(*_):
         link.close()
         return copier
 
-    monkeypatch.setattr("kvstore.client.stage_link.make_stage_copier", make)
+    monkeypatch.setattr("kvstore.client.handoff.stage_link.StageCopier", make)
     caches = SimpleNamespace(layout=None, shape=SimpleNamespace(block_bytes=1))
     link = StageLink(lambda *_: b"", caches, 1, ())
     assert link._attach() is None
@@ -624,7 +624,7 @@ def test_a_stage_that_comes_when_its_client_was_closed_meanwhile_is_unmapped(mon
 
 
 def test_a_handler_that_attaches_within_an_attachment_gets_none(monkeypatch):
-    monkeypatch.setattr("kvstore.client.stage_link.stage_uuid", lambda _: "07")
+    monkeypatch.setattr("kvstore.client.handoff.stage_link.stage_uuid", lambda _: "07")
     taken = []
 
     def ask(*_):

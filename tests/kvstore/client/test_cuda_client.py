@@ -67,7 +67,7 @@ def make_engine(cluster, monkeypatch):
 def test_what_was_saved_comes_back_bit_for_bit_and_nothing_else_is_written(make_engine, form, path):
     planes, axes = FORMS[form]
     engine = make_engine(axes, space_of(planes), copy_path=path)
-    assert parts_of(engine.client).engine.copier.path is CopyPath(path)
+    assert parts_of(engine.client).copier.path is CopyPath(path)
     hashes, rng = hashes_of(engine.client.space, 20), np.random.default_rng(1)
     saved, loaded = rng.permutation(64)[:20], rng.permutation(64)[:20]
     want = engine.tokens(saved)
@@ -187,9 +187,9 @@ def test_no_byte_of_a_skipped_token_is_written(make_engine, path, skip):
 
 def test_the_path_follows_the_length_of_runs(make_engine):
     large = space_of(num_layers=32, num_kv_heads=8, head_dim=128)  # 2 MiB a block
-    assert parts_of(make_engine("BHLPTD", large, num_blocks=4).client).engine.copier.path is CopyPath.DIRECT
+    assert parts_of(make_engine("BHLPTD", large, num_blocks=4).client).copier.path is CopyPath.DIRECT
     small = Namespace(model="cuda", shape=large.shape)
-    assert parts_of(make_engine("PBTHD", small, num_blocks=4).client).engine.copier.path is CopyPath.STAGED
+    assert parts_of(make_engine("PBTHD", small, num_blocks=4).client).copier.path is CopyPath.STAGED
     with pytest.raises(InvalidRequest, match="copy_path"):
         make_engine("PBTHD", copy_path="fastest")
 
@@ -495,7 +495,7 @@ def test_memory_that_cannot_be_pinned_is_a_miss_with_a_reason(make_engine, monke
 def test_a_refused_launch_is_an_error_of_the_job_and_nothing_of_it_is_stored(make_engine, cluster):
     engine = make_engine()
     hashes = hashes_of(engine.client.space, 6)
-    ring = parts_of(engine.client).engine.copier.saves.copies
+    ring = parts_of(engine.client).copier.saves.copies
     ring._max_ctas = 0
     with pytest.raises(KernelError, match="max_ctas"):
         engine.save(hashes, range(6))
@@ -511,8 +511,8 @@ def test_a_publication_of_which_a_part_is_queued_keeps_its_slots_until_the_devic
 ):
     engine = make_engine()
     copies, begin = (
-        parts_of(engine.client).engine.copier.saves.copies,
-        parts_of(engine.client).engine.copier.saves.begin,
+        parts_of(engine.client).copier.saves.copies,
+        parts_of(engine.client).copier.saves.begin,
     )
     save, queued = copies.save, []
 
@@ -565,7 +565,7 @@ def test_jobs_that_cannot_be_copied_leave_no_slot_behind(make_engine, cluster, m
     def fail(*args, **options):
         raise RuntimeError("the driver answered CUDA_ERROR_INVALID_VALUE")
 
-    monkeypatch.setattr(parts_of(engine.client).engine.copier.saves.copies, "save", fail)
+    monkeypatch.setattr(parts_of(engine.client).copier.saves.copies, "save", fail)
     for seed in range(5):
         with pytest.raises(KernelError, match="INVALID_VALUE"):
             engine.save(hashes_of(engine.client.space, 6, seed), range(6))

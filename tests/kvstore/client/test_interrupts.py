@@ -142,7 +142,7 @@ def test_a_start_that_is_interrupted_waits_for_its_copy_and_delivers_nothing(clu
     place = Place(cluster)
     place.prepare(name)
     place.refill()
-    copier, running = parts_of(place.client).engine.copier, []
+    copier, running = parts_of(place.client).copier, []
     verb = "out_of_slots" if name in ("load", "fetch") else "into_slots"
     copy = getattr(copier, verb)
 
@@ -252,7 +252,7 @@ def test_a_fetch_that_is_interrupted_where_it_tells_its_failure_is_over_for_the_
         wait_until(lambda: job._work._taker is not None)  # The thread that waits for it: before that it is parked.
         source.publish(range(N), ticket=ticket)
 
-    monkeypatch.setattr(parts_of(target).engine.copier, "out_of_slots", refuse)
+    monkeypatch.setattr(parts_of(target).copier, "out_of_slots", refuse)
     ticket = target.prepare_ticket(N)
     job = target.fetch(ticket, range(N), timeout_s=10)
     publishing = threading.Thread(target=publish, daemon=True)

@@ -188,7 +188,7 @@ def test_a_rank_whose_copy_fails_ends_the_block_for_all(cluster, wait_until, mon
 
     job = first.save(model)
     with monkeypatch.context() as patch:
-        patch.setattr(parts_of(second.client).engine.copier, "into_slots", fail)
+        patch.setattr(parts_of(second.client).copier, "into_slots", fail)
         with pytest.raises(RuntimeError, match="the copy failed"):
             second.save(model).result(5)
     assert (job.result(5).num_blocks, job.result(5).num_written) == (0, 0)

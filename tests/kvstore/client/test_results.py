@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.client.results import Job
+from kvstore.client.job import Job
 from kvstore.client.work import Work, in_one_step, nothing
 from kvstore.errors import InvalidRequest, JobRunning, PeerLost
 

@@ -270,7 +270,7 @@ def test_shapes_that_differ_in_sides_alone_do_not_share_blocks(two_nodes):
 def test_tensors_that_changed_after_they_were_registered_are_refused(two_nodes):
     model = Model(SCALED, 2)
     rank = Rank(two_nodes, "a", model)
-    scales = parts_of(rank.client).engine.copier.cache.sides[0]
+    scales = parts_of(rank.client).copier.cache.sides[0]
     scales[1] = scales[1][:-1]
     with pytest.raises(LayoutMismatch, match="as registered"):
         rank.save()

@@ -6,7 +6,8 @@ import pytest
 
 from kvstore.blocks.indexes import pack_ints
 from kvstore.client import lease as client_module
-from kvstore.client import load, publication, save
+from kvstore.client import load, save
+from kvstore.client.handoff import publication
 from kvstore.errors import ProtocolError
 
 replace = msgspec.structs.replace

@@ -94,7 +94,7 @@ def busy(cluster, wait_until):
     worker = cluster.worker("a", seed=1)
     hashes = cluster.hashes(3, seed=7)
     worker.save(hashes, range(3))
-    gate = parts_of(worker.client).engine.copier.into_slots = Gate(parts_of(worker.client).engine.copier.into_slots)
+    gate = parts_of(worker.client).copier.into_slots = Gate(parts_of(worker.client).copier.into_slots)
     saves = [worker.client.save(cluster.hashes(1, seed=i), [10 + i]) for i in range(4)]
     wait_until(lambda: gate.num_entered == 4)
     yield worker, hashes, gate, saves
@@ -137,7 +137,7 @@ def test_time_in_the_queue_is_the_fetchs_own(cluster, busy):
 def test_a_callback_may_publish_save_load_and_fetch(cluster):
     cluster.add("a")
     worker, target = cluster.worker("a", seed=1), cluster.worker("a", seed=2)
-    gate = parts_of(worker.client).engine.copier.into_slots = Gate(parts_of(worker.client).engine.copier.into_slots)
+    gate = parts_of(worker.client).copier.into_slots = Gate(parts_of(worker.client).copier.into_slots)
     done, told = [], threading.Event()
     jobs = [worker.client.save(cluster.hashes(1, seed=i), [i]) for i in range(4)]
 

@@ -99,7 +99,7 @@ def test_other_tensors_are_refused_until_they_are_registered(cluster, pair, verb
 def test_tensors_that_are_replaced_while_a_job_copies_are_refused_too(cluster, pair, verb, change):
     writer, other = pair
     hashes = cluster.hashes(10) if verb == "load" else cluster.hashes(10, seed=1)
-    ticket, copier, changed = writer.client.publish(IDS), parts_of(other.client).engine.copier, threading.Event()
+    ticket, copier, changed = writer.client.publish(IDS), parts_of(other.client).copier, threading.Event()
     name = "out_of_slots" if verb in ("load", "fetch") else "into_slots"
     copy, before = getattr(copier, name), list(other.caches)
 
@@ -125,7 +125,7 @@ def test_tensors_that_are_replaced_while_a_job_copies_are_refused_too(cluster, p
 def test_what_was_copied_before_tensors_were_replaced_is_what_was_registered(cluster, pair):
     """A copier has the registered memory itself: what a caller does to its tensors never changes what is copied."""
     writer, _ = pair
-    copier, right = parts_of(writer.client).engine.copier, [cache.clone() for cache in writer.caches]
+    copier, right = parts_of(writer.client).copier, [cache.clone() for cache in writer.caches]
     data(writer.caches)
     copier.check_unchanged = lambda: None
     writer.save(cluster.hashes(4, seed=2), IDS[:4])
@@ -143,13 +143,13 @@ def test_another_object_for_the_same_memory_is_the_same_tensor(cluster, pair):
 
 def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_registered_anew(cluster, pair):
     from kvstore.blocks.codec import encode
-    from kvstore.client.stage_link import StageLink
+    from kvstore.client.handoff.stage_link import StageLink
     from kvstore.rpc.handoff_messages import StageFound
 
     _, other = pair
     made = []
     found = encode(StageFound(3, 1, "01", b"", b"", 0, 0, 512, 8, 1))
-    link = StageLink(lambda *_: found, parts_of(other.client).engine.copier.cache, 1 << 20, ())
+    link = StageLink(lambda *_: found, parts_of(other.client).copier.cache, 1 << 20, ())
 
     def make(caches: RegisteredCache, _):
         caches.registered.check()
@@ -157,8 +157,8 @@ def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_re
         return type("Side", (), {"close": lambda self: made.append("closed")})()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvstore.client.stage_link.make_stage_copier", make)
-        patch.setattr("kvstore.client.stage_link.stage_uuid", lambda _: "01")
+        patch.setattr("kvstore.client.handoff.stage_link.StageCopier", make)
+        patch.setattr("kvstore.client.handoff.stage_link.stage_uuid", lambda _: "01")
         parts_of(other.client).stage = link
         data(other.caches)
         with pytest.raises(LayoutMismatch):
@@ -166,12 +166,12 @@ def test_a_stage_is_not_attached_for_other_tensors_and_follows_those_that_are_re
         other.client.register_kv_caches(other.caches)
         stage = link.take()
         assert stage is not None
-        assert made == [parts_of(other.client).engine.copier.cache]
+        assert made == [parts_of(other.client).copier.cache]
         link.leave(stage)
         other.client.register_kv_caches([cache.clone() for cache in other.caches])
         assert made[1:] == ["closed"]
         assert link.take() is not stage
-        assert made[2:] == [parts_of(other.client).engine.copier.cache]
+        assert made[2:] == [parts_of(other.client).copier.cache]
     parts_of(other.client).stage = StageLink(parts_of(other.client).store.ask)
 
 

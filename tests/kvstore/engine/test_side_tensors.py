@@ -122,10 +122,10 @@ def test_side_tensors_that_do_not_fit_are_refused_and_nothing_changes(node, side
     client = Client(node.nodes["a"].control_path, Namespace(model="refused", shape=SCALED))
     node.clients.append(client)
     client.register_kv_caches(caches, "PBTHD", side_caches=good)
-    before = parts_of(client).engine.copier
+    before = parts_of(client).copier
     with pytest.raises(LayoutMismatch, match=message):
         client.register_kv_caches(caches, "PBTHD", side_caches=sides)
-    assert parts_of(client).engine.copier is before
+    assert parts_of(client).copier is before
 
 
 def test_side_tensors_of_a_shape_without_any_are_refused():

@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in ("client.fetch", "node.handoff_service"):
+    for module in ("client.handoff.fetch", "node.handoff_service"):
         monkeypatch.setattr(f"kvstore.{module}.clock", made)
     return made
 
@@ -51,7 +51,7 @@ def test_a_copy_that_outlasts_its_claim_does_not_count_however_long_its_fetch_wa
     cluster, clock, waiting, monkeypatch
 ):
     source, target, ticket, job = waiting
-    ttl_s, copier = target.client.config.lease_ttl_s, parts_of(target.client).engine.copier
+    ttl_s, copier = target.client.config.lease_ttl_s, parts_of(target.client).copier
     copy = copier.out_of_slots
 
     def slow(*args):

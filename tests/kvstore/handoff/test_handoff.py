@@ -523,7 +523,7 @@ def test_a_copy_at_the_publisher_that_fails_leaves_nothing(cluster, pair, monkey
         raise RuntimeError("no such page")
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts_of(source.client).engine.copier, "into_slots", fail)
+        patch.setattr(parts_of(source.client).copier, "into_slots", fail)
         with pytest.raises(RuntimeError, match="no such page"):
             source.client.publish(range(4))
     assert is_empty(cluster.nodes["a"])
@@ -538,7 +538,7 @@ def test_a_copy_at_the_reader_that_fails_leaves_nothing_there(cluster, pair, mon
 
     ticket = source.client.publish(range(4))
     with monkeypatch.context() as patch:
-        patch.setattr(parts_of(target.client).engine.copier, "out_of_slots", fail)
+        patch.setattr(parts_of(target.client).copier, "out_of_slots", fail)
         with pytest.raises(RuntimeError, match="no such page"):
             fetch(target, ticket, range(4))
     wait_until(lambda: is_empty(cluster.nodes["b"]))
@@ -590,7 +590,7 @@ def test_a_fetch_that_is_refused_after_the_store_was_asked_leaves_nothing(cluste
         raise LayoutMismatch("the cache was resized")
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts_of(target.client).engine.copier, "check_unchanged", changed)
+        patch.setattr(parts_of(target.client).copier, "check_unchanged", changed)
         with pytest.raises(LayoutMismatch):
             target.client.fetch(ticket, range(10))
     source.client.withdraw(ticket)  # It may be used up: the store was asked for its blocks.

@@ -31,9 +31,9 @@ class SlowCopies:
         self.begun, self.go, self._copy = (
             threading.Event(),
             threading.Event(),
-            parts_of(client).engine.copier.into_slots,
+            parts_of(client).copier.into_slots,
         )
-        parts_of(client).engine.copier.into_slots = self.copy
+        parts_of(client).copier.into_slots = self.copy
 
     def copy(self, *args):
         self.begun.set()
@@ -115,7 +115,7 @@ def test_a_copy_that_never_ends_keeps_its_slots_whatever_becomes_of_the_ticket(c
         raise CopyStuck("a device that does not come to them")
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts_of(publisher.client).engine.copier, "into_slots", stuck)
+        patch.setattr(parts_of(publisher.client).copier, "into_slots", stuck)
         with pytest.raises(CopyStuck):
             publisher.client.publish(range(4))
         publication = publisher.client.begin_publish(range(4))
@@ -242,10 +242,10 @@ def test_copies_that_are_queued_in_part_have_ended_when_their_failure_is_heard(
     stream.refuses_events = refuses_events
     copier = stage_copier(stream, lambda: written.append(core.pool.stats().num_writing))
     client = publisher.client
-    monkeypatch.setattr(parts_of(client).engine.copier, "order", lambda: CudaOrder(stream, stream))
+    monkeypatch.setattr(parts_of(client).copier, "order", lambda: CudaOrder(stream, stream))
     monkeypatch.setattr("kvstore.engine.stage_copier.job_spans", lambda *args: SimpleNamespace())
-    monkeypatch.setattr(parts_of(client).engine.copier, "into_slots", copier.into_slots)
-    monkeypatch.setattr(parts_of(client).engine.copier, "finish", copier.finish)
+    monkeypatch.setattr(parts_of(client).copier, "into_slots", copier.into_slots)
+    monkeypatch.setattr(parts_of(client).copier, "finish", copier.finish)
     publication = client.begin_publish(range(4))
     deadline_s = time.monotonic() + 5
     while stream.num_asked < 5:
@@ -265,10 +265,10 @@ def test_copies_that_are_queued_in_part_and_never_end_keep_their_slots(cluster, 
     core, stream = cluster.nodes["a"], Stream()
     copier, client = stage_copier(stream, lambda: None), publisher.client
     monkeypatch.setattr("kvstore.engine.cuda_order._DEVICE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(parts_of(client).engine.copier, "order", lambda: CudaOrder(stream, stream))
+    monkeypatch.setattr(parts_of(client).copier, "order", lambda: CudaOrder(stream, stream))
     monkeypatch.setattr("kvstore.engine.stage_copier.job_spans", lambda *args: SimpleNamespace())
-    monkeypatch.setattr(parts_of(client).engine.copier, "into_slots", copier.into_slots)
-    monkeypatch.setattr(parts_of(client).engine.copier, "finish", copier.finish)
+    monkeypatch.setattr(parts_of(client).copier, "into_slots", copier.into_slots)
+    monkeypatch.setattr(parts_of(client).copier, "finish", copier.finish)
     publication = client.begin_publish(range(4))
     with pytest.raises(CopyStuck):
         publication.job.result(5)

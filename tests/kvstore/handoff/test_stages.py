@@ -14,8 +14,8 @@ import pytest
 from inner_parts import parts_of
 
 import kvstore
+from kvstore.client.handoff.stage_link import StageLink
 from kvstore.client.results import MissReason
-from kvstore.client.stage_link import StageLink
 from kvstore.config import StoreConfig
 from kvstore.engine.host_copier import HostCopier
 from kvstore.errors import ConfigError, CopyStuck, InvalidRequest, KernelError, RegistrationFailed, StoreUnavailable
@@ -64,7 +64,7 @@ class HostStage:
 
 
 class HostSide(HostCopier):
-    """A `StageSide` in this process's memory."""
+    """A `StageCopier` in this process's memory."""
 
     num_expected = 0
     #: Set when the blocks are computed, of a test that publishes them before.
@@ -103,9 +103,7 @@ class Order:
 def held_packing(client):
     """Hold the end of what a client packs, or all of it where that goes to the arena, until the event is set."""
     link, go = parts_of(client).stage, threading.Event()
-    copier, name = (
-        (parts_of(client).engine.copier, "into_slots") if not link.is_wanted else (link.attached.copier, "finish")
-    )
+    copier, name = (parts_of(client).copier, "into_slots") if not link.is_wanted else (link.attached.copier, "finish")
     pack = getattr(copier, name)
     setattr(copier, name, lambda *args: (go.wait(10), pack(*args)))
     return go
@@ -154,10 +152,9 @@ def stages(cluster, monkeypatch):
     cluster.make_stage = make
     uuids = itertools.count(1)
     known = {}
-    monkeypatch.setattr(
-        "kvstore.client.stage_link.stage_uuid", lambda layout: known.setdefault(id(layout), f"{next(uuids):02x}")
-    )
-    monkeypatch.setattr("kvstore.client.stage_link.make_stage_copier", copier)
+    link = "kvstore.client.handoff.stage_link"
+    monkeypatch.setattr(f"{link}.stage_uuid", lambda layout: known.setdefault(id(layout), f"{next(uuids):02x}"))
+    monkeypatch.setattr(f"{link}.StageCopier", copier)
     # This process copies slot by slot, so it is no lane to measure.
     for module in ("stages", "lanes"):
         monkeypatch.setattr(f"kvstore.handoff.{module}.WARM_BYTES", 8 * BLOCK)
@@ -203,7 +200,7 @@ def test_blocks_go_from_stage_to_stage_and_leave_nothing(cluster, pair, stages, 
 
 
 def test_two_clients_of_one_stage_move_no_byte(cluster, stages, monkeypatch, wait_until):
-    monkeypatch.setattr("kvstore.client.stage_link.stage_uuid", lambda layout: "07")
+    monkeypatch.setattr("kvstore.client.handoff.stage_link.stage_uuid", lambda layout: "07")
     source, target = cluster.worker("a", seed=1), cluster.worker("a", seed=2)
     assert [w.client.attach_handoff(64 * BLOCK).route for w in (source, target)] == ["gpu", "gpu"]
     assert len(stages) == 1
@@ -387,7 +384,7 @@ def test_a_publisher_that_is_closed_takes_its_blocks_along(cluster, pair, wait_u
 )
 def test_where_no_stage_can_be_made_hand_offs_go_through_host_memory(cluster, stages, monkeypatch, settings, uuid, why):
     cluster.add("c", **settings)
-    monkeypatch.setattr("kvstore.client.stage_link.stage_uuid", lambda layout: uuid)
+    monkeypatch.setattr("kvstore.client.handoff.stage_link.stage_uuid", lambda layout: uuid)
     worker = cluster.worker("c")
     route = worker.client.attach_handoff(64 * BLOCK)
     assert route.route == "host"

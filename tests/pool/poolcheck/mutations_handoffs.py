@@ -91,10 +91,14 @@ HANDOFFS: tuple[Mutant, ...] = (
         patches=(
             Patch(
                 "kvstore.engine.stage_copier",
-                "            await_copies(pages)  # Who hears of the failure may use blocks and slots again.\n",
+                "            await_copies(pages)  # After the failure the caller may reuse blocks and slots.\n",
                 "",
             ),
-            Patch("kvstore.client.publication", "            self._copier.finish(self.pages)\n", "            pass\n"),
+            Patch(
+                "kvstore.client.handoff.publication",
+                "            self._copier.finish(self.pages)\n",
+                "            pass\n",
+            ),
         ),
         tests=(f"{_WRITERS}::test_copies_that_are_queued_in_part_have_ended_when_their_failure_is_heard",),
     ),

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.client.client import Client
-from kvstore.client.results import Job, LoadResult
+from kvstore.client.job import Job
+from kvstore.client.results import LoadResult
 from kvstore.errors import CopyStuck, KVStoreError
 from kvstore.integrations.vllm.plan import StepPlan, Wakeup
 from kvstore.integrations.vllm.stats import Stats

@@ -10,7 +10,8 @@ from typing import Any
 from kvstore.blocks.part import Part
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.client import Client
-from kvstore.client.results import FetchResult, Job
+from kvstore.client.job import Job
+from kvstore.client.results import FetchResult
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.integrations.vllm.handover import Desk
 from kvstore.integrations.vllm.plan import LoadPlan, PublishPlan

@@ -17,7 +17,8 @@ from kvstore.blocks.hashing import Namespace
 from kvstore.blocks.part import Part
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.client import Client
-from kvstore.client.results import Job, LoadResult, MissReason, SaveResult
+from kvstore.client.job import Job
+from kvstore.client.results import LoadResult, MissReason, SaveResult
 from kvstore.config import num_idle_copy_threads
 from kvstore.errors import CopyStuck, JobAbandoned, KVStoreError, LayoutMismatch
 from kvstore.integrations.vllm.link import StoreLink

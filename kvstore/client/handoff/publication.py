@@ -1,4 +1,4 @@
-"""Publishing: claim slots, copy blocks into them, and have the store keep them for a reader."""
+"""Publishing: claim slots, copy blocks into them, have the store keep them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvstore.blocks.codec import decode_count, decode_indexes, encode
 from kvstore.blocks.indexes import IndexArray, checked_slots
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.client.connections import StoreConnections
-from kvstore.client.stage_link import AttachedStage
+from kvstore.client.handoff.stage_link import AttachedStage
 from kvstore.client.work import CopyGuard
-from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
+from kvstore.engine.copier import EngineCopier, EnginePages, job_pages
 from kvstore.errors import (
     CopyStuck,
     InvalidRequest,
@@ -71,7 +71,6 @@ class Publishing:
     Args:
         ticket: the ticket under which they are published.
         block_ids: the engine's blocks; not read before `order`.
-        stored_block_size: tokens of a stored block.
         copier: copies between the engine's cache and the memory of the slots.
         stage: that memory; None for the arena.
         store: connections to the store that keeps the blocks.
@@ -86,7 +85,6 @@ class Publishing:
         self,
         ticket: HandoffTicket,
         block_ids: object,
-        stored_block_size: int,
         copier: EngineCopier,
         stage: AttachedStage | None,
         store: StoreConnections,
@@ -94,8 +92,7 @@ class Publishing:
         num_clears: int,
     ) -> None:
         self.ticket, self._key, self._writer = ticket, ticket.key, secrets.randbits(64)
-        self._block_ids, self._stored_block_size = block_ids, stored_block_size
-        self._copier, self.stage, self._store = copier, stage, store
+        self._block_ids, self._copier, self.stage, self._store = block_ids, copier, stage, store
         self._ttl_s, self._num_clears = ttl_s, num_clears
         self._slots: IndexArray = np.empty(0, np.int32)
 
@@ -109,24 +106,31 @@ class Publishing:
             InvalidRequest: the blocks are not the engine's, or copies cannot be ordered after that stream.
             LayoutMismatch, KernelError: the cache is not as it was registered, or the device failed.
         """
-        copier, ticket = self._copier, self.ticket
-        pages = engine_pages(self._block_ids, copier.layout, self._stored_block_size, 0, ticket.num_blocks)
-        self.pages = ordered(pages, copier)
+        self.pages = job_pages(self._block_ids, self._copier, 0, self.ticket.num_blocks)
         self.guard = CopyGuard(self.pages.order)
-        copier.check_unchanged()
+        self._copier.check_unchanged()
 
     def claim(self, ask: Callable[[Op, bytes], bytes]) -> None:
-        """Claim slots of the arena. Call `order` first.
+        """Claim slots of the stage, or else of the arena. For the arena, call `order` first.
 
-        Args:
-            ask: sends a question over the connection that owns the slots while they are written.
+        `ask` uses the connection that owns the slots while they are written.
 
         Raises:
             PoolExhausted: the store has no room for all of them; nothing is kept.
             StaleVersion: the namespace was cleared since `publish` was called; nothing is kept.
             KVStoreError: the store failed; nothing is kept.
         """
-        self._slots = self._ask_slots(ask, self._question(0, 0))
+        ticket, stage = self.ticket, self.stage
+        slab, generation = (stage.slab, stage.generation) if stage is not None else (0, 0)
+        question = PrepareHandoff(
+            self._key, self._writer, ticket.namespace, ticket.num_blocks, slab, generation, self._num_clears
+        )
+        try:
+            slots = decode_indexes(ask(Op.HANDOFF_PREPARE, encode(question)))
+            self._slots = checked_slots(slots, ticket.num_blocks, self._copier.num_slots, is_whole=True)
+        except (TransferTimeout, ProtocolError):
+            self._void()  # Slots may be granted all the same; only this publisher knows that it writes nothing.
+            raise
 
     def begin(self) -> None:
         """Claim slots of the stage, call `order` meanwhile, and queue the copies into them.
@@ -135,47 +139,33 @@ class Publishing:
             KVStoreError: as for `order` and `claim`, or the copies could not be queued; nothing is kept.
             CopyStuck: not all copies could be queued, and some of the queued ones did not end; see `drop`.
         """
-        stage, ahead = self.stage, _Ahead(self._expect)
+        stage, failed = self.stage, list[Exception]()
         assert stage is not None, "the arena is copied to by `complete`"
-        question = self._question(stage.slab, stage.generation)
-        slots = self._ask_slots(lambda op, payload: self._store.call(op, payload, ahead.run, _AWAKE_S), question)
+
+        def prepare() -> None:
+            try:
+                self.order()
+                stage.copier.expect(self.pages, [self.ticket.num_blocks], to_slots=True)
+            except Exception as error:  # noqa: BLE001 - Raised once the answer was read.
+                failed.append(error)
+
+        self.claim(lambda op, payload: self._store.call(op, payload, prepare, _AWAKE_S))
         try:
-            ahead.check()
+            if failed:
+                raise failed[0]
         except BaseException:
             self._void()
             raise
         try:
             with self.guard.copying:
                 self.guard.check()
-                stage.copier.begin_into_slots(self.pages, np.arange(len(slots)), slots.astype(np.int64))
+                stage.copier.begin_into_slots(self.pages, np.arange(len(self._slots)), self._slots.astype(np.int64))
         except BaseException:
             self.drop()
             raise
 
-    def _ask_slots(self, ask: Callable[[Op, bytes], bytes], question: bytes) -> IndexArray:
-        try:
-            slots = decode_indexes(ask(Op.HANDOFF_PREPARE, question))
-            copier = self._copier if self.stage is None else self.stage.copier
-            return checked_slots(slots, self.ticket.num_blocks, copier.num_slots, is_whole=True)
-        except (TransferTimeout, ProtocolError):
-            self._void()  # Slots may be granted all the same; only this publisher knows that it writes nothing.
-            raise
-
-    def _question(self, slab: int, generation: int) -> bytes:
-        ticket = self.ticket
-        return encode(
-            PrepareHandoff(
-                self._key, self._writer, ticket.namespace, ticket.num_blocks, slab, generation, self._num_clears
-            )
-        )
-
-    def _expect(self) -> None:
-        assert self.stage is not None, "only a stage is prepared for"
-        self.order()
-        self.stage.copier.expect(self.pages, [self.ticket.num_blocks], to_slots=True)
-
     def hold_engine(self) -> None:
-        """Make work that the engine queues from now on wait for the copies; on a CPU they are done."""
+        """Make work that the engine queues from now on wait for the copies. On a CPU they are done."""
         if self.pages.order is not None:
             self.pages.order.hold_engine()
 
@@ -188,7 +178,11 @@ class Publishing:
         """
         try:
             if self.stage is not None:
-                self._finish_in(self.stage)
+                if self.stage.copier.await_begun(self.pages):
+                    # The blocks were still being computed. Wake a waiting reader while they are packed.
+                    with contextlib.suppress(KVStoreError):
+                        self._store.say(Op.HANDOFF_PACKING, encode(self._key))
+                self.stage.copier.finish(self.pages)
             else:
                 with self.guard.copying:
                     self.guard.check()
@@ -204,13 +198,6 @@ class Publishing:
         if not kept:
             raise StoreUnavailable("these blocks were withdrawn or cleared while they were copied; publish them again")
         return self.ticket
-
-    def _finish_in(self, stage: AttachedStage) -> None:
-        if stage.copier.await_begun(self.pages):
-            # The blocks were still being computed. Wake a waiting reader while they are packed.
-            with contextlib.suppress(KVStoreError):
-                self._store.say(Op.HANDOFF_PACKING, encode(self._key))
-        stage.copier.finish(self.pages)
 
     def drop(self) -> None:
         """Void the ticket instead of `complete`, once all queued copies have ended.
@@ -228,22 +215,4 @@ class Publishing:
 
     def _void(self) -> None:
         """Tell the store, again if needed, that no copy of this runs any more: only this publisher knows."""
-        self._store.tell_surely(Op.HANDOFF_ABORT, encode(AbortHandoff(self._key, self._writer)))
-
-
-class _Ahead:
-    """Work done while an answer is on its way. `check` raises its error after the answer was read."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:  # noqa: BLE001 - `check` raises it.
-            self._error = error
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        self._store.retelling.tell(Op.HANDOFF_ABORT, encode(AbortHandoff(self._key, self._writer)))

@@ -13,9 +13,11 @@ from kvstore.blocks.shape import BLOCK_ORDER_VERSION
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.bounds import MAX_COPY_THREADS, check_count
 from kvstore.client.attachment import Attachment
+from kvstore.client.handoff.stage_link import AttachedStage
+from kvstore.client.job import Job
 from kvstore.client.load import TIMED_OUT_IN_QUEUE, Answer, failing_closed, failures
-from kvstore.client.results import FetchResult, Job
-from kvstore.client.stage_link import AttachedStage
+from kvstore.client.results import FetchResult
+from kvstore.client.submit import call_off, submit
 from kvstore.client.work import Awaited, CopyGuard, Steps, Work
 from kvstore.config import StoreConfig
 from kvstore.engine.copier import EngineCopier, EnginePages, engine_pages, ordered
@@ -71,12 +73,13 @@ def begin_fetch(
     num_copy_threads: int,
 ) -> Job[FetchResult]:
     """Begin `Client.fetch`; see there for the arguments."""
-    copier, link = attached.registered().copier, attached.stage
+    copier, link = attached.registered(), attached.stage
     store, shape, config = attached.store, attached.space.shape, attached.store.config
     held, guard = contextlib.ExitStack(), CopyGuard()
+    asked: list[Asked] = []
     work: Work[FetchResult] | None = None
     try:
-        early, connection = None, None
+        connection = None
         if len(store.for_fetches):
             connection = held.enter_context(store.for_fetches.taken())
             if link.is_wanted and isinstance(ticket, HandoffTicket) and ticket.slab:
@@ -95,10 +98,10 @@ def begin_fetch(
             # Ask early: the rest of this call takes as long as the store and its peer need to answer.
             with contextlib.suppress(PeerLost):
                 left_s = max(0.0, deadline_s - clock.now_s())
-                early = _ask(held, connection, stage, ticket, config, left_s)
+                asked.append(_ask(held, connection, stage, ticket, config, left_s))
         pages = ordered(pages, copier, num_copy_threads)
         copier.check_unchanged()
-        guard, asked = CopyGuard(pages.order), [] if early is None else [early]
+        guard = CopyGuard(pages.order)
 
         def run() -> Steps[FetchResult]:
             try:
@@ -117,42 +120,40 @@ def begin_fetch(
             return result
 
         def give_back() -> None:
-            error = None if work is None or work.future.cancelled() else work.future.exception()
-            interrupt = None if work is None else work.interrupt
+            assert work is not None, "it calls this at its end"
+            error = None if work.future.cancelled() else work.future.exception()
+            # The stage of stuck copies stays mapped. An interrupt, a callback's error or a bug may have come anywhere,
+            # so the connection is closed.
+            is_plain = isinstance(error, KVStoreError) and not isinstance(error, CopyStuck)
+            cause = work.interrupt or (None if is_plain else error)
             try:
                 with contextlib.suppress(KVStoreError), held:
-                    if isinstance(error, CopyStuck):
-                        raise error  # The stage stays mapped.
-                    if interrupt is not None:
-                        raise interrupt  # It may have come anywhere, so close the connection.
-                    if error is not None and not isinstance(error, KVStoreError):
-                        raise error  # An error of a callback, or a bug: the same.
+                    if cause is not None:
+                        raise cause
                     for each in asked:
-                        each.give_back()
+                        if each.end:
+                            each.connection.send(Op.HANDOFF_END, each.end)
             except BaseException as raised:
-                if raised is not error and raised is not interrupt:
+                if raised is not cause:
                     raise
 
         # A waiting thread must not run a fetch that has yet to connect, which has no time limit.
-        work = Work(run, limit_s if early is not None else None, give_back)
+        work = Work(run, limit_s if asked else None, give_back)
         start = attached.threads.start
-        if early is not None:
-            start = functools.partial(attached.threads.start_asked, awaited=early.awaited())
-        return attached.submit(work, f"fetch of {ticket.num_blocks} blocks", guard, start)
+        if asked:
+            start = functools.partial(attached.threads.start_asked, awaited=asked[0].awaited())
+        return submit(attached, work, f"fetch of {ticket.num_blocks} blocks", guard, start)
     except BaseException:
         if work is None:
             with held:
                 raise
-        attached.call_off(work, guard)  # The work gives back what is held, because it may be using it.
+        call_off(attached.threads, work, guard)  # The work gives back what is held, because it may be using it.
         raise
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A fetch that was sent to the store: its connection, its answer, and when it was sent.
-
-    `end` is the message that the store still has to get.
-    """
+    """A fetch that was sent to the store at `at_s`. `end` is the message that the store still has to get."""
 
     connection: ControlClient
     pieces: Exchange
@@ -163,15 +164,6 @@ class Asked:
         """Return the wait before the first piece."""
         return Awaited(self.pieces.fileno(), self.pieces.until_s)
 
-    def give_back(self) -> None:
-        """Tell the store that no copy runs any more. There is no answer.
-
-        Raises:
-            PeerLost: the connection broke, which tells the store as well.
-        """
-        if self.end:
-            self.connection.send(Op.HANDOFF_END, self.end)
-
 
 def _ask(
     held: contextlib.ExitStack,
@@ -181,15 +173,9 @@ def _ask(
     config: StoreConfig,
     timeout_s: float,
 ) -> Asked:
-    """Ask the store for a ticket's blocks; the store chooses between the stage and the arena.
+    """Ask the store for a ticket's blocks. The store chooses between the stage and the arena.
 
-    Args:
-        held: closes the answer; the connection is taken until then.
-        connection: used by this fetch alone.
-        stage: the stage of the engine's GPU; None for none.
-        ticket: what to fetch.
-        config: the store's.
-        timeout_s: give up after this long.
+    `held` closes the answer; the connection is taken until then.
 
     Raises:
         PeerLost: the connection broke; it is closed.
@@ -209,9 +195,8 @@ def _ask(
         is_early=ticket.is_early,
     )
     pieces = connection.call_stream(Op.HANDOFF_FETCH, encode(request), timeout_s=timeout_s + config.call_timeout_s)
-    asked = Asked(connection, pieces, asked_s)
     held.enter_context(contextlib.closing(pieces))
-    return asked
+    return Asked(connection, pieces, asked_s)
 
 
 def run_fetch(
@@ -224,17 +209,9 @@ def run_fetch(
     guard: CopyGuard,
     config: StoreConfig,
 ) -> Steps[FetchResult]:
-    """Copy out blocks that came while the rest is on its way; the caller then calls `Asked.give_back`.
+    """Copy out blocks that came while the rest is on its way. The caller then sends `asked.end`.
 
-    Args:
-        asked: of `_ask`.
-        copier: the engine's cache and the arena.
-        stage: the stage of the engine's GPU, if there is one.
-        pages: where the blocks' tokens lie in the engine.
-        ticket: what was asked for.
-        skip_tokens: number of leading tokens that must not be written; their blocks are read all the same.
-        guard: asked before each copy.
-        config: the store's.
+    Skipped tokens are not written, but their blocks are read all the same.
     """
     num_skipped = min(skip_tokens // pages.stored_block_size, ticket.num_blocks)
     answer = Answer(ticket.num_blocks, reason="store_lost: the node store ended the fetch early")
@@ -274,7 +251,7 @@ def _result(answer: Answer, pages: EnginePages, ticket: HandoffTicket, num_skipp
     usable = max(num_skipped, answer.num_ready)
     return FetchResult(
         num_blocks=usable,
-        failed=failures(usable, pages, ticket.num_blocks, answer.reason),
+        failed=failures(usable, pages, ticket.num_blocks, answer.report.reason),
         route="gpu" if answer.number & STAGE_BIT else "host",
         note=answer.report.note,
         **answer.counts(),
@@ -282,5 +259,5 @@ def _result(answer: Answer, pages: EnginePages, ticket: HandoffTicket, num_skipp
 
 
 def _failed(pages: EnginePages, ticket: HandoffTicket, usable: int, reason: str) -> FetchResult:
-    """Return the result of a fetch that delivered nothing; the first `usable` blocks were in the engine before."""
+    """Return the result of a fetch that delivered nothing. The first `usable` blocks were in the engine before."""
     return FetchResult(num_blocks=usable, failed=failures(usable, pages, ticket.num_blocks, reason))

@@ -1,4 +1,4 @@
-"""A client's link to the stage of its GPU: attached on demand, dropped when its mover dies, then attached again."""
+"""A client's link to the stage of its GPU. Attached on demand, and again after its mover died."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.blocks.codec import encode
 from kvstore.client.results import HandoffRoute
 from kvstore.engine.registered import RegisteredCache
-from kvstore.engine.stage_copier import StageSide, make_stage_copier, stage_uuid
+from kvstore.engine.stage_copier import StageCopier, stage_uuid
 from kvstore.errors import ConfigError, CopyStuck, KernelError, KVStoreError, RegistrationFailed
 from kvstore.rpc.framing import Op
 from kvstore.rpc.handoff_messages import AskStage, Soon, WarmUp, decode_lanes, decode_stage
@@ -29,22 +29,22 @@ _WAIT_S, _WAIT_SHARE = 1.0, 0.5
 
 @dataclass(slots=True, eq=False)
 class AttachedStage:
-    """A stage that this process has mapped; `copier` moves blocks between it and the engine's cache."""
+    """A stage that this process has mapped. `copier` moves blocks between it and the engine's cache."""
 
     slab: int
     generation: int
-    copier: StageSide
+    copier: StageCopier
     num_users: int = 0
     is_lost: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Asked:
-    """The question for a stage, while the store makes the stage; `answer` stays empty if it made none."""
+    """The question for a stage, while the store makes the stage. `answer` stays empty if it made none."""
 
-    __slots__ = ("answer", "done", "uuid")
-
-    def __init__(self, uuid: str) -> None:
-        self.uuid, self.answer, self.done = uuid, b"", threading.Event()
+    uuid: str
+    answer: bytes = b""
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class StageLink:
@@ -152,7 +152,7 @@ class StageLink:
             return None  # Tensors on another GPU were registered since: the next job asks again.
         answer = self._ask_stage(uuid, caches) if asked is None else asked.answer
         found = decode_stage(answer)
-        stage = AttachedStage(found.slab, found.generation, make_stage_copier(caches, found))
+        stage = AttachedStage(found.slab, found.generation, StageCopier(caches, found))
         with self.lock:
             if not self._closed and self._caches is caches:
                 self.attached = stage
@@ -168,8 +168,7 @@ class StageLink:
     def take(self, within_s: float = math.inf) -> AttachedStage | None:
         """Return the stage, kept mapped until `leave`; None when there is none now.
 
-        Args:
-            within_s: the job's time. A stage that is being attached again is waited for only for a part of it.
+        A stage that is being attached again is waited for only for a part of the job's time, `within_s`.
         """
         if (stage := self._take_attached()) is not None or self._closed or not self.is_wanted:
             return stage
@@ -194,7 +193,7 @@ class StageLink:
         return self._take_attached()
 
     def _begin_to_ask(self) -> _Asked | None:
-        """Ask the store for a stage on another thread; return None without a GPU or a thread.
+        """Ask the store for a stage on another thread. Return None without a GPU or a thread.
 
         That thread only asks. The job that takes the stage maps it, on a thread that knows what its GPU does now.
         """
@@ -235,18 +234,16 @@ class StageLink:
 
     @contextlib.contextmanager
     def using(self, within_s: float = math.inf) -> Iterator[AttachedStage | None]:
-        """Keep the stage mapped in the body; yields None when there is none now; see `take`."""
-        stage = self.take(within_s)
+        """Keep the stage mapped in the body. Yields None when there is none now; see `take`."""
+        taken = stage = self.take(within_s)
         try:
             yield stage
         except CopyStuck:
-            raise  # A copy to or from it may still run: it stays mapped until this process ends.
-        except BaseException:
-            if stage is not None:
-                self.leave(stage)
+            taken = None  # A copy to or from it may still run: it stays mapped until this process ends.
             raise
-        if stage is not None:
-            self.leave(stage)
+        finally:
+            if taken is not None:
+                self.leave(taken)
 
     def leave(self, stage: AttachedStage) -> None:
         """End a job's use of the stage. A job with stuck copies never calls this, so the stage stays mapped."""

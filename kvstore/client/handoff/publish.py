@@ -12,10 +12,12 @@ from kvstore.blocks.codec import decode_count, encode
 from kvstore.blocks.ticket import HandoffTicket, expiry_after
 from kvstore.bounds import check_count, check_ttl
 from kvstore.client.attachment import Attachment
-from kvstore.client.fetch import check_ticket
-from kvstore.client.publication import Publishing, num_published
-from kvstore.client.results import Job, Publication
-from kvstore.client.stage_link import AttachedStage, StageLink
+from kvstore.client.handoff.fetch import check_ticket
+from kvstore.client.handoff.publication import Publishing, num_published
+from kvstore.client.handoff.stage_link import AttachedStage, StageLink
+from kvstore.client.job import Job
+from kvstore.client.results import Publication
+from kvstore.client.submit import call_off, submit
 from kvstore.client.work import Work, in_one_step
 from kvstore.errors import (
     CopyStuck,
@@ -74,7 +76,7 @@ def publish(
     # The calls in `run` have their own timeouts.
     work, start = Work(lambda: in_one_step(run)), attached.threads.publish
     try:
-        job: Job[HandoffTicket] = attached.submit(work, str(publishing), publishing.guard, start)
+        job: Job[HandoffTicket] = submit(attached, work, str(publishing), publishing.guard, start)
         return job.result(None)
     except BaseException as error:
         # For example an interrupt: the caller may reuse the blocks at once, so none may be delivered.
@@ -110,11 +112,7 @@ def begin_publish(
 def _begin_in_stage(
     attached: Attachment, block_ids: object, keep_s: float, named: HandoffTicket | None
 ) -> tuple[Publishing, Work[HandoffTicket]] | None:
-    """Queue the copies into the stage, which stays mapped for them.
-
-    Returns:
-        The arguments of `_complete_later`, or None if the arena has to be used.
-    """
+    """Queue the copies into the stage, which stays mapped for them. Return None if the arena has to be used."""
     link = attached.stage
     # Waits no longer than for a call: the arena can be used instead.
     if (stage := link.take(attached.store.call_timeout_s)) is None:
@@ -177,7 +175,7 @@ def _completing(attached: Attachment, publishing: Publishing, link: StageLink | 
 
 def _complete_later(attached: Attachment, publishing: Publishing, completing: Work[HandoffTicket]) -> Publication:
     try:
-        job = attached.submit(completing, str(publishing), publishing.guard, attached.threads.publish)
+        job = submit(attached, completing, str(publishing), publishing.guard, attached.threads.publish)
         return Publication(publishing.ticket, job)
     except KVStoreError:
         # The client was closed meanwhile. The claimed slots are given back after the queued copies.
@@ -192,7 +190,7 @@ def _complete(attached: Attachment, publishing: Publishing) -> HandoffTicket:
 
 def _call_off(attached: Attachment, publishing: Publishing, work: Work[HandoffTicket]) -> None:
     """Call a publication off after an interrupt of its caller, so that nothing of it is delivered."""
-    attached.call_off(work, publishing.guard)
+    call_off(attached.threads, work, publishing.guard)
     with contextlib.suppress(KVStoreError):
         withdraw(attached, publishing.ticket)
 
@@ -242,14 +240,14 @@ def _publishing(
     named: HandoffTicket | None,
     stage: AttachedStage | None = None,
 ) -> Publishing:
-    copier, space = attached.registered().copier, attached.space
+    copier, space = attached.registered(), attached.space
     if named is not None:
         ticket = replace(named, expires_s=expiry_after(keep_s))
     else:
         num_blocks = num_published(block_ids, copier.layout.block_size, space.shape.block_size)
         ticket = _ticket(attached, num_blocks, keep_s, stage.slab if stage else 0)
     chosen, num_clears = copier if stage is None else stage.copier, attached.clears.get(space.digest)
-    return Publishing(ticket, block_ids, space.shape.block_size, chosen, stage, attached.store, keep_s, num_clears)
+    return Publishing(ticket, block_ids, chosen, stage, attached.store, keep_s, num_clears)
 
 
 def withdraw(attached: Attachment, ticket: HandoffTicket) -> bool:
