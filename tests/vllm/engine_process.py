@@ -91,10 +91,10 @@ def hold_saves_of(worker, until_wanted):
 
     kvstore.client.save.run_save, rank.let_saves = held, let_go
 
-    def end(req_ids):
+    def end(req_ids, *more):
         if req_ids:  # Each step ends those of nobody.
             may_save.set()
-        end_saves(req_ids)
+        end_saves(req_ids, *more)
 
     if until_wanted:
         rank.end_saves = end
@@ -106,12 +106,12 @@ def let_saves_of(worker):
 
 def take_store_of(worker, rank):
     if worker.rank == rank:
-        get_kv_transfer_group().worker_side.client = lambda: None
+        get_kv_transfer_group().worker_side.cache.client = lambda: None
 
 
 def give_store_to(worker, rank):
     if worker.rank == rank:
-        del get_kv_transfer_group().worker_side.client
+        del get_kv_transfer_group().worker_side.cache.client
 
 
 class EngineProcess:

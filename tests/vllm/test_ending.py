@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import pytest
+from sides import scheduler_side
 
 from kvstore.errors import CopyStuck
 
@@ -145,7 +146,7 @@ def parts():
 def make(parts):
     def make(copies, *, keeps_memory=True, num_workers=1):
         made = parts.ending.Ending(16, num_workers, keeps_memory=keeps_memory)
-        made.open([parts.plan.Door(each) for each in copies])
+        made.open(copies)
         return made
 
     return make
@@ -160,8 +161,8 @@ def blocks(*ids):
     return SimpleNamespace(get_block_ids=lambda: (list(ids),))
 
 
-def test_a_door_leads_nowhere_in_another_process(parts):
-    assert pickle.loads(pickle.dumps(parts.plan.Door(Copies()))).copies is None
+def test_what_is_local_is_none_in_another_process(parts):
+    assert pickle.loads(pickle.dumps(parts.plan.Local(Copies()))).value is None
 
 
 @pytest.mark.parametrize(
@@ -274,12 +275,9 @@ def test_a_save_that_is_stuck_loses_no_other(side, parts):
 
 @pytest.mark.parametrize("error", [CopyStuck("stuck"), CancelledError(), KeyboardInterrupt()])
 def test_a_reset_clears_the_store_whatever_becomes_of_saves(error):
-    from kvstore.integrations.vllm import options, stats
-    from kvstore.integrations.vllm.scheduler_side import scheduler, tracked
+    from kvstore.integrations.vllm.scheduler_side import tracked
 
-    made = scheduler.SchedulerSide(
-        options.Options(), 16, 1, loads=True, saves=True, publishes=False, emits_events=False, stats=stats.Stats()
-    )
+    made = scheduler_side()
     cleared = []
     made.space, made.link = "space", SimpleNamespace(store=SimpleNamespace(clear=lambda s: cleared.append(s) or 1))
     made.tracked["r"] = tracked.Tracked(SimpleNamespace(request_id="r"), may_save=True, num_saves_open=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,16 +24,12 @@ def _timed(
     method: Callable[Concatenate[RaykvConnector, P], T],
 ) -> Callable[Concatenate[RaykvConnector, P], T]:
     """Measure how long a call keeps the scheduler."""
-    names = ("scheduler", method.__name__)
 
+    @functools.wraps(method)
     def timed(self: RaykvConnector, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        begin_s = time.perf_counter()
-        try:
+        with self.stats.timed("scheduler", method.__name__):
             return method(self, *args, **kwargs)
-        finally:
-            self.stats.time_each(names, time.perf_counter() - begin_s)
 
-    functools.update_wrapper(timed, method)
     return timed
 
 
@@ -108,9 +103,7 @@ class RaykvConnector(KVConnectorBase_V1):
             )
         self._side().open(found)
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
-        """Take in the workers' findings, keyed by pipeline and tensor rank."""
-        self.set_xfer_handshake_metadata(metadata)
+    set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata  # vLLM's name for it with pipeline stages.
 
     @_timed
     def on_new_request(self, request: Any) -> None:
@@ -164,7 +157,7 @@ class RaykvConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the engine's tensors."""
-        self._rank().register(kv_caches)
+        self._rank().cache.register(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerHello | None:
         """Return what the scheduler's half needs to know about the tensors; None before they are registered."""

@@ -46,8 +46,6 @@ class StoreLink:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        #: How often a new client replaced one whose store had ended.
-        self.num_reopened = 0
         try:
             self.store = connect(options.store, address=options.address)
             self._client: Client | None = self._open()
@@ -114,7 +112,7 @@ class StoreLink:
                 continue
             with self._lock:
                 if not self._stopping.is_set():
-                    self._client, self.num_reopened = client, self.num_reopened + 1
+                    self._client = client
                     logger.warning("the store is back, with an empty memory")
                     return
             client.close(_CLOSE_S)

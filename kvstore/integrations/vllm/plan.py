@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -17,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstore.blocks.hashing import BlockHashes, Namespace
 from kvstore.blocks.ticket import HandoffTicket
 from kvstore.integrations.vllm.handover import Desk
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,37 +70,14 @@ class PublishPlan:
     block_ids: list[int]
 
 
-class Wakeup(threading.Event):
-    """Ends the wait of a worker that shares the scheduler's process; a pickled copy is never set.
+class Local(Generic[T]):
+    """A value for code in the same process; a pickled copy has None."""
 
-    Args:
-        is_shared: False for a pickled copy, which the scheduler's half cannot set.
-    """
+    def __init__(self, value: T | None = None) -> None:
+        self.value = value
 
-    def __init__(self, is_shared: bool = True) -> None:
-        super().__init__()
-        self.is_shared = is_shared
-
-    def __reduce__(self) -> tuple[type[Wakeup], tuple[bool]]:
-        return Wakeup, (False,)
-
-
-class Hook:
-    """Runs a function in a worker that shares the scheduler's process; a pickled copy does nothing.
-
-    Args:
-        call: the function.
-    """
-
-    def __init__(self, call: Callable[[], None] = lambda: None) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        """Call the function."""
-        self._call()
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
+    def __reduce__(self) -> tuple[type[Local[T]], tuple[()]]:
+        return Local, ()
 
 
 class Copies(Protocol):
@@ -121,20 +100,6 @@ class Copies(Protocol):
         """Return whether no load of a request is landing any more; waits up to `wait_s` for that."""
 
 
-class Door:
-    """Access to a worker's copies within one process; a pickled copy has none.
-
-    Args:
-        copies: of the worker; None for a pickled copy.
-    """
-
-    def __init__(self, copies: Copies | None = None) -> None:
-        self.copies = copies
-
-    def __reduce__(self) -> tuple[type[Door], tuple[()]]:
-        return Door, ()
-
-
 @dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
     """The message of the scheduler's half to the workers for one step.
@@ -150,8 +115,8 @@ class StepPlan(KVConnectorMetadata):
         is_computing: whether any token is computed in this step.
         num_waiting: requests that wait for an answer of the store.
         num_unhashed_tokens: prompt tokens of those waiting requests that have no hashes yet.
-        answered: set when the store has answered.
-        launched: called when all of the step is launched.
+        answered: set when the store has answered; a worker that shares the scheduler's process can wait for it.
+        launched: called when all of the step is launched, by a worker that shares the scheduler's process.
         drop_saves: the cache was cleared: blocks computed before that must not be stored any more.
     """
 
@@ -165,8 +130,8 @@ class StepPlan(KVConnectorMetadata):
     is_computing: bool = False
     num_waiting: int = 0
     num_unhashed_tokens: int = 0
-    answered: Wakeup | None = None
-    launched: Hook | None = None
+    answered: Local[threading.Event] = field(default_factory=Local)
+    launched: Local[Callable[[], None]] = field(default_factory=Local)
     drop_saves: bool = False
 
 
@@ -221,10 +186,10 @@ class WorkerHello(KVConnectorHandshakeMetadata):
         space: namespace of this engine's blocks; all workers must have found the same.
         desks: where this worker publishes, by its rank.
         launcher_pid: the process that launches its steps on a GPU; 0 where they run on the CPU.
-        door: to its copies, for a scheduler in the same process.
+        copies: its copies, for a scheduler in the same process.
     """
 
     space: Namespace
     desks: dict[int, Desk] = field(default_factory=dict)
     launcher_pid: int = 0
-    door: Door = field(default_factory=Door)
+    copies: Local[Copies] = field(default_factory=Local)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from kvstore.integrations.vllm.plan import Copies, Door, StepPlan
+from kvstore.integrations.vllm.plan import Copies, StepPlan
 from kvstore.integrations.vllm.scheduler_side.tracked import Tracked
 
 #: Wait for the load of an ended request: its last token was computed behind the copies; only the report is missing.
@@ -51,9 +51,9 @@ class Ending:
         """Return the state of an ended request that is still tracked here, or None."""
         return self._requests.get(req_id)
 
-    def open(self, doors: Sequence[Door]) -> None:
-        """Take in the doors to the workers' copies."""
-        found = [door.copies for door in doors if door.copies is not None]
+    def open(self, copies: Sequence[Copies | None]) -> None:
+        """Take in each worker's copies; None for a worker in another process."""
+        found = [each for each in copies if each is not None]
         self._copies = found if len(found) == self._num_workers else []
 
     @property

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from dataclasses import dataclass, field
 
 from kvstore.blocks.hashing import BlockHashes
 from kvstore.errors import KVStoreError, PeerLost, TransferTimeout
@@ -26,31 +27,18 @@ _LATE_S, _OVERDUE_S = 0.002, 0.05
 _YIELD_S = 2e-5
 
 
+@dataclass(eq=False)
 class Question:
-    """One request's question, and what is known of the answer so far.
+    """One request's question, and what is known of the answer so far."""
 
-    Args:
-        prompt: makes the hashes of the prompt's full blocks.
-        hashes: of all these blocks, if they are known.
-        is_lookup: whether the store is to be asked too.
-        needs_hashes: whether the answer is useless without the hashes.
-    """
-
-    def __init__(
-        self, prompt: PromptHashes, hashes: BlockHashes | None, *, is_lookup: bool, needs_hashes: bool = False
-    ) -> None:
-        self.prompt, self.is_lookup, self.needs_hashes = prompt, is_lookup, needs_hashes
-        self.asked_s = time.monotonic()
-        #: May be set only after the answer, if nothing is stored.
-        self.hashes = hashes
-        #: Usable prefix in blocks; grows while other nodes are asked.
-        self.num_blocks = 0
-        #: Whether vLLM got the final answer.
-        self.is_given = False
-        #: Whether the answer is final.
-        self.done = False
-        #: Whether the answer was final at once, without a call to the store.
-        self.is_immediate = False
+    prompt: PromptHashes
+    hashes: BlockHashes | None  # of all its full blocks; if nothing is stored, perhaps made only after the answer
+    is_lookup: bool  # whether the store is to be asked too
+    needs_hashes: bool = False  # whether the answer is useless without the hashes
+    asked_s: float = field(default_factory=lambda: time.monotonic())
+    num_blocks: int = 0  # usable prefix; grows while other nodes are asked
+    done: bool = False  # whether the answer is final
+    is_given: bool = False  # whether vLLM got the final answer, or it came at once, without a call to the store
 
     def hash_all(self) -> BlockHashes:
         """Return the hashes of all full blocks; makes them if needed."""
@@ -88,7 +76,7 @@ class Lookups:
     def ask(self, question: Question) -> None:
         """Answer a question at once if no store call is needed, else give it to the thread."""
         if self._is_surely_nothing(question):
-            question.done = question.is_immediate = True
+            question.done = question.is_given = True
             if question.hashes is None:
                 self._unhashed.append(question)
             return
@@ -136,7 +124,7 @@ class Lookups:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (question := self.next_number()) is not None:
+        while (question := self.next_question()) is not None:
             is_late = question.done
             try:
                 if is_late:
@@ -153,7 +141,7 @@ class Lookups:
                 if not is_late:
                     self._answered.set()
 
-    def next_number(self) -> Question | None:
+    def next_question(self) -> Question | None:
         """Wait for a question; hashes that only saves need are made when no question came for a while."""
         while True:
             left_s = self.late[0][0] - time.monotonic() if self.late else None
