@@ -65,7 +65,7 @@ def stats_of_rank(worker):
 def tracked_by_rank(worker):
     rank = get_kv_transfer_group().worker_side
     rank.landing.settle(list(rank.landing.loads), 20.0)  # vLLM has them; no step follows that would look
-    return sum(len(held) for held in (rank.loads, rank.landing, rank.saves, rank.unsent, rank.publishing))
+    return sum(len(held) for held in (rank.loads, rank.landing.loads, rank.saves, rank.unsent, rank.publishing.open))
 
 
 def await_saves_of(worker, limit_s):
@@ -268,7 +268,7 @@ class EngineProcess:
     def tracked(self):
         """How many requests the connector's halves still know."""
         side = self.scheduler.connector.scheduler_side
-        return sum(self.engine.collective_rpc(tracked_by_rank), len(side.tracked) + len(side.ending))
+        return sum(self.engine.collective_rpc(tracked_by_rank), len(side.tracked) + len(side.ending.requests))
 
     def take_store(self, rank):
         """Let one worker have no store, as when its connection broke."""

@@ -26,7 +26,7 @@ def scheduler_side(save="prompt", **more):
     shape = kvstore.KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32", block_size=SIZE)
     made = scheduler.SchedulerSide(
         options.Options(save=options.SavePolicy(save)), SIZE, 1,
-        loads=True, saves=True, publishes=True, emits_events=False, stats=stats.Stats(), **more,
+        loads=True, produces=True, emits_events=False, stats=stats.Stats(), **more,
     )  # fmt: skip
     made.space, made.lookups, made.is_open = kvstore.Namespace(model="m", shape=shape), Lookups(), True
     made.saving = saving.Saving(made.space, SIZE, 1, save == "all", made.stats)

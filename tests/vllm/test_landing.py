@@ -123,7 +123,7 @@ def test_blocks_of_an_ended_request_are_freed_after_its_load(side, idle, parts):
     side.load.job.ended.set()
     assert side.poll(idle) == ({"r"}, set())
     scheduler.heard(set(), side.take_report())
-    assert not scheduler.ending
+    assert not scheduler.ending.requests
     assert not scheduler.tracked
 
 

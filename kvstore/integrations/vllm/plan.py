@@ -185,11 +185,11 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     Args:
         space: namespace of this engine's blocks; all workers must have found the same.
         desks: where this worker publishes, by its rank.
-        launcher_pid: the process that launches its steps on a GPU; 0 where they run on the CPU.
+        is_on_gpu: whether it launches its steps on a GPU.
         copies: its copies, for a scheduler in the same process.
     """
 
     space: Namespace
     desks: dict[int, Desk] = field(default_factory=dict)
-    launcher_pid: int = 0
+    is_on_gpu: bool = False
     copies: Local[Copies] = field(default_factory=Local)

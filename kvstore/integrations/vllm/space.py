@@ -106,15 +106,11 @@ def in_order_of_layers(caches: Mapping[str, Any]) -> dict[str, Any]:
     def numbers(name: str) -> tuple[list[int], str]:
         return [int(digits) for digits in re.findall(r"\d+", name)], name
 
-    found: dict[str, Any] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+    found: dict[tuple[int, tuple[int, ...]], tuple[str, Any]] = {}
     for name in sorted(caches, key=numbers):
         tensor = caches[name]
-        place = (tensor.data_ptr(), tuple(tensor.shape)) if hasattr(tensor, "data_ptr") else (id(tensor), ())
-        if place not in seen:
-            seen.add(place)
-            found[name] = tensor
-    return found
+        found.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor))
+    return dict(found.values())
 
 
 def planes_of(tensors: Sequence[Any], spec: Any) -> Planes:

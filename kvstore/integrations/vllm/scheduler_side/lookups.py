@@ -182,14 +182,12 @@ class Lookups:
             if question.num_blocks == len(hashes) or not is_remote:
                 return
             question.num_blocks = client.lookup(hashes, timeout_s=wait_s).num_blocks
-        except TransferTimeout as error:
-            self._not_before_s = time.monotonic() + _BACK_OFF_S
-            self._stats.count("num_lookup_errors")
-            logger.info("a lookup had no answer: %s", error)
-        except PeerLost:
-            self._link.lost(client)
-            self._stats.count("num_lookup_errors")
         except KVStoreError as error:
-            self._link.failed(client, error)
             self._stats.count("num_lookup_errors")
             logger.info("a lookup failed: %s", error)
+            if isinstance(error, TransferTimeout):
+                self._not_before_s = time.monotonic() + _BACK_OFF_S
+            elif isinstance(error, PeerLost):
+                self._link.lost(client)
+            else:
+                self._link.failed(client, error)

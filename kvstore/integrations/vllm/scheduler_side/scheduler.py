@@ -7,7 +7,6 @@ from a thread (lookups.py).
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -45,8 +44,7 @@ class SchedulerSide:
         engine_block_size: tokens of vLLM's blocks.
         num_workers: workers that report the end of each load and save.
         loads: whether this engine uses stored blocks.
-        saves: whether it stores what it computes.
-        publishes: whether it may be asked to hand blocks off.
+        produces: whether it stores and hands off what it computes, as options and requests say.
         emits_events: whether KV cache events are enabled.
         stats: gets times and counts.
         names_media: whether equal names mean equal media; if not, requests with media go on without the store.
@@ -60,15 +58,15 @@ class SchedulerSide:
         num_workers: int,
         *,
         loads: bool,
-        saves: bool,
-        publishes: bool,
+        produces: bool,
         emits_events: bool,
         stats: Stats,
         names_media: bool = True,
         keeps_memory: bool = True,
     ) -> None:
         self._options, self._engine_block_size, self._num_workers = options, engine_block_size, num_workers
-        self._loads, self._saves, self._publishes = loads, saves, publishes
+        self._loads, self._produces = loads, produces
+        self._saves = produces and options.save is not SavePolicy.NONE
         self._emits_events, self.stats, self._names_media = emits_events, stats, names_media
         #: Whether these are set: before that no request is tracked, nothing is loaded and nothing saved.
         self.is_open = False
@@ -104,11 +102,11 @@ class SchedulerSide:
         self.space = space = found[0].space
         self.link = StoreLink(options, space, on_open=lambda client: client.map_presence())
         self.saving = Saving(space, size, num_workers, options.save is SavePolicy.ALL, self.stats)
-        self.handoffs = HandoffSide(space, size, num_workers, self._publishes, options.handoff_ttl_s, self.stats)
+        self.handoffs = HandoffSide(space, size, num_workers, self._produces, options.handoff_ttl_s, self.stats)
         for hello in found:
             self.handoffs.learn(hello.desks)
         self.ending.open([hello.copies.value for hello in found])
-        self.is_launching = all(hello.launcher_pid == os.getpid() for hello in found)
+        self.is_launching = all(hello.is_on_gpu and hello.copies.value is not None for hello in found)
         self.lookups = Lookups(self.link, options.remote, options.lookup_wait_s, self.stats, self.answered)
         self.is_open = True
 
@@ -129,7 +127,7 @@ class SchedulerSide:
         if not self.is_open or name in self.tracked or name in self.untracked:
             return
         # Reports could not tell two requests of one name apart.
-        if getattr(request, "resumable", False) or name in self.ending:
+        if getattr(request, "resumable", False) or name in self.ending.requests:
             return
         if not self._names_media and getattr(request, "mm_features", None):
             self._leave_out(name)
@@ -282,15 +280,15 @@ class SchedulerSide:
                 tracked.may_load, tracked.question = tracked.may_load and tracked.is_fetching, None
                 tracked.num_saved = min(tracked.num_saved, num_tokens // self.space.shape.block_size)
         for req_id, num_blocks in report.stored:
-            tracked = self.tracked.get(req_id) or self.ending.get(req_id)
+            tracked = self.tracked.get(req_id) or self.ending.requests.get(req_id)
             if self._emits_events and tracked is not None and tracked.hashes is not None:
                 self._events.append(stored_event(self.space, tracked.request, tracked.hashes[:num_blocks]))
         for req_id in report.saves_ended.keys() | report.landing.keys():
-            if tracked := self.tracked.get(req_id) or self.ending.get(req_id):
+            if tracked := self.tracked.get(req_id) or self.ending.requests.get(req_id):
                 tracked.num_saves_open -= report.saves_ended[req_id]
                 tracked.num_landing += report.landing[req_id]
                 if not tracked.is_copied:
-                    self.ending.forget(req_id)
+                    self.ending.requests.pop(req_id, None)
         if report.num_drops and self._num_drops_open:
             self._num_drops_open = max(0, self._num_drops_open - report.num_drops)
             if not self._num_drops_open:
@@ -320,7 +318,7 @@ class SchedulerSide:
 
     def _forget_all(self) -> bool:
         """Clear the store, and store no more blocks computed before this; returns as `reset`."""
-        if any(tracked.num_saves_open for tracked in (*self.tracked.values(), *self.ending)):
+        if any(tracked.num_saves_open for tracked in (*self.tracked.values(), *self.ending.requests.values())):
             self.next_plan.drop_saves, self._num_drops_open = True, self._num_workers
         is_loading = False
         for tracked in self.tracked.values():

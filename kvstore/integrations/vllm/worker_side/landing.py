@@ -42,12 +42,6 @@ class Landing:
         self.loads: dict[str, Running] = {}
         self._changes: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self.loads)
-
-    def __contains__(self, req_id: str) -> bool:
-        return req_id in self.loads
-
     def begin(self, load: Running) -> None:
         """Let the engine's stream wait for a queued load, so that the engine's thread does not.
 

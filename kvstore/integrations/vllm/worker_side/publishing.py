@@ -32,10 +32,7 @@ class Publishing:
         self.rank, self._part, self._ttl_s, self._staging_bytes = rank, part, ttl_s, staging_bytes
         self._told: Desk | None = None
         #: The last publication of each request that vLLM still knows.
-        self._open: dict[str, tuple[Client, HandoffTicket, Job[HandoffTicket]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
+        self.open: dict[str, tuple[Client, HandoffTicket, Job[HandoffTicket]]] = {}
 
     def attach(self, client: Client, device: str) -> None:
         """Let a new client's hand-offs go from GPU to GPU, if configured; where that fails, host memory serves.
@@ -83,12 +80,12 @@ class Publishing:
         self.withdraw([plan.req_id])
         ticket = plan.tickets[self.rank]
         publication = client.begin_publish(pages, ttl_s=self._ttl_s, ticket=ticket)
-        self._open[plan.req_id] = (client, ticket, publication.job)
+        self.open[plan.req_id] = (client, ticket, publication.job)
         return publication.job
 
     def withdraw(self, req_ids: Iterable[str]) -> int:
         """Withdraw the blocks of requests whose tickets no engine will get; returns the number of requests."""
-        found = [self._open.pop(req_id) for req_id in list(req_ids) if req_id in self._open]
+        found = [self.open.pop(req_id) for req_id in list(req_ids) if req_id in self.open]
         for client, ticket, job in found:
 
             def withdraw(_: Any, client: Client = client, ticket: HandoffTicket = ticket) -> None:
@@ -101,4 +98,4 @@ class Publishing:
     def forget(self, req_ids: Iterable[str]) -> None:
         """Stop tracking ended requests; their blocks stay for the ticket holders until they expire."""
         for req_id in req_ids:
-            self._open.pop(req_id, None)
+            self.open.pop(req_id, None)

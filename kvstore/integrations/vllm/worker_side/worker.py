@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Collection
@@ -70,8 +69,8 @@ class WorkerSide:
         """Return what the scheduler's half has to know before the first step; None without a cache."""
         if self.cache.space is None:
             return None
-        pid, desks = os.getpid() if self.cache.is_on_gpu else 0, self.publishing.news(self.cache.client())
-        return WorkerHello(self.cache.space, desks, launcher_pid=pid, copies=Local(self))
+        desks = self.publishing.news(self.cache.client())
+        return WorkerHello(self.cache.space, desks, is_on_gpu=self.cache.is_on_gpu, copies=Local(self))
 
     def settle(self, plan: StepPlan) -> None:
         """End the copies of blocks that are overwritten in this step; may be called again."""
@@ -133,7 +132,7 @@ class WorkerSide:
                 self.received.add(req_id)
         for save in [save for saves in self.saves.values() for save in saves if save.job.done()]:
             self._end_save(save)
-        sent = {req_id for req_id in self.unsent if req_id not in self.saves and req_id not in self.landing}
+        sent = {req_id for req_id in self.unsent if req_id not in self.saves and req_id not in self.landing.loads}
         self.unsent -= sent
         received, self.received = self.received, set()
         self._has_news = bool(sent or received)
